@@ -3,7 +3,7 @@
     python benchmarks/adapters.py            # prints the table
     python benchmarks/adapters.py --write    # and writes adapters.md
 
-`maxpipe compile` compiles the real train step with libtpu (`pip install '.[tpu]'`); nothing runs.
+`maxpipe compile` compiles the train step with libtpu (`pip install '.[tpu]'`), without a TPU.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ RUNS = {
 PREAMBLE = f"""\
 # Adapters of Llama 3 8B
 
-`python benchmarks/adapters.py --write`. Nothing ran on a TPU. libtpu compiles
+`python benchmarks/adapters.py --write`. No TPU was used. libtpu compiles
 `maxpipe compile llama3-8b --topology v5e:2x4` ahead of time, with `{LAYOUT}`. Adapters have rank 16
-and apply to all projections of attention and MLPs. Sizes are in GiB per device. The column "state"
-is the size of parameters and optimizer state, and "gradients" is the size of the float32
-accumulators. Both are predictions of `maxpipe plan`. The columns "arguments" (the state and a
-batch) and "peak" are from the compiler. The TFLOP count covers the compiled program on one device.
+and are applied to all attention and MLP projections. Sizes are in GiB per device. The column
+"state" is the size of parameters and optimizer state, and "gradients" is the size of the float32
+accumulators. Both are predicted by `maxpipe plan`. The columns "arguments" (the state and a batch)
+and "peak" are reported by the compiler. The number of TFLOP is that of the compiled program on one
+device.
 
 """
 

@@ -4,7 +4,7 @@
     python benchmarks/ahead_of_time_ranking.py --write             # and ahead_of_time_ranking.md
     python benchmarks/ahead_of_time_ranking.py --keep /tmp/texts   # also keeps the programs
 
-Nothing runs on a TPU. libtpu compiles the train step of llama3-8b for 32 chips in different layouts
+No TPU is used. libtpu compiles the train step of llama3-8b for 32 chips in different layouts
 on this machine (`pip install '.[tpu]'`). The compiler time of a layout is the sum of two parts. The
 first part is the compiler's cycle estimate on the busiest stages. The second part is the exposed
 time of collectives, for which the compiler has no estimate. It is computed from their bytes at the
@@ -85,7 +85,7 @@ LAYOUTS = (
     Layout(2, 1, 8, 2, "interleaved", 2, 8, "step", "names"),
     Layout(4, 1, 8, 1, "interleaved", 8, 16, "iteration", "none"),
     Layout(4, 1, 8, 1, "interleaved", 2, 8, "step", "names"),
-    Layout(4, 1, 8, 1, "interleaved", 4, 16, "visit", "names"),
+    Layout(4, 1, 8, 1, "interleaved", 4, 16, "window", "names"),
     Layout(4, 1, 8, 1, "1f1b", 1, 8, "step", "full"),
     Layout(4, 2, 4, 1, "interleaved", 2, 16, "step", "chunk"),
     Layout(4, 1, 8, 1, "zb_v", 2, 16, "step", "names"),
@@ -192,7 +192,7 @@ def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
 
 FORECAST = (
     *("cost", "traffic", "memory", "memory_terms", "search", "rerank", "calibrate", "report"),
-    *("sizes", "shards", "parameter_counts", "activation_sizes", "shardings"),
+    *("sizes", "shards", "shardings"),
 )
 """Modules of `maxpipe.plan` that affect neither the program nor its profile."""
 
@@ -279,14 +279,14 @@ def details(row: Row) -> str:
 PREAMBLE = f"""\
 # Layouts ranked by prediction and by the TPU compiler
 
-`python benchmarks/ahead_of_time_ranking.py --write`. Nothing ran on a TPU. {MODEL} with all its
+`python benchmarks/ahead_of_time_ranking.py --write`. No TPU was used. {MODEL} with all its
 layers and {ROWS} sequences of {TOKENS} tokens was compiled for {TOPOLOGY} in {len(LAYOUTS)}
 layouts. The last column describes a layout as stage x data x fsdp x tensor, schedule with repeats,
-number of microbatches M, weight gather mode, and remat mode. The compiler time is the sum of two
-parts. The column "compute" is the compiler's cycle estimate along the busiest stages. The column
-"exposed" is the time of the traffic that is not overlapped, at the published link rate. Attention
-kernels are counted at an assumed rate. The prediction uses the same link and kernel rates, so this
-page does not test these rates.
+number of microbatches M, weight gather mode, and remat mode. The compiler time is the sum of
+compute time and exposed time. The column "compute" is the compiler's cycle estimate along the
+busiest stages. The column "exposed" is the time of the traffic that is not overlapped, at the
+published link bandwidth. Attention kernels are assumed to run at a fixed FLOP rate. The prediction
+uses the same bandwidth and FLOP rate, so this page does not test these assumptions.
 
 """
 

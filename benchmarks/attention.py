@@ -139,7 +139,7 @@ def main() -> None:
                 ),
                 lengths,
             ),
-            "The same ratios by block size, with one document per sequence:",
+            "This table shows the same ratios by block size, with one document per sequence:",
             table(("tokens", "block", "ratio", "wall time ratio", "memory"), sizes),
         ]
     )

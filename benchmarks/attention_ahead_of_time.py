@@ -3,7 +3,7 @@
     python benchmarks/attention_ahead_of_time.py          # prints the table
     python benchmarks/attention_ahead_of_time.py --write  # and writes attention_ahead_of_time.md
 
-The programs are those of `tpu_ahead_of_time.py`, and nothing runs on a TPU. The compilation of each
+The programs are those of `tpu_ahead_of_time.py`, and no TPU is used. The compilation of each
 of the eight programs needs a few minutes. Results are cached in `--cache`.
 """
 
@@ -57,13 +57,13 @@ def table(cache: Path) -> str:
 PREAMBLE = f"""\
 # Splash attention in estimates of the TPU compiler
 
-`python benchmarks/attention_ahead_of_time.py --write`. Nothing ran on a TPU. The full train step of
+`python benchmarks/attention_ahead_of_time.py --write`. No TPU was used. The full train step of
 an 8B-class model with AdamW was compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved
 with 2 repeats. Each microbatch has one sequence per device. Cycles are the compiler's estimates
-along the busiest stages, without synchronous collectives. The compiler has no estimate for kernels.
-By assumption, matmuls in kernels are counted at half of the peak rate. The column "Gcycles" counts
-all query-key pairs in the blocks that kernels compute. The column "Gcycles by needed pairs" counts
-only the pairs that causal attention needs.
+along the busiest stages, without synchronous collectives. The compiler has no estimate for custom
+kernels. Matmuls in kernels are assumed to run at half of the peak FLOP rate. The column "Gcycles"
+counts all query-key pairs in the blocks that kernels compute. The column "Gcycles by needed pairs"
+counts only the pairs that causal attention needs.
 
 """
 

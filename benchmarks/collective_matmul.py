@@ -4,7 +4,7 @@
     python benchmarks/collective_matmul.py --write  # and writes collective_matmul.md
 
 libtpu compiles the train step of an 8B-class model (32 layers, 8 key/value heads) for 32 chips
-(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). Nothing runs on a TPU. Each program is
+(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). No TPU is used. Each program is
 compiled in a separate process, and needs several minutes.
 """
 
@@ -132,12 +132,12 @@ PAGE = """# Sequence parallelism and ring matmuls over the tensor axis
 
 `python benchmarks/collective_matmul.py --write`. The train step of an 8B-class model was compiled
 for 32 v5p chips (Llama-3-8B shape, M = 16, interleaved, 2 repeats, `remat=full`, `idle=compute`).
-Nothing ran on a TPU. The first four columns show the traffic that a device sends over the tensor
-axis in a step, in GiB, for each kind of collective. `stage GiB` counts the messages between stages.
+No TPU was used. The first four columns show the data that a device sends over the tensor axis in a
+step, in GiB, for each type of collective. `stage GiB` is the size of the messages between stages.
 `Gcycles` are the compiler's estimates along the busiest stages, without collectives. The compiler
 has no estimate for collectives. `exposed Gcycles` is the time of the tensor traffic at 180 GB/s,
-minus the cycles between the start and the end of each collective. `predicted` is the peak that
-`maxpipe plan` predicts.
+minus the cycles between the start and the end of each collective. `predicted` is the peak memory
+that `maxpipe plan` predicts.
 
 {table}
 The row `all-reduce` is tensor parallelism with default settings. `sequence parallel` sets

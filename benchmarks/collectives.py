@@ -76,10 +76,14 @@ RUNS = [
     Run("tensor, sequence parallel", {"tensor": 4, "sequence_parallel": True}),
     Run("stage, 1F1B", {"stage": 4}),
     Run("stage, interleaved", {"stage": 2}, pipeline={"repeats": 2}),
-    Run("context, gather", {"context": 4, "context_attention": "gather"}),
-    Run("context, heads", {"context": 4, "context_attention": "heads"}),
+    Run("context, all_gather", {"context": 4, "context_attention": "all_gather"}),
+    Run("context, ulysses", {"context": 4, "context_attention": "ulysses"}),
     Run("context, ring", {"context": 4, "context_attention": "ring"}),
-    Run("context, gather, window of 5", {"context": 2, "context_attention": "gather"}, WINDOWS),
+    Run(
+        "context, all_gather, window of 5",
+        {"context": 2, "context_attention": "all_gather"},
+        WINDOWS,
+    ),
     Run("expert, buffers for all tokens", {"expert": 4}, EXPERTS),
     Run(
         "expert, all_to_all_capacity_factor 1.5",
@@ -87,9 +91,9 @@ RUNS = [
         EXPERTS | {"moe": EXPERTS["moe"] | {"all_to_all_capacity_factor": 1.5}},
     ),
     Run(
-        "expert, dispatch=all",
+        "expert, dispatch=dense",
         {"expert": 4},
-        EXPERTS | {"moe": EXPERTS["moe"] | {"dispatch": "all"}},
+        EXPERTS | {"moe": EXPERTS["moe"] | {"dispatch": "dense"}},
     ),
     Run("stage x context x fsdp", {"stage": 2, "context": 2, "fsdp": 2}),
     Run("stage x expert x fsdp", {"stage": 2, "expert": 2, "fsdp": 2}, EXPERTS),
@@ -151,13 +155,14 @@ PREAMBLE = """\
 
 `python benchmarks/collectives.py --write`. The model has 4 layers of width 64 in float32, with two
 sequences of 32 tokens per device and microbatch. The model was compiled for CPUs. All counts are
-exact, and no time was measured. The table counts the bytes that one device sends in a step.
-All-gathers, reduce-scatters and all-reduces are counted as ring algorithms. Reductions of losses
-and statistics with less than 1100 bytes are omitted. The closed forms are those of `maxpipe plan`.
-The bytes of all-reduces are compared, but not their number, because compilers merge them. Over the
-tensor axis, the compiler inserts the all-reduces. In the backward pass, it reduces the input
-gradient of each weight matrix separately. The closed form excludes the all-reduces of embedding and
-head. With sequence parallelism, the program itself contains the remaining collectives.
+exact, and no time was measured. The table lists the number of bytes that one device sends in a
+step. All-gathers, reduce-scatters and all-reduces are counted as ring algorithms. Reductions of
+losses and statistics with less than 1100 bytes are omitted. The closed-form expressions are those
+of `maxpipe plan`. The bytes of all-reduces are compared, but not the number of all-reduces, because
+compilers merge them. Over the tensor axis, the compiler inserts the all-reduces. In the backward
+pass, it reduces the input gradient of each weight matrix separately. The closed-form expression
+excludes the all-reduces of the embedding and the loss head. With sequence parallelism, all other
+collectives are explicit in the program.
 
 """
 

@@ -31,7 +31,7 @@ RUNS = {
 PREAMBLE = """\
 # Compile reports of large runs
 
-`python benchmarks/compile_reports.py --write`, on two cores. Nothing ran on a TPU.
+`python benchmarks/compile_reports.py --write`, on two cores. No TPU was used.
 
 """
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 BEFORE = "f0c6ded"
-"""The last commit before CPU matmuls joined sequences and tokens into one dim."""
+"""The last commit before CPU matmuls merged the sequence and token dims."""
 ROOT = Path(__file__).parents[1]
 DEVICES, TOKENS, ROWS, STEPS, MOST = 8, 256, 16, 12, 1e-6
 MODEL: dict[str, Any] = {

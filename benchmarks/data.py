@@ -205,12 +205,13 @@ def main() -> None:
 PREAMBLE = f"""\
 # Data loading
 
-`DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. Values are
-medians. For each comparison, the two programs run alternately, {REPEATS} times each. In the
-comparison of `data prepare`, both sides read the same JSON lines, which are made from the files of
-the Python standard library. Both use the same byte-level BPE tokenizer with {VOCABULARY} ids.
-maxpipe encodes with tiktoken if a tokenizer of this type gives identical ids. For all other
-tokenizer types, both sides use the same library, so only the surrounding code differs.
+`DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. All results
+are medians. For each comparison, the two programs run alternately, {REPEATS} times each. In the
+comparison of `data prepare`, both programs read the same JSON Lines file, which is generated from
+the source files of the Python standard library. Both use the same byte-level BPE tokenizer with a
+vocabulary of {VOCABULARY}. maxpipe encodes with tiktoken if a tokenizer of this type gives
+identical ids. For all other tokenizer types, both programs use the same library, so only the
+surrounding code differs.
 """
 
 if __name__ == "__main__":

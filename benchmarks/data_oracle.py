@@ -1,4 +1,4 @@
-"""Time one `map` that tokenizes; benchmarks/data.py runs this script in a Python with `datasets`.
+"""Time tokenization with `map`; benchmarks/data.py runs this script in a Python with `datasets`.
 
 python data_oracle.py LINES TOKENIZER_FOLDER PROCESSES library|transformers
 """

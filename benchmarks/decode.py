@@ -4,10 +4,10 @@
     ORACLE=.../bin/python python benchmarks/decode.py --write   # and writes decode.md
 
 `ORACLE` is a Python interpreter with torch and transformers, as for `make test-oracle`. It creates
-a model with random weights in a folder that both sides load, and generates tokens on request. Both
-use float32, a KV cache and the same cores. The default of `--cores` is one, because threads of two
-alternating programs would measure the load of the machine. Repetitions alternate, and a ratio is
-computed from the times of each pair. The generated tokens of both sides are compared.
+a model with random weights in a folder that both programs load, and generates tokens on request.
+Both use float32, a KV cache and the same cores. The default of `--cores` is one, because threads of
+two alternating programs would measure the load of the machine. Repetitions alternate, and a ratio
+is computed from the times of each pair. The generated tokens of both programs are compared.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ PREAMBLE = f"""\
 
 `ORACLE=.../bin/python python benchmarks/decode.py --write`. Both programs generate {MORE} new
 tokens for each of {ROWS} prompts of {PROMPT} tokens. Decoding is greedy, in float32, with a KV
-cache, on CORES. Values are medians of {REPEATS} alternating repetitions, and times include the
-processing of the prompts. Both programs generated the same tokens.
+cache, on CORES. Results are medians of {REPEATS} alternating repetitions, and times include
+prefilling the prompts. Both programs generated the same tokens.
 
 """
 

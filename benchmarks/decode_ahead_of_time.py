@@ -26,10 +26,10 @@ MESHES = ["ici_stage=4 ici_tensor=8"]
 PREAMBLE = f"""\
 # Decoding step of a 70B model on 32 chips
 
-`python benchmarks/decode_ahead_of_time.py --write`. Nothing ran on a TPU. The table shows a
+`python benchmarks/decode_ahead_of_time.py --write`. No TPU was used. The table shows a
 decoding step of `{MODEL}` in bfloat16 on {TOPOLOGY}. The step generates one token for each of
 {ROWS} sequences, with KV caches for {ROOM} tokens per sequence. Sizes are in GiB per device. The
-peak is from the compiler and includes arguments and outputs.
+peak memory is reported by the compiler and includes arguments and outputs.
 
 """
 

@@ -35,9 +35,9 @@ import numpy as np
 from maxpipe.config.load import load
 from maxpipe.huggingface.config_json import FILE, table_for, to_json
 from maxpipe.huggingface.export import SHARD_BYTES, shard_tensors
+from maxpipe.huggingface.folder import INDEX
 from maxpipe.huggingface.mapping import map_tensors
 from maxpipe.huggingface.safetensors import SafetensorsWriter
-from maxpipe.huggingface.source import INDEX
 from maxpipe.models.registry import describe
 
 PAGE = Path(__file__).with_suffix(".md")

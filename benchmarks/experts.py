@@ -4,9 +4,9 @@
     python benchmarks/experts.py --write    # and writes experts.md
 
 The forward and backward pass of a layer is compiled for one v5p chip as the body of a loop. It
-computes gradients of the input and of all weights. This is done for each MoE implementation and for
-a dense layer of the same active size. The script needs libtpu (`pip install '.[tpu]'`), and nothing
-runs on a TPU.
+computes gradients of the input and of all weights. This is repeated for each MoE implementation and
+for a dense layer with the same number of active parameters. The script needs libtpu
+(`pip install '.[tpu]'`), and no TPU is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ SHAPES = [
     Shape("16 experts of 1024, 4 x the tokens", 2048, 1024, 16, 2, 32768),
     Shape("Qwen3 30B-A3B", 2048, 768, 128, 8, 8192),
 ]
-FORMS = ("dense", "grouped", "capacity", "all")
+NO_EXPERTS = "no experts"
+FORMS = (NO_EXPERTS, "grouped", "capacity", "dense")
 CAPACITY = 1.25
 
 
@@ -71,17 +72,17 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
     devices = topology.topology_devices(target)
     mesh = build_mesh(MeshConfig(ici_data=len(devices)), devices)
     rules = AxisRules.from_config(MeshConfig())
-    options: dict[str, Any] = {"dispatch": form} if form in ("grouped", "all") else {}
+    options: dict[str, Any] = {"dispatch": form} if form in ("grouped", "dense") else {}
     options |= {"capacity": CAPACITY} if form == "capacity" else {}
     part: Any = experts.Experts(
         shape.d_model, shape.d_expert, shape.num_experts, shape.per_token, 1.0, 0.0, **options
     )
-    if form == "dense":
+    if form == NO_EXPERTS:
         part = mlp.GatedMLP(shape.d_model, shape.per_token * shape.d_expert, 1.0)
     spec = jax.P("data")
 
     def layer(weights: Any, x: Any, ids: Any) -> Any:
-        module = (GatedMLP if form == "dense" else Experts)(part, rules)
+        module = (GatedMLP if form == NO_EXPERTS else Experts)(part, rules)
         for name, weight in weights.items():
             getattr(module, name)[...] = weight
         inputs = {"segment_ids": ids, "positions": ids}
@@ -148,13 +149,20 @@ def visits(shape: Shape) -> float:
 
 
 def table() -> str:
-    head = ["layer", "form", "Mcycles", "kernel Mcycles", "gather Mcycles", "relative to dense"]
+    head = [
+        "layer",
+        "form",
+        "Mcycles",
+        "kernel Mcycles",
+        "gather Mcycles",
+        "relative to no experts",
+    ]
     head.append("temp MiB")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for shape in SHAPES:
         found = {form: in_process(shape, form) for form in FORMS}
-        dense = found["dense"]
-        rate = dense["flops"] / dense["cycles"]
+        baseline = found[NO_EXPERTS]
+        rate = baseline["flops"] / baseline["cycles"]
         for form, each in found.items():
             repeated = visits(shape) if form == "grouped" else 1.0
             kernels = each["kernels"] * repeated / rate
@@ -162,7 +170,7 @@ def table() -> str:
             total = each["cycles"] + kernels + gathers
             each["total"] = total
             numbers = [f"{number / 1e6:.2f}" for number in (total, kernels, gathers)]
-            cells = [shape.name, form, *numbers, f"{total / dense['total']:.2f}"]
+            cells = [shape.name, form, *numbers, f"{total / baseline['total']:.2f}"]
             lines.append(f"| {' | '.join(cells)} | {each['temporary']:.0f} |")
             print(lines[-1], file=sys.stderr)
     return "\n".join([*lines, ""])
@@ -185,20 +193,20 @@ LISTED = "\n".join(
 PREAMBLE = f"""\
 # MoE layers in estimates of the TPU compiler
 
-`python benchmarks/experts.py --write`. Nothing ran on a TPU. The forward and backward pass of one
+`python benchmarks/experts.py --write`. No TPU was used. The forward and backward pass of one
 bfloat16 layer is compiled for one chip of {TOPOLOGY}. The backward pass computes the gradients of
 the input and of all weights. The layer has no balance loss. The comparison is a dense layer whose
-width equals the total width of the experts of one token. `grouped` and `all` drop no tokens.
-`capacity` has buffers for {CAPACITY} times the average load of an expert.
+width equals the total width of the experts of one token. `grouped` and `dense` drop no tokens.
+`capacity` has buffers for {CAPACITY} times the mean number of tokens per expert.
 
 {LISTED}
 
-Cycles are estimates of the compiler, which has no estimates for kernels and gathers. Kernels are
-counted at the matmul rate of the dense layer, including its activation function, for all tiles of
-rows that they process. Kernels process one additional tile for each expert that starts inside a
-tile. The time of gathers is computed from the bytes that they read and write, at the published
-memory bandwidth. Sorts are not counted. Small experts have two additional costs: the permutation of
-rows, and the activation function and sums, which a dense layer fuses with its matmuls.
+Cycles are estimates of the compiler, which has no estimates for custom kernels and gathers. Kernels
+are assumed to reach the matmul rate of the dense layer, including its activation function, for all
+row tiles that they process. Kernels process one additional tile for each expert that starts inside
+a tile. The time of gathers is computed from the bytes that they read and write, at the published
+memory bandwidth. Sorts are not included. Small experts have two additional costs: the permutation
+of rows, and the activation function and sums, which a dense layer fuses with its matmuls.
 
 """
 

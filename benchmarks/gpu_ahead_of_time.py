@@ -4,7 +4,7 @@
     python benchmarks/gpu_ahead_of_time.py --write    # and writes gpu_ahead_of_time.md
 
 `maxpipe compile` compiles the real train step of each row for GPUs ahead of time
-(`pip install '.[gpu-aot]'`), and `maxpipe plan` computes a prediction. Nothing runs on a GPU. The
+(`pip install '.[gpu-aot]'`), and `maxpipe plan` computes a prediction. No GPU is used. The
 script runs for five minutes on two cores.
 """
 
@@ -40,7 +40,7 @@ ROWS = [
     ("llama3-8b", "h100:8", 2, f"mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 {PIPELINED}"),
     (
         *("llama3-8b", "h100:8", 2),
-        f"mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 pipeline.weight_gather=visit "
+        f"mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 pipeline.weight_gather=window "
         f"{PIPELINED}",
     ),
     (
@@ -57,9 +57,10 @@ ROWS = [
 HEAD = """\
 # Predicted memory compared with XLA for GPUs
 
-`python benchmarks/gpu_ahead_of_time.py --write`, with {versions}. Nothing ran on a GPU, and no
-kernel was timed (docs/plan.md lists the consequences). Sizes are in GiB. The columns "arguments"
-and "temp" (temporaries) are from the compiler, and "predicted" is the total of `maxpipe plan`.
+`python benchmarks/gpu_ahead_of_time.py --write`, with {versions}. No GPU was used, and no kernel
+was timed (docs/plan.md lists the consequences). Sizes are in GiB. The columns "arguments" and
+"temp" (temporaries) are reported by the compiler, and "predicted" is the total predicted by
+`maxpipe plan`.
 
 | run | attention | arguments | arguments + temp | predicted | ratio | compiled in |
 |---|---|---|---|---|---|---|

@@ -264,7 +264,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("gpu_checklist.jsonl"), metavar="FILE")
     parser.add_argument("--only", default="", metavar="PATTERN", help="names of rows")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the script")
+    parser.add_argument("--tiny", action="store_true", help="use small sizes, to test the script")
     parser.add_argument("--write", type=Path, nargs="+", metavar="FILE", help="results to write")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -74,19 +74,20 @@ HEAD = """\
 `python benchmarks/gpu_step.py --write`, {devices}, {versions}.
 
 The table shows one train step of `{model}` with `{size}`. Times are medians of ten steps. Memory is
-in GiB: "used" is the peak of the process, "stated" is the value that the compiler reports, and
-"predicted" is the value of `maxpipe plan`.
+in GiB: "used" is the peak memory use of the process, "stated" is the memory that the compiler
+reports, and "predicted" is the memory that `maxpipe plan` predicts.
 
 """
 TAIL = """
 The first PyTorch row has no document mask, so tokens can attend to other documents. The script also
-has a row with a dense mask for all token pairs. The time on the GPU ended before this row ran.
+has a row with a dense mask for all token pairs, which was not measured, because the GPU time was
+used up.
 
-A kernel that loads a bias value for every pair of tokens needs twice the time of a kernel that
+A kernel that loads a bias element for every pair of tokens needs twice the time of a kernel that
 computes the mask itself ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)).
 Before maxpipe selected the kernel at run time, the step with `names` needed 615.8 ms (44.2% MFU)
-with one document per sequence and 614.7 ms (44.3%) with five. The kernel also ran a second time in
-the backward pass. PyTorch needed 682.8 ms with the mask that transformers generates under
+with one document per sequence and 614.7 ms (44.3%) with five. The forward kernel also ran a second
+time in the backward pass. PyTorch needed 682.8 ms with the mask that transformers generates under
 `torch.compile`.
 
 The next table shows the time of the forward and backward pass of attention alone, for 8 sequences
@@ -98,7 +99,7 @@ sequences with heads of size 128.
 | causal mask only | 5.2 (4.2) |
 | dense bias for all token pairs | 8.6 (8.2) |
 
-These values and the earlier step times were measured with a separate script. The working memory of
+These times and the earlier step times were measured with a separate script. The working memory of
 the kernel grows with the maximum number of documents, so the maximum is 8. With 32, the step with
 five documents needed 60.56 GiB instead of 48.34 GiB, and 488.1 ms.
 
@@ -116,9 +117,9 @@ The profiler divides the 521 ms of the step with `names` and one document as fol
 | all other kernels: RoPE, dtype conversion of weights, accumulation of gradients | 8 |
 | idle | 5 |
 
-PyTorch's step has the same matmuls and attention kernels, which need 80% of the time. For 1.1 times
-the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings changed the
-time by less than 1%: no command buffers, concurrent command buffers
+PyTorch's step uses the same matmuls and attention kernels, which account for 80% of the time. To
+reach 1.1 times the speed of PyTorch, maxpipe would have to halve the remaining time. Three settings
+changed the time by less than 1%: no command buffers, concurrent command buffers
 (`xla_gpu_command_buffer_scheduling_mode=CONCURRENT`, 3 GiB more memory), and
 `xla_gpu_experimental_enable_selective_memcpy_overlap`.
 """

@@ -5,7 +5,7 @@
 
 Losses are those of the quickstart's model and text, trained on virtual devices with
 `maxpipe train`. libtpu compiles steps of four layers of Llama-3-8B for TPUs on this machine
-(`pip install '.[tpu]'`), and nothing runs on a TPU. Each run and each compilation uses a separate
+(`pip install '.[tpu]'`), and no TPU is used. Each run and each compilation uses a separate
 process.
 """
 
@@ -98,15 +98,16 @@ TEXT = """# int8 and fp8 matmuls
 
 The first table contains training losses of the quickstart's model, which has 8 layers. The default
 uses float32 matmuls, and the other rows use 8-bit matmuls. Runs have {steps} steps of 8 x 128
-tokens. Each value is the mean of {every} steps. The last column is the mean difference from the
+tokens. Each loss is the mean over {every} steps. The last column is the mean difference from the
 default over the second half of the run. The first column gives `model.matmul`,
 `model.matmul_scales` and, if set, `model.matmul_weight_gradients`.
 
 {curves}
 
 The second table contains gigacycles of a step of four layers of Llama-3-8B, with 8192 tokens per
-microbatch, according to the compiler's estimate. The attention kernel is counted at half of the
-peak rate. `layers` covers the loops over layers, forward and backward, including recomputation.
+microbatch, according to the compiler's estimate. The attention kernel is assumed to run at half
+of the peak FLOP rate. `layers` covers the forward and backward loops over layers, including
+recomputation.
 `step` also includes the embedding, the loss head and the optimizer.
 
 {compiled}

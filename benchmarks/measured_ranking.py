@@ -168,24 +168,24 @@ PREAMBLE = """\
 
 `python benchmarks/measured_ranking.py --write`, on 8 virtual CPU devices and 2 cores, calibrated
 before each table. Each layout runs in a separate process. The layouts run their steps alternately,
-and times are medians. The column "excess time" shows the additional time of the layout that is
-predicted to be fastest, relative to the fastest layout.
+and times are medians. The column "excess time" is the additional step time of the layout that is
+predicted to be fastest, relative to the layout that is measured to be fastest.
 
 """
 
 
 NOTE = """
-Layouts near the top differ by less than the variation of one layout over time. The order therefore
-changes between runs of this benchmark. The correlations cover only the best few percent of the
-layouts of a search. The predictions have the following known errors:
+The differences between layouts near the top are smaller than the variation of a single layout over
+time, so their order changes between runs of this benchmark. The correlations cover only the best
+few percent of the layouts in a search. The predictions have the following known errors:
 
 - Predictions for tensor parallelism without sequence parallelism (`sequence_parallel=False`) are up
   to 25% too slow. The cost of splitting layers is measured with sequence parallelism and also used
   without it.
 - Predictions with one gather per small layer are too fast (`deep`,
   `ici_fsdp=8 weight_gather=iteration`). With 2 and 4 microbatches, the error is 20%. Devices that
-  share cores wait for each other at each gather, but the calibration measures only the wait times
-  of complete ticks.
+  share CPU cores wait for each other at each gather, but the calibration measures only the wait
+  times of complete ticks.
 - Predictions with `remat=none` are up to 10% too slow.
 - The loss head is not measured separately.
 """

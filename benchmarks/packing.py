@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_suffix(".md")
-PACKINGS = ("cut", "first_fit", "best_fit", "pad")
+PACKINGS = ("concatenate", "first_fit", "best_fit", "pad")
 DOCUMENTS = 10_000_000
 SECONDS = 60
 """Maximum time for a plan of all documents, in seconds."""
@@ -47,7 +47,7 @@ found = Packer(packing, tokens)(_DocumentLengths(lengths), order)
 seconds, memory = time.process_time() - start, peak() - before
 short = lengths <= tokens + 1
 torn = 0
-if packing == "cut":
+if packing == "concatenate":
     starts = np.cumsum(lengths[order]) - lengths[order]
     # Compare the sequences of the first and of the last token with a target.
     apart = starts // tokens != (starts + lengths[order] - 2) // tokens
@@ -83,7 +83,7 @@ def table(title: str, name: str, all_tokens: tuple[int, ...]) -> list[str]:
         for packing in PACKINGS:
             found = measured(name, packing, tokens)
             assert found["seconds"] < SECONDS, found
-            fewest = f"{found['fewest']:,}" if packing != "cut" else ""
+            fewest = f"{found['fewest']:,}" if packing != "concatenate" else ""
             rows.append(
                 f"| `{packing}` | {tokens:,} | {found['rows']:,} | {fewest} | "
                 f"{found['efficiency']:.2%} | {found['torn']:.1%} | {found['seconds']:.1f} | "

@@ -121,7 +121,7 @@ ROWS = [
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=8 group=16 microbatches=16 batch_size=128 "
-            "sequence_length=2048 weight_gather=visit",
+            "sequence_length=2048 weight_gather=window",
         ),
         (
             "llama3-8b",
@@ -260,7 +260,7 @@ ROWS = [
             "v5p:2x4x4",
             1,
             "ici_stage=2 ici_fsdp=16 repeats=4 group=16 microbatches=16 batch_size=256 "
-            "sequence_length=2048 weight_gather=visit",
+            "sequence_length=2048 weight_gather=window",
         ),
         (
             "gemma3-12b",
@@ -287,7 +287,7 @@ ROWS = [
             "v5p:2x4x4",
             1,
             "ici_stage=4 ici_fsdp=8 repeats=4 group=16 microbatches=16 batch_size=128 "
-            "sequence_length=2048 weight_gather=visit",
+            "sequence_length=2048 weight_gather=window",
         ),
         (
             "gemma3-27b",
@@ -406,12 +406,12 @@ def _written(row: Row, page: str) -> tuple[float, ...] | None:
 PREAMBLE = """\
 # Predicted memory compared with the TPU compiler
 
-`python benchmarks/predicted_memory.py --write`. Nothing ran on a TPU. Sizes are in GiB. Arguments,
-temporaries and peak are from the compiler, and the peak includes arguments and temporaries.
+`python benchmarks/predicted_memory.py --write`. No TPU was used. Sizes are in GiB. Arguments,
+temporaries and peak are reported by the compiler, and the peak includes arguments and temporaries.
 docs/decisions/0016-peak-memory.md explains why the peak is used. The column "predicted" is the
-total of `maxpipe plan`. The few factors in `maxpipe/plan/memory.py` were fitted to the rows for
-Llama from 1B to 70B. One of these factors was fitted to all rows with `weight_gather=visit`. The
-other rows for 405B, Gemma 3 and Mixtral were not used for the fit.
+total predicted by `maxpipe plan`. The few factors in `maxpipe/plan/memory.py` were fitted to the
+rows for Llama from 1B to 70B. One of these factors was fitted to all rows with
+`weight_gather=window`. The other rows for 405B, Gemma 3 and Mixtral were not used for the fit.
 
 """
 

@@ -4,12 +4,12 @@
 over M * R + P - 1 ticks runs the forward pass of a ring of stages, with each tick under
 `jax.checkpoint`. Reverse-mode differentiation of this scan is the backward pass. The compiler
 controls fsdp. Embedding and loss head are outside the scan, and their batch is also split over the
-stages. This is how praxis and MaxText run their circular pipelines.
+stages. praxis and MaxText run their circular pipelines in this way.
 
-`sharded_loss` has no pipeline. It runs the full batch at once, every layer under `jax.checkpoint`,
-and shards sequences and parameters over all devices. Each device gathers a layer's weights where it
-computes the layer. Differentiation turns these gathers into reductions. Without explicit gathers,
-XLA for CPU would reduce unsharded gradients on every device.
+`sharded_loss` has no pipeline. It processes the full batch at once, with every layer under
+`jax.checkpoint`, and shards sequences and parameters over all devices. Each device gathers a
+layer's weights where it computes the layer. Differentiation turns these gathers into reductions.
+Without explicit gathers, XLA for CPU would reduce unsharded gradients on every device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def circular_loss(
     hidden = _spread(ring(_of_one_kind(decoder, params), embedded, inputs), 1)
     hidden = lax.with_sharding_constraint(
         hidden, PartitionSpec(None, BATCH_AXES, STAGE)
-    )  # the work of the head is also split over the stages
+    )  # the computation of the loss head is also split over the stages
     hidden = decoder.norm(params["final_norm"], hidden)
     logits = jnp.einsum(
         "mbtd,dv->mbtv", hidden, params["head"].astype(dtype), preferred_element_type=jnp.float32

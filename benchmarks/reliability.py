@@ -46,7 +46,7 @@ from maxpipe.telemetry.writers import EventLog
 
 ROUNDS, PAIRS = 3, 60
 FAR = (10, 10_000_000)
-"""Numbers of steps after which a run resumes."""
+"""Step counts after which a run resumes."""
 HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "compute_dtype": "float32"}
 CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},

@@ -240,7 +240,8 @@ def tables(rounds: int) -> str:
         "",
         "The scan of the reference saves its full carry in every tick, including the wrap-around "
         "buffer of all microbatches. Its memory therefore grows with M. The CPU devices share two "
-        "cores, so an idle stage costs nothing. Times therefore compare work, not bubbles.",
+        "cores, so an idle stage costs no time. The times therefore compare the amount of "
+        "computation, not bubbles.",
     ]
     return "\n".join(lines) + "\n"
 

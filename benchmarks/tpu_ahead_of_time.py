@@ -4,7 +4,7 @@
     python benchmarks/tpu_ahead_of_time.py --write      # and writes tpu_ahead_of_time.md
     python benchmarks/tpu_ahead_of_time.py --entries 8  # and the largest HLO entries
 
-Nothing runs on a TPU. libtpu compiles the train step of an 8B-class model for 32 chips (v5p:2x4x4,
+No TPU is used. libtpu compiles the train step of an 8B-class model for 32 chips (v5p:2x4x4,
 4 stages x 8 fsdp shards) on this machine (`pip install '.[tpu]'`). The script sums the compiler's
 memory analysis and per-instruction cycle estimates in the same way as `maxpipe compile`. The
 compiler has no estimate for synchronous collectives, so their traffic is a separate column. Each
@@ -60,10 +60,10 @@ class Mode:
 MODES = [
     Mode("iteration", "chunk"),
     Mode("iteration", "full"),
-    Mode("visit", "full", repeats=8, group=16),
+    Mode("window", "full", repeats=8, group=16),
     Mode("step", "full"),
     Mode("step", "names"),
-    Mode("visit", "names", repeats=8, group=16),
+    Mode("window", "names", repeats=8, group=16),
 ]
 
 
@@ -195,7 +195,7 @@ def _entries(mode: Mode, entries: list[tuple[float, float, str, str]]) -> list[s
 PREAMBLE = f"""\
 # Gather and remat modes in estimates of the TPU compiler
 
-`python benchmarks/tpu_ahead_of_time.py --write`. Nothing ran on a TPU. The full train step of an
+`python benchmarks/tpu_ahead_of_time.py --write`. No TPU was used. The full train step of an
 8B-class model with AdamW ({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}) was compiled for
 {TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards. Each microbatch has one sequence per device. The
 columns have the following meaning:
@@ -207,11 +207,12 @@ columns have the following meaning:
 - Flat means that temp and peak differ by at most 1% between the two values of M.
 - Async is the number of collectives with separate start and done instructions, out of all
   collectives that send at least {ACTIVATION >> 20} MiB.
-- Sends hidden is the number of messages between stages that have work between start and done.
+- Sends hidden is the number of messages between stages that are overlapped with computation between
+  start and done.
 - Copies is the number of copies of at least {2 * ACTIVATION >> 20} MiB in loops.
 
 All rows use plain JAX attention. The page attention_ahead_of_time.md compares plain attention and
-attention kernels for some of the rows. With `visit` and M = 16, all microbatches form one group,
+attention kernels for some of the rows. With `window` and M = 16, all microbatches form one group,
 which needs two window slots. Two or more groups need three slots, for any M.
 
 """

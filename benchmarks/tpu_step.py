@@ -4,7 +4,7 @@
     python benchmarks/tpu_step.py --write        # and writes tpu_step.md
     python benchmarks/tpu_step.py --only "8B"    # compiles only rows whose name contains 8B
 
-Nothing runs on a TPU. Each row is one run of `maxpipe compile --entries` with libtpu on this
+No TPU is used. Each row is one run of `maxpipe compile --entries` with libtpu on this
 machine (`pip install '.[tpu]'`), in a separate process that needs a few minutes. Reports are cached
 in `--cache` by row and libtpu version. Rows of a libtpu version that is not installed come from the
 cache or are omitted.
@@ -39,9 +39,9 @@ SMALL = (
     "model.num_kv_heads=16 model.vocab_size=8192 pipeline.repeats=2 "
     "pipeline.weight_gather=iteration pipeline.remat=full"
 )
-VISIT = (
+WINDOW = (
     f"llama3-8b {DENSE} model.num_layers=16 pipeline.repeats=4 pipeline.group=16 "
-    "pipeline.weight_gather=visit pipeline.remat=names"
+    "pipeline.weight_gather=window pipeline.remat=names"
 )
 LARGE = (
     "llama3-70b model.num_layers=16 model.attention=splash mesh.ici_stage=4 mesh.ici_fsdp=16 "
@@ -86,9 +86,9 @@ TRIED = [
     Row("iteration + full, default options", SMALL, version=NEW),
     Row("iteration + full, no overlap options", SMALL, "v6e:4x8", NO_SPARSE_CORES),
     Row("iteration + full, default options", SMALL, "v6e:4x8"),
-    Row("visit + names, 16 layers, no overlap options", VISIT, options=NO_SPARSE_CORES),
-    Row("visit + names, 16 layers, default options", VISIT),
-    Row("visit + names, 16 layers, default options", VISIT, version=NEW),
+    Row("window + names, 16 layers, no overlap options", WINDOW, options=NO_SPARSE_CORES),
+    Row("window + names, 16 layers, default options", WINDOW),
+    Row("window + names, 16 layers, default options", WINDOW, version=NEW),
     Row("8B, 24 MiB of VMEM", STEP, options=("xla_tpu_scoped_vmem_limit_kib=24576",)),
 ]
 HOST = [
@@ -202,42 +202,42 @@ def page(cache: Path, number: int) -> str:
 PREAMBLE = """\
 # Cycles of a train step on TPUs by operation
 
-`python benchmarks/tpu_step.py --write`. Nothing ran on a TPU. All values are from the TPU compiler,
+`python benchmarks/tpu_step.py --write`. No TPU was used. All values are from the TPU compiler,
 through `maxpipe compile`. The option `--entries N` lists the same entries for any run, and
 `--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the
-busiest stages. The compiler has no estimate for kernels, which are counted at half of the peak
-rate. The "waiting" column is the time of collectives that is not overlapped, computed from their
-bytes at the published link rate. The cycles column does not include this time. The "asynchronous"
-column is the traffic of collectives with work between start and done, relative to all traffic that
-a device sends.
+busiest stages. The compiler has no estimate for custom kernels, which are assumed to run at half of
+the peak FLOP rate. The "waiting" column is the time of collectives that is not overlapped, computed
+from their bytes at the published link bandwidth. The cycles column does not include this time. The
+"asynchronous" column is the traffic of collectives with computation between start and done,
+relative to all traffic that a device sends.
 
 ## Observations
 
-- The matmuls of dense layers, including fused operations, run at 83 to 98% of the peak. The largest
-  other entries are the gate (2%, limited by memory bandwidth), RoPE (2%), and the messages and
-  buffer slots of ticks (2%, less with more layers per chunk). The softmax of the loss head needs
-  1%. Norms and RoPE in bfloat16 were not tested. All norms are fused with matmuls or sums, and the
+- The matmuls of dense layers, including fused operations, run at 83 to 98% of the peak. The next
+  largest entries are the gate (2%, limited by memory bandwidth), RoPE (2%), and the messages and
+  buffer slots of ticks (2%, less with more layers per chunk). The softmax of the loss head accounts
+  for 1%. bfloat16 norms and RoPE were not tested. All norms are fused with matmuls or sums, and the
   RoPE matmuls are already in bfloat16.
 - With the expert axis, XLA copied all rows before each exchange, because the same buffer was input
   and output. With a separate, uninitialized output buffer, 216 of 322 Mcycles of copies are not
-  needed. Without the row of zeros for tokens without an expert, the step needs another 20 Mcycles
-  less. The step improved from 2.31 to 2.07 Gcycles.
+  needed. Removing the row of zeros for tokens without an expert saves another 20 Mcycles. The step
+  improved from 2.31 to 2.07 Gcycles.
 - Variants of the exchange were compiled once each, in a separate program with one exchange in each
-  direction (not in the tables). This program needs 7.7 Mcycles with the copy and 5.1 with the
-  uninitialized buffer. The program needs 11.2 with a buffer of zeros, 11.6 with rows in two dims in
-  the compiler's layout, and 16.2 with pairs of values as 32-bit words.
+  direction (not in the tables). This program needs 7.7 Mcycles with the copy and 5.1 Mcycles with
+  the uninitialized buffer. It needs 11.2 Mcycles with a buffer of zeros, 11.6 Mcycles with rows in
+  two dims in the compiler's layout, and 16.2 Mcycles with pairs of elements as 32-bit words.
 - Expert kernels were previously counted for the full buffer, which has four times the occupied
   rows. They now report the rows that they multiply. Activations and copies still process the unused
   rows. A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens
   that exceed it.
-- No operation reads the part of the buffer that the exchange does not write.
-  `tests/pipeline/test_axes.py` runs the exchange with NaN in this part.
+- No operation reads the region of the buffer that the exchange does not write.
+  `tests/pipeline/test_axes.py` runs the exchange with NaN in this region.
 - Gathers and sums in loops over layers can use fusions or sparse cores (see the tables below and
   decision 31). Newer compilers reject fused gathers on chips other than v5e. With libtpu 0.0.42,
   only sums run on the sparse cores. Sums on the sparse cores need fewer cycles and less memory than
   fused gathers, but slightly more waiting. With 0.0.50 (JAX 0.12) the same step needs 0.449
   Gcycles, and all but 4.8 GiB are asynchronous (one compilation, not in the tables).
-- The older compiler always runs the gathers of `visit` before the loop over ticks. Neither
+- The older compiler always runs the gathers of `window` before the loop over ticks. Neither
   `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make these gathers
   asynchronous. The newer compiler runs the gathers on the sparse cores, in parallel with each other
   and with pending reductions. With 16 layers, the step needs 1.284 Gcycles with 2.3 GiB exposed.
@@ -250,9 +250,9 @@ a device sends.
   the link rate that is necessary to overlap these transfers fully. Transferring the gate and up
   activations exceeds the bandwidth of a host link, so smaller activations should be offloaded.
 - Optimizer state in host memory is transferred at the end of the step. Loops over layers transfer
-  one slice of each array at a time. The update has almost no work that could overlap with the
-  transfer, so offloading saves memory at the cost of time. XLA's peak also counts host memory, and
-  reports now exclude it.
+  one slice of each array at a time. The update has almost no computation that could overlap with
+  the transfer, so offloading saves memory at the cost of time. XLA's peak also includes host
+  memory, which maxpipe's reports now exclude.
 - Offloaded optimizer state was also compiled once for 8 layers of the 8B model on v5p:2x2x1 (not in
   the tables). The vocabulary size is 8192. The mesh has 2 stages x fsdp 2, and the moments need
   3.75 GiB. Arguments fall from 5.63 to 1.88 GiB, and the peak from 11.45 to 7.88 GiB. The step

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from tpu_ahead_of_time import LAYERS, Mode, compile_one, result, sources
 
-from maxpipe.models.spec import Kind, Model
+from maxpipe.models.spec import LayerType, Model
 from maxpipe.nn import decoder
 
 UNIT = "unit"
@@ -42,7 +42,7 @@ MICROBATCHES = 16
 PREAMBLE = f"""\
 # Cost of several layer types
 
-`python benchmarks/unlike_layers.py --write`. Nothing ran on a TPU. The 8B-class model of
+`python benchmarks/unlike_layers.py --write`. No TPU was used. The 8B-class model of
 [tpu_ahead_of_time.md](tpu_ahead_of_time.md) is compiled with M = {MICROBATCHES} and its {LAYERS}
 layers declared as one type or as several types. The arithmetic is the same. If the chunks of 4
 layers contain different numbers of a type, its stacks are padded to the largest number. This
@@ -66,7 +66,7 @@ def as_units(model: Model) -> Model:
         for branch in kind.branches
     )
     units = (UNIT,) * (len(model.layers) // 2)
-    return Model({UNIT: Kind((*kind.branches, *second))}, units, model.ends, model.values)
+    return Model({UNIT: LayerType((*kind.branches, *second))}, units, model.ends, model.values)
 
 
 def _second(part: Any) -> Any:

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import yaml
 
-from maxpipe.config.bundled_configs import folder
+from maxpipe.config import yaml_values
+from maxpipe.config.config_files import bundled_folder
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.io import files, plain_yaml
+from maxpipe.io import files
 from maxpipe.io.typed_json import check_type
 
 MIB, GIB = 2**20, 2**30
@@ -159,8 +160,8 @@ class Hardware:
 def published_hardware() -> Mapping[str, Hardware]:
     """Return the published figures of all device types, keyed by topology prefix."""
     by_topology = {}
-    for path in sorted((folder() / "hardware").glob("*.yml")):
-        each = Hardware(**plain_yaml.load(path.read_text(encoding="utf-8")))
+    for path in sorted((bundled_folder() / "hardware").glob("*.yml")):
+        each = Hardware(**yaml_values.load_yaml(path.read_text(encoding="utf-8")))
         by_topology[each.topology] = each
     return by_topology
 
@@ -259,7 +260,7 @@ def _check_figures(figures: Mapping[str, object]) -> None:
 
 def _read_measured(path: Path) -> Hardware:
     try:
-        content = plain_yaml.load(files.read(path, _MAX_BYTES))
+        content = yaml_values.load_yaml(files.read(path, _MAX_BYTES))
         kinds = typing.get_type_hints(Hardware)
         figures = {
             _FORMER_NAMES.get(str(name), str(name)): value for name, value in dict(content).items()

@@ -32,7 +32,7 @@ CHECKED = (
     "CHANGELOG.md",
 )
 MIN_WORDS = 5
-"""Shorter texts are names or labels."""
+"""Minimum number of words in a sentence; shorter strings are names or labels."""
 
 _NOT_USE = (
     r"(about |around |up to |at most |at least |under |over |less than |more than )?"

@@ -24,6 +24,7 @@ import pytest
 
 import tests.signatures  # noqa: F401  what the import hook below calls
 from tests.bucket import Bucket, served, variables
+from tests.fork_server import ForkServer, running_servers
 
 NUM_DEVICES = 8
 # Where calls are held against the shapes and types of their signatures.
@@ -58,6 +59,20 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # A fusion is written as LLVM code at once, not through MLIR: a third of the compile time.
     # XLA ends a process with a flag that it does not know, and later versions lack this one.
     FAST_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
+
+CACHE = Path.home() / ".cache" / "maxpipe" / "test"
+"""Python's compiled modules, from one session to the next."""
+
+
+def environment_of_command() -> dict[str, str]:
+    """Variables of a process that runs the command: modules load and steps compile faster."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
+    }
+    root = str(Path(__file__).parents[1])
+    return environment | {"PYTHONPATH": root, "PYTHONPYCACHEPREFIX": str(CACHE)} | FAST_COMPILE
 
 
 def _configure_jax(jax: Any) -> None:
@@ -150,6 +165,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     known_hardware.cache_clear()
     yield tmp_path
     known_hardware.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def next_server() -> Iterator[Callable[[], ForkServer]]:
+    """`next_server()`: one of the two fork servers of this session, in turn."""
+    with running_servers(environment_of_command()) as servers:
+        yield servers
 
 
 @pytest.fixture(scope="session")

@@ -13,9 +13,16 @@ from maxpipe.errors import ConfigError, MaxpipeError, Problem
 
 _Error = TypeVar("_Error", bound=MaxpipeError)
 
+_ACTION_LINES = 2
+"""An action is searched in its first lines only, not in a table that follows."""
+
 
 def parse_problems(error: BaseException | str) -> list[Problem]:
-    """Return the problems of an error, or of the text that a command printed."""
+    """Return the problems of an error, or of the text that a command printed.
+
+    In a text, a problem is a line and two or more indented lines: the rule, and the action. Other
+    lines are output. A warning is a single line.
+    """
     if isinstance(error, ConfigError):
         return list(error.problems)
     blocks: list[list[str]] = []
@@ -26,13 +33,22 @@ def parse_problems(error: BaseException | str) -> list[Problem]:
             blocks.append([line])
     problems = []
     for heading, *body in blocks:
-        where, _, value = heading.partition(" = ")
-        problems.append(Problem(where, value, " ".join(body[:-1]), "".join(body[-1:])))
+        if len(body) >= 2 and not heading.lower().startswith("warning"):
+            where, _, value = heading.partition(" = ")
+            problems.append(Problem(where, value, body[0], "\n".join(body[1:])))
     return problems
 
 
-def _contains(text: str, name: object) -> bool:
-    return bool(re.search(rf"(?<!\w){re.escape(str(name))}(?!\w)", text))
+def contains(text: str, name: object) -> bool:
+    """Return whether a name, number or text occurs in `text` and is not a part of a longer one.
+
+    `8` does not occur in 18, -8, 8.5, 8,434 or 1e8, `tokens` not in `train.tokens`, `data` not in
+    `data.path`, `llama3` not in `llama3-8b`. A folder does occur in the path of its file.
+    """
+    words = re.escape(str(name))
+    assert words, "an empty name occurs in each text"
+    before, after = r"(?<![\w.+-])(?<!\d,)", r"(?![\w+-])(?!\.\w)(?!,\d)"
+    return bool(re.search(f"{before}{words}{after}", text))
 
 
 def assert_error(
@@ -44,21 +60,26 @@ def assert_error(
 ) -> Problem:
     """Return the problem with this key, value, names and suggested actions, or fail.
 
-    `key` is a part of the location: a config key, or a file with its line. `names` are in the
-    location, the value or the rule. `suggests` (commands, keys, `key=value`) is in the action.
+    `key` is a part of the location: a config key, or a file with its line. `names` are in the value
+    or the rule. `suggests` (commands, keys, `key=value`) is in the action.
     """
+    quoted = [names] if isinstance(names, str) else names
     texts = [suggests] if isinstance(suggests, str) else suggests
     matched = [
         problem
         for problem in parse_problems(error)
-        if _contains(problem.where, key) or not key
+        if str(key) == "" or contains(problem.where, key)
         if value is None or problem.value == str(value)
-        if all(_contains(f"{problem.where} {problem.value} {problem.rule}", x) for x in names)
-        if all(_contains(problem.action, text) for text in texts)
+        if all(contains(problem.value, x) or contains(problem.rule, x) for x in quoted)
+        if all(contains(_first_lines(problem.action), text) for text in texts)
     ]
-    wanted = f"no problem with key={key} value={value} names={names} suggests={texts} in:"
+    wanted = f"no problem with key={key} value={value} names={quoted} suggests={texts} in:"
     assert matched, f"{wanted}\n{error}"
     return matched[0]
+
+
+def _first_lines(action: str) -> str:
+    return "\n".join(action.splitlines()[:_ACTION_LINES])
 
 
 @contextmanager
@@ -69,7 +90,11 @@ def raises(
     names: Sequence[object] = (),
     suggests: str | Sequence[str] = (),
 ) -> Iterator[pytest.ExceptionInfo[_Error]]:
-    """Check that the block raises this type, and thus its exit code, with such a problem."""
+    """Check that the block raises this type, not a subclass of it, with such a problem.
+
+    The type determines the exit code.
+    """
     with pytest.raises(kind) as caught:
         yield caught
+    assert type(caught.value) is kind, f"{type(caught.value).__name__} instead of {kind.__name__}"
     assert_error(caught.value, key, value, names, suggests)

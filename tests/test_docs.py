@@ -21,9 +21,7 @@ from maxpipe.evals.evaluate import EvalTotals
 from maxpipe.evals.multiple_choice import task_metrics
 from maxpipe.models.registry import summaries
 from maxpipe.models.spec import Ahead
-from maxpipe.objectives.distill import Distill
-from maxpipe.objectives.policy import KlPolicyGradient
-from maxpipe.objectives.preference import Preference
+from maxpipe.objectives import Distill, KlPolicyGradient, Preference
 from maxpipe.plan.memory_terms import TERMS
 from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry import metrics

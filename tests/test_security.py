@@ -37,9 +37,10 @@ from maxpipe.data.tokenizer import ByteTokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, MaxpipeError, StorageError
 from maxpipe.io import files
 from maxpipe.io.redact import REDACTED
-from maxpipe.schedule.csv_format import read_orders
+from maxpipe.schedule.orders import read_orders
 from maxpipe.train.session import WRITTEN_FILES
 from tests.conftest import FAST_COMPILE
+from tests.errors import assert_error
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -82,7 +83,7 @@ BANNED_CALLS = {
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
 # What may open a socket: to find a free port of this machine, or to join the processes of a run.
 SOCKETS = {
-    *(f"maxpipe/distributed/{name}.py" for name in ("control_channel", "coordinator", "listener")),
+    *(f"maxpipe/distributed/{name}.py" for name in ("control_channel", "coordinator")),
     *(f"maxpipe/distributed/{name}.py" for name in ("protocol", "runtime")),
     "maxpipe/launch/local.py",
 }
@@ -188,7 +189,8 @@ def test_pickle_as_tokenizer(crafted: bytes, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(crafted)
     config = TokenizerConfig(kind="huggingface", path=str(path))
-    assert "tokenizer.json" in refused(lambda: open_tokenizer(config))
+    error = refused(lambda: open_tokenizer(config))
+    assert_error(error, "tokenizer.path", path, names="tokenizer.json", suggests="tokenizer.path")
 
 
 SETTINGS = ["[]", "3", "[" * 100_000, "{", '{"a": ' * 100_000, "\xff"]
@@ -507,11 +509,11 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
 
 def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from maxpipe.data.tokenizers import files as tokenizer
-    from maxpipe.schedule import csv_format
+    from maxpipe.schedule import orders
 
     path = tmp_path / "a"
     path.write_text("x" * 100)
-    for module in (tokenizer, csv_format):
+    for module in (tokenizer, orders):
         monkeypatch.setattr(module, "_MAX_BYTES", 99)
     config = TokenizerConfig(kind="huggingface", path=str(path))
     for act in (lambda: open_tokenizer(config), lambda: read_orders(path)):

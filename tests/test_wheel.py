@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from tests import dockerfile
 
 ROOT = Path(__file__).parents[1]
@@ -72,7 +72,7 @@ def test_the_image_is_built_from_what_it_copies(extras: str, tmp_path: Path):
     assert image.folder == image.root / "home/maxpipe"
     if not extras:
         listed = image.run("maxpipe", "configs", "list").stdout
-        assert all(f"\n{name} " in f"\n{listed}" for name in bundled_configs.configs())
+        assert all(f"\n{name} " in f"\n{listed}" for name in config_files.bundled_configs())
         plan = image.run("maxpipe", "plan", "quickstart", "--topology", "cpu:8", "--json")
         assert json.loads(plan.stdout)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, find_checkpoint_home, in_bucket
-from maxpipe.config.bundled_configs import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
+from maxpipe.config.config_files import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import ConfigError

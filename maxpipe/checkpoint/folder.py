@@ -72,9 +72,9 @@ class BestMetric:
     def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> BestMetric:
         """Return the metric of a `checkpoint` config section. Saved configs may lack the keys."""
         if isinstance(section, CheckpointConfig):
-            return cls(section.best_metric, section.best_mode == "largest")
+            return cls(section.best_metric, section.best_mode == "max")
         metric = str(section.get("best_metric") or cls().metric)
-        return cls(metric, section.get("best_mode") == "largest")
+        return cls(metric, section.get("best_mode") == "max")
 
     @property
     def description(self) -> str:

@@ -58,7 +58,7 @@ from maxpipe.checkpoint.storage import (
     translate_bucket_errors,
 )
 from maxpipe.checkpoint.writer import CheckpointWriter, SaveResult, ignore_orphaned_errors
-from maxpipe.config.bundled_configs import EVENTS_FILE, METRICS_FILE
+from maxpipe.config.config_files import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import ConfigError, StorageError

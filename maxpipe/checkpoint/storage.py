@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 from etils import epath
 
-from maxpipe.config.bundled_configs import CONFIG_FILE
+from maxpipe.config.config_files import CONFIG_FILE
 from maxpipe.config.load import load
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from maxpipe.commands.parser import RUN, Commands, add_address, port, write_file
-from maxpipe.config.bundled_configs import TENSORBOARD_FOLDER
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.formatting import capitalize_first
@@ -30,6 +29,8 @@ def link(folder: Path, links: Path) -> int:
     `folder` may itself be a run. Event files are in `<run>/tensorboard`, but TensorBoard names a
     run by the folder of its event files. The symlink gives TensorBoard the name of the run.
     """
+    from maxpipe.config.config_files import TENSORBOARD_FOLDER
+
     is_run = (folder / TENSORBOARD_FOLDER).is_dir()
     runs = [folder.absolute()] if is_run else sorted(folder.iterdir())
     runs = [run for run in runs if (run / TENSORBOARD_FOLDER).is_dir()]

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
-from maxpipe.commands.progress import print_line
-from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import capitalize_first
+from maxpipe.telemetry.console import print_line
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.folder import RetentionRules
@@ -110,6 +109,7 @@ def _prune(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import parse_run_address
     from maxpipe.checkpoint.folder import RetentionRules
+    from maxpipe.config.config_files import CONFIG_FILE
 
     _use_cpu_only()
     run_dir = parse_run_address(options.run).run_dir
@@ -163,6 +163,7 @@ def _rules(run_dir: str) -> RetentionRules | None:
     """Return the retention rules in the run's config, or None if the config cannot be read."""
     from maxpipe.checkpoint.folder import RetentionRules
     from maxpipe.checkpoint.storage import in_bucket
+    from maxpipe.config.config_files import CONFIG_FILE
     from maxpipe.config.load import load
 
     if in_bucket(run_dir):

@@ -28,7 +28,6 @@ from maxpipe.commands.parser import (
     Commands,
     Parser,
 )
-from maxpipe.config import bundled_configs
 from maxpipe.errors import ExitCode
 
 _PLAIN, _SINGLE, _DOUBLE, _ANSI = "", "'", '"', "$'"
@@ -328,7 +327,9 @@ def _values(action: argparse.Action, current: str) -> list[str]:
 
 
 def _bundled_names() -> Iterator[str]:
-    return (f"{name} " for name in bundled_configs.configs())
+    from maxpipe.config.config_files import bundled_configs
+
+    return (f"{name} " for name in bundled_configs())
 
 
 def _assignments(current: str) -> list[str]:

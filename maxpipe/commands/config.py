@@ -8,13 +8,16 @@ import secrets
 import shlex
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
-from maxpipe.config import bundled_configs
 from maxpipe.errors import ConfigError, ExitCode, StorageError
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import capitalize_first
+
+if TYPE_CHECKING:
+    from maxpipe.config.config_files import BundledConfig
 
 _DOCS_FILE = Path("docs/config.md")
 
@@ -110,7 +113,9 @@ _OVERWRITE = "--overwrite"
 
 
 def _list(options: argparse.Namespace) -> int:
-    rows = [(c.name, c.kind, c.summary) for c in bundled_configs.configs().values()]
+    from maxpipe.config import config_files
+
+    rows = [(c.name, c.kind, c.summary) for c in config_files.bundled_configs().values()]
     names, kinds = (max(len(row[column]) for row in rows) for column in (0, 1))
     for name, kind, about in rows:
         print(f"{name:{names}}  {kind:{kinds}}  {about}")
@@ -126,8 +131,10 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _copy(options: argparse.Namespace) -> int:
+    from maxpipe.config import config_files
+
     config = _find_bundled(options.name)
-    file = f"{config.name}{bundled_configs.SUFFIX}"
+    file = f"{config.name}{config_files.SUFFIX}"
     path = _printable_path(options.file or file, "command line: FILE")
     if os.path.isdir(path):
         path /= file
@@ -141,7 +148,7 @@ def _copy(options: argparse.Namespace) -> int:
 
 
 def _init(options: argparse.Namespace) -> int:
-    from maxpipe.config.init_template import render_first_config
+    from maxpipe.config.render import render_first_config
     from maxpipe.config.rules import folder_name
 
     folder = _printable_path(options.folder, "command line: DIR")
@@ -173,11 +180,12 @@ def _train(path: Path) -> str:
     return f"maxpipe train {shlex.quote(str(path))}"
 
 
-def _find_bundled(name: str) -> bundled_configs.BundledConfig:
+def _find_bundled(name: str) -> BundledConfig:
+    from maxpipe.config import config_files
     from maxpipe.config.rules import did_you_mean
 
-    known = bundled_configs.configs()
-    if found := known.get(name.removesuffix(bundled_configs.SUFFIX)):
+    known = config_files.bundled_configs()
+    if found := known.get(name.removesuffix(config_files.SUFFIX)):
         return found
     guess = did_you_mean(Path(name).stem.lower(), known)
     rule = f"is not a bundled config: the bundled configs are {', '.join(known)}."
@@ -186,13 +194,11 @@ def _find_bundled(name: str) -> bundled_configs.BundledConfig:
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
-    from maxpipe.config.config_files import SUFFIXES
+    from maxpipe.config.config_files import SUFFIX, SUFFIXES
 
     if path.suffix not in SUFFIXES:
         rule = f"must end in {' or '.join(SUFFIXES)}, as config files do."
-        raise ConfigError.one(
-            "command line: FILE", path, rule, f"Write {path}{bundled_configs.SUFFIX}."
-        )
+        raise ConfigError.one("command line: FILE", path, rule, f"Write {path}{SUFFIX}.")
     try:
         # `overwrite` replaces a link or a pipe instead of writing to it.
         target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path

@@ -28,11 +28,11 @@ from maxpipe.commands.parser import (
     read_data_config,
     subcommands,
 )
-from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
+from maxpipe.telemetry.console import ProgressBar
 
 if TYPE_CHECKING:
     from maxpipe.config.sections.data import DataConfig

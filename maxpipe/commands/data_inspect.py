@@ -28,11 +28,11 @@ from maxpipe.commands.parser import (
     read_data_config,
     write_file,
 )
-from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
+from maxpipe.telemetry.console import ProgressBar
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
@@ -114,17 +114,17 @@ def overrides(keys: Mapping[str, Any]) -> list[str]:
 
 def is_config(argument: str) -> bool:
     """Return whether an input is an override, or the path or name of a config."""
-    from maxpipe.config import bundled_configs
+    from maxpipe.config import config_files
     from maxpipe.config.check import is_override
     from maxpipe.config.config_files import SUFFIXES
 
     if argument.startswith("-") or is_override(argument):
         return True
-    return Path(argument).suffix in SUFFIXES or bundled_configs.find_config(argument) is not None
+    return Path(argument).suffix in SUFFIXES or config_files.find_config(argument) is not None
 
 
 def _is_data(argument: str) -> bool:
-    from maxpipe.config.bundled_configs import CONFIG_FILE
+    from maxpipe.config.config_files import CONFIG_FILE
 
     if not argument or is_config(argument):
         return False
@@ -223,12 +223,12 @@ def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     if not inputs or "=" in inputs[0]:
         return list(inputs), ""
     from maxpipe.checkpoint.address import is_run, parse_run_address
-    from maxpipe.config import bundled_configs
-    from maxpipe.config.bundled_configs import CONFIG_FILE
+    from maxpipe.config import config_files
+    from maxpipe.config.config_files import CONFIG_FILE
 
     first = inputs[0]
     is_file = (
-        os.path.isfile(os.path.expanduser(first)) or bundled_configs.find_config(first) is not None
+        os.path.isfile(os.path.expanduser(first)) or config_files.find_config(first) is not None
     )
     if is_file or not (is_run(Path(first)) or is_run(Path("runs") / first)):
         return list(inputs), ""

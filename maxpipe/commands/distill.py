@@ -6,10 +6,10 @@ import argparse
 import contextlib
 
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
-from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, url_scheme
+from maxpipe.telemetry.console import ProgressBar
 
 _OUT = "command line: --out"
 

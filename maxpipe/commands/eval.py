@@ -15,20 +15,20 @@ from maxpipe.io.formatting import pluralize
 
 if TYPE_CHECKING:
     from maxpipe.checkpoint.address import Address
-    from maxpipe.evals.evaluate_checkpoint import EvalReport
+    from maxpipe.evals.evaluate import EvalReport
 
 _REPORT_SECONDS = 10.0
 
 
 def _eval(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.output_folder import resolve_model
+    from maxpipe.huggingface.folder import resolve_model
 
     model = resolve_model(options.checkpoint, average=options.average)
     _check(options)
     if options.choices is not None:
         return _eval_choices(options, model)
     inputs = [*options.inputs, *_documents(options)]
-    from maxpipe.evals.evaluate_checkpoint import evaluate_model
+    from maxpipe.evals.evaluate import evaluate_model
 
     found = evaluate_model(model, inputs, options.split, _print_status)
     if found is not None:

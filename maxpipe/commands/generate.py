@@ -19,14 +19,6 @@ from maxpipe.commands.parser import (
     number,
 )
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.generate.prompts import (
-    MAX_BYTES,
-    parse_prompt,
-    parse_prompts,
-    read_conversations,
-    read_prompts,
-    user_chat,
-)
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
@@ -39,7 +31,7 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from maxpipe.huggingface.output_folder import resolve_model
+    from maxpipe.huggingface.folder import resolve_model
 
     model = resolve_model(options.checkpoint, average=options.average)
     _check(options)
@@ -79,6 +71,7 @@ def _generate(options: argparse.Namespace) -> int:
             return printer.newest
 
         if options.interactive and options.chat:
+            from maxpipe.data.prompts import user_chat
             from maxpipe.data.tokenizers.chat import ChatInput, Message
 
             messages: list[Message] = []
@@ -105,6 +98,8 @@ def _print_status(text: str) -> None:
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
+    from maxpipe.data.prompts import MAX_BYTES, parse_prompts, read_prompts
+
     if options.prompts is None:
         return options.prompt or []
     where = f"command line: --prompts {options.prompts}"
@@ -118,6 +113,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
 
 
 def _conversations(options: argparse.Namespace) -> list[ChatInput]:
+    from maxpipe.data.prompts import read_conversations, user_chat
+
     if options.prompts is None or options.prompts == _STDIN:
         return [user_chat(text) for text in _prompts(options)]
     return read_conversations(options.prompts, f"command line: --prompts {options.prompts}")
@@ -125,6 +122,8 @@ def _conversations(options: argparse.Namespace) -> list[ChatInput]:
 
 def _converse(answer: Callable[[str, int], object]) -> None:
     """Read one prompt per line until the input ends. Print errors in a prompt and continue."""
+    from maxpipe.data.prompts import parse_prompt
+
     number, asks = 0, sys.stdin.isatty()
     while True:
         if asks:

@@ -7,8 +7,8 @@ import contextlib
 import dataclasses
 
 from maxpipe.commands.parser import Commands, add_address, add_ema_option
-from maxpipe.commands.progress import ProgressBar, print_line
 from maxpipe.errors import ExitCode
+from maxpipe.telemetry.console import ProgressBar, print_line
 
 _TYPES = ("float32", "bfloat16", "float16")
 

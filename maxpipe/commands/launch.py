@@ -46,7 +46,7 @@ def _local(options: argparse.Namespace) -> int:
 
 
 def _cluster(options: argparse.Namespace) -> int:
-    from maxpipe.launch.preflight import add_origins
+    from maxpipe.launch.job import add_origins
 
     loaded = read_config(options.inputs, to_train=True)
     try:
@@ -75,8 +75,7 @@ def _create_submission(
     """Return (preflight report, job, job files)."""
     from maxpipe.checkpoint.storage import run_folder
     from maxpipe.launch import gcloud, gke, slurm
-    from maxpipe.launch.job import Job
-    from maxpipe.launch.preflight import check_hosts
+    from maxpipe.launch.job import Job, check_hosts
 
     named = loaded.config.launch.workdir
     defaults = {"slurm": Path.cwd(), "gcloud": Path(), "gke": gke.DEFAULT_WORKDIR}

@@ -15,10 +15,10 @@ from maxpipe.commands.parser import (
     read_config,
     write_file,
 )
-from maxpipe.commands.progress import PhaseProgress, ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
+from maxpipe.telemetry.console import PhaseProgress, ProgressBar
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -100,7 +100,7 @@ def _write_drawings(
     options: argparse.Namespace, schedules: Sequence[Schedule], costs: Costs
 ) -> list[Path]:
     """Write the requested files. CSV and Perfetto files contain only the first schedule."""
-    from maxpipe.schedule import csv_format, pictures
+    from maxpipe.schedule import orders, pictures
 
     schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
@@ -108,7 +108,7 @@ def _write_drawings(
             pictures.draw_schedules(schedules, costs).svg(), encoding="utf-8"
         ),
         "png": lambda path: pictures.draw_schedules(schedules, costs).png(path),
-        "csv": lambda path: path.write_text(csv_format.to_csv(schedule), encoding="utf-8"),
+        "csv": lambda path: path.write_text(orders.to_csv(schedule), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
             pictures.perfetto_trace(schedule, costs), encoding="utf-8"
         ),
@@ -121,7 +121,7 @@ def _write_drawings(
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
     """Return schedule names and sizes: from options, then configs, then small defaults."""
-    from maxpipe.config.bundled_configs import find_config
+    from maxpipe.config.config_files import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
     inputs = list(options.inputs)
@@ -145,7 +145,7 @@ def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], d
 
 
 def _unknown_schedule(where: str, name: str) -> ConfigError:
-    from maxpipe.config import bundled_configs
+    from maxpipe.config import config_files
     from maxpipe.config.foreign_keys import value_action
     from maxpipe.config.rules import did_you_mean
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
@@ -160,7 +160,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     if name.endswith(".csv"):
         guess = f"{FILE_PREFIX}{name}"
     elif not guess and "--" not in where:
-        guess = did_you_mean(name, bundled_configs.configs())
+        guess = did_you_mean(name, config_files.bundled_configs())
     elif not name:
         guess = INTERLEAVED
     action = (
@@ -207,7 +207,7 @@ def _sizes_of_config(
 def _example_sizes(names: list[str]) -> dict[str, Any]:
     """Return default sizes, or the sizes of a schedule file."""
     from maxpipe.schedule.catalog import FILE_PREFIX
-    from maxpipe.schedule.csv_format import read_orders
+    from maxpipe.schedule.orders import read_orders
 
     sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
     sizes["delayed"] = False
@@ -231,7 +231,7 @@ def _reads_group(name: str) -> bool:
 def _usual_repeats(name: str) -> int | None:
     """Return the fixed or default number of repeats of a schedule, or None if any number works."""
     from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
-    from maxpipe.schedule.csv_format import read_orders
+    from maxpipe.schedule.orders import read_orders
 
     if name.startswith(FILE_PREFIX):
         return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats

@@ -17,10 +17,10 @@ from maxpipe.commands.parser import (
     read_data_config,
     subcommands,
 )
-from maxpipe.commands.progress import ProgressBar
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
+from maxpipe.telemetry.console import ProgressBar
 
 if TYPE_CHECKING:
     from maxpipe.data.sources import Source

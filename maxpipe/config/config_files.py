@@ -1,18 +1,162 @@
-"""Resolve an argument to a config file: a path or the name of a bundled config."""
+"""Config files: bundled configs, and the file to which an argument refers.
+
+Bundled configs are in `configs/` of a checkout or in its copy in the installed package. An argument
+is a path or the name of a bundled config.
+
+This module also defines the names of files and folders in a run folder.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
-from maxpipe.config import bundled_configs
-from maxpipe.config.bundled_configs import CONFIG_FILE
 from maxpipe.config.rules import did_you_mean, folder_name
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
+
+SUFFIX = ".yml"
+_FOLDERS = (
+    Path(__file__).parents[1] / "configs",  # installed package
+    Path(__file__).parents[2] / "configs",  # source checkout
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BundledConfig:
+    """A config that commands accept by name instead of a file."""
+
+    name: str
+    kind: Literal["run", "model", "sft"]
+    """Type of the config. A `model` config is merged with a file or overrides that configure the
+    training. An `sft` config fine-tunes the model in the folder `base` on conversations."""
+    path: Path
+
+    @property
+    def text(self) -> str:
+        """Content of the file."""
+        return self.path.read_text(encoding="utf-8")
+
+    @property
+    def summary(self) -> str:
+        """First sentence of the comment at the start of the file."""
+        lines = []
+        for line in self.text.splitlines():
+            if not line.startswith("# "):
+                break
+            lines.append(line[2:].strip())
+        return re.split(r"(?<=\.)\s", " ".join(lines), maxsplit=1)[0]
+
+
+@cache
+def bundled_folder() -> Path:
+    """Return the folder of the bundled configs."""
+    found = next((folder for folder in _FOLDERS if folder.is_dir()), None)
+    assert found is not None, f"configs are in none of {_FOLDERS}"
+    return found
+
+
+@cache
+def bundled_configs() -> Mapping[str, BundledConfig]:
+    """Return the bundled configs, keyed by name: runs for beginners, then models in order of size,
+    then fine-tuning runs.
+    """
+    runs = [
+        BundledConfig(path.stem, "run", path)
+        for path in sorted(bundled_folder().glob(f"*{SUFFIX}"))
+    ]
+    found = {
+        kind: [
+            BundledConfig(path.stem, kind, path)
+            for path in sorted((bundled_folder() / kind).glob(f"*{SUFFIX}"), key=_by_number)
+        ]
+        for kind in ("model", "sft")
+    }
+    return {each.name: each for each in (*runs, *found["model"], *found["sft"])}
+
+
+def _by_number(path: Path) -> list[str]:
+    """Return a sort key that orders `8b` before `70b`."""
+    return [part.zfill(9) if part.isdecimal() else part for part in re.split(r"(\d+)", path.stem)]
+
+
+def find_config(argument: str) -> BundledConfig | None:
+    """Return the bundled config with this name. Return None if it does not exist, or if a local
+    file has the same name.
+    """
+    if os.path.isfile(argument):
+        return None
+    return bundled_configs().get(argument) or (
+        None if os.path.lexists(argument) else find_model(argument)
+    )
+
+
+def find_model(text: str) -> BundledConfig | None:
+    """Return the bundled model with this name in any spelling, such as
+    `meta-llama/Llama-3.1-8B`.
+    """
+    if found := bundled_configs().get(text):
+        return found if found.kind == "model" else None
+    return _models().get(_normalize_model_name(text))
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether the text has the form `OWNER/NAME`, like the name of a model on the Hugging Face
+    Hub.
+    """
+    form = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*"
+    return re.fullmatch(form, text) is not None and not os.path.lexists(text.partition("/")[0])
+
+
+def hub_download_action(text: str) -> str:
+    """Return the suggested action that downloads this model from the Hub."""
+    folder = text.rpartition("/")[2]
+    return f"Run `hf download {text} --local-dir {folder}`, and give the folder {folder}."
+
+
+def _normalize_model_name(text: str) -> str:
+    """Return the letters and digits of a model name, without the owner and the tuning variant."""
+    words = re.split(r"[^a-z0-9]+", text.rpartition("/")[2].lower().removesuffix(SUFFIX))
+    return "".join(word for word in words if word not in _TUNED)
+
+
+_TUNED = ("instruct", "it", "chat", "base", "hf", "pt", "meta")
+"""Words in model names that do not affect the shape of the model."""
+
+_SAME_SHAPE = {"Llama-3.3-70B": "llama3.1-70b"}
+"""Maps names of models to bundled models with the same shape."""
+
+
+@cache
+def _models() -> Mapping[str, BundledConfig]:
+    """Return the bundled models, keyed by the normalized forms of their names and of the source
+    names in their files.
+    """
+    models = [each for each in bundled_configs().values() if each.kind == "model"]
+    sources = {
+        _normalize_model_name(source): each
+        for each in models
+        for source in re.findall(r"config\.json of\s+(?:#\s*)?(\S+/\S*[A-Za-z0-9])", each.text)
+    }
+    same = {
+        _normalize_model_name(name): bundled_configs()[model] for name, model in _SAME_SHAPE.items()
+    }
+    return same | sources | {_normalize_model_name(each.name): each for each in models}
+
+
+CONFIG_FILE = "config.yml"
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+EVENTS_FILE = "events.jsonl"
+REFERENCE_FILE = "references.npz"
+TENSORBOARD_FOLDER = "tensorboard"
+
 
 SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")
@@ -50,7 +194,7 @@ def locate(argument: str, keys: Collection[str]) -> ConfigFile:
     path = Path(argument)
     if path.suffix in SUFFIXES:
         return ConfigFile(path, argument)
-    if found := bundled_configs.find_config(argument):
+    if found := find_config(argument):
         _check_ambiguous_name(found)
         by_hub = argument if "/" in argument else ""
         return ConfigFile(found.path, f"shipped config {found.name}", by_hub)
@@ -59,11 +203,11 @@ def locate(argument: str, keys: Collection[str]) -> ConfigFile:
     raise ConfigError([_missing_config_problem(argument, keys)])
 
 
-def _check_ambiguous_name(found: bundled_configs.BundledConfig) -> None:
+def _check_ambiguous_name(found: BundledConfig) -> None:
     """Reject the name of a bundled config if a local file has the same name but different
     content.
     """
-    here = Path(f"{found.name}{bundled_configs.SUFFIX}")
+    here = Path(f"{found.name}{SUFFIX}")
     try:
         if not here.is_file() or read(here, _MAX_BYTES) == found.path.read_bytes():
             return
@@ -97,17 +241,17 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
         action = f"Run `maxpipe import {argument} --out runs/NAME` first, and give "
         action += f"runs/NAME/{CONFIG_FILE}."
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
-    if bundled_configs.is_hub_id(argument) and not os.path.lexists(argument):
+    if is_hub_id(argument) and not os.path.lexists(argument):
         rule += " It looks like a model on the Hugging Face Hub, but maxpipe downloads nothing."
         return Problem(where, "", rule, _hub_model_action(argument))
-    if guess := did_you_mean(os.path.basename(argument).lower(), bundled_configs.configs()):
+    if guess := did_you_mean(os.path.basename(argument).lower(), bundled_configs()):
         return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
     action = f"{_LIST}, and `maxpipe config explain` lists sections and keys."
     return Problem(where, "", rule, action)
 
 
 def _hub_model_action(argument: str) -> str:
-    guess = did_you_mean(os.path.basename(argument).lower(), bundled_configs.configs())
+    guess = did_you_mean(os.path.basename(argument).lower(), bundled_configs())
     similar = f"Write {guess} for a model of similar shape, or run" if guess else "Run"
     return (
         f"{similar} `hf download {argument} --local-dir base` and `maxpipe import base --out "
@@ -145,7 +289,7 @@ def missing_file_action(path: Path) -> str:
     """Return the suggested action for a missing file. The action names a bundled config, a similar
     file or the missing folder.
     """
-    if found := bundled_configs.configs().get(path.stem):
+    if found := bundled_configs().get(path.stem):
         return (
             f"Write {found.name} instead of {path} to use the bundled config, or copy it with "
             f"`maxpipe configs copy {found.name}`."

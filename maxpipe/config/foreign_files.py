@@ -13,8 +13,7 @@ from typing import NamedTuple
 import yaml
 
 from maxpipe.config.assignments import Assignment, from_document, from_values
-from maxpipe.config.bundled_configs import configs
-from maxpipe.config.config_files import FOREIGN_SUFFIXES
+from maxpipe.config.config_files import FOREIGN_SUFFIXES, bundled_configs
 from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.model import FAMILY
@@ -25,11 +24,10 @@ from maxpipe.config.translation import (
     translate,
     yaml_line_of_text,
 )
-from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, to_yaml_line
+from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, compose, to_yaml_line
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.formatting import pluralize
-from maxpipe.io.plain_yaml import compose
 
 SUFFIXES = FOREIGN_SUFFIXES
 
@@ -193,7 +191,7 @@ def translate_file(
             lines[name] = (_text(raw), "")
             continue
         count += 1
-        if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in configs():
+        if path[-1] == "flavor" and f"{names.get('name')}-{raw}".lower() in bundled_configs():
             raw = (
                 f"{names['name']}-{raw}".lower()
             )  # torchtitan's keys for the name and flavor of a model

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from maxpipe.config import bundled_configs, foreign_files
+from maxpipe.config import config_files, foreign_files
 from maxpipe.config.assignments import (
     Assignment,
     duplicate_settings,
@@ -26,12 +26,14 @@ from maxpipe.config.assignments import (
     from_override,
     from_values,
     is_mapping,
+    is_reference,
     rename_former_key,
+    resolve_model,
+    shape_override_notes,
 )
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.foreign_keys import join_reason, list_action, value_action
-from maxpipe.config.item_reader import ItemError, read_items
 from maxpipe.config.keys import (
     KEYS,
     NAME,
@@ -47,7 +49,6 @@ from maxpipe.config.keys import (
     split_key,
     without_none,
 )
-from maxpipe.config.model_reference import is_reference, resolve_model, shape_override_notes
 from maxpipe.config.rules import BOUNDS, did_you_mean, plain_value
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import FAMILY, family_section
@@ -63,9 +64,11 @@ from maxpipe.config.translation import (
 from maxpipe.config.yaml_values import (
     NAME_FORM,
     READERS,
+    ItemError,
     TooLargeError,
     find_invalid_text,
     read_file,
+    read_items,
     read_unchanged,
     texts,
     to_yaml_line,
@@ -146,14 +149,14 @@ def _load_translated(
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
     model = resolve_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
-    given = [*model.before, *in_files, *model.after, *from_overrides]
-    assignments += [each for each in given if not is_reference(each)]
+    new_assignments = [*model.before, *in_files, *model.after, *from_overrides]
+    assignments += [each for each in new_assignments if not is_reference(each)]
     cautions = tuple(former_key_warnings(assignments, saved_as=origin))
     problems += duplicate_settings(assignments)
     assignments = [rename_former_key(assignment) for assignment in assignments]
     named = _default_run_name(located[-1]) if located and located[-1] else None
     # If a key refers to another trainer's config file, that file may set the missing keys.
-    is_complete = None not in read and foreign_files.find_config_file_key(given) is None
+    is_complete = None not in read and foreign_files.find_config_file_key(new_assignments) is None
     is_complete = is_complete and not any(each.has_config_file_key for each in translated.values())
     foreign = [each.origin for each in located if each and _is_foreign(each)]
     foreign = [each for each in foreign if each not in translated]
@@ -213,7 +216,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
         ConfigError: the key does not exist, or the value is invalid.
     """
     problems: list[Problem] = []
-    nodes, paths = copy.deepcopy(_unset()), []
+    nodes, paths = dict(_unset()), []
     for assignment in from_override(text, problems):
         paths.append(assignment.path)
         if problem := _assign(nodes, assignment):
@@ -265,7 +268,7 @@ def _is_foreign(file: ConfigFile) -> bool:
 
 
 def _shape_only_note(argument: str) -> str:
-    name = getattr(bundled_configs.find_model(argument), "name", argument)
+    name = getattr(config_files.find_model(argument), "name", argument)
     return f"model: {name}, with the shape of {argument}; weights are not loaded"
 
 
@@ -284,7 +287,7 @@ def _build(
     to_train: bool = False,
     foreign: Collection[str] = (),
 ) -> LoadedConfig:
-    nodes = copy.deepcopy(_unset())
+    nodes = dict(_unset())
     origins = dict.fromkeys(KEYS, DEFAULT)
     if named is not None:
         _assign(nodes, named)
@@ -294,8 +297,8 @@ def _build(
     assignments = [assignment for assignment in assignments if not _is_unknown(assignment)]
     for done, assignment in enumerate(assignments):
         if len(problems) >= _MAX_PROBLEMS:
-            rest = f"{len(assignments) - done} more values were not read."
-            problems.append(Problem("config", "", rest, "Fix these problems first."))
+            rule = f"{len(assignments) - done} more values were not read."
+            problems.append(Problem("config", "", rule, "Fix these problems first."))
             raise ConfigError(problems)
         problem = _assign(nodes, assignment)
         if problem is None:
@@ -308,8 +311,8 @@ def _build(
         raise foreign_files.OtherTrainerError(reports)
     for done, problem in enumerate(_unknown_problem(each, context) for each in unknown):
         if len(problems) >= _MAX_PROBLEMS:
-            rest = f"{len(unknown) - done} more values were not read."
-            problems.append(Problem("config", "", rest, "Fix these problems first."))
+            rule = f"{len(unknown) - done} more values were not read."
+            problems.append(Problem("config", "", rule, "Fix these problems first."))
             raise ConfigError(problems)
         problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
@@ -327,7 +330,9 @@ def _build(
     ]
     for key in missing:
         section, _, name = key.rpartition(".")
-        nodes[section][name] = KEYS[key]()  # a placeholder value, so that the other rules can run
+        _copied(nodes, section)[name] = KEYS[
+            key
+        ]()  # a placeholder value, so that the other rules can run
     absent = [key for key in missing if key not in wrong]
     if absent and is_complete:
         problems.append(_missing_problem(absent, assignments))
@@ -348,13 +353,20 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Return all sections without values. Copying the cached result is four times as fast as
-    building it again.
+    """Return all sections without values, which no caller may change. Copying a section of the
+    cached result is four times as fast as building it again.
     """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():
         OmegaConf.set_readonly(node, False)
     return nodes
+
+
+def _copied(nodes: dict[str, Any], section: str) -> Any:
+    """Return a section that the caller may change; its first change copies it."""
+    if nodes[section] is _unset()[section]:
+        nodes[section] = copy.deepcopy(nodes[section])
+    return nodes[section]
 
 
 def _other_family_problems(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
@@ -363,8 +375,12 @@ def _other_family_problems(assignments: Iterable[Assignment], family: str) -> It
     """
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():
-        section, rest = split_key(path)
-        if rest and ".".join([section, rest[0]]) in KEYS and is_of_another_family(section, family):
+        section, names = split_key(path)
+        if (
+            names
+            and ".".join([section, names[0]]) in KEYS
+            and is_of_another_family(section, family)
+        ):
             other = section.rpartition(".")[2]
             yield assignment.problem(
                 f"requires {FAMILY}={other}, but the family is {family}.",
@@ -400,9 +416,9 @@ def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) ->
     context = _context(unknown, nodes)
     for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):
-            found = translate(path, raw, context)
-            if found.is_exact:
-                yield from (key for key, _ in found.settings)
+            translation = translate(path, raw, context)
+            if translation.is_exact:
+                yield from (key for key, _ in translation.settings)
 
 
 def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> TranslationContext:
@@ -417,18 +433,18 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
                 accumulation = convert_value("pipeline.microbatches", raw)[0]
                 context = dataclasses.replace(context, gradient_accumulation=int(accumulation or 1))
                 continue
-            found = translate(path, raw, context)
-            for key, text in found.settings:
+            translation = translate(path, raw, context)
+            for key, text in translation.settings:
                 # A model family that the key only implies is ignored.
-                if key in values and key == found.key:
+                if key in values and key == translation.key:
                     values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 
 
-def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
+def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
     """Store the value in its section, or return a problem."""
-    section, rest = split_key(assignment.path)
-    name, *entry = rest or (".",)
+    section, names = split_key(assignment.path)
+    name, *entry = names or (".",)
     if _is_unknown(assignment):
         return _unknown_problem(assignment, _context((), nodes))
     hint = KEYS[f"{section}.{name}"]
@@ -436,7 +452,7 @@ def _assign(nodes: Mapping[str, Any], assignment: Assignment) -> Problem | None:
         refusal = find_invalid_text(text)
         if refusal:
             return assignment.problem(*refusal)
-    node = nodes[section]
+    node = _copied(nodes, section)
     if (of_name := NAMED_SECTIONS.get(f"{section}.{name}.{NAME}")) is not None:
         within = _locate_in_named_section(node, assignment, of_name, name, entry)
         if isinstance(within, Problem):
@@ -535,8 +551,8 @@ def type_name(hint: Any) -> str:
         inner = typing.get_args(hint)[-1]
         if inner is float:
             return "mapping of names to numbers"
-        what = "sections" if dataclasses.is_dataclass(inner) else "lists of names"
-        return f"mapping of names to {what}"
+        contents = "sections" if dataclasses.is_dataclass(inner) else "lists of names"
+        return f"mapping of names to {contents}"
     if item_type(hint) is not None:
         return "list of mappings"
     if hint in _LISTS:
@@ -585,10 +601,10 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
 
 
 def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:
-    section, rest = split_key(assignment.path)
+    section, names = split_key(assignment.path)
     key = ".".join(assignment.path)
     is_text = isinstance(assignment.raw, str) and is_main_key(section, assignment.raw)
-    if section in SECTIONS and not rest and not is_text and not assignment.option:
+    if section in SECTIONS and not names and not is_text and not assignment.option:
         rule = "is a section: write its keys below it, one `key: value` per line."
         action = f"Run `maxpipe config explain {section}` to list its keys."
         return assignment.problem(rule, action)
@@ -598,16 +614,20 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
         last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
         return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
     rule, show = _rule(assignment)
-    if isinstance(assignment.raw, dict) and not rest and (close := did_you_mean(section, SECTIONS)):
+    if (
+        isinstance(assignment.raw, dict)
+        and not names
+        and (close := did_you_mean(section, SECTIONS))
+    ):
         return assignment.problem(rule, f"Did you mean {close}? {show}", given=False)
-    found = _translate_unknown(assignment, context)
-    action = found.action_text(in_file=assignment.is_in_file)
-    if found.key and not found.is_exact:
-        action = f"Did you mean {found.key}? {show}"
+    translation = _translate_unknown(assignment, context)
+    action = translation.action_text(in_file=assignment.is_in_file)
+    if translation.key and not translation.is_exact:
+        action = f"Did you mean {translation.key}? {show}"
     problem = assignment.problem(
-        join_reason(rule, found.why),
+        join_reason(rule, translation.why),
         action or show,
-        given=bool(assignment.option) or bool(rest) or not isinstance(assignment.raw, dict),
+        given=bool(assignment.option) or bool(names) or not isinstance(assignment.raw, dict),
     )
     if assignment.option:
         return dataclasses.replace(problem, where=f"command line: {assignment.option}", value="")
@@ -616,13 +636,13 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
 
 def _rule(assignment: Assignment) -> tuple[str, str]:
     """Return the rule that an unknown key violates, and the command that lists valid keys."""
-    section, rest = split_key(assignment.path)
+    section, names = split_key(assignment.path)
     if assignment.option:
         return "is not an option of this command.", "Run the command with --help."
-    if section in SECTIONS and rest:
+    if section in SECTIONS and names:
         show = f"`maxpipe config explain {section}` lists its keys."
         return f"is not a key of {section}.", show
-    if assignment.is_in_file or rest:
+    if assignment.is_in_file or names:
         return "is not a section.", f"The sections are {', '.join(SECTIONS)}."
     return "has no section: an override must be `section.key=value`.", "Write section.key=value."
 

@@ -1,7 +1,8 @@
-"""Render the schema as explanations of keys, a reference page, a JSON schema and complete configs.
+"""Render the schema as explanations of keys, a reference page, a JSON schema and configs.
 
 All output is generated from the declarations in `sections/` and the model families, the docstrings
-of the fields, and the ranges. Keys are documented only there.
+of the fields, and the ranges. Keys are documented only there. `render_first_config` renders the
+template of `maxpipe init`: a small config with a comment for each key.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import itertools
 import re
 import textwrap
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +38,7 @@ from maxpipe.config.keys import (
 from maxpipe.config.load import LoadedConfig, to_yaml, type_name
 from maxpipe.config.rules import BOUNDS, ITEM, did_you_mean, field_name
 from maxpipe.config.translation import MODEL
-from maxpipe.config.yaml_values import NAME_FORM
+from maxpipe.config.yaml_values import NAME_FORM, to_yaml_line
 from maxpipe.errors import ConfigError
 from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, DEFAULT_AXIS_RULES
 from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
@@ -308,3 +310,71 @@ def print_config(loaded: LoadedConfig, *, origin: bool) -> str:
     value.
     """
     return to_yaml(loaded.config, loaded.origins.__getitem__ if origin else None)
+
+
+_TEMPLATE_HEAD = """\
+A first run: a small byte-level decoder, trained on the sources of Python's standard library.
+It trains in minutes on a laptop CPU, without a download, and runs unchanged on GPUs and TPUs.
+
+  {train}                  trains the run, or resumes it after a stop
+  {train} train.steps=600  overrides a value for this command
+  maxpipe board{pad}shows curves
+
+This file contains the keys that are most useful in a first run. Other keys are listed by
+`maxpipe config explain SECTION`."""
+
+_TEMPLATE_MODEL = "tiny"
+
+_TEMPLATE_VALUES: Mapping[str, Mapping[str, Any] | str] = {
+    "run": {"name": "", "dir": "runs", "seed": 0},
+    "model": _TEMPLATE_MODEL,
+    "mesh": {"ici_data": -1},
+    "train": {"steps": 300, "batch_size": 16, "sequence_length": 128},
+    "optim": {"learning_rate": 3e-3, "schedule": "cosine", "warmup_steps": 20},
+    "data": {"source": "corpus"},
+    "tokenizer": {"kind": "bytes"},
+    "checkpoint": {"every": 100},
+    "eval": {"every": 100, "batches": 8},
+    "log": {"every": 10},
+}
+
+_TEMPLATE_MORE = {
+    "mesh.ici_data": "-1 uses all devices.",
+    "data.source": "To train on your text, write `source: text` and `path: my-texts/*.txt`.",
+}
+"""Comments on values of this template, printed after the documentation from the schema."""
+
+
+_TEMPLATE_NAMED = (
+    "Name of a bundled model (`maxpipe configs list`). A model on the command line replaces it: "
+    "`maxpipe train llama3-8b FILE`. For a custom model, write the keys that `maxpipe configs show "
+    "{name}` prints below `model:`."
+)
+
+
+def render_first_config(name: str, train: str) -> str:
+    """Return the text of a config file for a run with this name. `train` is the command that trains
+    the run.
+    """
+    pad = " " * max(2, len(f"{train} train.steps=600  ") - len("maxpipe board"))
+    head = _TEMPLATE_HEAD.format(train=train, pad=pad)
+    lines = [f"# {line}".rstrip() for line in head.splitlines()]
+    for section, values in _TEMPLATE_VALUES.items():
+        if isinstance(values, str):
+            lines += ["", *_comment(_TEMPLATE_NAMED.format(name=values, train=train), "")]
+            lines.append(f"{section}: {values}")
+            continue
+        lines += ["", *_comment(field_docs()[section], ""), f"{section}:"]
+        for key, value in values.items():
+            full = f"{section}.{key}"
+            lines += _comment(f"{field_docs()[full]} {_TEMPLATE_MORE.get(full, '')}".strip(), "  ")
+            shown = name if full == "run.name" else value
+            lines.append(f"  {key}: {to_yaml_line(shown)}")
+    return "\n".join([*lines, ""])
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    lead = f"{indent}# "
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=lead, subsequent_indent=lead, break_on_hyphens=False
+    )

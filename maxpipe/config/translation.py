@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.foreign_keys import (
     NameMatch,
     list_action,
@@ -152,8 +152,8 @@ def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Tra
 
 def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
     """Return the key that an unknown key refers to. Keys of this family take precedence."""
-    mine = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
-    answer = match_exact_key(path, mine) or match_key(path, KEYS)
+    family_keys = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
+    answer = match_exact_key(path, family_keys) or match_key(path, KEYS)
     own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
     other = own in KEYS and is_of_another_family(section_of(answer.name), family)
     return answer._replace(name=own) if other else answer
@@ -198,11 +198,11 @@ def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
     choices = typing.get_args(hint) if typing.get_origin(hint) is Literal else ()
     choices = tuple(SCHEDULES) if key == "pipeline.schedule" else choices
     text = "" if raw is None else raw.strip()
-    found = text if text in choices else match_exact_value(key, text, choices) if text else ""
-    if found and " " in found:
-        return None, found.replace("KEY", key)
-    if found:
-        return found, ""
+    match = text if text in choices else match_exact_value(key, text, choices) if text else ""
+    if match and " " in match:
+        return None, match.replace("KEY", key)
+    if match:
+        return match, ""
     if normalize_name(text) in ("", "none", "null"):
         return None, _leave_out(key)
     if normalize_name(text) in ("auto", "alllinear") and "auto" not in choices:
@@ -291,7 +291,9 @@ def _example(key: str, number: float, axes: Sequence[str], context: TranslationC
     sizes = context.axis_sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
     for size in (2, 4, 8, 16, 32, 64, 128, 256):
-        filled = {axis: given if given >= 1 else size for axis, given in sizes.items()}
+        filled = {
+            axis: configured if configured >= 1 else size for axis, configured in sizes.items()
+        }
         total = number * math.prod(filled[axis] for axis in axis_keys(*axes))
         if len(left) == 1 and total == int(total):
             devices = math.prod(filled.values())
@@ -359,14 +361,15 @@ def _base_model(raw: Raw, context: TranslationContext) -> Translation:
     """Translate the name of a base model to the model shape, the initial weights and the
     tokenizer.
     """
-    found = _model_name(raw, context)
-    if not found.settings or not bundled_configs.is_hub_id(str(raw)):
-        return found
+    translation = _model_name(raw, context)
+    if not translation.settings or not config_files.is_hub_id(str(raw)):
+        return translation
     folder = str(raw).rpartition("/")[2]
     settings = (("checkpoint.restore_from", f"hf:{folder}"),)
     settings += (("tokenizer.kind", "auto"), ("tokenizer.path", folder))
-    return found._replace(
-        settings=(*found.settings, *settings), action=bundled_configs.hub_download_action(str(raw))
+    return translation._replace(
+        settings=(*translation.settings, *settings),
+        action=config_files.hub_download_action(str(raw)),
     )
 
 
@@ -482,10 +485,10 @@ def infer_source(path: str) -> str:
 
 
 def _model_name(raw: Raw, context: TranslationContext) -> Translation:
-    if isinstance(raw, str) and (model := bundled_configs.find_model(raw)):
+    if isinstance(raw, str) and (model := config_files.find_model(raw)):
         return Translation(((MODEL, model.name),), key=MODEL)
-    if isinstance(raw, str) and bundled_configs.is_hub_id(raw):
-        action = bundled_configs.hub_download_action(raw)
+    if isinstance(raw, str) and config_files.is_hub_id(raw):
+        action = config_files.hub_download_action(raw)
         return Translation((), "maxpipe downloads nothing.", action)
     answer = match_exact_key(["model_name"], ())
     assert answer is not None

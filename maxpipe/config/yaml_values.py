@@ -1,25 +1,96 @@
 """Read YAML files and overrides, and convert texts to values of their declared types.
 
-A scalar remains text until the schema determines its type; YAML does not guess types.
+The YAML reader is restricted: no aliases, no tags, limited nesting and a limited number of values.
+A scalar remains text until the schema determines its type; YAML does not guess types. `read_items`
+reads the items of list keys, such as the phases of `optim.lr_phases`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import decimal
 import math
 import os
 import re
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from maxpipe.config.config_files import ConfigFile, broken_link, missing_file_action
+from maxpipe.config.keys import ITEM_KEYS, ITEM_SECTIONS, names_in, without_none
+from maxpipe.config.rules import EXAMPLES, ITEM, did_you_mean, field_name
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.formatting import format_nested
-from maxpipe.io.plain_yaml import compose
+
+MAX_DEPTH = 8
+MAX_VALUES = 20_000
+"""Maximum number of keys and values in a document. PyYAML needs about 50 us to parse each."""
+MAX_KEY = 1000
+"""Maximum length of a key in characters."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Loader that rejects anything but plain nested YAML."""
+
+    depth = 0
+    count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+            self.reject("anchors and aliases are not supported", event)
+        if tag := getattr(event, "tag", None):
+            self.reject(f"tags such as {tag[:80]} are not supported", event)
+        if self.depth > MAX_DEPTH:
+            self.reject(f"nested deeper than {MAX_DEPTH}", event)
+        self.count += 1
+        if self.count > MAX_VALUES:
+            rule = f"more than {MAX_VALUES:,} keys and values are not supported"
+            self.reject(f"{rule}; use a glob pattern to list many files", event)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        is_key = isinstance(parent, yaml.MappingNode) and index is None
+        if is_key and isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_KEY:
+            self.reject(f"a key has {len(node.value):,} characters, more than {MAX_KEY:,}", event)
+        self.depth -= 1
+        return node
+
+    def reject(self, problem: str, event: yaml.Event) -> typing.NoReturn:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+
+
+def compose(text: str) -> yaml.Node | None:
+    """Parse a YAML text into a node.
+
+    Raises:
+        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_node()
+    finally:
+        loader.dispose()
+
+
+def load_yaml(text: str | bytes) -> Any:
+    """Parse a YAML text into Python values, with YAML's own scalar types.
+
+    Raises:
+        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
+        ValueError: a number or a date cannot be represented.
+    """
+    loader = _Loader(text)
+    try:
+        return loader.get_single_data()
+    except OverflowError as error:  # a number in base 60
+        raise ValueError(f"a number is too large: {error}") from error
+    finally:
+        loader.dispose()
+
 
 NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 """Pattern of valid user-defined names in a config. These names become parts of metric tags."""
@@ -263,3 +334,84 @@ def format_raw(raw: Raw) -> str:
     text = "''" if raw == "" else raw if isinstance(raw, str) else format_nested(raw)
     text = " ".join(text.split()) if isinstance(raw, str) and raw.strip() else text
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+class ItemError(ValueError):
+    """Raised for an invalid item or field of an item."""
+
+    def __init__(self, key: str, raw: Raw, rule: str = "", action: str = "", hint: Any = None):
+        super().__init__(rule)
+        self.key, self.raw, self.rule, self.action, self.hint = key, raw, rule, action, hint
+        """`key` is the item or field, such as `optim.lr_phases[1].steps`. Without a rule, the value
+        does not have the type `hint`."""
+
+
+def read_items(raw: Raw, key: str) -> list[Any]:
+    """Return the items of a list key.
+
+    Raises:
+        ItemError: an item or a field is invalid.
+    """
+    if not isinstance(raw, list):
+        raise ItemError(key, raw, "must be a list of mappings.", _list_action(key))
+    return [_read_item(item, key, f"{key}[{number}]") for number, item in enumerate(raw)]
+
+
+def _list_action(key: str) -> str:
+    return f'Set {key}=[], or items such as "{key}={EXAMPLES[key]}".'
+
+
+def _read_item(raw: Raw, key: str, place: str) -> Any:
+    declared, names = ITEM_SECTIONS[f"{key}{ITEM}"], names_in(f"{key}{ITEM}")
+    if not isinstance(raw, dict):
+        rule = f"must be a mapping with the fields {', '.join(names)}."
+        raise ItemError(place, raw, rule, _list_action(key))
+    for name, value in raw.items():
+        if name not in names:
+            guess = did_you_mean(name, names)
+            action = f"Did you mean {guess}? " if guess else ""
+            rule = f"is not a field of {key}."
+            raise ItemError(
+                f"{place}.{name}", value, rule, f"{action}Its fields are {', '.join(names)}."
+            )
+    values = {}
+    for field in dataclasses.fields(declared):
+        name = field_name(field)
+        if name in raw:
+            hint = ITEM_KEYS[f"{key}{ITEM}.{name}"]
+            values[field.name] = _read_field(raw[name], hint, f"{place}.{name}")
+        elif field.default is dataclasses.MISSING:
+            action = f'Add `{name}: ...`, as in "{key}={EXAMPLES[key]}".'
+            raise ItemError(place, raw, f"requires the field {name}.", action)
+    return declared(**values)
+
+
+def _read_field(raw: Raw, hint: Any, place: str) -> Any:
+    if raw is None and without_none(hint) is not hint:
+        return None
+    hint = without_none(hint)
+    if typing.get_origin(hint) is dict:
+        if not isinstance(raw, dict):
+            action = f"Write `{place.rpartition('.')[2]}: {{web: 0.9, code: 0.1}}`."
+            raise ItemError(place, raw, "must be a mapping of names to numbers.", action)
+        return {
+            _name(name, place): _read_field(value, float, f"{place}.{name}")
+            for name, value in raw.items()
+        }
+    try:
+        value = READERS.get(hint, read_unchanged)(raw)
+    except (ValueError, OverflowError):
+        raise ItemError(place, raw, hint=hint) from None
+    is_choice = typing.get_origin(hint) is Literal
+    if (is_choice and value not in typing.get_args(hint)) or (
+        hint is str and not isinstance(raw, str)
+    ):
+        raise ItemError(place, raw, hint=hint)
+    return value
+
+
+def _name(name: str, place: str) -> str:
+    if not NAME_FORM.fullmatch(name):
+        rule = "must have names of at most 64 letters, digits, `_` and `-`."
+        raise ItemError(place, name, rule, "Write the name of a source in data.mixture.")
+    return name

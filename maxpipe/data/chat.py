@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.config.sections.data import DataConfig, all_sources
 from maxpipe.config.sections.source import SourceConfig, parse_template_kwargs
 from maxpipe.data.chat_records import conversation_of
@@ -37,9 +37,8 @@ from maxpipe.data.documents import (
 )
 from maxpipe.data.formats.disk_cache import Arrays, CacheMessages, load_or_compute
 from maxpipe.data.formats.files import digest
-from maxpipe.data.formats.read_tracker import track_read
 from maxpipe.data.formats.record_text import BadRecord
-from maxpipe.data.formats.source import place_of
+from maxpipe.data.formats.source import place_of, track_read
 from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError

@@ -45,7 +45,7 @@ from maxpipe.data.chat_spec import (
 )
 from maxpipe.data.documents import DocumentIndex, Documents, EncodedDocuments, build_index, entropy
 from maxpipe.data.formats.digests import Digests
-from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import track_read
 from maxpipe.data.mixture import SourceSequences, seed_of
 from maxpipe.data.packing import Packer, Sequences, split_documents
 from maxpipe.data.pairs import PairDocuments, PairEncoder
@@ -286,7 +286,7 @@ def packing_of(config: SourceConfig, *, has_conversations: bool) -> Packing:
     """Return the packing strategy of a source, with `auto` resolved."""
     if config.packing != "auto":
         return config.packing
-    return "best_fit" if has_conversations else "cut"
+    return "best_fit" if has_conversations else "concatenate"
 
 
 def _index_token_source(corpus: Corpus, name: str, config: SourceConfig) -> IndexedSource:
@@ -445,7 +445,7 @@ _FINGERPRINT_LABELS = {
 }
 
 
-_FINGERPRINT_DEFAULTS = {"packing": "cut", "long_conversations": "split"}
+_FINGERPRINT_DEFAULTS = {"packing": "concatenate", "long_conversations": "split"}
 """Default values. Fingerprints omit these values, to match those of earlier releases."""
 
 

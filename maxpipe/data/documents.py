@@ -22,7 +22,7 @@ import numpy as np
 
 from maxpipe.data.formats import disk_cache
 from maxpipe.data.formats.files import digest
-from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import track_read
 from maxpipe.data.sources import Heartbeat, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.files import wrap_text_errors

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.data.loader import Loader
 from maxpipe.data.packing import PAIRS
 from maxpipe.data.pairs import HALVES
@@ -186,7 +186,7 @@ def offset(events: Iterable[_BatchEvent], step: int) -> int:
         at = event.get("step", 0)
         if event["event"] == "start":
             offsets = [(begin, left) for begin, left in offsets if begin < at] or [(0, 0)]
-        elif event["event"] == "roll_back":
+        elif event["event"] in ("rollback", "roll_back"):
             to, left = event.get("to", 0), offsets[-1][1]
             offsets = [(begin, left) for begin, left in offsets if begin < to]
             offsets.append((to, left + at - to))

@@ -25,7 +25,7 @@ import numpy as np
 from maxpipe.config.sections import data as texts
 from maxpipe.config.sections.data import DataConfig, MixedSourceConfig, section_of
 from maxpipe.config.sections.train import BatchRamp
-from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import track_read
 from maxpipe.data.packing import Permutation, Sequences
 from maxpipe.data.sources import wrap_section_errors
 from maxpipe.errors import ConfigError

@@ -29,7 +29,7 @@ from maxpipe.config.sections.source import Packing
 from maxpipe.data.documents import Documents
 from maxpipe.data.formats import disk_cache
 from maxpipe.data.formats.files import digest
-from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import track_read
 from maxpipe.data.sources import Heartbeat
 from maxpipe.errors import ConfigError
 
@@ -425,6 +425,8 @@ class _OpenSequences:
 _MIN_CACHED_DOCUMENTS = 1 << 17
 """Minimum number of documents for which plans are cached. Smaller plans are computed quickly."""
 _PLAN_VERSION = 1
+_FORMER_PACKINGS = {"concatenate": "cut"}
+"""Former names of packings. Cache keys contain these names, to match caches of earlier releases."""
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
     "packing documents into sequences", "packing them again", "the next start packs them again"
@@ -550,7 +552,7 @@ class Packer:
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
         """Return the sequences packed from the documents `order`, int64 [documents]."""
-        if self.packing == "cut":
+        if self.packing == "concatenate":
             return ConcatenatedSequences(documents, order, self.sequence_length)
         assert self.packing != "auto", "sources resolve auto"
         plan = self._plan(documents.lengths, order, self.packing)
@@ -584,7 +586,8 @@ class Packer:
         """
         if self.cache_dir is None:
             return make(self.moved)
-        facts = [_PLAN_VERSION, self.packing, self.sequence_length, self.key, *key]
+        packing = _FORMER_PACKINGS.get(self.packing, self.packing)
+        facts = [_PLAN_VERSION, packing, self.sequence_length, self.key, *key]
         return disk_cache.load_or_compute(
             os.path.join(os.path.expanduser(self.cache_dir), f"{name}-{digest(facts)[:32]}.npz"),
             of,

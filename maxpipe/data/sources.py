@@ -26,9 +26,8 @@ from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.disk_cache import FolderCache
 from maxpipe.data.formats.files import File, common_folder, digest, find_files, read, stat_files
 from maxpipe.data.formats.lines import JsonLines
-from maxpipe.data.formats.parquet import ParquetRows
+from maxpipe.data.formats.parquet import ParquetRows, SavedDataset, is_saved_dataset
 from maxpipe.data.formats.record_text import TextExtractor, check_length, decode_utf8
-from maxpipe.data.formats.saved_dataset import SavedDataset, is_saved_dataset
 from maxpipe.data.formats.source import (
     Heartbeat,
     Progress,

@@ -253,7 +253,7 @@ class Statistics:
     duplicate_tokens: int = 0
     sampling_interval: int = 1
     """Sampling interval N of the duplicate count: one in N documents was compared."""
-    packing: str = "cut"
+    packing: str = "concatenate"
     sequence_length: int = 0
     num_sequences: int = 0
     left_out: int = 0

@@ -325,9 +325,9 @@ def remarks(
         if long.left_out and long.policy != "drop":
             words += f"; {long.left_out} dropped because no trained token is left"
         lines.append(f"{words}: see data.long_conversations")
-    if packing == "cut":
+    if packing == "concatenate":
         lines.append(
-            f"data.packing=cut splits {total} across sequences, where a response may be trained "
-            "without its prompt: data.packing=best_fit does not split them"
+            f"data.packing=concatenate splits {total} across sequences, where a response may be "
+            "trained without its prompt: data.packing=best_fit does not split them"
         )
     return lines

@@ -49,7 +49,7 @@ from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.diagnosis import environment
 from maxpipe.distributed.coordinator import free_port
 from maxpipe.errors import ConfigError, StorageError
-from maxpipe.huggingface.source import folder_of, open_folder
+from maxpipe.huggingface.folder import folder_of, open_folder
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, has_home
 from maxpipe.io.formatting import pluralize

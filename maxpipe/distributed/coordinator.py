@@ -1,7 +1,6 @@
 """Run the coordinator in process 0: track all processes of a run, and decide when they stop.
 
-`control_channel` is the client side, `protocol` authenticates messages, and `listener` accepts
-connections.
+`control_channel` is the client side. `protocol` accepts connections and authenticates messages.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NotRequired, TypedDict
 
-from maxpipe.distributed.listener import Listener
 from maxpipe.distributed.phases import SAVE, UNTIMED
-from maxpipe.distributed.protocol import AuthenticatedConnection
+from maxpipe.distributed.protocol import AuthenticatedConnection, Listener
 from maxpipe.errors import ExitCode, escape_control_chars
 from maxpipe.io.formatting import pluralize
 

@@ -27,8 +27,8 @@ from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.distributed import protocol
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.coordinator import JoinFailure, Timeouts, free_port
-from maxpipe.distributed.listener import own_addresses
 from maxpipe.distributed.phases import Phases
+from maxpipe.distributed.protocol import own_addresses
 from maxpipe.errors import ConfigError, MaxpipeError, Problem, UnreachableError
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, has_home

@@ -26,7 +26,7 @@ from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
 from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
 from maxpipe.generate.load_model import open_model
-from maxpipe.huggingface.output_folder import resolve_model
+from maxpipe.huggingface.folder import resolve_model
 
 
 @register_model("maxpipe")

@@ -302,7 +302,7 @@ def encode_chats(
             _check_text(number, str(message.get("content", "")))
     prompts = []
     for number, text in enumerate(chat.render(conversations), first):
-        said = str(conversations[number - first].messages[-1].get("content", ""))
+        message = str(conversations[number - first].messages[-1].get("content", ""))
         ids = tokenizer.encode_chat(text).tolist()
         if not ids:
             raise ConfigError.one(
@@ -311,7 +311,7 @@ def encode_chats(
                 f"must return a text, but returns none for prompt {number + 1}.",
                 f"Correct the template, or omit {where.rpartition(' ')[2]}.",
             )
-        prompts.append(_check_length(Prompt(number, said, ids), room))
+        prompts.append(_check_length(Prompt(number, message, ids), room))
     return prompts
 
 

@@ -269,9 +269,9 @@ class DecodeEngine:
                 ends.
         """
         with jax.set_mesh(self.mesh):
-            given = np.zeros(size.batch_size, np.int32)
-            given[: len(numbers)] = numbers
-            named = self._place(given)
+            padded_numbers = np.zeros(size.batch_size, np.int32)
+            padded_numbers[: len(numbers)] = numbers
+            named = self._place(padded_numbers)
             kept, drawn = self._prefill(params, self._init_program(size), named, prompts, size)
         try:
             left = size.max_new_tokens

@@ -119,11 +119,11 @@ class PipelineDecodeEngine:
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
         """Implement `DecodeEngine.run`; `params` are stacked as in `layout`."""
         assert refill is None
-        given = np.zeros(size.batch_size, np.int32)
-        given[: len(numbers)] = numbers
+        padded_numbers = np.zeros(size.batch_size, np.int32)
+        padded_numbers[: len(numbers)] = numbers
         rows, newest_tokens = left_pad(prompts, size.batch_size, size.prompt_length), []
         with jax.set_mesh(self.mesh):
-            named, turning = self._place(given), self._init_program(size)
+            named, turning = self._place(padded_numbers), self._init_program(size)
             for start in range(0, size.prompt_length, size.prefill_chunk):
                 piece = TokenBatch(
                     *(self._place(array[:, start : start + size.prefill_chunk]) for array in rows)
@@ -167,25 +167,25 @@ class PipelineDecodeEngine:
         return self._compiled(self._decode_turn, PartitionSpec())
 
     def _compiled(self, program: Callable[..., RingState], last: PartitionSpec) -> Any:
-        def mine(params: Tree, turning: RingState, *given: Any) -> RingState:
+        def run_local(params: Tree, turning: RingState, *arguments: Any) -> RingState:
             layers = jax.tree.map(lambda leaf: leaf[0, 0], params["layers"])
             turning = jax.tree.map(lambda leaf: leaf[0], turning)
-            state = program(*mark_varying((params | {"layers": layers}, turning, *given)))
+            state = program(*mark_varying((params | {"layers": layers}, turning, *arguments)))
             return jax.tree.map(
                 lambda leaf, spec: _from_first_device(leaf, spec)[None], state, self._specs
             )
 
         axes, turning = manual_axes_of(self.mesh), self._specs
-        given = (self.specs, turning, _SEQUENCE_SPEC, last)
+        arguments = (self.specs, turning, _SEQUENCE_SPEC, last)
         run = jax.shard_map(
-            mine,
+            run_local,
             axis_names=set(axes),
-            in_specs=_map_specs(lambda spec: restrict_spec(spec, axes), given),
+            in_specs=_map_specs(lambda spec: restrict_spec(spec, axes), arguments),
             out_specs=_map_specs(lambda spec: restrict_spec(spec, axes), turning),
         )
 
-        def both(*given: Any) -> tuple[RingState, SampledTokens]:
-            state = run(*given)
+        def both(*arguments: Any) -> tuple[RingState, SampledTokens]:
+            state = run(*arguments)
             return state, SampledTokens(*(leaf[0] for leaf in state.newest_tokens))
 
         shardings = self._on_mesh((turning, PartitionSpec()))

@@ -36,20 +36,22 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface import mapping
 from maxpipe.huggingface.config_json import FILE, table_for, to_json
-from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
-from maxpipe.huggingface.mapping import TensorMapping, export_slab_shape, intersect, map_tensors
-from maxpipe.huggingface.output_folder import (
+from maxpipe.huggingface.folder import (
+    INDEX,
+    SINGLE,
     ByteProgress,
+    HuggingFaceFolder,
     MessageCallback,
     ProgressCallback,
     atomic_folder,
     copy_tokenizer_files,
     ignore_progress,
 )
+from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
+from maxpipe.huggingface.mapping import TensorMapping, export_slab_shape, intersect, map_tensors
 from maxpipe.huggingface.peft import CheckpointAdapters, LazyArray, write_adapters
 from maxpipe.huggingface.peft import open_lazy_array as readable_array
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
-from maxpipe.huggingface.source import INDEX, SINGLE, HuggingFaceFolder
 from maxpipe.io.files import expand_path, read, write
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import check_type, parse_json

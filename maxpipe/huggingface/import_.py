@@ -14,7 +14,7 @@ from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manifest import SaveVerificationError
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
-from maxpipe.config.bundled_configs import CONFIG_FILE
+from maxpipe.config.config_files import CONFIG_FILE
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.rules import folder_name
 from maxpipe.config.sections.tokenizer import TokenizerConfig
@@ -24,22 +24,24 @@ from maxpipe.data.tokenizer import fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface import config_json
 from maxpipe.huggingface.config_json import FILE
-from maxpipe.huggingface.mapping import import_slab_shape
-from maxpipe.huggingface.output_folder import (
+from maxpipe.huggingface.folder import (
     TOKENIZER_FILES,
     ByteProgress,
+    HuggingFaceFolder,
     MessageCallback,
     ProgressCallback,
     atomic_folder,
     copy_tokenizer_files,
     ignore_progress,
+    num_params,
+    open_folder,
     unwritable_error,
     vocabularies,
 )
-from maxpipe.huggingface.source import HuggingFaceFolder, num_params, open_folder
+from maxpipe.huggingface.mapping import import_slab_shape
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
-from maxpipe.io.tree import unflatten
+from maxpipe.models.param_names import unflatten
 
 FOLDER = "huggingface"
 """Folder next to the checkpoint with config.json and tokenizer files."""

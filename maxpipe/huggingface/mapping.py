@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.models.huggingface import HuggingFace, Tensor
-from maxpipe.models.spec import Kind, LayersAhead, Model, Param
+from maxpipe.models.spec import LayersAhead, LayerType, Model, Param
 
 Index = tuple[int | slice, ...]
 
@@ -191,7 +191,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}
-    for name, param, row, layer, place in _in_network_order(model, table):
+    for name, param, row, layer, place in _params_in_layer_order(model, table):
         params[name] = param
         if place >= 0:
             stacks[name] = place + 1
@@ -218,7 +218,7 @@ def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
     """
     found: Counter[str] = Counter()
     if any(_is_stacked(row) for row in table.tensors):
-        for _, param, row, layer, _ in _in_network_order(model, table):
+        for _, param, row, layer, _ in _params_in_layer_order(model, table):
             if _is_stacked(row):
                 found[row.theirs.format(layer=layer)] += parse_axis_mapping(row.dims).shape(
                     param.shape
@@ -259,7 +259,7 @@ def _copied_slices(
 _EMBEDDING = "embedding"
 
 
-def _in_network_order(
+def _params_in_layer_order(
     model: Model, table: HuggingFace
 ) -> Iterator[tuple[str, Param, Tensor, int, int]]:
     """Yield (checkpoint name, parameter, table row, layer, index among the layers of its type)."""
@@ -268,10 +268,10 @@ def _in_network_order(
     ends = {".".join(name): param for name, param in model.ends.params.items()}
     yield _EMBEDDING, ends.pop(_EMBEDDING), rows[_EMBEDDING], 0, -1
     places = dict.fromkeys(model.layer_types, 0)
-    for layer, kind in enumerate(model.layers):
-        place, places[kind] = places[kind], places[kind] + 1
-        prefix = f"{_LAYERS}{kind}." if several else _LAYERS
-        for name, param, row in _of_layer(model.layer_types[kind], rows):
+    for layer, layer_type in enumerate(model.layers):
+        place, places[layer_type] = places[layer_type], places[layer_type] + 1
+        prefix = f"{_LAYERS}{layer_type}." if several else _LAYERS
+        for name, param, row in _of_layer(model.layer_types[layer_type], rows):
             yield f"{prefix}{name}", param, row, layer, place
     if (heads := _mtp_layers(model, table)) is not None:
         for place in range(heads.num_heads):
@@ -284,16 +284,18 @@ def _in_network_order(
                     layer,
                     place,
                 )
-            for name, param, row in _of_layer(heads.kind, rows):
+            for name, param, row in _of_layer(heads.layer_type, rows):
                 yield f"{_MTP_PREFIX}layer.{name}", param, row, layer, place
     for name, param in ends.items():
         if not name.startswith(_MTP_PREFIX):
             yield name, param, rows[name], 0, -1
 
 
-def _of_layer(kind: Kind, rows: Mapping[str, Tensor]) -> Iterator[tuple[str, Param, Tensor]]:
+def _of_layer(
+    layer_type: LayerType, rows: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Param, Tensor]]:
     """Yield (name, parameter, row) in table order, so that parts of a tensor are in order."""
-    left = {".".join(key): param for key, param in kind.params.items()}
+    left = {".".join(key): param for key, param in layer_type.params.items()}
     for name, row in rows.items():
         if (param := left.pop(name, None)) is not None:
             yield name, param, row

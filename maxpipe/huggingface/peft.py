@@ -31,15 +31,15 @@ from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.writer import Region
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
+from maxpipe.huggingface.folder import HuggingFaceFolder, folder_of, open_folder
 from maxpipe.huggingface.mapping import TensorMapping, TensorSlice
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
-from maxpipe.huggingface.source import HuggingFaceFolder, folder_of, open_folder
 from maxpipe.io.typed_json import check_type
 from maxpipe.models.adapters import DOWN, LENGTH, UP, is_held
 from maxpipe.models.config import AdapterConfig
 from maxpipe.models.param_names import names_in_layers
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import Kind, Model
+from maxpipe.models.spec import LayerType, Model
 from maxpipe.nn.adapters import quantize_dequantize
 from maxpipe.parallel.lora_weight import LoraWeight
 
@@ -72,17 +72,17 @@ def read_all(array: LazyArray) -> np.ndarray:
 class MatrixLocation(NamedTuple):
     """Layer type of a matrix, and its (part, name) in a layer."""
 
-    kind: Kind
+    layer_type: LayerType
     key: tuple[str, str]
 
 
 def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
     """Return the locations of the layers' matrices, without adapters, keyed by checkpoint name."""
     return {
-        name: MatrixLocation(kind, key)
-        for layer_type, kind in model.layer_types.items()
-        for key, name in names_in_layers(model, layer_type).items()
-        if key in kind.declared
+        name: MatrixLocation(layer_type, key)
+        for type_name, layer_type in model.layer_types.items()
+        for key, name in names_in_layers(model, type_name).items()
+        if key in layer_type.declared
     }
 
 
@@ -139,7 +139,7 @@ class CheckpointAdapters:
     def _base(self, name: str, shape: tuple[int, ...]) -> LazyArray:
         """Open an array of the base in the dtype of training. Reads update the array's digest."""
         source, place = self.base, matrix_locations(self._model).get(name)
-        exact = place.kind.declared[place.key].own_dtype if place else ""
+        exact = place.layer_type.declared[place.key].own_dtype if place else ""
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
         if isinstance(source, HuggingFaceFolder):
             size = self.config.model.vocab_size
@@ -163,10 +163,10 @@ class CheckpointAdapters:
     def array(self, name: str, shape: tuple[int, ...]) -> LazyArray:
         """Open a parameter of the merged model."""
         base, place = self._base(name, shape), matrix_locations(self._model).get(name)
-        if place is None or not (is_held(*place) or place.key in place.kind.adapters):
+        if place is None or not (is_held(*place) or place.key in place.layer_type.adapters):
             return base
-        kind, key = place
-        ends = [end for end in (DOWN, UP, LENGTH) if (key[0], key[1] + end) in kind.stored]
+        layer_type, key = place
+        ends = [end for end in (DOWN, UP, LENGTH) if (key[0], key[1] + end) in layer_type.stored]
         factors = {end: self.factor(name, end) for end in ends}
 
         def read(region: Region) -> np.ndarray:
@@ -174,7 +174,11 @@ class CheckpointAdapters:
             weights = base.read((layers, *(slice(0, size) for size in base.shape[1:])))
             merged = np.empty(weights.shape, np.float32)
             for number, weight in enumerate(map(jnp.asarray, weights)):
-                weight = quantize_dequantize(kind, key, weight) if is_held(kind, key) else weight
+                weight = (
+                    quantize_dequantize(layer_type, key, weight)
+                    if is_held(layer_type, key)
+                    else weight
+                )
                 merged[number] = weight.astype(jnp.float32)
                 if ends:
                     layer = layers.start + number
@@ -190,7 +194,7 @@ class CheckpointAdapters:
         layer: int,
         weight: np.ndarray,
     ) -> Any:
-        adapter = place.kind.adapters[place.key]
+        adapter = place.layer_type.adapters[place.key]
         down, up = (jnp.asarray(factors[end][layer]) for end in (DOWN, UP))
         lengths = jnp.asarray(factors[LENGTH][layer]) if LENGTH in factors else None
         scale, summed = adapter.scale, adapter.num_contracted_dims
@@ -260,7 +264,7 @@ def write_adapters(
 def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
     shared = Counter(piece.tensor for pieces in both.slices.values() for piece in pieces)
     for name, place in matrix_locations(model).items():
-        if place.key not in place.kind.adapters:
+        if place.key not in place.layer_type.adapters:
             continue
         for layer, piece in enumerate(both.slices[name]):
             axes = piece.axis_mapping
@@ -285,7 +289,10 @@ def _input_output_dims(
 
     The flag is true if the input dims are the dims that the matmul contracts.
     """
-    summed, ours = place.kind.adapters[place.key].num_contracted_dims, piece.axis_mapping.param_dims
+    summed, ours = (
+        place.layer_type.adapters[place.key].num_contracted_dims,
+        piece.axis_mapping.param_dims,
+    )
     outer, inner = ([ours.index(each) for each in group] for group in piece.axis_mapping.hf_dims)
     return inner, outer, set(inner) == set(range(summed))
 
@@ -297,7 +304,7 @@ def _tensors(
     for name, module, layer, piece, place in matrices:
         part, own = place.key
         if name not in known:
-            ends = [end for end in _PEFT_SUFFIXES if (part, own + end) in place.kind.stored]
+            ends = [end for end in _PEFT_SUFFIXES if (part, own + end) in place.layer_type.stored]
             known[name] = {end: adapters.factor(name, end) for end in ends}
         inner, outer, _ = _input_output_dims(place, piece)
         for end, values in known[name].items():

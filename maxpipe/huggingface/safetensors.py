@@ -1,8 +1,13 @@
-"""Safetensors files: validated reading and incremental writing.
+"""Safetensors files: validated reading, incremental writing, and alternative tensor layouts.
 
 The custom reader reads a tensor into a single array. The numpy interface of the `safetensors`
 package lacks bfloat16. The reader also rejects headers with duplicate names or gaps between
 tensors, because folders come from untrusted sources.
+
+The family's table has the layout of published folders. Training and serving tools save the same
+weights with other prefixes, with fused projections, or with all experts in one tensor
+(`save_original_format=False` of transformers 5). `adapt_table` detects the layout by tensor names.
+Errors for folders that do not match config.json name the detected layout.
 
 Source of the format: https://huggingface.co/docs/safetensors.
 """
@@ -13,8 +18,10 @@ import errno
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +29,11 @@ import ml_dtypes
 import numpy as np
 
 from maxpipe.errors import ConfigError
+from maxpipe.huggingface.config_json import FILE, ModelDescription
 from maxpipe.io.files import open_regular
+from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
+from maxpipe.models.huggingface import HuggingFace, Tensor
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -294,3 +304,324 @@ def _write(file: int, data: bytes | memoryview, place: int) -> None:
     while view:
         count = os.pwrite(file, view, place)
         view, place = view[count:], place + count
+
+
+# --- tensor layouts -----------------------------------------------------------
+
+_WRAPPERS = re.compile(
+    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
+)
+"""Names of torch's wrapper modules, which may occur anywhere in a tensor name."""
+
+_ROOTS = r"(?:(?:base_model|module|model|language_model|text_model)\.)*"
+_BODY = re.compile(rf"{_ROOTS}((?:embed_tokens|layers|norm|rotary_emb)\..*)", re.DOTALL)
+_HEAD = re.compile(rf"{_ROOTS}(lm_head\..*)", re.DOTALL)
+
+_FUSED = (
+    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
+    (("gate_proj", "up_proj"), "gate_up_proj"),
+    (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
+)
+"""Separate modules, and the fused module that concatenates their rows."""
+
+_STACKED = (
+    (("gate", "up"), ("gate_up_proj", "gate_up_proj.weight", "w13_weight")),
+    (("down",), ("down_proj", "down_proj.weight", "w2_weight")),
+    (("gate",), ("gate_proj", "gate_proj.weight")),
+    (("up",), ("up_proj", "up_proj.weight")),
+)
+"""Expert parameters, and names of tensors that stack these parameters over all experts: `[E, 2F,
+D]`, `[E, D, F]`."""
+
+_RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
+"""Modules that transformers 5 renamed."""
+
+
+def canonical(name: str) -> str:
+    """Return the name of a tensor without the prefixes that tools add."""
+    name = _WRAPPERS.sub("", name)
+    if body := _BODY.fullmatch(name):
+        return f"model.{body[1]}"
+    if head := _HEAD.fullmatch(name):
+        return head[1]
+    return name
+
+
+def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
+    """Return the table with rows adapted to the layout of the tensors in `names`."""
+    present = {_pattern(name) for name in names}
+    rows = {row.ours: row for row in table.tensors}
+    rows |= _renamed_rows(rows, present)
+    for other in (*_stacked(rows), *_fused(rows)):
+        rows |= _if_present(rows, other, present)
+    return replace(table, tensors=tuple(rows.values()))
+
+
+_Rows = dict[str, Tensor]
+
+
+def _pattern(name: str) -> str:
+    """Return a tensor name, or a template, without layer and expert indices."""
+    return re.sub(r"(?<=\.)(?:\d+|\{layer\}|\{expert\})(?=\.)", "#", name)
+
+
+def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
+    """Return the rows `other` if the files have all tensors of these rows.
+
+    Return no rows if some tensors are missing, or if the files have a tensor that `other` replaces.
+    """
+    wanted = {_pattern(row.theirs) for row in other.values()}
+    replaced = {_pattern(rows[name].theirs) for name in other} - wanted
+    return other if wanted <= present and not replaced & present else {}
+
+
+def _renamed_rows(rows: _Rows, present: set[str]) -> _Rows:
+    for old, new in _RENAMED_MODULES:
+        if any(old in name for name in present):
+            continue
+        if any(f"{new}experts." in name for name in present):
+            return {
+                name: replace(row, theirs=row.theirs.replace(old, new))
+                for name, row in rows.items()
+            }
+    return {}
+
+
+def _stacked(rows: _Rows) -> Iterator[_Rows]:
+    for parts, targets in _STACKED:
+        mine = {f"experts.{part}": rows.get(f"experts.{part}") for part in parts}
+        found = {name: row for name, row in mine.items() if row and "{expert}" in row.theirs}
+        if len(found) < len(parts):
+            continue
+        for target in targets:
+            yield {
+                name: replace(row, theirs=row.theirs.partition("{expert}")[0] + target)
+                for name, row in found.items()
+            }
+
+
+def _fused(rows: _Rows) -> Iterator[_Rows]:
+    by_tensor: dict[str, list[Tensor]] = {}
+    for row in rows.values():
+        by_tensor.setdefault(row.theirs, []).append(row)
+    for parts, joined in _FUSED:
+        for first in by_tensor:
+            for part in (parts[0], joined):
+                stem, found, ending = first.partition(f"{part}.")
+                if not found or (stem and not stem.endswith(".")):
+                    continue
+                apart = [by_tensor.get(f"{stem}{each}.{ending}", []) for each in parts]
+                together = by_tensor[first]
+                whole = f"{stem}{joined}.{ending}"
+                if part == parts[0] and all(apart):
+                    yield {row.ours: replace(row, theirs=whole) for each in apart for row in each}
+                if part == joined and len(together) == len(parts):
+                    yield {
+                        row.ours: replace(row, theirs=f"{stem}{each}.{ending}")
+                        for row, each in zip(together, parts, strict=True)
+                    }
+
+
+_SHOWN = 5
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\..*", re.DOTALL)
+ADAPTER_CONFIG = "adapter_config.json"
+HEAD = "lm_head.weight"
+
+_TRANSFORMERS_ACTION = "Use a folder of the same model in the format of transformers."
+
+_KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
+    (
+        r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer|modules_to_save)\.",
+        "has adapters of PEFT that are not merged into the weights",
+        'Merge them with PEFT, model.merge_and_unload().save_pretrained("NEW"), and use NEW.',
+    ),
+    (
+        r"\.(qweight|qzeros|g_idx)$",
+        "has weights quantized by GPTQ or AWQ",
+        "Use a folder with unquantized weights: no tool restores these.",
+    ),
+    (
+        r"\.(weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB"
+        r"|\w+_blocks|\w+_scales)$|\.quant_state\.",
+        f"has quantized weights, but its {FILE} has no quantization_config",
+        f"Restore the {FILE} that was published with these weights: maxpipe then prints a command "
+        "that dequantizes them.",
+    ),
+    (
+        r"(^|\.)(tok_embeddings\.|attention\.w[qkvo]\.|feed_forward\.w[123]\.)",
+        "has the tensor names of Meta's and Mistral's releases, which order queries and keys "
+        "differently",
+        _TRANSFORMERS_ACTION,
+    ),
+    (
+        r"^(blk\.\d+\.|token_embd\.)",
+        "has the tensor names of a GGUF file",
+        _TRANSFORMERS_ACTION,
+    ),
+    (
+        r"(query_key_value|linear_qkv|\.wqkv|\.c_attn)\.",
+        "has queries, keys and values of each group of heads in one tensor, as in Megatron and "
+        "GPT-2",
+        _TRANSFORMERS_ACTION,
+    ),
+    (
+        r"^(score|classifier)\.",
+        "has the output projection of a classifier",
+        "Use a folder of a language model that AutoModelForCausalLM saved.",
+    ),
+    (
+        r"(^|\.)v_head\.",
+        "has a value head (v_head), as in PPO models of TRL",
+        'Save only its language model with TRL, model.pretrained_model.save_pretrained("NEW"), '
+        "and use NEW.",
+    ),
+)
+"""Name patterns that identify the origin of a folder, each with a rule and an action for the
+error."""
+
+
+def tensor_mismatch_error(
+    folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
+) -> ConfigError:
+    """Return the error for missing or unexpected tensors; `surplus` are names in the files."""
+    for pattern, rule, action in _KNOWN_MISMATCHES:
+        if names := [name for name in surplus if re.search(pattern, name)]:
+            return _error(folder, f"{rule}: {format_names(names)}.", action)
+    config = folder / FILE
+    if [*missing] == [HEAD] and not surplus:
+        rule = f"has no {HEAD}, but {FILE} sets tie_word_embeddings = false."
+        action = (
+            "If the embedding table is also the output projection, set tie_word_embeddings to "
+            f"true in {config}. Otherwise, save the model with AutoModelForCausalLM."
+        )
+        return _error(folder, rule, action)
+    if error := _layers(folder, said, missing, surplus):
+        return error
+    name = said.table.architecture
+    parts = (
+        [f"lacks {pluralize(len(missing), 'tensor')}: {format_names(missing)}"] if missing else []
+    )
+    action = f"Save the model again, with all tensors of {name}: no file here has these."
+    if surplus:
+        of = f"has {pluralize(len(surplus), 'tensor')} that {FILE} does not describe"
+        parts.append(f"{of}: {format_names(surplus)}")
+        action = f"Use the {FILE} that was saved with these weights: this file is of another model."
+    if missing and surplus:
+        action = (
+            "If a tool saved these weights with other names, load them with that tool "
+            f"and save them with save_pretrained of transformers. Otherwise, use the {FILE} "
+            "that was saved with them."
+        )
+    return _error(folder, f"{'; it '.join(parts)}.", action)
+
+
+def _layers(
+    folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
+) -> ConfigError | None:
+    """Return an error if exactly the last layers are missing or unexpected, else None."""
+    numbers = [int(m[1]) if (m := _LAYER.fullmatch(name)) else -1 for name in (*missing, *surplus)]
+    said_count = said.config.num_layers
+    if -1 in numbers or (missing and surplus):
+        return None
+    of_table = sum("{layer}" in row.theirs for row in said.table.tensors)
+    if missing:
+        count = min(numbers)
+        whole = len(missing) >= (said_count - count)
+        if not whole or {*range(count, said_count)} != {*numbers} or not count:
+            return None
+        if said_count - count == 1 and len(missing) < min(of_table, 4):
+            return None
+    else:
+        count = max(numbers) + 1
+        if min(numbers) < said_count or len(surplus) < 4 * (count - said_count):
+            return None
+    rule = (
+        f"has {pluralize(count, 'layer')} of weights, but {FILE} sets num_hidden_layers = "
+        f"{said_count}."
+    )
+    return _error(folder, rule, f"Set num_hidden_layers to {count} in {folder / FILE}.")
+
+
+def duplicate_tensor_error(folder: Path, first: str, second: str) -> ConfigError:
+    """Return the error for two tensors with equivalent names."""
+    rule = f"has {quote_name(first)} and {quote_name(second)}, which are the same tensor."
+    return _error(folder, rule, "Save the model again with only one of them.")
+
+
+def missing_tensors_error(folder: Path, count: int) -> ConfigError:
+    """Return the error for a config.json of a much larger model."""
+    rule = f"has {pluralize(count, 'tensor')}, but {FILE} describes a much larger model."
+    return _error(folder, rule, f"Use the {FILE} that was saved with these weights.")
+
+
+def adapter_error(folder: Path) -> ConfigError | None:
+    """Return the error for a folder with a PEFT adapter instead of a model."""
+    if not (folder / ADAPTER_CONFIG).exists():
+        return None
+    rule = f"is an adapter of PEFT ({ADAPTER_CONFIG}) without a model."
+    return _error(
+        folder,
+        rule,
+        "Merge it into its base with peft, torch and transformers: "
+        "python -c 'from peft import AutoPeftModelForCausalLM as M; "
+        'M.from_pretrained("DIR", dtype="bfloat16").merge_and_unload()'
+        '.save_pretrained("NEW")\', and use NEW.',
+    )
+
+
+def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
+    """Return the error for a folder without weight files."""
+    if (error := adapter_error(folder)) is not None:
+        return error
+    names = sorted(each.name for each in folder.iterdir())
+    rule = f"must contain {single}, or {index} and the files that it lists."
+    action = "Download the model's safetensors files."
+    others = [name for name in names if name.endswith(".safetensors")]
+    pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    packed = [name for name in names if name.endswith(".gguf")]
+    if len(others) == 1 and not re.search(r"-of-0*(?!1\.)[1-9]\d*\.", others[0]):
+        rule += f" The folder has {others[0]} instead."
+        action = f"Rename the file to {single}, or also download {index}."
+    elif others:
+        rule += f" The folder has {others[0]} and {pluralize(len(others) - 1, 'other file')}."
+        action = f"Also download {index}."
+    elif pickled:
+        rule += f" {pickled[0]} is pickled: it can run any code, so maxpipe does not read it."
+        action = (
+            "If you trust the file, convert it: python -c 'from transformers import "
+            'AutoModelForCausalLM as M; M.from_pretrained("DIR").save_pretrained("NEW")\''
+        )
+    elif packed:
+        rule += f" {packed[0]} is a file of llama.cpp, which maxpipe does not read."
+        action = "Download the safetensors files from which it was made."
+    return _error(folder, rule, action)
+
+
+def format_names(names: Sequence[str]) -> str:
+    """Return the first names in quotes, and the number of remaining names."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(quote_name, names[:_SHOWN])) + more
+
+
+def wrong_shape(
+    folder: Path, where: str, name: str, shape: tuple[int, ...], wanted: tuple[int, ...]
+) -> ConfigError:
+    """Return the error for a tensor whose shape does not match config.json."""
+    action = f"Use the {FILE} that was saved with these weights."
+    of_vocabulary = name in (HEAD, "model.embed_tokens.weight")
+    if of_vocabulary and shape[1:] == wanted[1:]:
+        action = (
+            f"If tokens were added or removed, set vocab_size to {shape[0]} in {folder / FILE}."
+        )
+    if len(shape) == len(wanted) > 1 and shape == (*wanted[:-2], wanted[-1], wanted[-2]):
+        action = "Swap the last two dims of the tensor: save it in the layout of transformers."
+    rule = f"must have the shape {_shape(wanted)} from {FILE}."
+    return ConfigError.one(where, _shape(shape), rule, action)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _error(folder: Path, rule: str, action: str) -> ConfigError:
+    return ConfigError.one(str(folder), None, rule, action)

@@ -18,8 +18,16 @@ import yaml
 from maxpipe.config.rules import value_of
 from maxpipe.distributed.protocol import VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
-from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, is_final, tpu_of
-from maxpipe.launch.preflight import is_remote, output_paths
+from maxpipe.launch.job import (
+    CONFIG_FILE,
+    KEY,
+    Job,
+    Submission,
+    is_final,
+    is_remote,
+    output_paths,
+    tpu_of,
+)
 
 _MANIFEST, _SUBMIT = "jobset.yml", "submit.sh"
 _CONTAINER, _SLICE = "maxpipe", "slice"

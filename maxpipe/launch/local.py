@@ -33,8 +33,7 @@ from maxpipe.distributed import protocol
 from maxpipe.distributed.coordinator import free_port
 from maxpipe.errors import ExitCode, StorageError
 from maxpipe.io import files, redact
-from maxpipe.launch.job import RestartPolicy, describe_exit_code
-from maxpipe.launch.preflight import check_local
+from maxpipe.launch.job import RestartPolicy, check_local, describe_exit_code
 
 _MAX_LINES = 40
 _MOST_BYTES = 1 << 28

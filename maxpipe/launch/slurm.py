@@ -9,7 +9,7 @@ import re
 import shlex
 import signal
 
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.distributed.protocol import FILE_VARIABLE
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.launch.job import (

@@ -17,7 +17,7 @@ from typing import Any
 
 from maxpipe.models.config import AdapterConfig
 from maxpipe.models.param_names import declared, names_in_layers, picked, without_match
-from maxpipe.models.spec import Adapter, Held, Kind, Made, Model, Normal, Param
+from maxpipe.models.spec import Adapter, Held, LayerType, Made, Model, Normal, Param
 
 Key = tuple[str, str]
 """(part, name) of a parameter."""
@@ -41,27 +41,31 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
     """
     targets = _targets(model, config)
 
-    def adapted(name: str, kind: Kind) -> Kind:
+    def adapted(name: str, layer_type: LayerType) -> LayerType:
         names = names_in_layers(model, name)
-        matrices = {key: kind.declared[key] for key in adaptable(kind) if names[key] in targets}
-        stored = dict(_held(kind, config.base_quantization))
+        matrices = {
+            key: layer_type.declared[key] for key in adaptable(layer_type) if names[key] in targets
+        }
+        stored = dict(_held(layer_type, config.base_quantization))
         for key, param in matrices.items():
             stored |= _change(key, param, config)
         scale = config.alpha / (config.rank**0.5 if config.rslora else config.rank)
         adapters = {
             key: Adapter(scale, config.dropout, summed(each)) for key, each in matrices.items()
         }
-        frozen = frozenset(base_of({**kind.declared, **stored}))
-        return replace(kind, frozen=frozen, stored=stored, adapters=adapters)
+        frozen = frozenset(base_of({**layer_type.declared, **stored}))
+        return replace(layer_type, frozen=frozen, stored=stored, adapters=adapters)
 
-    kinds = {name: adapted(name, kind) for name, kind in model.layer_types.items()}
+    layer_types = {
+        name: adapted(name, layer_type) for name, layer_type in model.layer_types.items()
+    }
     ends = replace(model.ends, frozen=frozenset(model.ends.params))
-    return replace(model, layer_types=kinds, ends=ends)
+    return replace(model, layer_types=layer_types, ends=ends)
 
 
-def adaptable(kind: Kind) -> list[Key]:
+def adaptable(layer_type: LayerType) -> list[Key]:
     """Return the matrices of a layer that support an adapter: those that only one matmul uses."""
-    return [key for key, param in kind.declared.items() if summed(param)]
+    return [key for key, param in layer_type.declared.items() if summed(param)]
 
 
 def summed(param: Param) -> int:
@@ -75,8 +79,8 @@ def names_of_adaptable(model: Model) -> list[str]:
     """Return the checkpoint names of the matrices that support an adapter."""
     return [
         names_in_layers(model, name)[key]
-        for name, kind in model.layer_types.items()
-        for key in adaptable(kind)
+        for name, layer_type in model.layer_types.items()
+        for key in adaptable(layer_type)
     ]
 
 
@@ -113,11 +117,11 @@ def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key
 # Quantization of the frozen matrices.
 
 
-def _held(kind: Kind, base: str) -> Iterator[tuple[Key, Param]]:
+def _held(layer_type: LayerType, base: str) -> Iterator[tuple[Key, Param]]:
     """Yield the quantized values and the scales that replace each matrix of a layer."""
     if base == "default":
         return
-    for (part, name), param in kind.declared.items():
+    for (part, name), param in layer_type.declared.items():
         if (dim := dim_of_scales(param)) is not None:
             size, axis = param.dims[dim]
             numbers, scales = list(param.dims), list(param.dims)
@@ -148,34 +152,34 @@ def block_size(size: int) -> int:
     return math.gcd(size, BLOCK)
 
 
-def factors_of(kind: Kind) -> dict[Key, Param]:
+def factors_of(layer_type: LayerType) -> dict[Key, Param]:
     """Return both factors of each adapter of a layer."""
     return {
-        (part, name + end): kind.params[part, name + end]
-        for part, name in kind.adapters
+        (part, name + end): layer_type.params[part, name + end]
+        for part, name in layer_type.adapters
         for end in (DOWN, UP)
     }
 
 
-def residuals_of_changes(kind: Kind) -> Held:
+def residuals_of_changes(layer_type: LayerType) -> Held:
     """Return the residuals of differentiating a layer's adapters, except for the adapters' inputs.
 
     The residuals are the activations between the two factors, the product before DoRA magnitudes
     are applied, and the dropout masks.
     """
     held = Held()
-    for (part, name), adapter in kind.adapters.items():
-        down, up = (kind.params[part, name + end].dims for end in (DOWN, UP))
-        stretched = ((1.0, up[1:]),) if (part, name + LENGTH) in kind.stored else ()
+    for (part, name), adapter in layer_type.adapters.items():
+        down, up = (layer_type.params[part, name + end].dims for end in (DOWN, UP))
+        stretched = ((1.0, up[1:]),) if (part, name + LENGTH) in layer_type.stored else ()
         masks = ((1.0, down[:-1]),) if adapter.dropout else ()
         held += Held(compute_dtype=((1.0, down[-1:]), *stretched), one_byte=masks)
     return held
 
 
-def is_held(kind: Kind, key: Key) -> bool:
+def is_held(layer_type: LayerType, key: Key) -> bool:
     """Return whether a matrix is quantized."""
     part, name = key
-    return (part, name + SCALE) in kind.stored
+    return (part, name + SCALE) in layer_type.stored
 
 
 def base_of(params: Mapping[Key, Any]) -> list[Key]:

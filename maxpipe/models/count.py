@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from maxpipe.models.adapters import SCALE, factors_of
-from maxpipe.models.spec import Kind, Matmul, Model, Param, Products, Scores
+from maxpipe.models.spec import LayerType, Matmul, Model, Param, Products, Scores
 
 
 def size(param: Param) -> int:
@@ -20,9 +20,9 @@ def size(param: Param) -> int:
     return math.prod(param.shape)
 
 
-def layer_params(kind: Kind) -> int:
+def layer_params(layer_type: LayerType) -> int:
     """Return the number of parameters of one layer of this type."""
-    return sum(map(size, counted(kind).values()))
+    return sum(map(size, counted(layer_type).values()))
 
 
 def total(model: Model, of: Callable[[Param], float]) -> float:
@@ -30,18 +30,18 @@ def total(model: Model, of: Callable[[Param], float]) -> float:
 
     A tied embedding table counts once.
     """
-    layers = (model.layer_types[kind] for kind in model.layers)
-    kinds = (param for kind in layers for param in counted(kind).values())
-    return sum(map(of, (*model.ends.params.values(), *kinds)))
+    layers = (model.layer_types[layer_type] for layer_type in model.layers)
+    layer_types = (param for layer_type in layers for param in counted(layer_type).values())
+    return sum(map(of, (*model.ends.params.values(), *layer_types)))
 
 
-def counted(kind: Kind) -> Mapping[tuple[str, str], Param]:
+def counted(layer_type: LayerType) -> Mapping[tuple[str, str], Param]:
     """Return the parameters of a layer, with the unquantized shapes of quantized matrices."""
-    held = {name: param for name, param in kind.declared.items() if name in kind.stored}
+    held = {name: param for name, param in layer_type.declared.items() if name in layer_type.stored}
     scales = {(part, name + SCALE) for part, name in held}
     return {
         name: replace(held[name], trainable=False) if name in held else param
-        for name, param in kind.params.items()
+        for name, param in layer_type.params.items()
         if name not in scales
     }
 
@@ -60,8 +60,8 @@ def active_params(model: Model) -> int:
     """Return the number of parameters that one token uses, without those of unselected experts."""
     unused = sum(
         size(part.params[matmul.param]) * (1.0 - matmul.needed)
-        for kind in model.all_layers
-        for part in model.layer_types[kind].parts.values()
+        for layer_type in model.all_layers
+        for part in model.layer_types[layer_type].parts.values()
         for matmul in part.operations
         if isinstance(matmul, Matmul)
     )
@@ -83,10 +83,10 @@ def forward_flops_per_token(model: Model, sequence_length: int) -> int:
     if the token uses them.
     """
     layers = sum(
-        _matmul_weights(model.layer_types[kind], needed=True)
-        + _products(model.layer_types[kind], needed=True)
+        _matmul_weights(model.layer_types[layer_type], needed=True)
+        + _products(model.layer_types[layer_type], needed=True)
         + _attention(model, layer, sequence_length)
-        for layer, kind in enumerate(model.all_layers)
+        for layer, layer_type in enumerate(model.all_layers)
     )
     return round(2 * (layers + _projected(model) + sum(matrices_ahead(model).values())))
 
@@ -98,12 +98,13 @@ def train_flops_per_token(model: Model, sequence_length: int) -> int:
     Weight gradients of frozen parameters are not counted. Source: PaLM, arXiv:2204.02311.
     """
     ends = model.ends
-    frozen = sum(_frozen_weights(model.layer_types[kind], {}) for kind in model.layers)
+    frozen = sum(_frozen_weights(model.layer_types[layer_type], {}) for layer_type in model.layers)
     if (heads := ends.mtp_layers) is not None:
         is_frozen = {
-            name: not ends.params["ahead", "layer", *name].trainable for name in heads.kind.params
+            name: not ends.params["ahead", "layer", *name].trainable
+            for name in heads.layer_type.params
         }
-        frozen += heads.num_heads * _frozen_weights(heads.kind, is_frozen)
+        frozen += heads.num_heads * _frozen_weights(heads.layer_type, is_frozen)
     own = matrices_ahead(model)
     frozen += sum(weights for name, weights in own.items() if not ends.params[name].trainable)
     head = ends.params["embedding" if ends.head is None else "head",]
@@ -119,69 +120,69 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
     partition is the same on every device and mesh.
     """
     pairs = scored_pairs(sequence_length) / sequence_length
-    of_kind = {
+    of_type = {
         name: 2.0
         * (
-            _matmul_weights(kind, needed=False)
-            + _products(kind, needed=False)
-            + 2 * _heads(kind) * pairs
+            _matmul_weights(layer_type, needed=False)
+            + _products(layer_type, needed=False)
+            + 2 * _heads(layer_type) * pairs
         )
-        for name, kind in model.layer_types.items()
+        for name, layer_type in model.layer_types.items()
     }
-    return tuple(of_kind[kind] for kind in model.layers)
+    return tuple(of_type[layer_type] for layer_type in model.layers)
 
 
 @lru_cache(maxsize=256)
-def computed_share(kind: Kind) -> dict[tuple[str, str], float]:
+def computed_share(layer_type: LayerType) -> dict[tuple[str, str], float]:
     """Map (part, name) to the fraction of the parameter's entries that matmuls use per token."""
-    shares = dict.fromkeys(counted(kind), 1.0)
-    for name, part in kind.parts.items():
+    shares = dict.fromkeys(counted(layer_type), 1.0)
+    for name, part in layer_type.parts.items():
         for matmul in part.operations:
             if isinstance(matmul, Matmul):
                 shares[name, matmul.param] = matmul.computed
     return shares
 
 
-def _matmul_weights(kind: Kind, *, needed: bool) -> float:
-    factors = sum(map(size, factors_of(kind).values()))
+def _matmul_weights(layer_type: LayerType, *, needed: bool) -> float:
+    factors = sum(map(size, factors_of(layer_type).values()))
     return factors + sum(
         size(part.params[matmul.param]) * (matmul.needed if needed else matmul.computed)
-        for part in kind.parts.values()
+        for part in layer_type.parts.values()
         for matmul in part.operations
         if isinstance(matmul, Matmul)
     )
 
 
-def _products(kind: Kind, *, needed: bool) -> float:
+def _products(layer_type: LayerType, *, needed: bool) -> float:
     """Return the multiply-adds per token of matmuls between activations, without attention
     scores.
     """
     return sum(
         product.heads * (product.needed if needed else product.computed)
-        for part in kind.parts.values()
+        for part in layer_type.parts.values()
         for product in part.operations
         if isinstance(product, Products)
     )
 
 
-def _frozen_weights(kind: Kind, is_frozen: Mapping[tuple[str, str], bool]) -> float:
+def _frozen_weights(layer_type: LayerType, is_frozen: Mapping[tuple[str, str], bool]) -> float:
     """Return the number of frozen weights that one token uses.
 
     `is_frozen` overrides the layer type's own setting.
     """
     return sum(
         size(part.params[matmul.param]) * matmul.needed
-        for name, part in kind.parts.items()
+        for name, part in layer_type.parts.items()
         for matmul in part.operations
         if isinstance(matmul, Matmul)
-        and is_frozen.get((name, matmul.param), not kind.params[name, matmul.param].trainable)
+        and is_frozen.get((name, matmul.param), not layer_type.params[name, matmul.param].trainable)
     )
 
 
-def _heads(kind: Kind) -> float:
+def _heads(layer_type: LayerType) -> float:
     return sum(
         scores.heads * scores.head_dim
-        for part in kind.parts.values()
+        for part in layer_type.parts.values()
         for scores in part.operations
         if isinstance(scores, Scores)
     )
@@ -189,10 +190,10 @@ def _heads(kind: Kind) -> float:
 
 def _attention(model: Model, layer: int, tokens: int) -> float:
     """Return the multiply-adds per token that a layer's attention needs."""
-    kind = model.layer_types[model.all_layers[layer]]
+    layer_type = model.layer_types[model.all_layers[layer]]
     return sum(
         2 * scores.heads * scores.head_dim * _visible(tokens, _window(model, scores, layer))
-        for part in kind.parts.values()
+        for part in layer_type.parts.values()
         for scores in part.operations
         if isinstance(scores, Scores)
     )

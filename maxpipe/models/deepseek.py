@@ -200,8 +200,8 @@ class _LayersAhead:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the number of heads and their architecture."""
-        said = (theirs.get(name) for name in self.names)
-        count = next((value for value in said if value is not None), 0)
+        values = (theirs.get(name) for name in self.names)
+        count = next((value for value in values if value is not None), 0)
         return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:

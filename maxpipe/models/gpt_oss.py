@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, moe_base
+from maxpipe.models import family, huggingface
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.family import Family, MixtureConfig, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.mlp import ClampedSilu
-from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.spec import Model
 
 
@@ -52,15 +51,15 @@ def describe(config: ModelConfig) -> Model:
         sinks=True,
     )
     gate = ClampedSilu(own.swiglu_alpha, own.swiglu_limit)
-    experts = moe_base.experts(config, own, function=gate, biased=True)
+    experts = family.experts(config, own, function=gate, biased=True)
     windows = tuple(
         float(own.sliding_window * (1 - layer % 2)) for layer in range(config.num_layers)
     )
-    return moe_base.model(config, attention, experts, values={"window": windows})
+    return family.moe_model(config, attention, experts, values={"window": windows})
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    return moe_base.rules(config, own_keys(config, GptOssConfig))
+    return family.moe_rules(config, own_keys(config, GptOssConfig))
 
 
 _YARN = (
@@ -132,7 +131,7 @@ FAMILY = Family(
     GptOssConfig,
     describe,
     bounds=(
-        *moe_base.BOUNDS,
+        *family.MOE_BOUNDS,
         Bound("sliding_window", 128, 1, 2**31 - 1, "devices count tokens in int32"),
         Bound("swiglu_alpha", 1.702, 0, LARGEST, "0 makes the gate linear"),
         Bound("swiglu_limit", 7.0, 0, LARGEST, "gates of 0 have no gradient", False),

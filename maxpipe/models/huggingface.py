@@ -24,9 +24,9 @@ class Unlike(ValueError):
     `action` is the suggested fix, if the default suggestion does not apply.
     """
 
-    def __init__(self, key: str, given: Any, rule: str, action: str = ""):
-        super().__init__(f"{key} = {given!r} {rule}")
-        self.key, self.value, self.rule, self.action = key, given, rule, action
+    def __init__(self, key: str, value: Any, rule: str, action: str = ""):
+        super().__init__(f"{key} = {value!r} {rule}")
+        self.key, self.value, self.rule, self.action = key, value, rule, action
 
 
 class Row(Protocol):
@@ -113,15 +113,15 @@ class Fixed:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Check the value; none of our keys depends on it."""
-        found = theirs.get(self.theirs)
-        found = self.default if found is None else found
+        actual = theirs.get(self.theirs)
+        actual = self.default if actual is None else actual
         # 0 equals false, and 1 equals true.
         if not any(
-            found == value and (type(found) is bool) == (type(value) is bool)
+            actual == value and (type(actual) is bool) == (type(value) is bool)
             for value in self.values
         ):
             allowed = " or ".join("null" if value is None else repr(value) for value in self.values)
-            raise Unlike(self.theirs, found, f"must be {allowed}: other values are not supported.")
+            raise Unlike(self.theirs, actual, f"must be {allowed}: other values are not supported.")
         return {}
 
     def write(self, ours: Ours) -> Theirs:
@@ -212,35 +212,42 @@ class Rotary:
 
         See `maxpipe.huggingface.config_json`.
         """
-        said = an_object(theirs, "rope_parameters")
+        rope_parameters = an_object(theirs, "rope_parameters")
         if self.layers:
-            said = an_object(said, self.layers)
-        ours_read, kind = {self.theta: said["rope_theta"]}, said["rope_type"]
-        if kind != "default" and (not isinstance(kind, str) or kind not in self.scalings):
+            rope_parameters = an_object(rope_parameters, self.layers)
+        ours_read, rope_type = (
+            {self.theta: rope_parameters["rope_theta"]},
+            rope_parameters["rope_type"],
+        )
+        if rope_type != "default" and (
+            not isinstance(rope_type, str) or rope_type not in self.scalings
+        ):
             known = " or ".join(repr(scaling) for scaling in ("default", *self.scalings))
-            raise Unlike("rope_type", kind, f"must be {known}.")
-        if kind == "default":
+            raise Unlike("rope_type", rope_type, f"must be {known}.")
+        if rope_type == "default":
             ours_read |= dict(self.unscaled)
         length = theirs.get("max_position_embeddings")
         lengths = {} if length is None else {"max_position_embeddings": length}
-        for row in (*self.scalings.get(kind, ()), *self.top_level_keys.get(kind, ())):
-            ours_read |= row.read({**lengths, **said}, ours)
+        for row in (*self.scalings.get(rope_type, ()), *self.top_level_keys.get(rope_type, ())):
+            ours_read |= row.read({**lengths, **rope_parameters}, ours)
         return ours_read
 
     def write(self, ours: Ours) -> Theirs:
         """Return the keys of the current and of older releases, for compatibility with both."""
-        kind, scaling = self.select_type(ours), {}
-        if kind != "default":
-            for row in self.scalings[kind]:
+        rope_type, scaling = self.select_type(ours), {}
+        if rope_type != "default":
+            for row in self.scalings[rope_type]:
                 scaling |= row.write(ours)
-        said = {"rope_theta": ours[self.theta], "rope_type": kind, **scaling}
+        rope_parameters = {"rope_theta": ours[self.theta], "rope_type": rope_type, **scaling}
         written: dict[str, Any] = {self.legacy_theta_key: ours[self.theta]}
-        for row in self.top_level_keys.get(kind, ()):
+        for row in self.top_level_keys.get(rope_type, ()):
             written |= row.write(ours)
         if self.scalings:
-            known_before = {self.legacy_type_key: kind, **scaling} if scaling else None
+            known_before = {self.legacy_type_key: rope_type, **scaling} if scaling else None
             written["rope_scaling"] = known_before
-        return written | {"rope_parameters": {self.layers: said} if self.layers else said}
+        return written | {
+            "rope_parameters": {self.layers: rope_parameters} if self.layers else rope_parameters
+        }
 
 
 def an_object(theirs: Theirs, key: str) -> Theirs:
@@ -423,10 +430,10 @@ class Unquantised:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Check that the weights are not quantized."""
-        said = theirs.get("quantization_config")
-        if said is None:
+        quantization = theirs.get("quantization_config")
+        if quantization is None:
             return {}
-        method = said.get("quant_method") if isinstance(said, dict) else None
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         action = "Use a folder with unquantized weights."
         if isinstance(method, str) and method in _DEQUANTISED:
             packages, code = _DEQUANTISED[method]
@@ -437,7 +444,7 @@ class Unquantised:
             )
         by = f" by {method}" if isinstance(method, str) else ""
         rule = f"must be null: the folder's weights are quantized{by}."
-        raise Unlike("quantization_config", said, rule, action)
+        raise Unlike("quantization_config", quantization, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
         """Return nothing, because the mere presence of the key has a meaning."""
@@ -487,11 +494,11 @@ class LayerTypes:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Check that the layer types match the family."""
-        said = theirs.get("layer_types")
-        if said is not None and said != (wanted := self._of(ours)):
+        layer_types = theirs.get("layer_types")
+        if layer_types is not None and layer_types != (wanted := self._of(ours)):
             names = " and ".join(map(repr, self.types))
             rule = f"must name {len(wanted)} layers, {names}{' in turn' * (len(self.types) > 1)}."
-            raise Unlike("layer_types", said, rule)
+            raise Unlike("layer_types", layer_types, rule)
         return {}
 
     def write(self, ours: Ours) -> Theirs:
@@ -524,8 +531,8 @@ class NoWindow:
         if self.first is not None:
             if theirs.get("layer_types") is not None:
                 return {}
-            said = theirs.get("max_window_layers")
-            first = self.first if said is None else said
+            max_window_layers = theirs.get("max_window_layers")
+            first = self.first if max_window_layers is None else max_window_layers
         if first < ours["num_layers"]:
             rule = f"must be false: sliding-window layers ({window} tokens) are not supported."
             raise Unlike("use_sliding_window", theirs["use_sliding_window"], rule)

@@ -8,13 +8,12 @@ from typing import Literal
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, moe_base, rope_config
+from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.family import Family, own_keys
+from maxpipe.models.family import Family, MixtureConfig, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
 from maxpipe.models.layers.experts import Experts, Groups
 from maxpipe.models.layers.mlp import GatedMLP
-from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model, Part
 
@@ -68,9 +67,9 @@ def describe(config: ModelConfig) -> Model:
 def layered(config: ModelConfig, attention: Part) -> Model:
     """Return a model with this attention, for a family whose section extends `RoutedConfig`."""
     own = own_keys(config, RoutedConfig)
-    shared = own.num_shared_experts * moe_base.width(config, own)
+    shared = own.num_shared_experts * family.expert_width(config, own)
     groups = Groups(own.num_expert_groups, own.expert_groups_per_token, own.group_scores)
-    experts = moe_base.experts(
+    experts = family.experts(
         config,
         own,
         scores=own.score_func,
@@ -80,13 +79,13 @@ def layered(config: ModelConfig, attention: Part) -> Model:
         groups=groups if own.num_expert_groups > 1 else None,
         expert_bias_update_rate=own.expert_bias_update_rate if own.expert_bias else None,
     )
-    return moe_base.model(config, attention, experts, (True,) * own.num_dense_layers)
+    return family.moe_model(config, attention, experts, (True,) * own.num_dense_layers)
 
 
 def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     """Yield the violated rules of the keys in the family's section."""
     own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
-    yield from moe_base.rules(config, own)
+    yield from family.moe_rules(config, own)
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
         yield RuleViolation(
@@ -169,7 +168,7 @@ _MIXTRAL = HuggingFace(
 )
 
 BOUNDS = (
-    *moe_base.BOUNDS,
+    *family.MOE_BOUNDS,
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
     Bound("routed_scaling_factor", 1.0, 0, LARGEST, "experts of weight 0 have no gradient", False),

@@ -1,10 +1,11 @@
-"""Selection of parameters by name patterns, without jax."""
+"""Names of parameters: selection by name patterns, and key paths in nested dicts, without jax."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Any
 
 from maxpipe.models.spec import Model, Param
 
@@ -22,17 +23,19 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
         return model
     chosen = picked(model, patterns)
     several = _has_several_kinds(model)
-    kinds = {
+    layer_types = {
         name: replace(
-            kind,
-            frozen=kind.frozen
-            | {key for key in kind.params if _names_in_layer(name, key, several)[0] in chosen},
+            layer_type,
+            frozen=layer_type.frozen
+            | {
+                key for key in layer_type.params if _names_in_layer(name, key, several)[0] in chosen
+            },
         )
-        for name, kind in model.layer_types.items()
+        for name, layer_type in model.layer_types.items()
     }
     ends = {name for name in model.ends.params if ".".join(name) in chosen}
     return replace(
-        model, layer_types=kinds, ends=replace(model.ends, frozen=model.ends.frozen | ends)
+        model, layer_types=layer_types, ends=replace(model.ends, frozen=model.ends.frozen | ends)
     )
 
 
@@ -67,10 +70,13 @@ def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float
     return {name: value for pattern, value in values for name in _matched(pattern, known)}
 
 
-def names_in_layers(model: Model, kind: str) -> Mapping[tuple[str, str], str]:
+def names_in_layers(model: Model, layer_type: str) -> Mapping[tuple[str, str], str]:
     """Map (part, parameter) of a layer type to the checkpoint name."""
     several = _has_several_kinds(model)
-    return {key: _names_in_layer(kind, key, several)[0] for key in model.layer_types[kind].params}
+    return {
+        key: _names_in_layer(layer_type, key, several)[0]
+        for key in model.layer_types[layer_type].params
+    }
 
 
 def suggestions(model: Model) -> list[str]:
@@ -91,21 +97,21 @@ def _declared(model: Model) -> Iterator[tuple[tuple[str, ...], Param]]:
     for name, param in model.ends.params.items():
         yield (".".join(name),), param
     several = _has_several_kinds(model)
-    for kind, each in model.layer_types.items():
+    for layer_type, each in model.layer_types.items():
         for key, param in each.params.items():
-            yield _names_in_layer(kind, key, several), param
+            yield _names_in_layer(layer_type, key, several), param
 
 
 def _has_several_kinds(model: Model) -> bool:
     return len(set(model.layers)) > 1
 
 
-def _names_in_layer(kind: str, key: tuple[str, str], several: bool) -> tuple[str, str]:
+def _names_in_layer(layer_type: str, key: tuple[str, str], several: bool) -> tuple[str, str]:
     """Return the checkpoint name and the alternative name.
 
     Checkpoint names include the layer type if the model has several layer types.
     """
-    short, long = ".".join((_LAYERS, *key)), ".".join((_LAYERS, kind, *key))
+    short, long = ".".join((_LAYERS, *key)), ".".join((_LAYERS, layer_type, *key))
     return (long, short) if several else (short, long)
 
 
@@ -114,3 +120,28 @@ def _matched(pattern: str, known: Sequence[tuple[tuple[str, ...], Param]]) -> se
     in_checkpoints = {names[0] for names, _ in known if fnmatchcase(names[0], pattern)}
     otherwise = (names[0] for names, _ in known if any(fnmatchcase(n, pattern) for n in names))
     return in_checkpoints or set(otherwise)
+
+
+KeyPath = tuple[str, ...]
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[KeyPath, Any]:
+    """Convert `{"a": {"b": x}}` to `{("a", "b"): x}`. Empty dicts are omitted."""
+    leaves: dict[KeyPath, Any] = {}
+    for name, part in tree.items():
+        if isinstance(part, Mapping):
+            leaves |= {(name, *path): leaf for path, leaf in flatten(part).items()}
+        else:
+            leaves[(name,)] = part
+    return leaves
+
+
+def unflatten(leaves: Mapping[KeyPath, Any]) -> dict[str, Any]:
+    """Convert a flat dict with key paths to nested dicts, the inverse of `flatten`."""
+    tree: dict[str, Any] = {}
+    for (*folders, name), leaf in leaves.items():
+        below = tree
+        for folder in folders:
+            below = below.setdefault(folder, {})
+        below[name] = leaf
+    return tree

@@ -121,7 +121,11 @@ def _refuses(
     if backend not in CANNOT:
         yield "is not available"
         return
-    parts = [part for kind in describe(model).layer_types.values() for part in kind.parts.values()]
+    parts = [
+        part
+        for layer_type in describe(model).layer_types.values()
+        for part in layer_type.parts.values()
+    ]
     mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
     lacks = {option for part in mixing for option in part.options & CANNOT[backend]}
     for option in sorted(lacks):

@@ -216,11 +216,11 @@ class _Length:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the factor, or 0 if it equals the value from the paper."""
-        said, above, below = (theirs.get(name) for name in self.names)
-        if said is None and above and below:
+        value, above, below = (theirs.get(name) for name in self.names)
+        if value is None and above and below:
             more = 0.1 * math.log(max(theirs.get("factor") or 1.0, 1.0))
-            said = (above * more + 1.0) / (below * more + 1.0)
-        return {self.ours: said or 0.0}
+            value = (above * more + 1.0) / (below * more + 1.0)
+        return {self.ours: value or 0.0}
 
     def write(self, ours: Ours) -> Theirs:
         """Return the factor unless it equals the value from the paper."""

@@ -56,7 +56,7 @@ class Param:
     """Whether weight decay applies."""
     trainable: bool = True
     """Whether the parameter has a gradient, optimizer state and updates. Frozen patterns of a model
-    override this value in `Kind.params` and `Ends.params`."""
+    override this value in `LayerType.params` and `Ends.params`."""
     own_dtype: str = ""
     """Dtype in storage and in computation, instead of the dtypes in the config."""
     num_contracted_dims: int = 0
@@ -187,7 +187,9 @@ class Held:
     float32, and bytes of other dtypes."""
 
     def __add__(self, other: Held) -> Held:
-        narrow, wide, rest = (sum(pair) for pair in zip(self.pairs, other.pairs, strict=True))
+        narrow, wide, other_bytes = (
+            sum(pair) for pair in zip(self.pairs, other.pairs, strict=True)
+        )
         return Held(
             self.compute_dtype + other.compute_dtype,
             self.float32 + other.float32,
@@ -196,7 +198,7 @@ class Held:
             self.token_independent + other.token_independent,
             self.float32_token_independent + other.float32_token_independent,
             self.documents + other.documents,
-            (narrow, wide, rest),
+            (narrow, wide, other_bytes),
         )
 
 
@@ -275,7 +277,8 @@ class Part(Protocol):
 
         `recomputed`: the forward pass has been run again. The result then excludes the cotangent of
         the part's output and the inputs of norms, because both follow from arrays that the layer
-        keeps (`Kind.num_streams`). `normed`: a norm follows the part and keeps the part's output.
+        keeps (`LayerType.num_streams`). `normed`: a norm follows the part and keeps the part's
+        output.
         """
         ...
 
@@ -333,7 +336,7 @@ class Branch:
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity, so that its counts can be cached
-class Kind:
+class LayerType:
     """A layer type: a sequence of residual branches."""
 
     branches: tuple[Branch, ...]
@@ -492,7 +495,7 @@ class LayersAhead(Ahead):
     layer_type_name: str
     """Name of the layer type of the network's last layer. The heads' layers are numbered after the
     network's layers."""
-    kind: Kind
+    layer_type: LayerType
     norm: Part
     """Norm that is applied twice before the projection and once after the layer."""
 
@@ -506,7 +509,7 @@ class LayersAhead(Ahead):
             for param, declared in self.norm.params.items()
         }
         params["projection",] = Param(dims, Normal(2 * self.d_model))
-        params |= {("layer", *name): param for name, param in self.kind.params.items()}
+        params |= {("layer", *name): param for name, param in self.layer_type.params.items()}
         return params | {("norm", name): param for name, param in self.norm.params.items()}
 
 
@@ -558,7 +561,7 @@ class Ends:
             return {}
         return {
             name: how
-            for name, how in heads.kind.balance_updates.items()
+            for name, how in heads.layer_type.balance_updates.items()
             if ("ahead", "layer", *name) not in self.frozen
         }
 
@@ -567,7 +570,7 @@ class Ends:
 class Model:
     """Description of a complete model."""
 
-    layer_types: Mapping[str, Kind]
+    layer_types: Mapping[str, LayerType]
     layers: tuple[str, ...]
     """Layer type of each layer, from first to last."""
     ends: Ends
@@ -583,13 +586,13 @@ class Model:
             part = change(branch.part)
             return branch if part is branch.part else replace(branch, part=part)
 
-        kinds = dict(self.layer_types)
-        for name, kind in self.layer_types.items():
-            branches = tuple(map(changed, kind.branches))
-            if any(new is not old for new, old in zip(branches, kind.branches, strict=True)):
-                kinds[name] = replace(kind, branches=branches)
-        same = all(kinds[name] is kind for name, kind in self.layer_types.items())
-        return self if same else replace(self, layer_types=kinds)
+        layer_types = dict(self.layer_types)
+        for name, layer_type in self.layer_types.items():
+            branches = tuple(map(changed, layer_type.branches))
+            if any(new is not old for new, old in zip(branches, layer_type.branches, strict=True)):
+                layer_types[name] = replace(layer_type, branches=branches)
+        same = all(layer_types[name] is layer_type for name, layer_type in self.layer_types.items())
+        return self if same else replace(self, layer_types=layer_types)
 
     @property
     def all_layers(self) -> tuple[str, ...]:
@@ -603,23 +606,25 @@ class Model:
         the heads.
         """
         losses: dict[str, float] = {}
-        for kind in self.layer_types.values():
-            losses |= kind.losses
+        for layer_type in self.layer_types.values():
+            losses |= layer_type.losses
         return losses
 
     @cached_property
     def metrics(self) -> Mapping[str, Summary]:
         """Return the metrics of the layers' losses and statistics, keyed by tag."""
         metrics: dict[str, Summary] = {}
-        for kind in self.layer_types.values():
-            for part in kind.parts.values():
+        for layer_type in self.layer_types.values():
+            for part in layer_type.parts.values():
                 metrics |= part.metrics
         return metrics
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Return the notes of the parts, without duplicates."""
-        parts = (part for kind in self.layer_types.values() for part in kind.parts.values())
+        parts = (
+            part for layer_type in self.layer_types.values() for part in layer_type.parts.values()
+        )
         return tuple(dict.fromkeys(part.note for part in parts if part.note))
 
     @cached_property
@@ -631,8 +636,8 @@ class Model:
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}
-        for kind in self.layer_types.values():
-            for branch in kind.branches:
+        for layer_type in self.layer_types.values():
+            for branch in layer_type.branches:
                 part, names = branch.part, presets.setdefault(branch.name, {})
                 for name in part.activations:
                     own = single.get(name, (name,)) + tuple(part.saved_with.get(name, ()))

@@ -18,7 +18,7 @@ from jax import Array
 from jaxtyping import Key as RandomKey
 
 from maxpipe.models.adapters import DOWN, LENGTH, SCALE, UP, Key, dim_of_scales, is_held
-from maxpipe.models.spec import Kind
+from maxpipe.models.spec import LayerType
 from maxpipe.parallel.lora_weight import LoraWeight, column_norms
 
 _LEVELS = (
@@ -77,42 +77,44 @@ _STREAM = np.uint32(2**32 - 1)
 collide with it."""
 
 
-def complete_params(kind: Kind, found: Mapping[Key, Array]) -> dict[Key, Array]:
+def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[Key, Array]:
     """Derive all stored layer parameters from the initialized or loaded parameters.
 
     The arrays may have leading stacking dims. DoRA magnitudes are initialized to the column norms
     of the quantized base matrix, so a new adapter does not change the model.
     """
-    base, stored = dict(found), dict[Key, Array]()
-    for key, weight in found.items():
+    base, stored = dict(arrays), dict[Key, Array]()
+    for key, weight in arrays.items():
         part, name = key
-        if is_held(kind, key):
-            numbers, scales = _quantize_param(kind, key, weight)
+        if is_held(layer_type, key):
+            numbers, scales = _quantize_param(layer_type, key, weight)
             stored[key], stored[part, name + SCALE] = numbers, scales
-            base[key] = dequantize(numbers, scales, _scale_dim(kind, key), weight.dtype)
-    for (part, name), adapter in kind.adapters.items():
-        if (length := (part, name + LENGTH)) in kind.stored:
+            base[key] = dequantize(numbers, scales, _scale_dim(layer_type, key), weight.dtype)
+    for (part, name), adapter in layer_type.adapters.items():
+        if (length := (part, name + LENGTH)) in layer_type.stored:
             weight = base[part, name]
-            first = weight.ndim - len(kind.declared[part, name].dims)
+            first = weight.ndim - len(layer_type.declared[part, name].dims)
             norms = lambda one, summed=adapter.num_contracted_dims: column_norms(one, summed)  # noqa: E731
             for _ in range(first):
                 norms = jax.vmap(norms)
             stored[length] = norms(weight)
-    return {name: stored[name] if name in stored else found[name] for name in kind.params}
+    return {name: stored[name] if name in stored else arrays[name] for name in layer_type.params}
 
 
-def quantize_dequantize(kind: Kind, key: Key, weight: Array) -> Array:
+def quantize_dequantize(layer_type: LayerType, key: Key, weight: Array) -> Array:
     """Quantize a matrix and return the dequantized values."""
-    return dequantize(*_quantize_param(kind, key, weight), _scale_dim(kind, key), weight.dtype)
+    return dequantize(
+        *_quantize_param(layer_type, key, weight), _scale_dim(layer_type, key), weight.dtype
+    )
 
 
-def _quantize_param(kind: Kind, key: Key, weight: Array) -> tuple[Array, Array]:
-    scales, dim = kind.stored[key[0], key[1] + SCALE], _scale_dim(kind, key)
-    return quantize(weight, kind.stored[key].own_dtype, dim, scales.shape[dim])
+def _quantize_param(layer_type: LayerType, key: Key, weight: Array) -> tuple[Array, Array]:
+    scales, dim = layer_type.stored[key[0], key[1] + SCALE], _scale_dim(layer_type, key)
+    return quantize(weight, layer_type.stored[key].own_dtype, dim, scales.shape[dim])
 
 
 def apply_adapters(
-    kind: Kind,
+    layer_type: LayerType,
     params: Params,
     dtype: jnp.dtype,
     inputs: Mapping[str, Array],
@@ -122,17 +124,21 @@ def apply_adapters(
 
     `key` is the layer's dropout key; None disables dropout.
     """
-    if not kind.stored:
+    if not layer_type.stored:
         return params
     weights = {
-        part: {name: each for name, each in part_params.items() if (part, name) in kind.declared}
+        part: {
+            name: each for name, each in part_params.items() if (part, name) in layer_type.declared
+        }
         for part, part_params in params.items()
     }
-    for part, name in kind.declared:
-        if is_held(kind, (part, name)):
+    for part, name in layer_type.declared:
+        if is_held(layer_type, (part, name)):
             numbers, scales = params[part][name], params[part][name + SCALE]
-            weights[part][name] = dequantize(numbers, scales, _scale_dim(kind, (part, name)), dtype)
-    for number, ((part, name), adapter) in enumerate(kind.adapters.items()):
+            weights[part][name] = dequantize(
+                numbers, scales, _scale_dim(layer_type, (part, name)), dtype
+            )
+    for number, ((part, name), adapter) in enumerate(layer_type.adapters.items()):
         keys = None
         if key is not None and adapter.dropout:
             own = jax.random.fold_in(jax.random.fold_in(key, _STREAM), number)
@@ -151,9 +157,9 @@ def apply_adapters(
     return weights
 
 
-def _scale_dim(kind: Kind, key: Key) -> int:
+def _scale_dim(layer_type: LayerType, key: Key) -> int:
     """Return the dim along which a quantized matrix has scales, as a negative index."""
-    declared = kind.declared[key]
+    declared = layer_type.declared[key]
     dim = dim_of_scales(declared)
     assert dim is not None
     return dim - len(declared.dims)

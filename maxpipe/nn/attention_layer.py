@@ -1,8 +1,9 @@
-"""Grouped-query attention with rotary positions over packed sequences."""
+"""Attention backends, and grouped-query attention with rotary positions over packed sequences."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,15 +17,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers import attention
-from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.models.layers.attention import AUTO
+from maxpipe.nn.attention import blockwise, cudnn, splash, xla
 from maxpipe.nn.attention.context_parallel import attend
-from maxpipe.nn.attention.interface import KVCache, Mask
+from maxpipe.nn.attention.interface import AttentionBackend, KVCache, Mask
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel import scopes
-from maxpipe.parallel.collectives import mark_varying
-from maxpipe.parallel.context_parallel import full_sequence_length
+from maxpipe.parallel.collectives import full_sequence_length, mark_varying
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
+
+BACKENDS: Mapping[str, AttentionBackend] = {
+    AUTO: xla.attend,  # used if the platform is unknown
+    "xla": xla.attend,
+    "blockwise": blockwise.attend,
+    "cudnn": cudnn.attend,
+    "splash": splash.attend,
+}
+"""Attention backends, keyed by the value of `model.attention`."""
+
 
 # Llama 3.1: wavelengths above the original context length are fully scaled. Wavelengths below a
 # quarter of that length are not scaled.
@@ -128,9 +139,11 @@ def rotate(
     if backend == "splash":
         return _rotate_by_matmul(*mark_varying((x, cos, sin)))
     half = len(frequencies)
-    first, second, rest = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
+    first, second, unrotated = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*turned, *([rest] if rest.size else [])], axis=-1).astype(x.dtype)
+    return jnp.concatenate([*turned, *([unrotated] if unrotated.size else [])], axis=-1).astype(
+        x.dtype
+    )
 
 
 @jax.custom_vjp
@@ -142,9 +155,9 @@ def _rotate_by_matmul(
     For bfloat16 it is exact at any matmul precision, and for float32 at the highest precision.
     """
     half, size = cos.shape[-1], x.shape[-1]
-    rest = [(0, 0)] * 3 + [(0, size - 2 * half)]
-    cos = jnp.pad(jnp.concatenate([cos, cos], axis=-1), rest, constant_values=1.0)
-    sin = jnp.pad(jnp.concatenate([-sin, sin], axis=-1), rest)
+    padding = [(0, 0)] * 3 + [(0, size - 2 * half)]
+    cos = jnp.pad(jnp.concatenate([cos, cos], axis=-1), padding, constant_values=1.0)
+    sin = jnp.pad(jnp.concatenate([-sin, sin], axis=-1), padding)
     order = np.concatenate([np.roll(np.arange(2 * half), half), np.arange(2 * half, size)])
     swapped = jnp.einsum(
         "btnh,hk->btnk",
@@ -199,14 +212,17 @@ class Attention(SpecModule):
             query = rms_norm(query, self.query_norm[...], part.head_norm)
             key = rms_norm(key, self.key_norm[...], part.head_norm)
         heads, kv_heads = (None, None, "heads", "head_dim"), (None, None, "kv_heads", "head_dim")
-        turn = partial(
+        rotate_heads = partial(
             rotate,
             positions=positions,
             frequencies=frequencies,
             length=part.rope.attention_factor,
             backend=part.backend,
         )
-        query, key = constrain(turn(query), heads, rules), constrain(turn(key), kv_heads, rules)
+        query, key = (
+            constrain(rotate_heads(query), heads, rules),
+            constrain(rotate_heads(key), kv_heads, rules),
+        )
         value = constrain(value, kv_heads, rules)
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")
@@ -260,8 +276,10 @@ class Attention(SpecModule):
         """Return the projected queries, keys and values, split into heads."""
         names, params = ("query", "key", "value"), self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
-        found = split.column_parallel(x, weights, [params[name].axes for name in names], largest)
-        return [self._with_bias(*pair) for pair in zip(names, found, strict=True)]
+        projections = split.column_parallel(
+            x, weights, [params[name].axes for name in names], largest
+        )
+        return [self._with_bias(*pair) for pair in zip(names, projections, strict=True)]
 
     def _with_bias(self, name: str, x: Float[Array, "B T *dims"]) -> Float[Array, "B T *dims"]:
         if name not in self.part.biased:

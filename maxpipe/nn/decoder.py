@@ -20,11 +20,21 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from maxpipe.io.tree import unflatten
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import attention, experts, gated_delta, latent_attention, mlp
+from maxpipe.models.param_names import unflatten
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import Branch, Constant, Entries, Kind, Made, Model, Normal, Param, Part
+from maxpipe.models.spec import (
+    Branch,
+    Constant,
+    Entries,
+    LayerType,
+    Made,
+    Model,
+    Normal,
+    Param,
+    Part,
+)
 from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.attention_layer import Attention
 from maxpipe.nn.experts import Experts
@@ -33,7 +43,7 @@ from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mlp import GatedMLP
 from maxpipe.nn.module import LayerContext, LayerNorm, Output, RMSNorm, make_quantizer
 from maxpipe.parallel import scopes
-from maxpipe.parallel.context_parallel import local_positions
+from maxpipe.parallel.collectives import local_positions
 from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
 
@@ -58,19 +68,19 @@ class Block(nnx.Module):
     branches.
     """
 
-    def __init__(self, kind: Kind, rules: AxisRules):
-        for branch in kind.branches:
+    def __init__(self, layer_type: LayerType, rules: AxisRules):
+        for branch in layer_type.branches:
             for name, part in branch.parts.items():
                 inner = part is branch.part
                 module = _MODULES[type(part)](part, rules) if inner else norm_module(part)
                 setattr(self, name, module)
-        self.kind, self.rules = kind, rules
+        self.layer_type, self.rules = layer_type, rules
 
     def __call__(
         self, x: Float[Array, "B T D"], context: LayerContext, key: Key[Array, ""] | None
     ) -> Output:
         """Apply the layer; `key` is its dropout key, None disables dropout."""
-        branches, keys = self.kind.branches, None
+        branches, keys = self.layer_type.branches, None
         if key is not None and any(branch.dropout for branch in branches):
             # Keys depend on the example, so dropout does not depend on how the batch is sharded.
             keys = jax.vmap(
@@ -196,24 +206,24 @@ class Decoder:
         """Initialize all parameters. A layer's values depend only on the key and the layer
         index.
         """
-        indices = {kind: [] for kind in self.model.layer_types}
-        for number, kind in enumerate(self.model.layers):
-            indices[kind].append(number)
+        indices = {layer_type: [] for layer_type in self.model.layer_types}
+        for number, layer_type in enumerate(self.model.layers):
+            indices[layer_type].append(number)
         layers = {
-            kind: self.init_layers(kind, key, jnp.asarray(layer_indices, jnp.int32))
-            for kind, layer_indices in indices.items()
+            layer_type: self.init_layers(layer_type, key, jnp.asarray(layer_indices, jnp.int32))
+            for layer_type, layer_indices in indices.items()
         }
         return self.init_outer(key) | {"layers": layers}
 
-    def init_layers(self, kind: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
+    def init_layers(self, layer_type: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
         """Initialize the layers of one type at the given indices, stacked along a new first dim."""
         base = jax.random.fold_in(key, 0)
         keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
-        return jax.vmap(partial(self.init_layer, kind))(keys)
+        return jax.vmap(partial(self.init_layer, layer_type))(keys)
 
-    def init_layer(self, kind: str, key: Key[Array, ""]) -> Params:
+    def init_layer(self, layer_type: str, key: Key[Array, ""]) -> Params:
         """Initialize one layer."""
-        described = self.model.layer_types[kind]
+        described = self.model.layer_types[layer_type]
         return unflatten(
             complete_params(
                 described, init_params(described.params_in_init_order, key, self._param_dtype)
@@ -264,8 +274,8 @@ class Decoder:
         """Return a tree with the structure of the parameters and `of(declaration)` as leaves."""
         ends = {name: of(param) for name, param in self.model.ends.params.items()}
         layers = {
-            kind: unflatten({name: of(param) for name, param in described.params.items()})
-            for kind, described in self.model.layer_types.items()
+            layer_type: unflatten({name: of(param) for name, param in described.params.items()})
+            for layer_type, described in self.model.layer_types.items()
         }
         return unflatten(ends) | {"layers": layers}
 
@@ -280,7 +290,7 @@ class Decoder:
     # Layers.
 
     def layer(
-        self, kind: str
+        self, layer_type: str
     ) -> Callable[
         [Params, Float[Array, "B T D"], Params, Int[Array, ""], LayerKey],
         tuple[Float[Array, "B T D"], Losses, Statistics],
@@ -301,17 +311,19 @@ class Decoder:
             index: Int[Array, ""],
             key: LayerKey = None,
         ) -> tuple[Float[Array, "B T D"], Losses, Statistics]:
-            return self._layer(kind, params, x, self._context(inputs, index), key)[:3]
+            return self._layer(layer_type, params, x, self._context(inputs, index), key)[:3]
 
         return run
 
     def _layer(
-        self, kind: str, params: Params, x: Array, context: LayerContext, key: LayerKey
+        self, layer_type: str, params: Params, x: Array, context: LayerContext, key: LayerKey
     ) -> Output:
         if key is not None:
             key = jax.random.fold_in(key, context.index)
-        params = apply_adapters(self.model.layer_types[kind], params, x.dtype, context.inputs, key)
-        output = _merge_module(self._blocks[kind], params)(x, context, key)
+        params = apply_adapters(
+            self.model.layer_types[layer_type], params, x.dtype, context.inputs, key
+        )
+        output = _merge_module(self._blocks[layer_type], params)(x, context, key)
         statistics = jax.tree.map(jax.lax.stop_gradient, output.statistics)
         return output._replace(statistics=statistics)
 
@@ -323,8 +335,8 @@ class Decoder:
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
         """Return each layer type's block as a graph definition and an abstract state."""
         return {
-            name: _split(lambda kind=kind: Block(kind, self.rules))
-            for name, kind in self.model.layer_types.items()
+            name: _split(lambda layer_type=layer_type: Block(layer_type, self.rules))
+            for name, layer_type in self.model.layer_types.items()
         }
 
     # Embedding and output heads.
@@ -440,23 +452,25 @@ class Decoder:
         """Return the last layer's output, and losses and statistics of all layers."""
         x = self.embed(params["embedding"], batch["tokens"])
         losses: dict[str, Array] = {}
-        statistics: dict[str, list[Statistics]] = {kind: [] for kind in self.model.layer_types}
-        for kind, stack, numbers in self._layer_runs(params["layers"]):
-            layer = self.layer(kind)
+        statistics: dict[str, list[Statistics]] = {
+            layer_type: [] for layer_type in self.model.layer_types
+        }
+        for layer_type, stack, numbers in self._layer_runs(params["layers"]):
+            layer = self.layer(layer_type)
 
             def body(
                 x: Array, layer_input: tuple[Params, Array], layer: Callable[..., Any] = layer
             ) -> tuple[Array, tuple[Losses, Statistics]]:
-                x, *rest = layer(layer_input[0], x, batch, layer_input[1], key)
-                return x, tuple(rest)
+                x, *reports = layer(layer_input[0], x, batch, layer_input[1], key)
+                return x, tuple(reports)
 
             x, (layer_losses, layer_statistics) = jax.lax.scan(body, x, (stack, numbers))
             for name, loss in layer_losses.items():
                 losses[name] = losses.get(name, 0.0) + loss.sum()
-            statistics[kind].append(layer_statistics)
+            statistics[layer_type].append(layer_statistics)
         joined = {
-            kind: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-            for kind, parts in statistics.items()
+            layer_type: jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
+            for layer_type, parts in statistics.items()
             if parts
         }
         return x, losses, joined
@@ -465,13 +479,13 @@ class Decoder:
         """Yield (type, parameters, indices) of consecutive layers of one type."""
         used = dict.fromkeys(self.model.layer_types, 0)
         number = 0
-        for kind, run in itertools.groupby(self.model.layers):
-            first, size = used[kind], len(list(run))
-            used[kind] += size
-            stack = layers[kind]
-            if size < self.model.layers.count(kind):
+        for layer_type, run in itertools.groupby(self.model.layers):
+            first, size = used[layer_type], len(list(run))
+            used[layer_type] += size
+            stack = layers[layer_type]
+            if size < self.model.layers.count(layer_type):
                 stack = jax.tree.map(lambda leaf, a=first, b=first + size: leaf[a:b], stack)
-            yield kind, stack, jnp.arange(number, number + size)
+            yield layer_type, stack, jnp.arange(number, number + size)
             number += size
 
     def apply(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, "B T V"]:
@@ -506,24 +520,24 @@ class Decoder:
         if not isinstance(stacks, Mapping):
             return params
         layers = {}
-        for kind, stack in stacks.items():
+        for layer_type, stack in stacks.items():
             leaves, form = jax.tree.flatten(stack)
-            layers[kind] = iter(map(form.unflatten, zip(*map(split, leaves), strict=True)))
-        return params | {"layers": [next(layers[kind]) for kind in self.model.layers]}
+            layers[layer_type] = iter(map(form.unflatten, zip(*map(split, leaves), strict=True)))
+        return params | {"layers": [next(layers[layer_type]) for layer_type in self.model.layers]}
 
-    def empty_cache(self, kind: str, rows: int, tokens: int) -> Any:
+    def empty_cache(self, layer_type: str, rows: int, tokens: int) -> Any:
         """Return an empty cache of a layer of this type for `tokens` tokens per sequence."""
         return self._of_caching_part(
-            kind, lambda module, part: module.empty_cache(part, rows, tokens, self._dtype)
+            layer_type, lambda module, part: module.empty_cache(part, rows, tokens, self._dtype)
         )
 
-    def cache_axes(self, kind: str) -> Any:
+    def cache_axes(self, layer_type: str) -> Any:
         """Return the logical axes of `empty_cache`, one tuple per array."""
-        return self._of_caching_part(kind, lambda module, part: module.cache_axes(part))
+        return self._of_caching_part(layer_type, lambda module, part: module.cache_axes(part))
 
-    def _of_caching_part(self, kind: str, read: Callable[[Any, Part], Any]) -> Any:
+    def _of_caching_part(self, layer_type: str, read: Callable[[Any, Part], Any]) -> Any:
         """Return `read(module, part)` for the part that caches earlier tokens; None without one."""
-        parts = (branch.part for branch in self.model.layer_types[kind].branches)
+        parts = (branch.part for branch in self.model.layer_types[layer_type].branches)
         values = (read(_MODULES[type(part)], part) for part in parts)
         return next((value for value in values if value is not None), None)
 
@@ -534,23 +548,23 @@ class Decoder:
         of a layer with a window holds only these tokens and the window before them.
         """
         caches = []
-        for number, kind in enumerate(self.model.layers):
+        for number, layer_type in enumerate(self.model.layers):
             # Name of the per-layer value that limits the cache size.
             window = self._of_caching_part(
-                kind, lambda module, part: module.cache_window(part) or None
+                layer_type, lambda module, part: module.cache_window(part) or None
             )
             places = tokens
             if piece and window and (size := int(self.model.values[window][number])):
                 places = min(tokens, size - 1 + piece)
-            caches.append(self.empty_cache(kind, rows, places))
+            caches.append(self.empty_cache(layer_type, rows, places))
         return caches
 
     def decode_layer(
-        self, kind: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
+        self, layer_type: str, params: Params, x: Array, batch: Params, index: Array, cache: Any
     ) -> tuple[Float[Array, "B t D"], Any]:
         """Return the layer's output, and its cache extended by the tokens of this batch."""
         context = self._context(batch, index, cache)
-        output = self._layer(kind, params, x, context, None)
+        output = self._layer(layer_type, params, x, context, None)
         return output.x, output.cache
 
     def extend(
@@ -562,8 +576,8 @@ class Decoder:
         """
         x, extended = self.embed(params["embedding"], batch["tokens"]), []
         layers = zip(self.model.layers, self.by_layer(params)["layers"], caches, strict=True)
-        for number, (kind, layer, cache) in enumerate(layers):
-            x, cache = self.decode_layer(kind, layer, x, batch, jnp.asarray(number), cache)
+        for number, (layer_type, layer, cache) in enumerate(layers):
+            x, cache = self.decode_layer(layer_type, layer, x, batch, jnp.asarray(number), cache)
             extended.append(cache)
         return self.logits(params, x[:, -last:]), extended
 

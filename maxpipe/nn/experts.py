@@ -34,16 +34,18 @@ from maxpipe.nn.token_permutation import (
     weighted_biases,
 )
 from maxpipe.parallel.collectives import (
+    FULL_SEGMENT_IDS,
     all_gather,
     all_to_all,
     axis_index,
     axis_size,
+    gather_sequences,
+    local_shard,
     map_batch_shards,
     mark_varying,
     reduce_scatter,
     sum_count,
 )
-from maxpipe.parallel.context_parallel import FULL_SEGMENT_IDS, gather_sequences, local_shard
 from maxpipe.parallel.mesh import CONTEXT, EXPERT
 from maxpipe.parallel.quantized_matmul import MatmulQuantizer, quantized_einsum
 from maxpipe.parallel.sharding import AxisRules, constrain
@@ -108,30 +110,30 @@ def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "
 
 @jax.custom_vjp
 def _all_to_all(
-    x: Float[Array, "S D"], sent: Int[Array, " X"], got: Int[Array, " X"]
+    x: Float[Array, "S D"], sent: Int[Array, " X"], received: Int[Array, " X"]
 ) -> Float[Array, "S D"]:
     """Send each device its block of rows, where the first `sent` rows are in use.
 
     Unused rows of the result are uninitialized and are never read.
     """
-    padded = lambda x, sent, got: all_to_all(x, EXPERT, 0, 0)  # noqa: E731
-    return lax.platform_dependent(x, sent, got, tpu=_ragged, default=padded)
+    padded = lambda x, sent, received: all_to_all(x, EXPERT, 0, 0)  # noqa: E731
+    return lax.platform_dependent(x, sent, received, tpu=_ragged, default=padded)
 
 
 _all_to_all.defvjp(
-    lambda x, sent, got: (_all_to_all(x, sent, got), (sent, got)),
+    lambda x, sent, received: (_all_to_all(x, sent, received), (sent, received)),
     lambda saved, cotangent: (_all_to_all(cotangent, *reversed(saved)), None, None),
 )
 
 
-def _ragged(x: Array, sent: Array, got: Array) -> Array:
+def _ragged(x: Array, sent: Array, received: Array) -> Array:
     size, me = axis_size(EXPERT), axis_index(EXPERT)
     room = len(x) // size
     own, there = jnp.arange(size, dtype=jnp.int32) * room, jnp.full(size, me * room, jnp.int32)
     # If input and output shared a buffer, XLA would copy the rows one tile line at a time.
     empty = mark_varying(lax.empty(x.shape, x.dtype))
     return lax.ragged_all_to_all(
-        x, empty, mark_varying(own), sent, mark_varying(there), got, axis_name=EXPERT
+        x, empty, mark_varying(own), sent, mark_varying(there), received, axis_name=EXPERT
     )
 
 

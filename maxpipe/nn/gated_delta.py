@@ -168,15 +168,15 @@ def _delta_rule(
     return _merge_chunks(read, qkvz.shape[1]), state
 
 
-def _delta_rule_forward(part: gated_delta.GatedDelta, *given: Any) -> tuple[Any, Any]:
-    chunks, (weights, qkvz, *_, before) = _chunks(part, *given), given
+def _delta_rule_forward(part: gated_delta.GatedDelta, *arguments: Any) -> tuple[Any, Any]:
+    chunks, (weights, qkvz, *_, before) = _chunks(part, *arguments), arguments
 
     def through(state: Array, chunk: Chunk) -> tuple[Array, tuple[Array, Array]]:
         after, read = _chunk_step(part, weights["norm"], state, chunk)
         return after, (read, state)
 
     state, (read, states) = lax.scan(through, before.state, chunks)
-    return (_merge_chunks(read, qkvz.shape[1]), state), (given, states)
+    return (_merge_chunks(read, qkvz.shape[1]), state), (arguments, states)
 
 
 def _delta_rule_backward(part: gated_delta.GatedDelta, saved: Any, cotangents: Any) -> Any:
@@ -371,12 +371,12 @@ def _product(x: Float[Array, "*dims C C"], y: Float[Array, "*dims C C"]) -> Arra
 
 
 def _inverse_forward(lower: Array) -> tuple[Array, Array]:
-    found = _inverse(lower)
-    return found, found
+    inverse = _inverse(lower)
+    return inverse, inverse
 
 
-def _inverse_backward(found: Array, cotangent: Array) -> tuple[Array]:
-    turned = found.swapaxes(-1, -2)
+def _inverse_backward(inverse: Array, cotangent: Array) -> tuple[Array]:
+    turned = inverse.swapaxes(-1, -2)
     return (-_product(_product(turned, cotangent), turned),)
 
 

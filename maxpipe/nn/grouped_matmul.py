@@ -417,10 +417,10 @@ def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
     return _BlockSteps(expert, start, first, jnp.where(left, stops[expert], 0))
 
 
-def _expert_row_mask(visit: _BlockSteps, block: int) -> Array:
+def _expert_row_mask(step: _BlockSteps, block: int) -> Array:
     """Return the mask `[b, 1]` of the block's rows that belong to the step."""
-    row = visit.start + jnp.arange(block)
-    return ((row >= visit.first) & (row < visit.stop))[:, None]
+    row = step.start + jnp.arange(block)
+    return ((row >= step.first) & (row < step.stop))[:, None]
 
 
 def grouped_matmul_loop(
@@ -430,39 +430,39 @@ def grouped_matmul_loop(
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
     width = _without(weights.shape, dim)[0 if transposed else 1]
 
-    def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
-        block_rows = lax.dynamic_slice_in_dim(rows, visit.start, block)
-        weight = lax.dynamic_index_in_dim(weights, visit.expert, dim, keepdims=False)
+    def add_block(output: Array, step: _BlockSteps) -> tuple[Array, None]:
+        block_rows = lax.dynamic_slice_in_dim(rows, step.start, block)
+        weight = lax.dynamic_index_in_dim(weights, step.expert, dim, keepdims=False)
         new = block_rows @ (weight.T if transposed else weight)
-        old = lax.dynamic_slice_in_dim(found, visit.start, block)
-        new = jnp.where(_expert_row_mask(visit, block), new, old)
-        return lax.dynamic_update_slice_in_dim(found, new, visit.start, 0), None
+        old = lax.dynamic_slice_in_dim(output, step.start, block)
+        new = jnp.where(_expert_row_mask(step, block), new, old)
+        return lax.dynamic_update_slice_in_dim(output, new, step.start, 0), None
 
     empty = mark_varying(jnp.zeros((num_rows, width), rows.dtype))
-    return lax.scan(turn, empty, _make_block_steps(sizes, num_rows))[0]
+    return lax.scan(add_block, empty, _make_block_steps(sizes, num_rows))[0]
 
 
 def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
     """Implement `_outer` on any platform, with float32 accumulation."""
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
-    def turn(found: Array, visit: _BlockSteps) -> tuple[Array, None]:
+    def add_block(output: Array, step: _BlockSteps) -> tuple[Array, None]:
         block_rows, block_cotangents = (
-            lax.dynamic_slice_in_dim(array, visit.start, block) for array in (rows, cotangents)
+            lax.dynamic_slice_in_dim(array, step.start, block) for array in (rows, cotangents)
         )
         # Mask both operands, because rows without an expert may hold any values.
         block_rows, block_cotangents = (
-            jnp.where(_expert_row_mask(visit, block), array, 0)
+            jnp.where(_expert_row_mask(step, block), array, 0)
             for array in (block_rows, block_cotangents)
         )
         added = jnp.einsum(
             "bk,bj->kj", block_rows, block_cotangents, preferred_element_type=jnp.float32
         )
-        old = lax.dynamic_slice_in_dim(found, visit.expert, 1, dim)
+        old = lax.dynamic_slice_in_dim(output, step.expert, 1, dim)
         new = old + jnp.expand_dims(added, dim)
-        return lax.dynamic_update_slice_in_dim(found, new, visit.expert, dim), None
+        return lax.dynamic_update_slice_in_dim(output, new, step.expert, dim), None
 
     shape = [rows.shape[1], cotangents.shape[1]]
     shape.insert(dim, len(sizes))
     empty = mark_varying(jnp.zeros(shape, jnp.float32))
-    return lax.scan(turn, empty, _make_block_steps(sizes, num_rows))[0].astype(rows.dtype)
+    return lax.scan(add_block, empty, _make_block_steps(sizes, num_rows))[0].astype(rows.dtype)

@@ -169,8 +169,8 @@ def _quantized_gated_mlp_backward(
         hidden, vjp = jax.vjp(partial(_compute_gate, function), gate, up)
         return hidden, *vjp(d_hidden)
 
-    theirs = barrier(low.quantize_tokens(cotangent, gradient=True))
-    d_hidden = low.input_grad(theirs, of_down, 1).compute().astype(x.dtype)
+    d_output = barrier(low.quantize_tokens(cotangent, gradient=True))
+    d_hidden = low.input_grad(d_output, of_down, 1).compute().astype(x.dtype)
     d_hidden = constrain(d_hidden, (None, None, "mlp"), rules)
     made = d_hidden, gate, up
     made, most = barrier((made, [compute_max_abs(array, (2,)) for array in inside(*made)]))
@@ -182,8 +182,8 @@ def _quantized_gated_mlp_backward(
         ]
     )
     d_x = [
-        barrier(low.input_grad(mine, each, 1).compute().astype(x.dtype))
-        for mine, each in ((d_gate, of_gate), (d_up, of_up))
+        barrier(low.input_grad(d_activation, weight, 1).compute().astype(x.dtype))
+        for d_activation, weight in ((d_gate, of_gate), (d_up, of_up))
     ]
     if not low.weight_gradients:
         hidden, d_gate, d_up = again

@@ -4,12 +4,16 @@ The host receives the result of a step only after the update, while the next ste
 the step itself compares its loss and gradient norm with those of recent steps. If the step is bad,
 parameters and optimizer state are left unchanged. `train.bad_steps` implements the host's reaction.
 
+`bound_update` bounds the absolute values of parameters after an update, without computing the
+update.
+
 Source: OLMo, which compares the loss and gradient norm with those of recent steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +24,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.sections.guard import GuardConfig
+from maxpipe.config.sections.optim import OptimConfig
+from maxpipe.models.spec import Param
+from maxpipe.optim import muon
+from maxpipe.optim.state_spec import is_orthogonalised, matrix_dims
 from maxpipe.parallel.mesh import AXES
 
 Tree = Any
@@ -38,7 +46,7 @@ class GuardState(NamedTuple):
     entries are NaN. Without spike detection, the window is 0."""
     bounds: Float[Array, " 2"]
     """Float32 bounds on the absolute values of parameters and of first moments; infinite if
-    unknown. See `update_bound.bound_update`."""
+    unknown. See `bound_update`."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as JSON values for a checkpoint; `bounds` is omitted and recomputed."""
@@ -82,7 +90,7 @@ def check_step(
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
     broken, spike, reach = _reduce_over_devices(mesh, flags, check, operands, specs)
     spike = spike & ~broken
-    taken = ~broken & ~(spike & (config.on_spike != "note"))
+    taken = ~broken & ~(spike & (config.on_spike != "warn"))
     newer = jnp.concatenate([state.recent, seen[:, None]], axis=1)[:, 1:]
     recent, reach = select_update(taken, (newer, reach), (state.recent, state.bounds))
     return taken, GuardState(state.skipped + ~taken, state.spikes + spike, recent, reach)
@@ -136,3 +144,85 @@ def _reduce_over_devices(
         )
     decision = largest(flags, operands)
     return decision[0] > 0, decision[1] > 0, decision[2:]
+
+
+_ROUNDING_FACTOR = 1.05
+"""Upper bound on the factor by which several bfloat16 roundings, of at most 1/256 each, increase a
+value."""
+
+MOMENTUM = "mu"
+"""Name of the first moments, whose magnitude bounds the next update."""
+
+
+def bound_update(
+    config: OptimConfig,
+    reach: Float[Array, " 2"],
+    norm: Float[Array, ""],
+    rate: Float[Array, ""],
+    *,
+    decay: float,
+    largest: float,
+) -> Float[Array, " 2"]:
+    """Return bounds on the values that the optimizer's update produces.
+
+    Args:
+        config: config of the optimizer.
+        reach: float32 bounds on any parameter and any first moment before the update.
+        norm: norm of the full gradient before clipping.
+        rate: largest learning rate of any parameter.
+        decay: largest weight decay.
+        largest: `max_direction` of all parameters.
+
+    Returns:
+        The same bounds after the update, or infinity if a value might overflow. The bounds are much
+        larger than actual values, because the root of a second moment may be 0. They are used only
+        to exclude overflow.
+
+    No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
+    moments are averages of squared entries, which are finite because the norm is finite.
+    """
+    params, moment = reach
+    gradient = jnp.minimum(norm, config.clip_norm) if config.clip_norm else norm
+    divides, shares = config.name in ("adamw", "muon"), _moment_decays(config)
+    moments = [_ROUNDING_FACTOR * (share * moment + (1 - share) * gradient) for share in shares]
+    update = jnp.full((), largest, jnp.float32)
+    corrected = jnp.maximum(moment, gradient)
+    if divides:
+        own = _ROUNDING_FACTOR * (config.beta1 * moment + (1 - config.beta1) * gradient)
+        corrected = own / (1 - config.beta1)
+        update = jnp.maximum(update, corrected / config.epsilon)
+    update = update + decay * params
+    after = _ROUNDING_FACTOR * (params + jnp.abs(rate) * update)
+    moment = jnp.stack(moments).max() if moments else jnp.zeros(())
+    bounds = jnp.stack([after, moment]).astype(jnp.float32)
+    # With smaller values, a divisor may be rounded to 0.
+    is_bounded = not divides or config.epsilon > 1e-30
+    is_bounded &= config.name == "adafactor" or max(config.beta1, config.beta2) < 1 - 1e-6
+    within = jnp.maximum(jnp.maximum(after, corrected), update) < 1e37
+    return jnp.where(is_bounded & within, bounds, jnp.inf)
+
+
+def _moment_decays(config: OptimConfig) -> tuple[float, ...]:
+    match config.name:
+        case "adamw":
+            return (config.beta1,)
+        case "lion":
+            return (config.beta2,)
+        case "muon":
+            return (config.beta1, config.momentum)
+        case "adafactor":
+            return ()
+
+
+def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
+    """Return a bound on update directions that involve no division by a second moment."""
+    bounds = [1.0 if config.name == "lion" else 0.0]
+    for param in params:
+        if is_orthogonalised(config, param):
+            matrix = matrix_dims(param)
+            assert matrix is not None
+            sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
+            bounds.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
+        elif config.name == "adafactor":  # worst case: a single entry is nonzero
+            bounds.append(math.sqrt(math.prod(param.shape)))
+    return max(bounds)

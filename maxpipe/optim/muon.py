@@ -24,7 +24,7 @@ from jax import Array, lax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float, Int
 
-from maxpipe.io.tree import KeyPath
+from maxpipe.models.param_names import KeyPath
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5

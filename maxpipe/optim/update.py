@@ -37,12 +37,11 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from maxpipe.config.sections.optim import OptimConfig
-from maxpipe.io.tree import KeyPath, flatten, unflatten
+from maxpipe.models.param_names import KeyPath, flatten, unflatten
 from maxpipe.models.spec import Param
 from maxpipe.optim import muon
-from maxpipe.optim.guard import select_update
+from maxpipe.optim.guard import MOMENTUM, bound_update, max_direction, select_update
 from maxpipe.optim.state_spec import EMA, StateArray, is_orthogonalised, matrix_dims, state_arrays
-from maxpipe.optim.update_bound import MOMENTUM, bound_update, max_direction
 from maxpipe.parallel.sharding import auto_sharded
 
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -400,7 +399,7 @@ class Optimizer:
     def bound_update(
         self, reach: Float[Array, " 2"], norm: Float[Array, ""], rate: Float[Array, ""]
     ) -> Float[Array, " 2"]:
-        """Return bounds after an update; see `update_bound.bound_update`."""
+        """Return bounds after an update; see `guard.bound_update`."""
         targets = self.trainable_params.values()
         return bound_update(
             self.config,

@@ -62,7 +62,7 @@ def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor
     `auto` exchanges heads if context x tensor divides the numbers of heads and key/value heads.
     """
     divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
-    return method == "heads" or (method == "auto" and divide)
+    return method == "ulysses" or (method == "auto" and divide)
 
 
 def find_zero1_dim(
@@ -154,13 +154,16 @@ class MeshConfig:
     dcn_expert: int = 1
     """Number of shards of the experts across slices. The devices of each shard process a different
     part of the batch."""
-    context_attention: Literal["auto", "gather", "heads", "ring"] = "auto"
-    """Communication of attention over the context axis. `gather`: each device gathers the keys and
-    values of full sequences. `heads` (Ulysses): devices exchange tokens for heads, so each device
+    context_attention: Literal["auto", "all_gather", "ulysses", "ring"] = dataclasses.field(
+        default="auto",
+        metadata=renamed_from(values={"gather": "all_gather", "heads": "ulysses"}),
+    )
+    """Communication of attention over the context axis. `all_gather`: each device gathers the keys
+    and values of full sequences. `ulysses`: devices exchange tokens for heads, so each device
     computes some heads, each over full sequences; context x tensor must divide the numbers of heads
     and key/value heads. `ring`: keys and values are sent around a ring, so no device holds the keys
-    and values of full sequences; requires `pipeline.idle=compute`, or one stage. `auto`: `heads` if
-    the sizes permit it, otherwise `gather`."""
+    and values of full sequences; requires `pipeline.idle=compute`, or one stage. `auto`: `ulysses`
+    if the sizes permit it, otherwise `all_gather`."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding of arrays outside the pipeline. `auto`: the compiler chooses the shardings between a
     program's inputs and outputs. `explicit`: array types include the shardings over all axes except

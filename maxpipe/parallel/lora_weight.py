@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Key
 
-from maxpipe.parallel.context_parallel import local_positions
+from maxpipe.parallel.collectives import local_positions
 from maxpipe.parallel.quantized_matmul import QuantizedWeight
 
 

@@ -94,7 +94,7 @@ SEND = "send"
 PROLOGUE = "outside"
 """Scope of the prologue layers."""
 GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
-"""Scopes of the weight prefetch loop (`pipeline.weight_gather=visit`): gathers of chunks, gradient
+"""Scopes of the weight prefetch loop (`pipeline.weight_gather=window`): gathers of chunks, gradient
 reductions, and ticks."""
 UPDATE = "update"
 """Scope of the optimizer update, which runs outside the per-device program."""

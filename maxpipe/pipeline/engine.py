@@ -20,19 +20,24 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Float
 
-from maxpipe.parallel.collectives import broadcast_from, manual_axes_of, mark_varying, sum_over
-from maxpipe.parallel.context_parallel import gather_sequences, shard_tokens
+from maxpipe.parallel.collectives import (
+    broadcast_from,
+    gather_sequences,
+    manual_axes_of,
+    mark_varying,
+    shard_tokens,
+    sum_over,
+)
 from maxpipe.parallel.mesh import CONTEXT, STAGE, TOKEN_AXES
 from maxpipe.parallel.quantized_matmul import MatmulQuantizer
 from maxpipe.parallel.sharding import BATCH_SPEC, reshard_explicit, restrict_spec
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import mask_other_devices, sum_by_source
-from maxpipe.pipeline.loss_slot import OutputReader
 from maxpipe.pipeline.mtp import MTP
 from maxpipe.pipeline.program import Network, PipelinePlan, StepProgram
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.pipeline.slots import Idle
-from maxpipe.pipeline.tick_loop import TickTable
+from maxpipe.pipeline.tick_loop import OutputReader, TickTable
 from maxpipe.pipeline.weights import GatherMode, WeightSharding, replace_subtree, select_trainable
 from maxpipe.schedule.table import Schedule
 

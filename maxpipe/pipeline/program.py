@@ -27,7 +27,6 @@ from maxpipe.parallel.collectives import (
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.loss_head import LossHead
-from maxpipe.pipeline.loss_slot import LossSlot, OutputReader
 from maxpipe.pipeline.mtp import MtpFns, MtpLayerFns, MtpLossHeads, merge_reports
 from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.pipeline.prologue import Embedding, PrologueLayers
@@ -43,7 +42,15 @@ from maxpipe.pipeline.slots import (
     select_microbatch,
     write_slot,
 )
-from maxpipe.pipeline.tick_loop import Buffers, Gradients, TickRow, TickTable, run_weight_windows
+from maxpipe.pipeline.tick_loop import (
+    Buffers,
+    Gradients,
+    LossSlot,
+    OutputReader,
+    TickRow,
+    TickTable,
+    run_weight_windows,
+)
 from maxpipe.pipeline.weights import (
     GatherMode,
     LayerWeights,
@@ -92,7 +99,7 @@ class StepProgram:
         # If all chunks fit in the prefetch window, chunks are never evicted, so weights are
         # gathered once per step.
         self.uses_weight_window = (
-            schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "visit"
+            schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "window"
         )
         key = None if key is None else mark_varying(key)
         self.embedding = Embedding(plan.weight_shardings["embedding"], self.network.embed_scale)
@@ -153,7 +160,7 @@ class StepProgram:
     def _prepare_layers(self, params: Tree, key: jax.Array | None) -> None:
         plan, dtype = self.plan, self.network.compute_dtype
         mode = plan.weight_gather
-        mode = "step" if mode == "visit" and not self.uses_weight_window else mode
+        mode = "step" if mode == "window" and not self.uses_weight_window else mode
         # Merge the stacked dims [R, 1, L] of this stage into one dim.
         self.weights = {
             kind: LayerWeights(mode, _unstacked_shardings(divisions, num_stacked=3), dtype)
@@ -617,7 +624,7 @@ class PipelinePlan:
     @property
     def prologue_gather_mode(self) -> GatherMode:
         """Gather mode of weights outside the ring, which the prefetch window does not contain."""
-        return "step" if self.weight_gather == "visit" else self.weight_gather
+        return "step" if self.weight_gather == "window" else self.weight_gather
 
     def has_mtp(self, schedule: Schedule) -> bool:
         """Whether a step with this schedule computes MTP heads."""

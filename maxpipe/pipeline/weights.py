@@ -62,7 +62,7 @@ def replace_subtree(tree: Tree, part: Tree) -> Tree:
 
 
 Tree = Any
-GatherMode = Literal["iteration", "visit", "step"]
+GatherMode = Literal["iteration", "window", "step"]
 NOT_SHARDED = -1
 """Value of `WeightSharding.dim` if no dim is gathered."""
 
@@ -197,7 +197,7 @@ class LayerWeights:
     """Weights of one stage's layers, stacked `[R * L, ...]`, in one of three gather modes.
 
     `iteration` stores shards and gathers each layer when it is used. `step` stores all weights
-    gathered. `visit` stores a prefetch window of gathered chunks. Gradients of trainable weights
+    gathered. `window` stores a prefetch window of gathered chunks. Gradients of trainable weights
     are accumulated with the same sharding as the stored weights.
     """
 
@@ -217,7 +217,7 @@ class LayerWeights:
         return select_trainable(self.weight_shardings, self.trainable)
 
     def prepare(self, shards: Tree) -> Tree:
-        """Return the tree from which the tick loop reads weights; with `visit`, the shards to
+        """Return the tree from which the tick loop reads weights; with `window`, the shards to
         gather.
         """
         if self.gather_mode != "step":
@@ -269,7 +269,7 @@ class LayerWeights:
 
         return jax.tree.map(reduce, totals, self._trainable_shardings)
 
-    # Prefetch window of `visit`: chunks of `length` layers.
+    # Prefetch window (`window`): chunks of `length` layers.
 
     def empty_window(self, shards: Tree, num_layers: int) -> Tree:
         """Return zero weights for `num_layers` unsharded layers."""

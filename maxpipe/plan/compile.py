@@ -479,7 +479,7 @@ def executions(
     if (heads := steps.param_layout.decoder.model.ends.mtp_layers) is not None:
         trips[rf"/{scopes.MTP}/while$"] = heads.num_heads
     visits = schedule.weight_window
-    if weight_gather == "visit" and visits.num_chunk_slots:
+    if weight_gather == "window" and visits.num_chunk_slots:
         turns = len(visits.gather_tick) + 1
         last = visits.gather_tick[-1]
         reduced = int(np.count_nonzero(visits.reduce_tick <= last))

@@ -24,7 +24,7 @@ import numpy as np
 from maxpipe.hardware import MIB, Hardware
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.mlp import GatedMLP
-from maxpipe.models.spec import Kind, Scores
+from maxpipe.models.spec import LayerType, Scores
 from maxpipe.plan.memory import Memory, loss_blocks, predict_memory, state_bytes
 from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import (
@@ -53,7 +53,7 @@ The value is fitted to the TPU compiler's cycles at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
 """Slot types: forward, backward, and the input-gradient and weight-gradient halves of a split
 backward slot."""
-OVERLAPPED_SHARE = {"iteration": 0.5, "visit": 0.0, "step": 0.0}
+OVERLAPPED_SHARE = {"iteration": 0.5, "window": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
 """Cost of an attention kernel's backward pass relative to its forward pass, keyed by platform
@@ -219,7 +219,7 @@ class LayerCost:
     name: str
 
     @property
-    def _kind(self) -> Kind:
+    def _kind(self) -> LayerType:
         return self.model.sizes.model.layer_types[self.name]
 
     @cached_property

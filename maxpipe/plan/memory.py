@@ -15,7 +15,7 @@ from functools import cache
 
 from maxpipe.models.adapters import is_held
 from maxpipe.models.resolve_auto import loss_block
-from maxpipe.models.spec import Held, Kind, Part
+from maxpipe.models.spec import Held, LayerType, Part
 from maxpipe.optim.state_spec import BYTES
 from maxpipe.plan.memory_terms import (
     gathered_bytes,
@@ -24,8 +24,7 @@ from maxpipe.plan.memory_terms import (
     optimizer_bytes,
     optimizer_layer_bytes,
 )
-from maxpipe.plan.parameter_counts import ParameterCounts
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import ParameterCounts, Sizes
 from maxpipe.schedule.table import Schedule
 
 REFERENCE = "reference"
@@ -73,7 +72,7 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
     sizes = sizes.on_platform(platform)
     if not gathers_weights(sizes):  # without gathers, `step` and `iteration` are equal
         pipeline = sizes.config.pipeline
-        mode = "visit" if pipeline.weight_gather == "visit" else "step"
+        mode = "window" if pipeline.weight_gather == "window" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
         sizes = replace(sizes, config=replace(sizes.config, pipeline=pipeline))
     terms = state(sizes) | {REFERENCE: reference(sizes)} | buffers(sizes, schedule)
@@ -228,14 +227,14 @@ def prologue_bytes(sizes: Sizes, schedule: Schedule) -> float:
 
 def _uses_weight_window(sizes: Sizes, schedule: Schedule) -> bool:
     return (
-        sizes.config.pipeline.weight_gather == "visit"
+        sizes.config.pipeline.weight_gather == "window"
         and schedule.weight_window.num_chunk_slots > 0
     )
 
 
 def _gathers_per_step(sizes: Sizes, schedule: Schedule) -> bool:
     mode = sizes.config.pipeline.weight_gather
-    return mode == "step" or (mode == "visit" and not _uses_weight_window(sizes, schedule))
+    return mode == "step" or (mode == "window" and not _uses_weight_window(sizes, schedule))
 
 
 def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
@@ -355,7 +354,7 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     return held_wide - held + 2 * (carried_wide - carried)
 
 
-WEIGHT_COPIES = {"iteration": 2.0, "visit": 0.8, "step": 0.8}
+WEIGHT_COPIES = {"iteration": 2.0, "window": 0.8, "step": 0.8}
 """Number of copies of a layer's gathered weights and gradients during its backward pass, in the
 compute dtype. This constant and the next two are fitted to measurements on TPU."""
 SCORE_COPIES = 2.9 / 2
@@ -376,7 +375,7 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """Return the peak bytes of the largest layer's backward pass; layer parts reuse memory."""
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
-    def needed(name: str, kind: Kind) -> float:
+    def needed(name: str, kind: LayerType) -> float:
         weights = WEIGHT_COPIES[mode] * (
             gathered_bytes(sizes, {name: 1}) + _dequantized_bytes(sizes, kind)
         )
@@ -388,7 +387,7 @@ def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     return max([ring, *(layer + pending for layer in mtp)])
 
 
-def _dequantized_bytes(sizes: Sizes, kind: Kind) -> float:
+def _dequantized_bytes(sizes: Sizes, kind: LayerType) -> float:
     """Return the size in bytes of a layer's dequantized matrices in the compute dtype."""
     elements = sum(
         sizes.mesh.elements(param.dims, whole=True)
@@ -468,7 +467,7 @@ def _layer_on_cpu(sizes: Sizes, *, score_bytes: int, spared: float) -> float:
         )
         return (CPU_KEPT if activations.saves_all(part) else CPU_RECOMPUTED) * elements
 
-    def needed(name: str, kind: Kind) -> float:
+    def needed(name: str, kind: LayerType) -> float:
         parts = kind.parts.values()
         pairs = sum(
             sum(part.backward_peak.pairs) * activations.stored_scores(part) for part in parts

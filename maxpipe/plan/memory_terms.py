@@ -17,8 +17,7 @@ from maxpipe.hardware import GIB
 from maxpipe.models.spec import Param
 from maxpipe.optim.state_spec import BYTES, is_orthogonalised, state_arrays
 from maxpipe.parallel.axes import axis_table, find_zero1_dim
-from maxpipe.plan.parameter_counts import ParameterCounts
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import ParameterCounts, Sizes
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ TERMS: dict[str, Term] = {
     ),
     "held": Term(
         "unsharded weights of a stage, gathered once per step",
-        "pipeline.weight_gather=visit or iteration",
+        "pipeline.weight_gather=window or iteration",
     ),
     "window": Term(
         "unsharded weights of the chunks in use",

@@ -47,7 +47,7 @@ from maxpipe.schedule.table import Schedule
 TOKEN_SPLIT_KEYS = ("sequence_parallel", "collective_matmul")
 """Keys of `mesh` that select how tokens are sharded over the tensor axis."""
 REPEATS = (1, 2, 3, 4, 6, 8)
-GATHERS = ("iteration", "visit", "step")
+GATHERS = ("iteration", "window", "step")
 REMATS = ("none", "names", "full", "chunk")
 MAX_EXHAUSTIVE = 20_000
 """Maximum number of layouts for an exhaustive evaluation, which takes about a minute."""
@@ -523,9 +523,9 @@ def _pipeline_options(
             for gather in GATHERS if gathers else ("iteration",):
                 # A weight prefetch window only helps if a stage has several chunks and microbatches
                 # share a gather.
-                if gather == "visit" and (repeats == 1 or not spec.uses_group):
+                if gather == "window" and (repeats == 1 or not spec.uses_group):
                     continue
-                if gather != "visit" and group_factor > 1:
+                if gather != "window" and group_factor > 1:
                     continue
                 for remat in REMATS:
                     # A split backward pass recomputes in both I and W slots, so full remat costs
@@ -666,7 +666,7 @@ def _changes(config: Config) -> Iterator[Change]:
     for remat in ("names", "full", "chunk"):
         if remat != pipeline.remat:
             yield "pipeline", {"remat": remat, "offloaded_names": []}
-    for gather in ("visit", "iteration"):
+    for gather in ("window", "iteration"):
         if gather != pipeline.weight_gather:
             yield "pipeline", {"weight_gather": gather}
     for factor in (2, 4, 8):

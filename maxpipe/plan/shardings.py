@@ -13,9 +13,8 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.models.spec import Dims, Param
 from maxpipe.optim.state_spec import BYTES
 from maxpipe.parallel.axes import MESH_AXES, axis_table, axis_table_with_sequence
-from maxpipe.plan.activation_sizes import BETWEEN_MATMULS
 from maxpipe.plan.memory_terms import gib, optimizer_bytes
-from maxpipe.plan.sizes import Sizes
+from maxpipe.plan.sizes import BETWEEN_MATMULS, Sizes
 
 STACK = ("repeat", "stage", "layer")
 """Leading logical axes of parameters in pipelined layers. Prologue layers have only the last of

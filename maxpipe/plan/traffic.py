@@ -186,7 +186,7 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
     context, size = mesh.axes["context"], activations.itemsize
     keys = sum(map(activations.elements, scores.keys))
     exchange = activations.context_method(scores)
-    if exchange.method == "heads":
+    if exchange.method == "ulysses":
         all_heads = keys + activations.elements(scores.query) + activations.elements(scores.mixed)
         once = CommVolume(axes, mesh.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
         yield TokenExchange(once, once, once)

@@ -52,11 +52,10 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import STEP, Phases
 from maxpipe.errors import ConfigError, Problem, StorageError
-from maxpipe.huggingface.output_folder import resolve_model
-from maxpipe.huggingface.source import folder_of
+from maxpipe.huggingface.folder import folder_of, resolve_model
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
-from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
+from maxpipe.objectives import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.parallel.mesh import Device, build_mesh, describe_mesh, resolve_mesh_config
 from maxpipe.parallel.sharding import (
     local_sequences,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 
-from maxpipe.config.bundled_configs import REFERENCE_FILE
+from maxpipe.config.config_files import REFERENCE_FILE
 from maxpipe.data.loader import Loader
 from maxpipe.data.pairs import PairDocuments
 from maxpipe.distributed.control_channel import ControlChannel
@@ -27,7 +27,7 @@ from maxpipe.errors import ConfigError, DivergenceError, StorageError
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
-from maxpipe.objectives.preference import Preference
+from maxpipe.objectives import Preference
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.step.build import load_batches
 from maxpipe.step.step import Steps
@@ -300,6 +300,6 @@ def attach_stored_references(run_dir: Path, loader: Loader) -> None:
                 None,
                 f"must be pairs with references of the run: {path} has none for these pairs.",
                 "Evaluate the documents of the run, or text: train.objective=pretrain "
-                "data.chat=off data.packing=cut and data.path.",
+                "data.chat=off data.packing=concatenate and data.path.",
             )
         documents.reference = known

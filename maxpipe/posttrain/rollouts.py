@@ -35,7 +35,7 @@ from maxpipe.generate.pipeline_decoding import (
     decode_param_shardings,
     to_decode_params,
 )
-from maxpipe.objectives.policy import ON_POLICY, advantages
+from maxpipe.objectives import ON_POLICY, advantages
 from maxpipe.parallel.sharding import local_sequences, make_global_batch, rebind_mesh
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.weights import replace_subtree

@@ -39,9 +39,9 @@ from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
 from maxpipe.config.sections.model import FAMILY
 from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.huggingface.folder import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of
+from maxpipe.huggingface.folder import open_folder as open_folder
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
-from maxpipe.huggingface.source import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of
-from maxpipe.huggingface.source import open_folder as open_folder
 from maxpipe.io.typed_json import check_type
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.registry import describe

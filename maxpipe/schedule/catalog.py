@@ -13,7 +13,7 @@ from typing import Literal
 
 from maxpipe.errors import ConfigError
 from maxpipe.schedule import orders
-from maxpipe.schedule.csv_format import read_orders
+from maxpipe.schedule.orders import read_orders
 from maxpipe.schedule.placement import place_orders
 from maxpipe.schedule.table import Orders, Ring, Schedule
 from maxpipe.schedule.verify import verify

@@ -186,7 +186,8 @@ def _ratio(costs: Costs) -> str:
 _LEGEND = (
     "idle: fraction of a step, at costs F:I:W. saved chunks, deferred (weight gradients), inbox:",
     "number of slots per stage; in layers: sum of the first two, in units of a stage's layers.",
-    "messages: maximum sent per stage and step. gathers: per weight and step, weight_gather=visit.",
+    "messages: maximum sent per stage and step. "
+    "gathers: per weight and step, weight_gather=window.",
 )
 
 

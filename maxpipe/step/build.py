@@ -37,9 +37,7 @@ from maxpipe.models.count import layer_costs
 from maxpipe.models.resolve_auto import Divided, loss_block, resolved
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.module import make_quantizer
-from maxpipe.objectives import preference
-from maxpipe.objectives.distill import Distill
-from maxpipe.objectives.policy import KlPolicyGradient, Policy
+from maxpipe.objectives import Distill, KlPolicyGradient, Policy, make_preference
 from maxpipe.optim.lr_schedule import learning_rate
 from maxpipe.optim.update import Optimizer
 from maxpipe.parallel.mesh import (
@@ -70,7 +68,7 @@ def objective_of(config: Config) -> Objective:
         case "pretrain" | "sft":
             return CrossEntropy()
         case "preference":
-            return preference.make_preference(config.preference, config.data.max_pairs_per_sequence)
+            return make_preference(config.preference, config.data.max_pairs_per_sequence)
         case "distill":
             distill = config.distill
             return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)

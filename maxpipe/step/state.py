@@ -31,8 +31,7 @@ from jaxtyping import Key
 
 from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.config.sections.optim import OptimConfig
-from maxpipe.io.tree import KeyPath, flatten, unflatten
-from maxpipe.models.param_names import chosen, names_in_layers
+from maxpipe.models.param_names import KeyPath, chosen, flatten, names_in_layers, unflatten
 from maxpipe.models.spec import Param
 from maxpipe.nn.adapters import complete_params
 from maxpipe.nn.decoder import Decoder

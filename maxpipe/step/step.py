@@ -29,17 +29,16 @@ from jaxtyping import Bool, Float, Int
 from maxpipe.distributed.runtime import compiler_options
 from maxpipe.models.spec import Follows, Model
 from maxpipe.nn.decoder import MTP
-from maxpipe.optim.guard import check_step, select_update
+from maxpipe.optim.guard import MOMENTUM, check_step, select_update
 from maxpipe.optim.update import Optimizer, OptState
-from maxpipe.optim.update_bound import MOMENTUM
 from maxpipe.parallel import scopes
 from maxpipe.parallel.mesh import BATCH_AXES
 from maxpipe.parallel.sharding import BATCH_SPEC, auto_sharded, reshard, reshard_like
 from maxpipe.pipeline import mtp
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.loss_head import sum_by_source
-from maxpipe.pipeline.loss_slot import OutputReader
 from maxpipe.pipeline.objective import Objective
+from maxpipe.pipeline.tick_loop import OutputReader
 from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.schedule.catalog import make_forward_schedule
 from maxpipe.schedule.table import Schedule

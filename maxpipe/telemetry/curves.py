@@ -18,7 +18,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeGuard
 
-from maxpipe.config.bundled_configs import EVENTS_FILE, METRICS_FILE
+from maxpipe.config.config_files import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
 from maxpipe.errors import ConfigError, StorageError
@@ -318,7 +318,7 @@ def _add(record: EventRecord, attempts: list[Attempt]) -> None:
         case "time" if step is not None:
             attempt.stretches.append(StepInterval(attempt.last, step, seconds))
             attempt.last = step
-        case "roll_back" if to is not None:
+        case "rollback" | "roll_back" if to is not None:
             attempt.last = to
         case "done" | "preempted" | "failed" as ended:
             attempt.ended = ended

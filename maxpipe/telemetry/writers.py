@@ -25,7 +25,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from maxpipe.config.bundled_configs import (
+from maxpipe.config.config_files import (
     EVENTS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,

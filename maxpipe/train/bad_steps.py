@@ -19,7 +19,7 @@ from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.writers import EventLog
 
 
-class RollBack(Exception):
+class Rollback(Exception):
     """The run must roll back to its newest checkpoint and skip batches up to that of `step`."""
 
     def __init__(self, step: int):
@@ -44,7 +44,7 @@ class BadStepMonitor:
         """Initialize the monitor; `counts` are from a checkpoint and include those of the guard."""
         self.offset = offset
         """Number of batches skipped by rollbacks. Step s uses batch s + offset, both zero-based."""
-        self.roll_backs: int = (counts or {}).get("roll_backs", 0)
+        self.num_rollbacks: int = (counts or {}).get("roll_backs", 0)
         self.skipped_sequences: int = self._skipped_sequences(loader, offset, counts)
         self._pending: tuple[int, Mapping[str, Any]] | None = None
         self._load_counts(counts)
@@ -62,7 +62,7 @@ class BadStepMonitor:
 
     def state_dict(self) -> dict[str, int]:
         """Return the counts as JSON values for a checkpoint."""
-        found = {"roll_backs": self.roll_backs, "in_row": self._num_consecutive}
+        found = {"roll_backs": self.num_rollbacks, "in_row": self._num_consecutive}
         # With a constant batch size, the number of skipped sequences follows from the offset.
         more = {"rows_left_out": self.skipped_sequences} if self._loader.ramp.stages else {}
         return found | more
@@ -86,7 +86,7 @@ class BadStepMonitor:
 
         Raises:
             DivergenceError: the config does not allow the run to continue.
-            RollBack: the run must roll back.
+            Rollback: the run must roll back.
         """
         self.flush()
         self._pending = step, metrics
@@ -104,7 +104,7 @@ class BadStepMonitor:
             names = ("train/loss", "train/grad_norm", "train/lr")
             self._decide(step, is_spike, *(float(metrics[name]) for name in names))
 
-    def record_roll_back(
+    def record_rollback(
         self, bad_step: int, step: int, offset: int, counts: Mapping[str, Any] | None
     ) -> None:
         """Record a rollback to `step`, which skips the batches up to `bad_step`.
@@ -115,9 +115,9 @@ class BadStepMonitor:
         done = rows_before(step + offset) - self._skipped_sequences(self._loader, offset, counts)
         self.offset += bad_step - step
         self.skipped_sequences = rows_before(step + self.offset) - done
-        self.roll_backs += 1
+        self.num_rollbacks += 1
         self._load_counts(counts)
-        self._events.write("roll_back", step=bad_step, to=step, number=self.roll_backs)
+        self._events.write("rollback", step=bad_step, to=step, number=self.num_rollbacks)
         self._console.warn(
             f"rolled back from step {bad_step} to {step}; the batches in between are skipped"
         )
@@ -145,8 +145,8 @@ class BadStepMonitor:
         if refusal:
             rule, remedy = refusal
             raise DivergenceError(f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}")
-        if action == "roll_back":
-            raise RollBack(step)
+        if action == "rollback":
+            raise Rollback(step)
         done = (
             f"update skipped, {self._num_consecutive} in a row" if action == "skip" else "a spike"
         )
@@ -171,9 +171,9 @@ class BadStepMonitor:
                 f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is the cause, or "
                 f"{lower}.",
             )
-        if action == "roll_back" and self.roll_backs >= config.max_rollbacks:
+        if action == "rollback" and self.num_rollbacks >= config.max_rollbacks:
             return (
-                f"requires roll back {self.roll_backs + 1}; guard.max_rollbacks allows "
+                f"requires rollback {self.num_rollbacks + 1}; guard.max_rollbacks allows "
                 f"{config.max_rollbacks}. events.jsonl names the batches.",
                 f"Set guard.max_rollbacks={config.max_rollbacks + 3} if the data is the cause, "
                 f"or {lower}.",

@@ -13,7 +13,7 @@ from types import TracebackType
 from maxpipe.config.check import error_location
 from maxpipe.config.load import LoadedConfig
 from maxpipe.config.sections.train import total_steps
-from maxpipe.data.formats import read_tracker
+from maxpipe.data.formats.source import longest_active_read, take_read_times
 from maxpipe.data.loader import Loader
 from maxpipe.data.sources import section_of
 from maxpipe.distributed.phases import DATA, Phases
@@ -120,7 +120,7 @@ class SlowDataMonitor:
             self._poll(time.monotonic())
 
     def _poll(self, now: float) -> None:
-        read = read_tracker.longest_active_read()
+        read = longest_active_read()
         seconds = 0.0 if read is None else now - read.begun
         if read is None or seconds < _SLOW_SECONDS:
             self._phases.detail = ""
@@ -143,13 +143,13 @@ class SlowDataMonitor:
         """
         if not self._has_begun:  # reading the first batches takes longer
             self._has_begun = True
-            read_tracker.take_read_times()
+            take_read_times()
             return
         self._waited, self._seconds = self._waited + waited, self._seconds + seconds
         if self._seconds < _WINDOW_SECONDS:
             return
         share, window_seconds = self._waited / self._seconds, self._seconds
-        spent = read_tracker.take_read_times()
+        spent = take_read_times()
         self._waited = self._seconds = 0.0
         now = time.monotonic()
         if share < _WAIT_SHARE or now < self._quiet_until or spent.slowest is None:

@@ -27,7 +27,7 @@ from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.registry import describe
 from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry.metrics import source_tag
-from maxpipe.train.bad_steps import RollBack
+from maxpipe.train.bad_steps import Rollback
 from maxpipe.train.memory_check import explain_allocation_errors
 from maxpipe.train.run import Run
 from maxpipe.train.session import open_session
@@ -57,7 +57,7 @@ def _run_loop(run: Run) -> None:
     while True:
         try:
             return _train_steps(run)
-        except RollBack as bad:
+        except Rollback as bad:
             step = bad.step
         run.roll_back(step)
 

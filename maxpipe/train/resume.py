@@ -30,14 +30,14 @@ from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.source import paths_of
-from maxpipe.config.sections.train import total_steps
+from maxpipe.config.sections.train import BatchRamp, total_steps
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
 from maxpipe.errors import ConfigError
 from maxpipe.evals.early_stopping import EarlyStoppingState
+from maxpipe.huggingface.folder import folder_of
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY
-from maxpipe.huggingface.source import folder_of
 from maxpipe.io import redact
 from maxpipe.io.typed_json import AnyFloat, check_type
 from maxpipe.models.param_names import trained
@@ -135,6 +135,7 @@ def restore_or_init(
             data = check_type(facts.data, Position)
             model = facts.config["model"]
             frozen = check_type(upgrade_model_section(model)[_FROZEN], list[str])
+            BatchRamp.from_metadata(data["fingerprint"])
             if data["step"] < 0:
                 raise ValueError(f"the data position is step {data['step']}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:

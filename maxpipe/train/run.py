@@ -219,7 +219,7 @@ class Run:
                 self.post_training.teacher_source.teacher,
             )
         self.state, first = start.state, int(start.state.step)
-        self.bad_step_monitor.record_roll_back(bad_step, first, start.offset, start.guard_counts)
+        self.bad_step_monitor.record_rollback(bad_step, first, start.offset, start.guard_counts)
         self.validation.early_stopping = EarlyStopping(
             self.config.eval, self.config.checkpoint, start.early_stopping
         )

@@ -17,6 +17,7 @@ from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import Datasets
+from maxpipe.data.prompts import read_conversations, read_prompts, user_chat
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError
@@ -35,7 +36,6 @@ from maxpipe.generate.pipeline_decoding import (
     decode_param_shardings,
     to_decode_params,
 )
-from maxpipe.generate.prompts import read_conversations, read_prompts, user_chat
 from maxpipe.parallel.sharding import rebind_mesh
 from maxpipe.step.state import ParamLayout
 

@@ -26,15 +26,15 @@ from maxpipe.checkpoint.storage import (
     run_folder,
     to_epath,
 )
-from maxpipe.config import bundled_configs
-from maxpipe.config.bundled_configs import (
+from maxpipe.config import config_files
+from maxpipe.config.check import error_location
+from maxpipe.config.config_files import (
     CONFIG_FILE,
     EVENTS_FILE,
     METRICS_FILE,
     REFERENCE_FILE,
     SAMPLES_FILE,
 )
-from maxpipe.config.check import error_location
 from maxpipe.config.load import LoadedConfig, to_yaml
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import named_sources
@@ -143,9 +143,9 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
     if path and not _exists(path):
         rule = f"must name an existing file or folder; none was found relative to {os.getcwd()}."
         action = f"Set {key} to an existing path."
-        if key == "tokenizer.path" and bundled_configs.is_hub_id(path):
+        if key == "tokenizer.path" and config_files.is_hub_id(path):
             rule += " Nothing is downloaded."
-            action = f"{bundled_configs.hub_download_action(path).removesuffix('.')} as {key}."
+            action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."
         yield Problem(error_location(key, origins), path, rule, action)
 
 

@@ -446,7 +446,10 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.fault("L7")
 def test_freeing_space_needs_no_lock_where_none_can_be_written(tmp_path: Path, full_disk: None):
-    with raises(StorageError, "lock.json", suggests="run.dir"), RunLock(tmp_path):
+    with (
+        raises(StorageError, "lock.json", names="No space left on device", suggests="run.dir"),
+        RunLock(tmp_path),
+    ):
         pass
     with RunLock(tmp_path, to_free=True):
         assert not list(tmp_path.iterdir())

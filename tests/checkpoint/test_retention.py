@@ -67,7 +67,7 @@ def test_order_does_not_matter_and_half_hours_do():
 def test_config_states_rules():
     config = CheckpointConfig(keep=2, keep_every_steps=3, keep_every_hours=0.5, keep_best=4)
     assert RetentionRules.of(config) == RetentionRules(2, 3, 0.5, 4)
-    config = CheckpointConfig(best_metric="eval/a/accuracy", best_mode="largest")
+    config = CheckpointConfig(best_metric="eval/a/accuracy", best_mode="max")
     assert RetentionRules.of(config).better == BestMetric("eval/a/accuracy", is_largest=True)
 
 

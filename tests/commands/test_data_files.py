@@ -211,9 +211,9 @@ def test_a_config_of_documents_alone_overrides_no_model(here: Path, capsys) -> N
 def test_conversations_that_are_cut_are_remarked(here: Path, capsys) -> None:
     _chats(here / "chat.jsonl", "messages")
     keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
-    for packing, is_cut in (("auto", False), ("cut", True)):
+    for packing, is_cut in (("auto", False), ("concatenate", True)):
         _, err = _run(capsys, "show", "chat.jsonl", *keys, f"data.packing={packing}", "-n", "1")
-        assert ("data.packing=cut splits 4 conversations across sequences" in err) == is_cut
+        assert ("data.packing=concatenate splits 4 conversations across sequences" in err) == is_cut
 
 
 def test_pairs_of_whole_conversations(here: Path, capsys) -> None:

@@ -7,11 +7,11 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.config.sections.eval import metrics_of
 from maxpipe.errors import ConfigError
-from maxpipe.objectives.preference import Preference
+from maxpipe.objectives import Preference
 
 CHATS = ("data.source=jsonl", "data.path=chats.jsonl", "data.chat=messages")
 TASK = "eval.tasks.sums.path=sums.jsonl"
-LARGEST = "checkpoint.best_mode=largest"
+LARGEST = "checkpoint.best_mode=max"
 
 
 def refused(*given: str, to_train: bool = True) -> dict[str, str]:
@@ -48,8 +48,8 @@ def test_tasks_name_files() -> None:
     [
         ("eval.patience=2", "eval.every", "counts evaluations"),
         ("checkpoint.best_metric=eval/los", "checkpoint.best_metric", "=eval/loss."),
-        (f"{TASK} {LARGEST}", "checkpoint.best_mode", "must be smallest"),
-        (f"{TASK} checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_mode", "=largest."),
+        (f"{TASK} {LARGEST}", "checkpoint.best_mode", "must be min"),
+        (f"{TASK} checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_mode", "=max."),
         ("checkpoint.best_metric=eval/sums/accuracy", "checkpoint.best_metric", "eval/loss"),
         ("eval.batches=0 eval.patience=1 eval.every=1", "checkpoint.best_metric", "eval.batches=8"),
         (
@@ -82,9 +82,9 @@ def test_metrics_are_those_of_what_is_evaluated() -> None:
                 *("eval/loss", "eval/nats_per_byte", "eval/book/loss", "eval/book/nats_per_byte"),
                 *("source/a/eval_loss", "source/a/eval_nats_per_byte"),
             ],
-            "smallest",
+            "min",
         ),
-        **dict.fromkeys(["eval/sums/accuracy", "eval/sums/accuracy_by_bytes"], "largest"),
+        **dict.fromkeys(["eval/sums/accuracy", "eval/sums/accuracy_by_bytes"], "max"),
     }
 
 
@@ -93,9 +93,9 @@ def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
     given = ["tiny", "train.steps=3", "data.source=jsonl", "data.path=a.jsonl", *pairs]
     found = metrics_of(load([*given, "data.validation_fraction=0.2"]).config)
     assert {*found} == {"eval/loss", *(f"eval/{name}" for name in Preference.report_names)}
-    assert found["eval/margin"] == "largest" and found["eval/loss"] == "smallest"
+    assert found["eval/margin"] == "max" and found["eval/loss"] == "min"
     kept = [*given, "data.validation_fraction=0.2", "checkpoint.best_metric=eval/margin"]
-    assert load([*kept, "checkpoint.best_mode=largest"]).config.checkpoint.best_mode == "largest"
+    assert load([*kept, "checkpoint.best_mode=max"]).config.checkpoint.best_mode == "max"
 
 
 def test_what_a_run_evaluates_does_not_bind_other_commands() -> None:

@@ -152,21 +152,22 @@ def test_large_integers_are_exact():
 )
 def test_values_that_are_not_integers_are_refused(text: str):
     message = only_problem(*VALID, f"train.steps={text}")
-    assert_error(message, "train.steps")
+    assert_error(message, "train.steps", names="integer", suggests="train.steps=100")
     assert len(message) < 300
 
 
 @pytest.mark.parametrize(
     ("text", "rule"),
     [
-        (str(2**63), "2**63 - 1"),
-        (f"-{'9' * 6000}", "-2**63"),
-        ("1e19", "2**63 - 1"),
-        ("1e16", "exponent"),
+        (str(2**63), "from -2**63 to 2**63 - 1"),
+        (f"-{'9' * 6000}", "from -2**63 to 2**63 - 1"),
+        ("1e19", "from -2**63 to 2**63 - 1"),
+        ("1e16", "without decimal point or exponent"),
     ],
 )
 def test_integers_beyond_64_bits_are_refused(text: str, rule: str):
-    assert_error(only_problem(*VALID, f"train.tokens={text}"), "train.tokens", names=[rule])
+    message = only_problem(*VALID, f"train.tokens={text}")
+    assert_error(message, "train.tokens", names=["integer", rule])
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3", 3.0), ("1_0.5", 10.5)])
@@ -179,7 +180,8 @@ def test_numbers(text: str, value: float, write: Write):
 
 @pytest.mark.parametrize("text", ["nan", ".inf", "-inf", "true", "a", "", "१"])
 def test_values_that_are_not_finite_numbers_are_refused(text: str):
-    assert_error(only_problem(*VALID, f"optim.beta1={text}"), "optim.beta1")
+    message = only_problem(*VALID, f"optim.beta1={text}")
+    assert_error(message, "optim.beta1", names="finite number", suggests="optim.beta1=0.9")
 
 
 @pytest.mark.parametrize(("text", "value"), [("on", True), ("False", False), ("0", False)])
@@ -190,7 +192,8 @@ def test_true_or_false(text: str, value: bool):
 @pytest.mark.parametrize("text", ["2", "maybe", ""])
 def test_values_that_are_not_booleans_are_refused(text: str):
     message = only_problem(*VALID, f"log.tensorboard={text}")
-    assert_error(message, "log.tensorboard", names=["true", "false"])
+    names = ["true", "false"]
+    assert_error(message, "log.tensorboard", names=names, suggests="log.tensorboard=true")
 
 
 # --- mistakes ------------------------------------------------------------------------
@@ -325,9 +328,9 @@ def test_what_an_unread_file_may_hold_is_not_reported_as_missing(tmp_path: Path)
 
 
 def test_a_file_of_data_ends_in_few_problems(write: Write):
-    found = problems(TINY, write("\n".join(f"k{i}: 1" for i in range(5000))))
+    found = problems(TINY, write("\n".join(f"k{i}: 1" for i in range(1000))))
     assert len(found) <= 101
-    assert "4900 more values were not read" in found[-1]
+    assert "900 more values were not read" in found[-1]
 
 
 # --- dicts and files from a config ------------------------------------------------------
@@ -362,7 +365,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30).filter(
 RATES = st.floats(min_value=1e-30, max_value=3.4e38)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(path="a\n b", folder="\x85\u2028\ufeff", rate=1.0, seed=0, log=True)
 @given(path=TEXT, folder=TEXT, rate=RATES, seed=st.integers(0, 2**32 - 1), log=st.booleans())
 def test_the_written_file_loads_to_an_equal_config(
@@ -384,7 +387,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, write: Write):
     text = to_yaml(load(VALID).config)
@@ -400,7 +403,7 @@ def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, 
         assert error.problems
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.sampled_from(list(KEYS)), WORDS | st.text(max_size=6)), max_size=4))
 def test_random_overrides_raise_nothing_but_config_errors(overrides: list[tuple[str, str]]):
     try:

@@ -24,7 +24,7 @@ def test_pairs_are_taken() -> None:
     [
         (["data.chat=prompt"], "data.chat", "data.chat=pairs"),
         (["train.objective=pretrain"], "data.chat", "data.chat=prompt"),
-        (["data.packing=cut"], "data.packing", "data.packing=best_fit"),
+        (["data.packing=concatenate"], "data.packing", "data.packing=best_fit"),
         (["data.rejected_field=chosen"], "data.rejected_field", "data.rejected_field=rejected"),
         (["data.source=text"], "data.chat", "data.source=jsonl"),
         (

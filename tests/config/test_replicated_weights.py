@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.bundled_configs import configs
 from maxpipe.config.check import find_warnings
+from maxpipe.config.config_files import bundled_configs
 from maxpipe.config.load import load
 from maxpipe.config.sections.mesh import find_replicated_weights
 from maxpipe.errors import ConfigError
@@ -67,7 +67,9 @@ def test_the_plan_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
         assert "mesh.axis_rules.embed = []" in said and "along fsdp 4" in said
 
 
-@pytest.mark.parametrize("name", [name for name, each in configs().items() if each.kind == "model"])
+@pytest.mark.parametrize(
+    "name", [name for name, each in bundled_configs().items() if each.kind == "model"]
+)
 def test_no_shipped_model_is_refused(name: str) -> None:
     config = load([name, "train.steps=1", "mesh.ici_fsdp=2", "train.batch_size=2"]).config
     assert list(find_replicated_weights(config)) == []

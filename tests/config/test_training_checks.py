@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.load import load, to_yaml
 from maxpipe.errors import ConfigError
 
@@ -17,7 +17,7 @@ TOKENIZER = ("tokenizer.kind=huggingface", "tokenizer.path=tokenizer.json")
 DATA = ("data.source=text", "data.path=*.txt")
 LARGE = [
     name
-    for name, each in bundled_configs.configs().items()
+    for name, each in config_files.bundled_configs().items()
     if each.kind == "model" and not name.startswith("tiny")
 ]
 Capture = pytest.CaptureFixture[str]
@@ -58,7 +58,7 @@ def test_a_path_that_no_source_reads_is_refused(source: str):
     ]
 
 
-@pytest.mark.parametrize("name", sorted(set(bundled_configs.configs()) - set(LARGE)))
+@pytest.mark.parametrize("name", sorted(set(config_files.bundled_configs()) - set(LARGE)))
 def test_small_vocabularies_are_for_bytes(name: str):
     assert keys(name) == []
     assert keys(name, "model.vocab_size=4096") == []

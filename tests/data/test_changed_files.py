@@ -254,13 +254,14 @@ def test_a_change_while_a_run_reads(kind: str, how: str, tmp_path: Path) -> None
     assert raised or kind == "arrayrecord"
 
 
-def test_random_changes_while_a_run_reads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [10, pytest.param(40, marks=pytest.mark.long)])
+def test_random_changes_while_a_run_reads(rounds: int, tmp_path: Path) -> None:
     """Each batch is what it was, or an error."""
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     expected = reads_all(opened(data, tmp_path))
     draw, path = random.Random(3), Path(data.path)
     raw = path.read_bytes()
-    for _ in range(10):
+    for _ in range(rounds):
         found, at = opened(data, tmp_path), draw.randrange(len(raw))
         overwrite(path, at, bytes([raw[at] ^ 1 << draw.randrange(8)]))
         bad = 0

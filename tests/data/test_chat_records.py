@@ -16,11 +16,10 @@ from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.pairs import PairEncoder
-from maxpipe.data.prompts import chat_of
+from maxpipe.data.prompts import chat_of, read_conversations
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError
-from maxpipe.generate.prompts import read_conversations
 from tests.data.conversations import CHATML, Listed, said, write_records
 from tests.data.model_templates import GPT_OSS, QWEN2, QWEN3
 from tests.data.test_conversations import conversations, records_of, trained_text

@@ -148,7 +148,7 @@ def same(one: EncodedDocument | None, other: EncodedDocument | None) -> bool:
     return np.array_equal(one.ids, other.ids) and np.array_equal(one.trained, other.trained)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
 def test_sources_give_the_same(
     seed: int, tokenizer: tuple[Path, Tokenizer], tmp_path: Path
 ) -> None:

@@ -136,10 +136,10 @@ def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
     source(file, tmp_path)
     [folder] = (tmp_path / ".index").glob("unpacked-*[!k]")
     (folder / "lines.jsonl").write_bytes(b"x")
-    with raises(StorageError, tmp_path / ".index", names=["a.jsonl.gz"]):
+    with raises(StorageError, folder, names=["line offsets", file], suggests="Delete this folder"):
         source(file, tmp_path)
     (folder / "starts.npy").write_bytes(b"no array")
-    with raises(StorageError, tmp_path / ".index", names=["a.jsonl.gz"]):
+    with raises(StorageError, folder, names=["line offsets", file], suggests="Delete this folder"):
         source(file, tmp_path)
 
 
@@ -280,7 +280,8 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(28, "No space left on device", str(tmp_path / "x"))
 
     monkeypatch.setattr(lines, "_save", full)
-    with raises(StorageError, tmp_path / "x", suggests=["a.jsonl.gz", "data.path"]):
+    actions = [str(file), "data.path"]
+    with raises(StorageError, tmp_path / "x", names="No space left on device", suggests=actions):
         source(file, tmp_path)
     assert not list((tmp_path / ".index").glob("*partial*"))
 

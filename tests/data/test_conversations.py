@@ -431,7 +431,7 @@ def test_sequences_of_conversations(tmp_path: Path) -> None:
         chat="messages",
         chat_template=str(tmp_path / "template.jinja"),
         validation_fraction=0,
-        packing="cut",
+        packing="concatenate",
         long_conversations="split",
     )
     length, seed = 50, 3

@@ -208,9 +208,10 @@ def test_find_in_a_run(run: list[str], tmp_path: Path, capsys: pytest.CaptureFix
     for name in ("mine", "runs/mine", str(folder)):
         found = json.loads(printed(capsys, "find", name, "9", "1", "--json"))
         assert found == wanted
-    (folder / "events.jsonl").write_text('{"event": "roll_back", "step": 5, "to": 2}\n')
-    found = json.loads(printed(capsys, "find", "mine", "6", "1", "--json"))
-    assert found == wanted | {"step": 6}
+    for event in ("roll_back", "rollback"):  # the first is of earlier releases
+        (folder / "events.jsonl").write_text(f'{{"event": "{event}", "step": 5, "to": 2}}\n')
+        found = json.loads(printed(capsys, "find", "mine", "6", "1", "--json"))
+        assert found == wanted | {"step": 6}
     assert "=== step 6 row 1" in printed(capsys, "show", "mine", "--step", "6", "--row", "1")
 
 

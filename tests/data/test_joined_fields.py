@@ -17,6 +17,7 @@ from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.pairs import pair_of
 from maxpipe.data.prompts import chat_of
 from tests.data.conversations import said
+from tests.errors import contains
 
 ALPACA = {"prompt_field": r"{instruction}\n{input}", "response_field": "output"}
 
@@ -51,7 +52,8 @@ def test_all_columns_of_a_template_are_missing() -> None:
     )
     with pytest.raises(BadRecord) as error:
         turns({"instruction": ["a"], "output": "b"}, **ALPACA)
-    assert "data.prompt_field" in str(error.value)
+    assert contains(str(error.value), "column instruction of data.prompt_field")
+    assert contains(str(error.value), "type list")
 
 
 def test_a_response_is_a_template() -> None:

@@ -21,8 +21,10 @@ import numpy as np
 import pytest
 
 from maxpipe.data.documents import build_index
-from maxpipe.data.formats import disk_cache, read_tracker
+from maxpipe.data.formats import disk_cache
+from maxpipe.data.formats import source as source_module
 from maxpipe.data.formats.disk_cache import lock_file
+from maxpipe.data.formats.source import ReadTimes, longest_active_read, take_read_times, track_read
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.io.files import open_regular
 from tests.data.texts import Texts
@@ -164,13 +166,13 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
             count = len(moves)
             time.sleep(0.8)
             assert len(moves) == count and not got
-            read = read_tracker.longest_active_read()
+            read = longest_active_read()
             assert read is not None
             name = rf"waiting for process {os.getpid()} on \S+, indexing documents of jsonl"
             assert re.fullmatch(name, str(read))
         waiting.join()
     assert got and "which has made no progress for" in caplog.text
-    assert read_tracker.longest_active_read() is None
+    assert longest_active_read() is None
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
@@ -229,30 +231,30 @@ def test_reads_are_named_while_they_last() -> None:
 
     def read() -> None:
         with (
-            read_tracker.track_read("data.mixture.web"),
-            read_tracker.track_read(lambda: "a.jsonl: record 7"),
+            track_read("data.mixture.web"),
+            track_read(lambda: "a.jsonl: record 7"),
         ):
             begun.set()
             ended.wait()
 
-    read_tracker.take_read_times()
+    take_read_times()
     thread = threading.Thread(target=read)
     thread.start()
     begun.wait()
-    found = read_tracker.longest_active_read()
+    found = longest_active_read()
     assert str(found) == "reading data.mixture.web, a.jsonl: record 7"
     ended.set()
     thread.join()
-    assert read_tracker.longest_active_read() is None
-    spent = read_tracker.take_read_times()
+    assert longest_active_read() is None
+    spent = take_read_times()
     assert spent.sources.keys() == {"data.mixture.web"}
     assert 0 < spent.seconds <= spent.sources["data.mixture.web"]
     assert str(spent.slowest) == str(found)
-    assert read_tracker.take_read_times() == read_tracker.ReadTimes({}, None, 0.0)
+    assert take_read_times() == ReadTimes({}, None, 0.0)
 
 
 def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_tracker, "_LOCATE_SECONDS", 0.05)
+    monkeypatch.setattr(source_module, "_LOCATE_SECONDS", 0.05)
     hang = threading.Event()
 
     def fail() -> str:
@@ -260,24 +262,24 @@ def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -
 
     try:
         for what in (fail, lambda: str(hang.wait())):
-            with read_tracker.track_read("data"), read_tracker.track_read(what):
-                assert str(read_tracker.longest_active_read()) == "reading data"
+            with track_read("data"), track_read(what):
+                assert str(longest_active_read()) == "reading data"
     finally:
         hang.set()
 
 
 def test_threads_that_end_leave_nothing() -> None:
     def read() -> None:
-        with read_tracker.track_read("data"):
+        with track_read("data"):
             pass
 
-    before = len(read_tracker._ACTIVE_READS)
+    before = len(source_module._ACTIVE_READS)
     for _ in range(20):
         thread = threading.Thread(target=read)
         thread.start()
         thread.join()
-    assert len(read_tracker._ACTIVE_READS) == before
-    assert np.isfinite(read_tracker.take_read_times().seconds)
+    assert len(source_module._ACTIVE_READS) == before
+    assert np.isfinite(take_read_times().seconds)
 
 
 def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

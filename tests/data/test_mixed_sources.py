@@ -113,7 +113,9 @@ def test_prepared_folders_in_the_place_of_text(
     more = []
     for name in ("files", "lines", "talks"):
         out = str(tmp_path / name)
-        printed(capsys, "data", "prepare", *inputs, "--source", name, "--out", out)
+        printed(
+            capsys, "data", "prepare", *inputs, "--source", name, "--out", out, "--workers", "1"
+        )
         key = f"data.mixture.{name}"
         more += [f"{key}.source=tokens", f"{key}.path={out}", f"{key}.paths=[]", f"{key}.template="]
         more += [f"{key}.chat=off", f"{key}.chat_template="]

@@ -154,7 +154,7 @@ RAMPS = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     RAMPS,
     st.lists(st.tuples(st.integers(0, 30), WEIGHTS), min_size=1, max_size=4),
@@ -206,9 +206,7 @@ def test_same_rows_in_any_number_of_processes(folders: dict[str, str], processes
 
 def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
     loader = loader_of(folders, BatchRamp((), 8), (1, 2, 5))
-    sources = np.concatenate(
-        [loader.stream.locate(np.arange(8 * step, 8 * step + 8))[0] for step in range(10_000)]
-    )
+    sources, _ = loader.stream.locate(np.arange(8 * 10_000))
     found = np.bincount(sources) / len(sources)
     for share, wanted in zip(found, (1 / 8, 2 / 8, 5 / 8), strict=True):
         assert abs(share - wanted) < 3 * (wanted * (1 - wanted) / len(sources)) ** 0.5

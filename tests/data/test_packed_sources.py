@@ -145,13 +145,14 @@ def test_documents_that_fit_are_whole(kind: str, here: Path) -> None:
 
 
 def test_another_packing_is_other_data(here: Path) -> None:
-    cut, best, first = (
+    concatenated, best, first = (
         opened(here, "jsonl", packing).train.fingerprint()
-        for packing in ("cut", "best_fit", "first_fit")
+        for packing in ("concatenate", "best_fit", "first_fit")
     )
-    assert "packing" not in cut  # as it was saved before there were others
-    assert compare_fingerprints(cut, best) == [("the packing", "cut", "best_fit")]
-    assert compare_fingerprints(best, cut) == [("the packing", "best_fit", "cut")]
+    # Runs that began while `concatenate` was called `cut` have the same fingerprint.
+    assert "packing" not in concatenated
+    assert compare_fingerprints(concatenated, best) == [("the packing", "concatenate", "best_fit")]
+    assert compare_fingerprints(best, concatenated) == [("the packing", "best_fit", "concatenate")]
     assert compare_fingerprints(first, best) == [("the packing", "first_fit", "best_fit")]
 
 
@@ -165,13 +166,13 @@ def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
         options: Any = {"seed": 0, "batch_size": ROWS, "sequence_length": LENGTH}
         return build_loaders(data, TokenizerConfig(), **options).train
 
-    found = mixed(chat="pad", jsonl="cut")
-    for part, packing in zip(found.stream.parts, ("pad", "cut"), strict=True):
+    found = mixed(chat="pad", jsonl="concatenate")
+    for part, packing in zip(found.stream.parts, ("pad", "concatenate"), strict=True):
         alone = opened(here, part.name, packing, seed=seed_of(part.name, 0)).train  # type: ignore[arg-type]
         assert len(part.sequences) == len(alone.sequences)
         for number in (0, len(part.sequences) - 1):
             assert equal(part.sequences[number], alone.sequences[number])
-    other = mixed(chat="best_fit", jsonl="cut")
+    other = mixed(chat="best_fit", jsonl="concatenate")
     assert compare_fingerprints(found.fingerprint(), other.fingerprint()) == [
         ("chat: the packing", "pad", "best_fit")
     ]

@@ -81,7 +81,7 @@ def opened_from(data: DataConfig, length: int = 33) -> Datasets:
     return build_loaders(data, TokenizerConfig(), seed=3, batch_size=4, sequence_length=length)
 
 
-@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
 @pytest.mark.parametrize(
     "name",
     [
@@ -97,7 +97,7 @@ def test_batches_are_those_of_the_records(
 ) -> None:
     """Ids, masks, bytes, facts: a run goes from records to tokens and back."""
     template = TEMPLATES.get(name) or without_blocks(TEMPLATES["llama3"])
-    policy, length = ("split", 33) if packing == "cut" else ("truncate", 150)
+    policy, length = ("split", 33) if packing == "concatenate" else ("truncate", 150)
     direct = section(records, template, packing=packing, long_conversations=policy)
     prepare(plan(direct, tmp_path / "out"), silent)
     shards = read_manifest(str(tmp_path / "out"))["shards"]

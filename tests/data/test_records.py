@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
-from tests.errors import raises
+from tests.errors import assert_error, raises
 
 RECORD = {
     "title": "A {title}",
@@ -145,7 +147,7 @@ def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
         source[14]
     [problem] = error.value.problems
     assert problem.where == f"{file}:15"
-    assert "data.max_bad_records" in problem.rule
+    assert_error(error.value, f"{file}:15", names=["exceeds data.max_bad_records", 5])
     assert source[14 + 1] == "document 15"
 
 
@@ -153,10 +155,11 @@ def test_files_that_cannot_be_read_are_never_skipped(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
     source = open_source(config(file, bad_records="skip"), 0)
     file.write_bytes(file.read_bytes() + b"\n{}")
-    with raises(ConfigError, "data.path", names=["a.jsonl", 1407, 1410]):
+    with raises(ConfigError, "data.path", file, names=["1407 bytes", "1410 bytes"]):
         source[0]
     file.unlink()
-    with raises(ConfigError, "data.path", names=["a.jsonl"], suggests="data.path"):
+    cause = os.strerror(errno.ENOENT)
+    with raises(ConfigError, "data.path", file, names=cause, suggests="data.path"):
         source[0]
 
 

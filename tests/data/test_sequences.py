@@ -182,6 +182,16 @@ def test_plans_are_kept(tmp_path: Path, small: list[str]) -> None:
     assert len(small) == 8 and len(list(tmp_path.iterdir())) == 5
 
 
+def test_caches_of_earlier_releases_are_read(tmp_path: Path) -> None:
+    """The file has the name that it had while the packing was called `cut`."""
+    packer = Packer("concatenate", 16, str(tmp_path), key="documents")
+    plan = packing_module.pack_documents(np.array([3]), np.array([0]), 16, "pad")
+    packer.load_or_compute("rows", [3], lambda _: plan, lambda _: plan)
+    assert [path.name for path in tmp_path.iterdir()] == [
+        "rows-1159a7c688c9e95928e732d3fab83919.npz"
+    ]
+
+
 def test_a_damaged_plan_is_made_again(
     tmp_path: Path, small: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -27,7 +27,7 @@ from tests.data.texts import Texts
 QUIET = lambda task, done, total: None  # noqa: E731
 
 
-def of(texts: list[str], sequence_length: int = 16, packing: Packing = "cut") -> Statistics:
+def of(texts: list[str], sequence_length: int = 16, packing: Packing = "concatenate") -> Statistics:
     source, packer = Texts(texts), Packer(packing, sequence_length)
     return compute_statistics(
         "texts", measure_texts(source, ByteTokenizer()), len(texts), packer, QUIET
@@ -67,7 +67,7 @@ def test_counts_are_those_of_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyP
 def test_sequences_are_those_of_the_packing() -> None:
     made = ["a" * length for length in (14, 3, 9, 1, 29, 0)]  # with begin and end 16, 5, 11, 3 ...
     targets = 15 + 4 + 10 + 2 + 30 + 1
-    for packing, rows in {"cut": 5, "first_fit": 5, "best_fit": 5, "pad": 7}.items():
+    for packing, rows in {"concatenate": 5, "first_fit": 5, "best_fit": 5, "pad": 7}.items():
         found = of(made, packing=packing)  # type: ignore[arg-type]
         assert found.num_sequences == rows and found.efficiency == targets / (16 * rows)
         assert found.to_dict()["packing"] == packing

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from maxpipe.config.bundled_configs import EVENTS_FILE
+from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.config.load import load
 from maxpipe.config.sections.data import DataConfig
 from maxpipe.config.sections.tokenizer import TokenizerConfig

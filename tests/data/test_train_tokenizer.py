@@ -108,7 +108,7 @@ def test_ctrl_c_leaves_nothing(corpus: Path) -> None:
     text = (corpus / "text/a.md").read_text(encoding="utf-8")
     with open(corpus / "large.txt", "w", encoding="utf-8") as stream:
         stream.writelines(f"{text}{i * 7919}" for i in range(4000))
-    code = "import sys; from maxpipe.commands import progress; progress._LINE_SECONDS = 0.2\n"
+    code = "import sys; from maxpipe.telemetry import console; console._LINE_SECONDS = 0.2\n"
     code += "from maxpipe.cli import main; sys.exit(main())"
     arguments = ["large.txt", "--vocab-size", "60000", "--out", "out"]
     command = [sys.executable, "-c", code, "tokenizer", "train", *arguments]

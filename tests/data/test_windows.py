@@ -62,7 +62,7 @@ def opened(
     split: Any = "train",
     fraction: float = 0.3,
     seed: int | None = 5,
-    packing: Packing = "cut",
+    packing: Packing = "concatenate",
     **more: Any,
 ) -> WindowedSequences:
     documents = Numbers()

@@ -25,6 +25,7 @@ from maxpipe.distributed import runtime
 from maxpipe.distributed.control_channel import SIGNALS
 from maxpipe.distributed.phases import Phases
 from maxpipe.errors import ConfigError, MaxpipeError, UnreachableError
+from tests.errors import assert_error
 
 ROOT = Path(__file__).parents[2]
 SETTINGS: Any = jax.config
@@ -305,12 +306,15 @@ def test_join_reports_jax_own_reason(
 
 def test_a_port_that_is_taken_is_a_mistake():
     with socket.create_server(("", 0)) as taken:
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        port = taken.getsockname()[1]
+        address = f"127.0.0.1:{port}"
         config = f"platform='cpu', compilation_cache='', num_processes=2, coordinator={address!r}"
         ran = python(started(config))
     assert ran.returncode == 2, ran.stderr
     is_explained(ran.stderr)
-    assert "cannot be used here" in ran.stderr and "runtime.coordinator" in ran.stderr
+    cause = os.strerror(errno.EADDRINUSE)
+    action = "another port in runtime.coordinator"
+    assert_error(ran.stderr, names=[f"port {port} cannot be used here", cause], suggests=action)
 
 
 def test_compiler_options_are_for_tpus_only() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.distributed import listener
+from maxpipe.distributed import protocol
 from maxpipe.distributed.coordinator import (
     Coordinator,
     CoordinatorMessage,
@@ -27,10 +27,10 @@ from maxpipe.distributed.coordinator import (
     Timeouts,
     free_port,
 )
-from maxpipe.distributed.listener import Listener
 from maxpipe.distributed.protocol import (
     MAX_MEMBER_MESSAGE_BYTES,
     AuthenticatedConnection,
+    Listener,
     PeerAuthenticationError,
     connect,
 )
@@ -118,8 +118,8 @@ def looks(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConn
 
 @pytest.mark.fault("P2")
 def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_MAX_UNAUTHENTICATED", 3)
-    monkeypatch.setattr(listener, "_SECONDS", 0.5)
+    monkeypatch.setattr(protocol, "_MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(protocol, "_AUTHENTICATION_SECONDS", 0.5)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         new = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
         looks(opened, lambda: opened.num_refused == 3)
@@ -133,7 +133,7 @@ def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.Mo
 
 
 def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listener, "_MAX_UNAUTHENTICATED", 3)
+    monkeypatch.setattr(protocol, "_MAX_UNAUTHENTICATED", 3)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(address, 5, ("127.0.0.9", 0)))
         looks(opened, lambda: bool(opened._unauthenticated))
@@ -229,7 +229,7 @@ def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
         ("127.0.0.1", ["127.0.0.1"]),
         *((host, []) for host in ("host0", "outside", "both", "unknown")),
     ]:
-        assert listener.own_addresses(host) == found, host
+        assert protocol.own_addresses(host) == found, host
     said: list[str] = []
     port = free_port()
     opened = Listener(("outside", port), KEY, 2, said.append)

@@ -1,5 +1,5 @@
 """Fixtures of runs that the tests of this folder share with tests/train."""
 
-from tests.train.conftest import fork_server, run, start, tiny
+from tests.train.conftest import run, start, tiny
 
-__all__ = ["fork_server", "run", "start", "tiny"]
+__all__ = ["run", "start", "tiny"]

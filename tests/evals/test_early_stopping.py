@@ -17,6 +17,7 @@ from maxpipe.evals.early_stopping import EarlyStopping
 from tests.train.runs import Run, events, forget_after, ledger, records, saved, saved_digest
 
 ENOUGH = ("eval.every=2", "eval.patience=2", "eval.min_delta=9", "checkpoint.every=2")
+ENOUGH += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
 def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlyStopping:
@@ -43,7 +44,7 @@ def test_evaluations_without_a_gain_are_counted() -> None:
 
 
 def test_accuracy_is_better_when_larger() -> None:
-    largest = {"best_metric": "eval/sums/accuracy", "best_mode": "largest"}
+    largest = {"best_metric": "eval/sums/accuracy", "best_mode": "max"}
     assert waited(counting([0.2, 0.5, 0.5, 0.4], **largest)) == (2, 10, 0.5)
     assert waited(counting([0.2, 0.5, 0.54, 0.56], min_delta=0.05, **largest)) == (0, 20, 0.56)
 
@@ -85,7 +86,7 @@ def test_counts_go_on_where_they_were_saved() -> None:
 
 def test_better_reads_what_runs_have_saved() -> None:
     assert BestMetric.of({}) == BestMetric() == BestMetric.of(CheckpointConfig())
-    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_mode": "largest"}).is_largest
+    assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_mode": "max"}).is_largest
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_a_run_ends_and_stays_ended(
 def test_a_resumed_run_ends_where_an_unbroken_one_does(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
-    """From a checkpoint between evaluations, and under another layout."""
+    """From a checkpoint at an evaluation."""
     copy = Path(shutil.copytree(stopped[0], tmp_path / "copy" / "run"))
     forget_after(copy, 4)
     run("train", tiny, f"run.dir={copy.parent}", *ENOUGH)

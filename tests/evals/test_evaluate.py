@@ -16,8 +16,7 @@ from maxpipe.config.sections.pipeline import PipelineConfig
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.config.sections.train import TrainConfig
 from maxpipe.data.loader import Datasets, build_loaders
-from maxpipe.evals.evaluate import evaluate
-from maxpipe.evals.evaluate_checkpoint import _single_axis_config
+from maxpipe.evals.evaluate import _single_axis_config, evaluate
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
@@ -116,7 +115,7 @@ LAYOUTS = {
     "fsdp": (MeshConfig(ici_fsdp=4), PipelineConfig(schedule="gpipe", weight_gather="step")),
     "visits": (
         MeshConfig(ici_fsdp=2),
-        PipelineConfig(repeats=3, microbatches=2, weight_gather="visit", idle="compute"),
+        PipelineConfig(repeats=3, microbatches=2, weight_gather="window", idle="compute"),
     ),
     "a layer outside": (
         MeshConfig(ici_stage=3),

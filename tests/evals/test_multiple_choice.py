@@ -142,7 +142,7 @@ def test_accuracy_is_that_of_eval_and_chooses_the_best(
 ) -> None:
     """In a run of four stages; the file goes away meanwhile."""
     keys = [f"eval.tasks.q.path={questions}", "eval.every=8", "checkpoint.every=8"]
-    keys += ["checkpoint.best_metric=eval/q/accuracy", "checkpoint.best_mode=largest"]
+    keys += ["checkpoint.best_metric=eval/q/accuracy", "checkpoint.best_mode=max"]
     output = run("train", tiny, f"run.dir={tmp_path}", *keys, "train.steps=16")
     folder = tmp_path / "run"
     metrics = {step: each for step, each in records(folder).items() if "eval/loss" in each}

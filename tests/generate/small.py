@@ -79,6 +79,18 @@ MORE = 7
 ONE_DEVICE = MeshConfig()
 
 
+_PARAMS: dict[str, Any] = {}
+
+
+def params_of(model: ModelConfig) -> Any:
+    """The parameters of a model, initialized once; they depend on no mesh."""
+    name = repr(model)
+    if name not in _PARAMS:
+        decoder = Decoder(model, AxisRules.from_config(ONE_DEVICE))
+        _PARAMS[name] = jax.device_get(jax.jit(decoder.init)(jax.random.key(2)))
+    return _PARAMS[name]
+
+
 def decoding_of(
     model: ModelConfig,
     sampling: Sampling = GREEDY,
@@ -88,7 +100,7 @@ def decoding_of(
     decoder = Decoder(model, AxisRules.from_config(mesh))
     count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     grid = build_mesh(mesh, jax.devices()[:count])
-    params = jax.jit(decoder.init)(jax.random.key(2))
+    params = params_of(model)
     spec, axes = decoder.rules.spec, decoder.axes()
     layers = axes["layers"]
     specs = jax.tree.map(spec, axes, is_leaf=is_axes)

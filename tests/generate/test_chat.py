@@ -15,11 +15,11 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.sections.tokenizer import TokenizerConfig
+from maxpipe.data.prompts import read_conversations, user_chat
 from maxpipe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.generate.completions import encode_chats
 from maxpipe.generate.decoding import DecodeShape
-from maxpipe.generate.prompts import read_conversations, user_chat
 
 FOLDER = Path(__file__).parents[1] / "golden/tokenizers/folder"
 ANSWERS = ["first", "second"]
@@ -117,7 +117,7 @@ def test_a_chat_needs_a_template() -> None:
 
 
 def test_standard_input_is_not_cut(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("maxpipe.commands.generate.MAX_BYTES", 9)
+    monkeypatch.setattr("maxpipe.data.prompts.MAX_BYTES", 9)
     for text, code in ((b"one\ntwo\n", 0), (b"one\ntwo\nthree\n", 2)):
         given = SimpleNamespace(buffer=io.BytesIO(text), isatty=lambda: False)
         monkeypatch.setattr(sys, "stdin", given)

@@ -113,7 +113,8 @@ def test_an_interrupt_keeps_what_there_is() -> None:
 
 
 def test_numbers_that_are_not_finite_end_it() -> None:
-    with raises(DivergenceError, "prompt 1: token 1", suggests="model.compute_dtype=float32"):
+    place = "prompt 1: token 1 has the log-probability nan"
+    with raises(DivergenceError, place, suggests="model.compute_dtype=float32"):
         completed(Script(b"a", logprob=float("nan")), ["x"], GenerationLimits(5, 99))
 
 

@@ -21,7 +21,7 @@ from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.schedule.table import Ring
 from maxpipe.step.state import ParamLayout
 from tests.cases import keeping
-from tests.generate.small import DRAWN, GEMMA, LLAMA, MOE, PROMPTS, decoding_of, followed
+from tests.generate.small import DRAWN, GEMMA, LLAMA, MOE, PROMPTS, decoding_of, followed, params_of
 
 
 def staged_of(
@@ -33,8 +33,8 @@ def staged_of(
     grid = build_mesh(mesh, jax.devices()[:count])
     layout = LayerLayout(Ring(len(cut), 1), cut, layer_types=decoder.model.layers)
     parts = ParamLayout(decoder, layout, grid)
-    params = jax.jit(decoder.init)(jax.random.key(2))
-    placed = jax.jit(parts.stack, out_shardings=parts.shardings(parts.specs))(params)
+    stack = jax.jit(parts.stack, out_shardings=parts.shardings(parts.specs))
+    placed = stack(params_of(model))
     return PipelineDecodeEngine(decoder, layout, parts.specs, grid, sampling, seed=5), placed
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.config.load import LoadedConfig, load, to_dict
-from maxpipe.huggingface.source import open_folder
+from maxpipe.huggingface.folder import open_folder
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.restore.initial_weights import read_folder_params
 from maxpipe.step.build import steps_from_config

@@ -16,11 +16,11 @@ from maxpipe.checkpoint.address import parse_address
 from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.huggingface.export import export, export_adapters
+from maxpipe.huggingface.folder import open_folder
 from maxpipe.huggingface.import_ import hub_id, import_folder
 from maxpipe.huggingface.peft import CONFIG, WEIGHTS
 from maxpipe.huggingface.safetensors import SafetensorsReader
-from maxpipe.huggingface.source import open_folder
-from maxpipe.io.tree import unflatten
+from maxpipe.models.param_names import unflatten
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules

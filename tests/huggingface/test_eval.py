@@ -17,7 +17,7 @@ from maxpipe.cli import main
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.distributed import runtime
-from maxpipe.huggingface.source import open_folder
+from maxpipe.huggingface.folder import open_folder
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh

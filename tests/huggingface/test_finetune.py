@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.huggingface.output_folder import resolve_model
+from maxpipe.huggingface.folder import resolve_model
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh

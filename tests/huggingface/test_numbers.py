@@ -15,7 +15,7 @@ from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface.config_json import read_description
-from maxpipe.huggingface.source import open_folder
+from maxpipe.huggingface.folder import open_folder
 from tests.huggingface import maker
 
 GOLDEN = Path(__file__).parents[1] / "golden/tokenizers/folder"

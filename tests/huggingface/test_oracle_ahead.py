@@ -13,8 +13,8 @@ import pytest
 
 from maxpipe.checkpoint.address import parse_address
 from maxpipe.huggingface.export import export
+from maxpipe.huggingface.folder import open_folder
 from maxpipe.huggingface.import_ import import_folder
-from maxpipe.huggingface.source import open_folder
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules

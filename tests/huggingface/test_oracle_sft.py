@@ -17,7 +17,7 @@ from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.loader import build_single_pass
-from maxpipe.huggingface.source import open_folder
+from maxpipe.huggingface.folder import open_folder
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.restore.initial_weights import read_folder_params
 from maxpipe.step.build import steps_from_config

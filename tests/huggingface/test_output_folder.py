@@ -30,10 +30,10 @@ from maxpipe.checkpoint.folder import CheckpointFolder
 from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface import import_, source
+from maxpipe.huggingface import folder as folder_module
+from maxpipe.huggingface import import_
 from maxpipe.huggingface.export import export
-from maxpipe.huggingface.output_folder import atomic_folder
-from maxpipe.huggingface.source import open_folder
+from maxpipe.huggingface.folder import atomic_folder, open_folder
 from tests.huggingface import maker
 
 Capture = pytest.CaptureFixture[str]
@@ -113,7 +113,7 @@ def test_other_families_and_types(
 ) -> None:
     # Parts of layers, and blocks of parts, as only large models have them.
     monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
-    monkeypatch.setattr(source, "_BLOCK_ELEMENTS", 30)
+    monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
@@ -314,7 +314,7 @@ def test_ctrl_c_leaves_nothing(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(source.HuggingFaceFolder, "read_region", interrupt)
+    monkeypatch.setattr(folder_module.HuggingFaceFolder, "read_region", interrupt)
     assert main(["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]) == 130
     monkeypatch.setattr("maxpipe.huggingface.export._write_param", interrupt)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 130

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.keys import flatten
 from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
@@ -326,7 +326,9 @@ def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
 def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_path: Path) -> None:
-    names = [name for name in bundled_configs.configs() if name not in ("quickstart", "tiny-moe")]
+    names = [
+        name for name in config_files.bundled_configs() if name not in ("quickstart", "tiny-moe")
+    ]
     configs = {name: model(name) for name in names}
     with_form = {n: each for n, each in configs.items() if FAMILIES[each.family].huggingface}
     assert len(with_form) > 9

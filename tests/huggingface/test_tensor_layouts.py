@@ -14,10 +14,11 @@ import pytest
 from maxpipe.checkpoint.address import parse_address
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface import import_, source
+from maxpipe.huggingface import folder as folder_module
+from maxpipe.huggingface import import_
 from maxpipe.huggingface.export import export
-from maxpipe.huggingface.source import open_folder
-from maxpipe.huggingface.tensor_layouts import canonical
+from maxpipe.huggingface.folder import open_folder
+from maxpipe.huggingface.safetensors import canonical
 from tests.huggingface import maker
 
 Change = Callable[[maker.Tensors], maker.Tensors]
@@ -141,7 +142,7 @@ def test_all_layouts_give_the_same_bits(
     make, change = LAYOUTS[name]
     # Parts of layers, and blocks of parts, as only large models have them.
     monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
-    monkeypatch.setattr(source, "_BLOCK_ELEMENTS", 30)
+    monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = make("BF16")
     for each in tensors:
         if "norm" in each or ".experts." in each:  # two types in one folder

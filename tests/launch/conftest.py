@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from tests.conftest import FAST_COMPILE
-from tests.train.conftest import CACHE, fork_server, run, start, tiny  # noqa: F401  fixtures
+from tests.conftest import CACHE, FAST_COMPILE
+from tests.train.conftest import run, start, tiny  # noqa: F401  fixtures
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = str(ROOT / "configs/quickstart.yml")

@@ -94,6 +94,13 @@ def test_jobsets_are_valid(write: Write, more: tuple[str, ...]):
     assert len(f"{name}-slice-99-9999") <= 63  # names of pods
 
 
+def test_the_schema_refuses_mistakes(write: Write):
+    _, jobset = manifests(write("gke", *NEEDED))
+    job_of(jobset)["template"]["spec"]["restartPolicy"] = "OnFailure"
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(jobset, SCHEMA)
+
+
 def test_kubelet_restarts_no_container(write: Write):
     """A Job applies its rules on exit codes only to pods that are never restarted in place."""
     _, jobset = manifests(write("gke", *NEEDED))

@@ -259,7 +259,7 @@ def test_mistakes_are_explained_before_anything_starts(
 
 def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capture):
     from maxpipe.config.load import load
-    from maxpipe.launch.preflight import check_local
+    from maxpipe.launch.job import check_local
 
     keys = ("data.source=jsonl", "data.path=gs://bucket/*.jsonl", "run.dir=/tmp")
     loaded = load([QUICKSTART, *keys, "checkpoint.dir=gs://bucket/runs"])

@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.launch.preflight import check_local
+from maxpipe.launch.job import check_local
 from tests.launch.conftest import ROOT
 
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))

@@ -78,7 +78,7 @@ def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: A
     wanted, pull = jax.vjp(jax.jit(token_by_token), params, x[:2, :4])
     cotangent = jax.random.normal(jax.random.key(1), wanted.shape)
     rules = AxisRules.from_config(MeshConfig())
-    for dispatch in ("grouped", "all"):
+    for dispatch in ("grouped", "dense"):
         run = partial(layer, dispatch, rules=rules)
         found, pull_found = jax.vjp(lambda *given, run=run: jax.jit(run)(*given), params, x[:2, :4])
         assert_close(found, wanted)
@@ -97,7 +97,7 @@ def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
         for key, (name, param) in zip(drawn, part.params.items(), strict=True)
     }
     found = []
-    for dispatch in ("all", "grouped"):
+    for dispatch in ("dense", "grouped"):
         run = partial(layer, dispatch, rules=AxisRules.from_config(MeshConfig()), biased=True)
         value, pull = jax.vjp(jax.jit(run), params, x)
         found.append((value, pull(value)))
@@ -124,7 +124,7 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
         run = jax.jit(partial(layer, "grouped", rules=rules)).lower(placed, batch).compile()
         found = run(placed, batch)
     assert re.search(r"= u32\[27\].* sort\(", run.as_text() or "")
-    run = jax.jit(partial(layer, "all", rules=AxisRules.from_config(MeshConfig())))
+    run = jax.jit(partial(layer, "dense", rules=AxisRules.from_config(MeshConfig())))
     assert_close(found, run(params, x))
 
 
@@ -143,9 +143,9 @@ def test_decoding_takes_what_computes_less(given: Any, tokens: int) -> None:
     params, x = given
     x = jnp.tile(x, (1, 5, 1))[:1, :tokens]
     run = partial(layer, rules=AxisRules.from_config(MeshConfig()), cache=())
-    program = str(jax.make_jaxpr(partial(run, "all"))(params, x))
+    program = str(jax.make_jaxpr(partial(run, "dense"))(params, x))
     assert ("scan[" in program) == (tokens == 40)
-    assert_close(*(jax.jit(partial(run, dispatch))(params, x) for dispatch in ("grouped", "all")))
+    assert_close(*(jax.jit(partial(run, dispatch))(params, x) for dispatch in ("grouped", "dense")))
 
 
 SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]

@@ -372,7 +372,7 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
 
 
 def test_the_model_is_described_once() -> None:
-    model = describe(replace(CONFIG, own=replace(OWN, dispatch="all")))
+    model = describe(replace(CONFIG, own=replace(OWN, dispatch="dense")))
     assert model.layers == ("dense", "experts", "experts", "experts")
     assert model.losses == {"balance": 0.3, "router_z": 0.0, "entropy": 0.0}
     listed = {tag for tag, _, families in summaries() if "moe" in families}
@@ -415,7 +415,7 @@ def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -
         ("model.moe.top_k=9", "must be at most model.moe.num_experts (8)"),
         ("model.moe.num_dense_layers=6", "must be less than model.num_layers (6)"),
         ("model.moe.num_experts=0", "must be at least 1."),
-        ("model.moe.dispatch=all model.moe.capacity_factor=2", "must be auto with model.moe.cap"),
+        ("model.moe.dispatch=dense model.moe.capacity_factor=2", "must be auto with model.moe.cap"),
         ("model.moe.num_expert_groups=3", "must divide model.moe.num_experts (8)"),
         (
             "model.moe.num_expert_groups=4 model.moe.expert_groups_per_token=5",

@@ -71,11 +71,11 @@ def test_on_a_tpu_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(MODEL, "tpu", 8200).backend == "blockwise"
     assert choose(MODEL, "tpu", 200).backend == "xla"
     # A device with pieces of 64 tokens of a row has no whole block of the kernel.
-    gathered, exchanged = Divided(64, method="gather"), Divided(2, 1)
+    gathered, exchanged = Divided(64, method="all_gather"), Divided(2, 1)
     assert choose(MODEL, "tpu", 8192, gathered).backend == "blockwise"
     # Where heads are exchanged it has whole rows.
     assert choose(MODEL, "tpu", 128, exchanged).backend == "splash"
-    assert choose(MODEL, "tpu", 128, exchanged._replace(method="gather")).backend != "splash"
+    assert choose(MODEL, "tpu", 128, exchanged._replace(method="all_gather")).backend != "splash"
     assert choose(SINKS, "tpu", 8192).backend == "blockwise"
     monkeypatch.setattr(
         resolve_auto, "CANNOT", {name: CANNOT[name] for name in ("xla", "blockwise")}

@@ -17,7 +17,7 @@ from maxpipe.config.load import load
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import Kind, Model
+from maxpipe.models.spec import LayerType, Model
 from maxpipe.nn import decoder as decoder_module
 from maxpipe.nn import mlp
 from maxpipe.nn.decoder import Decoder
@@ -306,7 +306,7 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoder_module, "_MODULES", table)
     decoder, plain = decoder_with(num_layers=5), describe(SMALL)
     first, second = plain.layer_types["layer"].branches
-    counting = Kind((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))
+    counting = LayerType((first, dataclasses.replace(second, part=_Counting(16, 20, 0.5))))
     kinds = {"wide": plain.layer_types["layer"], "counting": counting}
     layers = ("wide", "counting", "counting", "wide", "counting")
     ends = dataclasses.replace(plain.ends, embed_scale=3.0, final_logit_softcapping=0.7)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax, logsumexp
 
-from maxpipe.objectives.distill import (
+from maxpipe.objectives import (
     TEACHER_IDS,
     TEACHER_LOGPROBS,
     Direction,

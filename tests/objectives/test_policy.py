@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.objectives.policy import ON_POLICY, KlPolicyGradient, Policy, advantages, kl_estimate
+from maxpipe.objectives import ON_POLICY, KlPolicyGradient, Policy, advantages, kl_estimate
 
 
 def test_advantages_of_groups() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from maxpipe.config.sections.preference import PreferenceConfig
-from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference, make_preference
+from maxpipe.objectives import Dpo, Ipo, Orpo, Preference, make_preference
 
 # Of a pair: sums of log-probabilities of the chosen and of the rejected response, those of the
 # reference, tokens of each response.

@@ -47,7 +47,7 @@ CALM = [(2.0 + 0.1 * (place % 2), 1.0 + 0.1 * (place % 3)) for place in range(8)
 # --- the arithmetic --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [GuardConfig(), SPIKES, GuardConfig(bad_steps="roll_back")])
+@pytest.mark.parametrize("config", [GuardConfig(), SPIKES, GuardConfig(bad_steps="rollback")])
 def test_only_finite_numbers_are_taken(config: GuardConfig) -> None:
     numbers = [(1.0, 1.0), (NAN, 1.0), (1.0, INF), (-INF, NAN), (1.0, NAN), (1.0, 1.0)]
     taken, state = run_through(config, numbers)
@@ -74,7 +74,7 @@ def test_spikes_are_looked_for_when_half_the_window_is_there() -> None:
 
 
 def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -> None:
-    noted = dataclasses.replace(SPIKES, on_spike="note")
+    noted = dataclasses.replace(SPIKES, on_spike="warn")
     taken, state = run_through(noted, [*CALM, (99.0, 1.0), (99.0, 1.0), (NAN, 1.0)])
     assert taken == [True] * 10 + [False]
     assert int(state.spikes) == 1, "the second is within four deviations of what the first left"

@@ -34,14 +34,14 @@ CASES = [
     Case(1, 1, 2, fsdp=2, gather="step", adapter=DROPPED),
     Case(2, 1, 3, schedule="1f1b", tied=True, data=2, remat="none", adapter=DORA),
     Case(2, 2, 4, schedule="zb_v", remat="names", tensor=2, adapter=DORA),
-    Case(2, 3, 4, fsdp=2, layers=7, gather="visit", adapter=DORA),
+    Case(2, 3, 4, fsdp=2, layers=7, gather="window", adapter=DORA),
     Case(2, 2, 4, tensor=2, split="sequence", adapter=INT8),
     Case(3, 2, 7, schedule="v_half", layers=7, remat="none", dropout=0.3, adapter=DROPPED),
     Case(2, 2, 5, outside=1, remat="chunk", idle="compute", fsdp=2, adapter=NF4),
     Case(4, 1, 9, schedule="zb_h1", outside=1, data=2, adapter=INT8),
     Case(1, 2, 2, context=2, adapter=DROPPED, layers=2),
     Case(2, 2, 4, tensor=2, split="ring", idle="compute", adapter=LORA),
-    Case(2, 3, 4, fsdp=2, layers=7, gather="visit", adapter=NF4),
+    Case(2, 3, 4, fsdp=2, layers=7, gather="window", adapter=NF4),
 ]
 
 
@@ -124,7 +124,7 @@ PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
     (
         DORA,
         {"ici_stage": 2, "ici_fsdp": 2},
-        {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
+        {"microbatches": 5, "repeats": 5, "weight_gather": "window", "group": 4},
     ),
 ]
 

@@ -36,12 +36,12 @@ CONTEXT = [
     Case(1, 1, 2, context=4, attends="ring", fsdp=2),
     Case(2, 1, 3, context=2, attends="ring", idle="compute", remat="names", schedule="zb_h1"),
     Case(2, 1, 2, context=2, attends="ring", idle="compute", own=GPT_OSS, tensor=2),
-    Case(2, 1, 2, context=2, attends="gather", own=MISTRAL),
+    Case(2, 1, 2, context=2, attends="all_gather", own=MISTRAL),
     Case(2, 2, 3, context=2, own=GEMMA, layers=4),
     Case(2, 1, 3, context=3, own=MISTRAL, schedule="zb_h1", remat="full"),
     Case(2, 1, 3, context=2, own=GPT_OSS, layers=4, data=2),
     Case(2, 1, 3, context=2, own=V3, layers=4, tensor=2),
-    Case(2, 1, 3, context=2, own=ROOM, layers=4, fsdp=2, gather="visit"),
+    Case(2, 1, 3, context=2, own=ROOM, layers=4, fsdp=2, gather="window"),
     Case(2, 1, 3, context=2, own=GROUPED, layers=4, outside=1),
     Case(2, 1, 3, context=3, own=PHI, layers=3, remat="chunk"),
 ]
@@ -64,7 +64,7 @@ EXPERT = [
     Case(2, 1, 3, expert=2, own=replace(GPT_OSS, num_experts=4), layers=4, schedule="zb_h1"),
     Case(2, 1, 3, expert=2, own=FOUR, layers=4, data=2, idle="compute", remat="none"),
     Case(2, 1, 3, expert=2, own=ALIKE, layers=3, context=2, remat="none"),
-    Case(2, 2, 3, expert=2, own=replace(GROUPED, num_experts=6), layers=5, gather="visit"),
+    Case(2, 2, 3, expert=2, own=replace(GROUPED, num_experts=6), layers=5, gather="window"),
     Case(4, 2, 5, expert=2, own=replace(GROUPED, num_experts=6), layers=9, schedule="zb_v"),
 ]
 

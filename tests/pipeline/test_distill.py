@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS, Distill
+from maxpipe.objectives import TEACHER_IDS, TEACHER_LOGPROBS, Distill
 from maxpipe.pipeline.loss_head import LossHead
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_objective import plain

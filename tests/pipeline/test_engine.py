@@ -20,7 +20,7 @@ from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
 from maxpipe.schedule.catalog import SCHEDULES
-from maxpipe.schedule.csv_format import read_orders
+from maxpipe.schedule.orders import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.conftest import GOLDEN
 
@@ -228,18 +228,18 @@ VISITS = [
 @pytest.mark.parametrize("case", keeping(VISITS, 0), ids=str)
 def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
     """Every number of stages and every group: stages turn to the next chunk at other ticks."""
-    check_gradients(replace(case, gather="visit"))
+    check_gradients(replace(case, gather="window"))
 
 
 OUTSIDE = [
     # Microbatches in whole rounds, with a short last round, and less than one round.
     Case(1, 1, 1, outside=2),
-    Case(1, 3, 3, outside=2, fsdp=2, data=2, gather="visit"),
+    Case(1, 3, 3, outside=2, fsdp=2, data=2, gather="window"),
     Case(2, 2, 4, outside=1, fsdp=2, gather="step", dropout=0.3),
     Case(2, 2, 5, outside=1, tied=True, tensor=2, fsdp=2, dropout=0.3),
     Case(3, 1, 2, outside=2, schedule="1f1b", remat="none", data=2),
     Case(3, 2, 7, outside=3, layers=9, remat="names", dropout=0.3, fsdp=2),
-    Case(3, 3, 6, outside=1, layers=11, gather="visit", fsdp=2),
+    Case(3, 3, 6, outside=1, layers=11, gather="window", fsdp=2),
     Case(4, 1, 4, outside=1, tensor=2),
     Case(4, 2, 9, outside=2, layers=10, fsdp=2, remat="chunk", idle="compute"),
     Case(4, 2, 3, outside=3, layers=12, fsdp=2, tied=True),
@@ -269,7 +269,7 @@ def matrix() -> list[Case]:
     cases = []
     choices = itertools.product(
         NAMES,
-        ("iteration", "visit", "step"),
+        ("iteration", "window", "step"),
         ("full", "chunk", "names", "none"),
         ("skip", "compute"),
         (1, 2, 3, 4),
@@ -277,7 +277,7 @@ def matrix() -> list[Case]:
     for number, (name, gather, remat, idle, stages) in enumerate(choices):
         schedule = "circular" if name == "delayed" else name
         turns = number // 2 + number // 8  # not in step with any of the choices above
-        repeats = SCHEDULES[schedule].repeats or (3 if gather == "visit" else 1 + turns % 3)
+        repeats = SCHEDULES[schedule].repeats or (3 if gather == "window" else 1 + turns % 3)
         more = turns % 4
         cases.append(
             Case(

@@ -29,7 +29,7 @@ GEMMA = Gemma3Config(
     sliding_window=3, sliding_window_pattern=3, rope_factor=2.0, query_pre_attn_scalar=7.0
 )
 MOE = MoeConfig(
-    num_experts=5, num_dense_layers=2, d_expert=12, load_balance_loss_weight=0.3, dispatch="all"
+    num_experts=5, num_dense_layers=2, d_expert=12, load_balance_loss_weight=0.3, dispatch="dense"
 )
 GROUPED = replace(MOE, dispatch="grouped")
 ROOM = MoeConfig(
@@ -103,13 +103,13 @@ CASES = [
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
     Case(3, 2, 4, own=GEMMA, tied=True, layers=8, outside=2, remat="chunk", idle="compute"),
     Case(4, 2, 8, own=GEMMA, tied=True, layers=9, schedule="zb_v", remat="none", dropout=0.3),
-    Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="visit", fsdp=2, idle="compute"),
+    Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="window", fsdp=2, idle="compute"),
     Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
     Case(2, 2, 3, own=ROOM, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GROUPED, layers=6, schedule="zb_h1", remat="names", tensor=2),
     Case(3, 2, 4, own=MOE, layers=9, outside=2, remat="chunk", idle="compute", dropout=0.3),
     Case(4, 2, 8, own=ROOM, layers=9, schedule="zb_v", remat="none", fsdp=2),
-    Case(2, 3, 4, own=GROUPED, layers=7, gather="visit", fsdp=2, idle="compute", tied=True),
+    Case(2, 3, 4, own=GROUPED, layers=7, gather="window", fsdp=2, idle="compute", tied=True),
     Case(2, 1, 5, own=MOE, layers=6, outside=3, gather="step", schedule="1f1b", remat="none"),
     Case(2, 2, 3, own=V3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
     Case(2, 2, 3, own=QWEN2, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),

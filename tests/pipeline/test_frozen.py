@@ -23,7 +23,7 @@ CASES = [
     Case(1, 1, 2, fsdp=2, gather="step", frozen=("layers.*",)),
     Case(2, 2, 4, fsdp=2, frozen=("layers.attention.*", "embedding")),
     Case(2, 1, 3, schedule="1f1b", tied=True, fsdp=2, remat="none", frozen=("embedding",)),
-    Case(2, 3, 4, fsdp=2, layers=7, gather="visit", frozen=("*_norm.scale", "layers.mlp.up")),
+    Case(2, 3, 4, fsdp=2, layers=7, gather="window", frozen=("*_norm.scale", "layers.mlp.up")),
     Case(2, 2, 4, schedule="zb_v", remat="names", frozen=("layers.*.query", "head"), tensor=2),
     Case(3, 2, 7, schedule="v_half", layers=7, remat="none", frozen=ENDS, dropout=0.3),
     Case(2, 2, 5, outside=1, remat="chunk", idle="compute", fsdp=2, frozen=("layers.*", "head")),
@@ -46,7 +46,7 @@ KINDS = [
         7,
         outside=3,
         fsdp=2,
-        gather="visit",
+        gather="window",
         remat="chunk",
         frozen=("wide", "narrow.into"),
     ),
@@ -72,7 +72,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (
         {"frozen": ["layers.mlp.*", "head", "final_norm.scale"]},
         {"ici_stage": 2, "ici_fsdp": 4},
-        {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
+        {"microbatches": 5, "repeats": 5, "weight_gather": "window", "group": 4},
     ),
     (
         {"frozen": ["embedding"], "tied_embeddings": True},

@@ -26,7 +26,7 @@ CASES = [
     Case(1, 2, 3, ahead=1, fsdp=2, data=2),
     Case(2, 1, 5, ahead=2, schedule="zb_h1", fsdp=2, tied=True, remat="none"),
     Case(2, 2, 4, ahead=3, outside=1, gather="step", tensor=2, fsdp=2, dropout=0.3),
-    Case(3, 3, 4, ahead=2, gather="visit", fsdp=2, layers=9, idle="compute"),
+    Case(3, 3, 4, ahead=2, gather="window", fsdp=2, layers=9, idle="compute"),
     Case(4, 1, 5, ahead=7, schedule="gpipe", data=2, own=GEMMA, tied=True),
 ]
 

@@ -272,9 +272,9 @@ CASES = [
     Case("wwnnw", 2, 1, 3, schedule="1f1b", fsdp=2),
     Case("wnwnwn", 2, 1, 4, idle="compute", tensor=2, dropout=True),
     Case("nwwwwnw", 2, 2, 5, fsdp=2, remat="chunk"),
-    Case("pwnwpnwnw", 3, 2, 6, fsdp=2, gather="visit", remat="names"),
+    Case("pwnwpnwnw", 3, 2, 6, fsdp=2, gather="window", remat="names"),
     Case("wwnwwnwwn", 3, 3, 4, idle="compute", gather="step", data=2),
-    Case("wnnwnwwn", 2, 3, 5, gather="visit", idle="compute", fsdp=2, tensor=2),
+    Case("wnnwnwwn", 2, 3, 5, gather="window", idle="compute", fsdp=2, tensor=2),
     Case("wnnwnwpn", 4, 2, 8, schedule="zb_v", fsdp=2, remat="none"),
     Case("npwnnwp", 2, 1, 5, schedule="zb_h1", remat="names", tensor=2, idle="compute"),
     Case("wwwnnnpp", 4, 1, 9, schedule="gpipe", fsdp=2, cut=(1, 3, 2, 2)),
@@ -283,7 +283,7 @@ CASES = [
     Case("pwnwn", 2, 1, 5, outside=1, fsdp=2),
     Case("wpnwnnwn", 2, 2, 5, outside=2, schedule="v_half", remat="none", dropout=True),
     Case("wwnnnnn", 4, 1, 7, outside=2, schedule="1f1b", gather="step", data=2),
-    Case("nwpnwnnwn", 3, 2, 7, outside=3, gather="visit", remat="chunk", fsdp=2),
+    Case("nwpnwnnwn", 3, 2, 7, outside=3, gather="window", remat="chunk", fsdp=2),
 ]
 
 

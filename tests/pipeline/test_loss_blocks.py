@@ -23,7 +23,7 @@ CASES = [
     Case(2, 1, 5, loss_block=3, schedule="zb_h1", remat="names", context=2, data=2),
     Case(2, 2, 5, loss_block=7, schedule="zb_v", remat="none", tied=True, dropout=0.3, fsdp=2),
     Case(2, 2, 4, loss_block=6, ahead=2, outside=1, gather="step", tensor=2, fsdp=2),
-    Case(2, 1, 3, loss_block=1, own=GRANITE, tied=True, gather="visit", idle="compute"),
+    Case(2, 1, 3, loss_block=1, own=GRANITE, tied=True, gather="window", idle="compute"),
     Case(2, 1, 3, loss_block=8, split="sequence", tensor=4, schedule="1f1b", delayed=False),
     Case(2, 2, 3, loss_block=5, split="ring", tensor=2, idle="compute", tied=True),
     Case(2, 1, 4, loss_block=6, own=replace(GROUPED, num_experts=6), expert=2, fsdp=2, layers=5),

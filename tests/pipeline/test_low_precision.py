@@ -25,10 +25,10 @@ CASES = [
     Case(2, 1, 5, low=FP8, fsdp=2, tensor=2, schedule="zb_h1", remat="names"),
     Case(2, 2, 4, low=TENSOR, split="ring", tensor=2, idle="compute", remat="names"),
     Case(2, 1, 5, low=SAME, split="sequence", tensor=2, schedule="zb_h1", remat="none"),
-    Case(2, 2, 3, low=BLOCK, split="sequence", tensor=2, schedule="zb_v", gather="visit"),
+    Case(2, 2, 3, low=BLOCK, split="sequence", tensor=2, schedule="zb_v", gather="window"),
     Case(2, 1, 3, low=ALL, context=2, remat="chunk"),
     Case(2, 1, 3, low=INT8, own=QWEN2, data=2, ahead=2, tied=True, dropout=0.3),
-    Case(2, 3, 6, low=SAME, low_parts="mlp", fsdp=2, tensor=2, gather="visit", remat="names"),
+    Case(2, 3, 6, low=SAME, low_parts="mlp", fsdp=2, tensor=2, gather="window", remat="names"),
     # Experts: through all, by group with a width that is divided, with room, and apart.
     Case(2, 1, 3, low=INT8, own=GROUPED, tensor=2, fsdp=2, schedule="zb_h1"),
     Case(2, 1, 3, low=BLOCK, own=ROOM, tensor=2),

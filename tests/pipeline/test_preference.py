@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.packing import Packer
-from maxpipe.objectives.preference import Dpo, Ipo, Orpo, Preference
+from maxpipe.objectives import Dpo, Ipo, Orpo, Preference
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.objective import CrossEntropy
 from tests.cases import TOLERANCE, Case, keeping, steps_of

@@ -42,7 +42,7 @@ CASES = [
     Case(2, 1, 5, split="sequence", tensor=3, by_three=True, schedule="zb_h1", remat="names"),
     Case(1, 2, 3, split="sequence", tensor=4, remat="chunk", outside=1),
     Case(2, 2, 4, split="ring", tensor=4, idle="compute", remat="chunk", layers=7, outside=2),
-    Case(2, 3, 4, split="sequence", tensor=2, fsdp=2, gather="visit", remat="none", layers=7),
+    Case(2, 3, 4, split="sequence", tensor=2, fsdp=2, gather="window", remat="none", layers=7),
     Case(2, 2, 5, split="ring", tensor=2, data=2, idle="compute", schedule="zb_v", gather="step"),
     Case(1, 2, 3, split="sequence", tensor=4, ahead=2, tied=True),
     Case(2, 2, 3, split="ring", tensor=2, ahead=2, form="layer", idle="compute", remat="names"),

@@ -24,7 +24,7 @@ CASES = [
     Case(2, 2, 3, sources=3, tensor=2, fsdp=2, gather="step", tied=True),
     Case(2, 1, 3, sources=5, context=2, data=2, schedule="1f1b", dropout=0.3),
     Case(2, 1, 3, sources=3, loss_block=5, schedule="zb_h1", remat="names", fsdp=2),
-    Case(2, 2, 4, sources=3, ahead=2, outside=1, gather="visit", idle="compute"),
+    Case(2, 2, 4, sources=3, ahead=2, outside=1, gather="window", idle="compute"),
     Case(2, 1, 4, sources=2, own=replace(GROUPED, num_experts=6), expert=2, fsdp=2),
     Case(2, 1, 3, sources=3, loss_block=5, shard_mode="explicit", data=2),
     Case(2, 1, 3, sources=3, loss_block=4, split="sequence", tensor=4, delayed=False),

@@ -25,7 +25,7 @@ def test_a_forecast_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> N
     assert values["layout"]["mesh.ici_stage"] == 4
 
 
-@pytest.mark.parametrize("gather", ["iteration", "visit", "step"])
+@pytest.mark.parametrize("gather", ["iteration", "window", "step"])
 def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*RUN, "model.num_layers=11", f"pipeline.weight_gather={gather}"]
     found = []
@@ -97,7 +97,10 @@ def test_a_search_runs_what_it_found(
         ([*RUN[:2], "--calibrate", "--slices", "2"], "--slices\n  has no effect"),
         ([*RUN, "--search", "--fix", "train.steps=4"], "must be a key of mesh or pipeline"),
         ([*RUN, "--search", "--fix", "mesh.ici_context=abc"], "must be an integer"),
-        ([*RUN, "--search", "--fix", "mesh.context_attention=x"], "must be one of auto, gather"),
+        (
+            [*RUN, "--search", "--fix", "mesh.context_attention=x"],
+            "must be one of auto, all_gather",
+        ),
         ([*RUN, "--search", "--fix", "mesh.ici_context=-1"], "must be a number of devices"),
         ([*RUN, "--calibrate"], "not allowed with argument --topology"),
         (

@@ -14,7 +14,7 @@ from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import Branch, Dims, Kind, Matmul, Model, Operation
+from maxpipe.models.spec import Branch, Dims, LayerType, Matmul, Model, Operation
 from maxpipe.plan import sizes as sizes_module
 from maxpipe.plan.cost import CostModel, predict_cost
 from maxpipe.plan.memory import buffers, predict_memory, state
@@ -52,7 +52,7 @@ def unlike(config: ModelConfig) -> Model:
     plain = describe(replace(config, num_layers=len(PATTERN)))
     attention, mlp = plain.layer_types["layer"].branches
     wide = Branch("mlp", Routed(config.d_model, 4 * config.d_mlp, 1.0), mlp.pre_norm)
-    kinds = {"wide": Kind((attention, wide)), "layer": plain.layer_types["layer"]}
+    kinds = {"wide": LayerType((attention, wide)), "layer": plain.layer_types["layer"]}
     return Model(kinds, PATTERN, plain.ends)
 
 
@@ -104,7 +104,7 @@ def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Confi
     attention: Any = Windowed(kind.parts["attention"])
     branch = replace(kind.branches[0], part=attention)
     window = (8.0, 0.0)
-    model = Model({"layer": Kind((branch,))}, ("layer",) * 2, plain.ends, {"window": window})
+    model = Model({"layer": LayerType((branch,))}, ("layer",) * 2, plain.ends, {"window": window})
     full = replace(model, values={"window": (0.0, 0.0)})
     heads = 4 * config.model.num_heads * config.model.head_dim
     # Of 32 queries the first see up to 8 keys, the others 8, where without a window it is half.

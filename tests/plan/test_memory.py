@@ -91,10 +91,10 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (
         EXPERTS,
         {"ici_stage": 2, "ici_fsdp": 2},
-        {"microbatches": 4, "remat": "names", "prologue_layers": 3, "weight_gather": "visit"},
+        {"microbatches": 4, "remat": "names", "prologue_layers": 3, "weight_gather": "window"},
     ),
     (
-        BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "all"}},
+        BIASED | {"gpt_oss": BIASED["gpt_oss"] | {"dispatch": "dense"}},
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1"},
     ),
@@ -106,7 +106,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {"microbatches": 2}),
     (
         {"attention": "blockwise"},
-        {"ici_stage": 2, "ici_context": 2, "context_attention": "gather"},
+        {"ici_stage": 2, "ici_context": 2, "context_attention": "all_gather"},
         {"microbatches": 4, "remat": "none"},
     ),
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_data": 2}, {"microbatches": 4, "schedule": "1f1b"}),
@@ -120,13 +120,13 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (
         {"tied_embeddings": True, "mtp_heads": 3},
         {"ici_stage": 2, "ici_fsdp": 4},
-        {"microbatches": 5, "repeats": 5, "weight_gather": "visit", "group": 4},
+        {"microbatches": 5, "repeats": 5, "weight_gather": "window", "group": 4},
     ),
     ({}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "remat": "none"}),
     (
         {"matmul": "int8"},
         {"ici_stage": 2, "ici_fsdp": 2},
-        {"microbatches": 4, "repeats": 5, "weight_gather": "visit", "group": 2},
+        {"microbatches": 4, "repeats": 5, "weight_gather": "window", "group": 2},
     ),
     ({"vocab_size": 263}, {"ici_stage": 4}, {"microbatches": 6, "schedule": "zb_h1"}),
     ({"mtp_heads": 2}, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
@@ -218,7 +218,7 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
 @pytest.mark.parametrize(
     "model",
     [
-        EXPERTS | {"moe": EXPERTS["moe"] | {"norm_topk_prob": False, "dispatch": "all"}},
+        EXPERTS | {"moe": EXPERTS["moe"] | {"norm_topk_prob": False, "dispatch": "dense"}},
         EXPERTS,
         EXPERTS | {"moe": EXPERTS["moe"] | {"capacity_factor": 1.25, "num_experts": 4}},
         BIASED,
@@ -265,7 +265,7 @@ def small_config(random: np.random.Generator) -> Config:
                 "schedule": schedule,
                 "repeats": repeats,
                 "microbatches": microbatches,
-                "weight_gather": pick("iteration", "visit", "step"),
+                "weight_gather": pick("iteration", "window", "step"),
                 "remat": pick("full", "chunk", "names", "none"),
             },
             "train": {
@@ -506,7 +506,7 @@ def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])
 def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: str) -> None:
     found = []
-    for gather in ("step", "visit"):
+    for gather in ("step", "window"):
         pipeline = {"microbatches": 4, "repeats": 2, "weight_gather": gather}
         config = config_of({}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
         schedule = build_schedule(config)
@@ -517,7 +517,7 @@ def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: s
 
 def test_a_chunk_arrives_beside_the_window() -> None:
     """By the TPU compiler: gathered weights stand in memory until their slot is free."""
-    pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "visit", "group": 4}
+    pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "window", "group": 4}
     config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     schedule = build_schedule(config)
     chunk = Sizes(config).layers.chunk_slots["layer"] * Sizes(config).params.layer_elements(
@@ -565,7 +565,7 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (
         NARROW_TYPE | WIDE,
         {"ici_stage": 2, "ici_fsdp": 4},
-        {"microbatches": 8, "repeats": 3, "weight_gather": "visit"},
+        {"microbatches": 8, "repeats": 3, "weight_gather": "window"},
     ),
     (WIDE, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "remat": "chunk"}),
     (
@@ -576,7 +576,7 @@ TEMPORARY: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     (
         WIDE,
         {"ici_stage": 2, "ici_fsdp": 4},
-        {"microbatches": 8, "repeats": 3, "weight_gather": "visit"},
+        {"microbatches": 8, "repeats": 3, "weight_gather": "window"},
     ),
     (NARROW_TYPE | WIDE, {"ici_fsdp": 4}, {"microbatches": 2, "remat": "names"}),
 ]
@@ -615,7 +615,7 @@ ROUTED: dict[str, Any] = {
         "all_to_all_capacity_factor": 1.25,
     },
 }
-GATHERED = {"context_attention": "gather"}
+GATHERED = {"context_attention": "all_gather"}
 DIVIDED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"ici_context": 4}, {"remat": "none"}),
     ({}, {"ici_context": 4} | GATHERED, {"attention": "blockwise", "remat": "none"}),

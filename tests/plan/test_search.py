@@ -84,7 +84,7 @@ def test_slices_are_crossed_by_one_axis_only() -> None:
     [
         ("1f1b", 1, 0, "iteration"),
         ("interleaved", 2, 0, "step"),
-        ("interleaved", 4, 8, "visit"),
+        ("interleaved", 4, 8, "window"),
         ("zb_h1", 1, 0, "iteration"),
         ("zb_v", 2, 0, "step"),
     ],

@@ -55,7 +55,7 @@ def config_of(model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, A
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     # Stages, contexts and shards of weights at once.
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_context": 2}, {}),
-    (BLOCKS, {"ici_context": 2, "context_attention": "gather"}, {"remat": "names"}),
+    (BLOCKS, {"ici_context": 2, "context_attention": "all_gather"}, {"remat": "names"}),
     ({}, {"ici_fsdp": 4, "ici_data": 2}, {}),
     # Rows of experts, and shards of weights over three axes and over two.
     (EXPERTS, {"ici_fsdp": 2, "ici_expert": 2, "ici_context": 2}, {}),
@@ -63,7 +63,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"ici_context": 2, "ici_data": 2}, {"remat": "none", "weight_gather": "step"}),
     (BLOCKS, {"ici_context": 4, "context_attention": "ring"}, {}),
     (BLOCKS, {"ici_context": 2, "context_attention": "ring"}, {"remat": "names"}),
-    (WINDOWS, {"ici_context": 2, "context_attention": "gather"}, {}),
+    (WINDOWS, {"ici_context": 2, "context_attention": "all_gather"}, {}),
     (
         {"num_layers": 8},
         {"ici_stage": 4, "ici_context": 2},
@@ -78,7 +78,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (EXPERTS, {"ici_expert": 4}, {"remat": "names"}),
     (EXPERTS, {"ici_expert": 2, "ici_stage": 2}, {"remat": "none"}),
     (EXPERTS, {"ici_expert": 2, "ici_data": 2}, {"weight_gather": "step", "remat": "chunk"}),
-    (experts(dispatch="all"), {"ici_expert": 2, "ici_context": 2}, {}),
+    (experts(dispatch="dense"), {"ici_expert": 2, "ici_context": 2}, {}),
     (experts(capacity_factor=1.25), {"ici_expert": 2, "ici_context": 2}, {}),
     (experts(all_to_all_capacity_factor=1.5), {"ici_expert": 4}, {}),
 ]

@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.schedule.catalog import SCHEDULES, make_schedule
-from maxpipe.schedule.csv_format import read_orders, to_csv
+from maxpipe.schedule.orders import read_orders, to_csv
 from maxpipe.schedule.placement import OrderError
 from maxpipe.schedule.table import Action, Schedule
 from maxpipe.schedule.verify import ScheduleError

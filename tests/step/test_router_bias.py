@@ -27,11 +27,11 @@ OWN = MoeConfig(
     load_balance_loss_weight=0.0,
 )
 AHEAD: Any = {"ahead": 1, "form": "layer"}
-ALL = replace(OWN, num_dense_layers=0, dispatch="all")
+DENSE = replace(OWN, num_dense_layers=0, dispatch="dense")
 CASES = [
-    Case(2, 1, 4, own=ALL, layers=2, schedule="1f1b", data=2, **AHEAD),
+    Case(2, 1, 4, own=DENSE, layers=2, schedule="1f1b", data=2, **AHEAD),
     Case(4, 1, 8, own=OWN, layers=6, schedule="zb_h1", **AHEAD),
-    Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="visit", **AHEAD),
+    Case(2, 1, 4, own=OWN, layers=6, schedule="1f1b", data=2, outside=3, gather="window", **AHEAD),
 ]
 ROWS, STEPS = 16, 3
 
@@ -105,7 +105,7 @@ def test_layouts_give_the_same_biases() -> None:
 
 @pytest.mark.layouts
 def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
-    own = replace(OWN, dispatch="all")
+    own = replace(OWN, dispatch="dense")
     case = Case(own=own, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
     steps = steps_of(case, case.rows)
     model = steps.param_layout.decoder.model

@@ -58,12 +58,12 @@ CURVES = [
     Case(4, 1, 12, schedule="zb_h1", remat="none"),
     Case(4, 2, 12, schedule="zb_v", fsdp=2, remat="names"),
     Case(2, 2, 8, schedule="v_half", data=3),
-    Case(4, 2, 4, schedule="v_min", gather="visit", remat="none"),
+    Case(4, 2, 4, schedule="v_min", gather="window", remat="none"),
     Case(4, 2, 24, schedule="dualpipe_v", remat="chunk"),
-    Case(2, 4, 6, fsdp=2, gather="visit", remat="names"),
+    Case(2, 4, 6, fsdp=2, gather="window", remat="names"),
     Case(2, 2, 4, cut=(3, 1, 2, 2), tensor=2),
     Case(4, 1, 6, schedule="zb_h1", outside=4, gather="step", fsdp=2),
-    Case(2, 3, 3, outside=2, cut=(1,) * 6, gather="visit", tensor=2),
+    Case(2, 3, 3, outside=2, cut=(1,) * 6, gather="window", tensor=2),
 ]
 RARE_CURVES = [
     Case(2, 1, 3, schedule="gpipe", data=2, fsdp=2),
@@ -87,7 +87,7 @@ def test_loss_curve_is_the_same_under_every_layout(
 IN_BFLOAT16 = [
     Case(2, 2, 3, fsdp=2, tensor=2, tied=True, gather="step", remat="names"),
     Case(2, 2, 3, schedule="zb_v", outside=1, fsdp=2, data=2),
-    Case(2, 3, 4, outside=2, gather="visit", fsdp=2, remat="chunk"),
+    Case(2, 3, 4, outside=2, gather="window", fsdp=2, remat="chunk"),
 ]
 
 
@@ -103,7 +103,7 @@ def test_bfloat16_follows_float32(case: Case) -> None:
 POISONED = [
     Case(4, 2, 5, layers=10, fsdp=2, idle="compute"),
     Case(4, 2, 5, layers=11, fsdp=2, remat="names"),
-    Case(3, 3, 4, layers=11, fsdp=2, gather="visit", remat="chunk", idle="compute"),
+    Case(3, 3, 4, layers=11, fsdp=2, gather="window", remat="chunk", idle="compute"),
     Case(4, 1, 5, schedule="zb_h1", layers=6, fsdp=2, idle="compute", remat="none"),
     Case(4, 2, 5, schedule="zb_v", layers=10, fsdp=2, idle="compute", tied=True),
     Case(2, 2, 4, schedule="circular", delayed=True, layers=6, fsdp=2, idle="compute"),
@@ -198,11 +198,11 @@ def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> 
 
 @pytest.mark.parametrize(
     ("gather", "mode"),
-    [pytest.param("iteration", "iteration", marks=pytest.mark.matrix), ("visit", "step")],
+    [pytest.param("iteration", "iteration", marks=pytest.mark.matrix), ("window", "step")],
 )
 @pytest.mark.layouts
 def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> None:
-    """`visit` has no visits of these layers to wait for: they are gathered once per step."""
+    """`window` has no visits of these layers to wait for: they are gathered once per step."""
     case = Case(2, 3, 4, outside=2, fsdp=2, layers=8, gather=gather)
     cases = (case, replace(case, outside=0))
     with_outside, without = (compiled(each, rows=8).as_text() for each in cases)
@@ -215,7 +215,7 @@ def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> 
 @pytest.mark.parametrize("stages, repeats, group", keeping([(2, 3, 8), (4, 4, 4), (4, 3, 8)], 0))
 def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: int) -> None:
     """At most 2 * M / N gathers and M / N reductions of each weight per step, none in a tick."""
-    case = Case(stages, repeats, 8, group=group, fsdp=2, layers=stages * repeats, gather="visit")
+    case = Case(stages, repeats, 8, group=group, fsdp=2, layers=stages * repeats, gather="window")
     steps = steps_of(case, rows=16)
     visits = steps.train_schedule.weight_window
     # A group's last chunk forward is its first one backward: that gather serves both.

@@ -13,7 +13,7 @@ import pytest
 
 from maxpipe.models.layers.mlp import GatedMLP
 from maxpipe.models.registry import FAMILIES, describe, summaries
-from maxpipe.models.spec import Kind, Model, Summary
+from maxpipe.models.spec import LayerType, Model, Summary
 from maxpipe.step.step import compute_layer_metrics
 from tests.cases import MODEL
 
@@ -40,7 +40,7 @@ def model() -> Model:
     attention, mlp = plain.layer_types["layer"].branches
     part = Reporting(MODEL.d_model, MODEL.d_mlp, 1.0)
     kinds = {"plain": plain.layer_types["layer"]} | {
-        name: Kind((attention, replace(mlp, part=part))) for name in ("wide", "narrow")
+        name: LayerType((attention, replace(mlp, part=part))) for name in ("wide", "narrow")
     }
     return Model(kinds, ("plain", "wide", "wide", "plain", "narrow"), plain.ends)
 

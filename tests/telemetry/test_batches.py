@@ -23,7 +23,7 @@ def start(step: int) -> tuple[str, dict[str, Any]]:
 
 
 def back(step: int, to: int) -> tuple[str, dict[str, Any]]:
-    return "roll_back", {"step": step, "to": to}
+    return "rollback", {"step": step, "to": to}
 
 
 @pytest.mark.parametrize(

@@ -99,12 +99,13 @@ def test_a_finished_run_that_is_started_again_does_no_step_again(tmp_path: Path)
     assert found.seconds == {"productive": 11, "save": 1, "start": 4 + 3 + 2}
 
 
-def test_steps_before_a_roll_back_do_not_count(tmp_path: Path) -> None:
+@pytest.mark.parametrize("event", ["rollback", "roll_back"], ids=["now", "earlier release"])
+def test_steps_before_a_rollback_do_not_count(tmp_path: Path, event: str) -> None:
     ledger = Ledger(tmp_path)
     ledger.write("begin")
     ledger.write("start", step=0, seconds={})
     ledger.write("time", 10, step=10, seconds={"step": 10})
-    ledger.write("roll_back", step=10, to=5)
+    ledger.write(event, step=10, to=5)
     ledger.write("time", 10, step=15, seconds={"step": 10})
     assert curves.read_goodput(tmp_path).seconds == pytest.approx({"productive": 15, "redone": 5})
 
@@ -134,7 +135,7 @@ def test_half_a_record_is_left_out(killed_once: Path) -> None:
 def test_odd_numbers_in_events_are_no_records(key: str, number: str, killed_once: Path) -> None:
     before = curves.read_goodput(killed_once)
     value = f'{{"step": {number}}}' if key == "seconds" else number
-    event = "roll_back" if key == "to" else "time"
+    event = "rollback" if key == "to" else "time"
     fields = {"time": '"2026-03-01T23:59:30+00:00"', "event": f'"{event}"', "step": "20"}
     line = ", ".join(f'"{name}": {given}' for name, given in (fields | {key: value}).items())
     with (killed_once / "events.jsonl").open("a") as file:

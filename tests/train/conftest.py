@@ -7,13 +7,13 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import FAST_COMPILE
-from tests.train.fork_server import ForkServer
+from tests.conftest import environment_of_command
+from tests.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,10 +33,6 @@ runtime: {platform: cpu, compilation_cache: '', heartbeat_timeout_seconds: 10}
 """
 
 
-CACHE = Path.home() / ".cache" / "maxpipe" / "test"
-"""Python's compiled modules, from one session to the next."""
-
-
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A config file for a four-stage run over a small folder of text."""
@@ -49,17 +45,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = TINY.replace("TEXT", str(folder / "text"))
     (folder / "tiny.yml").write_text(text)
     return folder / "tiny.yml"
-
-
-def environment_of_command() -> dict[str, str]:
-    """Variables of a process that runs the command: modules load and steps compile faster."""
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("JAX_", "XLA_")) and name != "PYTHONDONTWRITEBYTECODE"
-    }
-    environment |= {"PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(CACHE)}
-    return environment | FAST_COMPILE
 
 
 @pytest.fixture(scope="session")
@@ -83,21 +68,21 @@ def start() -> Callable[..., subprocess.Popen[str]]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    """The process that runs the commands of `run`."""
-    server = ForkServer.start(environment_of_command())
-    yield server
-    server.close()
+def run(
+    next_server: Callable[[], ForkServer], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., str]:
+    """`run(*arguments, code=0)`: the output of the command, which must exit with `code`.
 
-
-@pytest.fixture(scope="session")
-def run(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
-    """`run(*arguments, code=0)`: the output of the command, which must exit with `code`."""
+    A command and the next one have different hash seeds. With `file_bytes`, no file of the
+    command may become larger.
+    """
     path = tmp_path_factory.mktemp("output") / "output.txt"
 
-    def run_to_end(*arguments: object, code: int = 0) -> str:
+    def run_to_end(*arguments: object, code: int = 0, file_bytes: int = 0) -> str:
         words = [*map(str, arguments)]
-        exit_code = fork_server.run(words, environment_of_command(), path, seconds=240)
+        exit_code = next_server().run(
+            words, environment_of_command(), path, seconds=240, file_bytes=file_bytes
+        )
         output = path.read_text(encoding="utf-8")
         assert exit_code == code, output
         return output

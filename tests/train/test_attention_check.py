@@ -16,8 +16,13 @@ from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
 from maxpipe.nn.attention import blockwise, cudnn
-from maxpipe.nn.attention.backends import BACKENDS
-from maxpipe.train.attention_check import check_attention, check_description
+from maxpipe.nn.attention_layer import BACKENDS
+from maxpipe.train import attention_check
+from maxpipe.train.attention_check import (
+    AttentionDeviation,
+    check_attention,
+    check_description,
+)
 from tests.cases import MODEL
 from tests.cudnn import forward, put_in_place
 from tests.train.runs import Run, Start, ends, ledger, write_module
@@ -99,25 +104,37 @@ def test_rounding_of_bfloat16_is_no_mistake_and_a_mistake_no_rounding(
 
 
 def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of the slice choose each in turn: one that is wrong is found, whichever it is."""
+    """Documents of the slice choose each in turn: one that is wrong is found, whichever it is.
+
+    Each kernel is wrong by another factor, so that one check shows which documents reach which.
+    """
     put_in_place(monkeypatch)
     model = model_of("cudnn")
-    wrong: list[str] = []
+    factors: dict[str, float] = {}
+    deviations: list[AttentionDeviation] = []
+    compare = attention_check._compare_backend
 
     def named(kernel: Any, beside: Any) -> str:
         return "numbers" if isinstance(beside, jax.Array) else f"packed {kernel.packed}"
 
     def spied(kernel: Any, *arrays: Any) -> Any:
         mixed, sums = forward(kernel, *arrays)
-        return mixed * (1.25 if named(kernel, arrays[-1]) in wrong else 1.0), sums
+        return mixed * factors.get(named(kernel, arrays[-1]), 1.0), sums
+
+    def recorded(*given: Any) -> list[AttentionDeviation]:
+        found = [*compare(*given)]
+        deviations.extend(found)
+        return found
 
     monkeypatch.setattr(cudnn, "forward", spied)
     right = check_attention(model, "float32", 1024)
     assert right is not None and right.ok
-    for each in ("packed 1", "packed 2", "numbers"):
-        wrong[:] = [each]
-        found = check_attention(model, "float32", 1024)
-        assert found is not None and not found.ok, each
+    factors |= {"packed 1": 1.25, "packed 2": 1.5, "numbers": 1.75}
+    monkeypatch.setattr(attention_check, "_compare_backend", recorded)
+    found = check_attention(model, "float32", 1024)
+    assert found is not None and not found.ok
+    assert not any(each.ok for each in deviations)
+    assert [each.result for each in deviations] == pytest.approx([0.25, 0.5, 0.75], rel=1e-3)
 
 
 def test_what_is_checked_names_all_on_which_it_depends() -> None:
@@ -155,7 +172,7 @@ def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
 
 
 BROKEN = """
-import maxpipe.nn.attention.backends as backends
+import maxpipe.nn.attention_layer as backends
 right = backends.BACKENDS["blockwise"]
 backends.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
 """

@@ -28,6 +28,7 @@ from maxpipe.step.step import Steps
 from maxpipe.telemetry import curves
 from maxpipe.train import run, set_up
 from maxpipe.train.loop import train
+from tests.errors import assert_error
 from tests.step.test_replicas import flipped
 from tests.train.runs import Run, Start, ends, ledger, pair, saved, saved_steps
 
@@ -146,9 +147,9 @@ def test_the_last_step_is_saved_with_its_evaluation(
 
 @pytest.mark.fault("N1")
 def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
-    here.bad = {9}
+    here.bad, short = {9}, "train.steps=12"
     with pytest.raises(DivergenceError) as caught:
-        here.train()
+        here.train(short)
     is_explained(caught.value)
     assert caught.value.exit_code == 2
     assert f"{here.folder}: step 10: loss " in str(caught.value)
@@ -159,27 +160,27 @@ def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
     assert saved_steps(here.folder) == [4, 8]
     # Started again it comes to the same step; with the batch left out it goes on.
     with pytest.raises(DivergenceError):
-        here.train()
-    here.train("guard.bad_steps=skip")
+        here.train(short)
+    here.train(short, "guard.bad_steps=skip")
     assert [each["step"] for each in ledger(here.folder, "start")] == [0, 8, 8]
-    assert recorded(here.folder)[STEPS]["train/skipped"] == 1
+    assert recorded(here.folder)[12]["train/skipped"] == 1
 
 
 @pytest.mark.fault("N1")
 def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
-    here.bad = {3, 9, 10, STEPS - 1}
-    here.train("guard.bad_steps=skip", "guard.max_bad_steps=2")
+    here.bad = {3, 9, 10, 13}
+    here.train("guard.bad_steps=skip", "guard.max_bad_steps=2", "train.steps=14")
     found = recorded(here.folder)
-    assert [found[step]["train/skipped"] for step in (3, 4, 9, 10, 11, 23, 24)] == [
+    assert [found[step]["train/skipped"] for step in (3, 4, 9, 10, 11, 13, 14)] == [
         *(0, 1, 1, 2, 3, 3, 4)
     ]
-    assert {step for step, each in found.items() if each["train/loss"] is None} == {4, 10, 11, 24}
+    assert {step for step, each in found.items() if each["train/loss"] is None} == {4, 10, 11, 14}
     skipped = ledger(here.folder, "bad_step")
     assert [(each["step"], each["action"]) for each in skipped] == [
-        (step, "skip") for step in (4, 10, 11, 24)
+        (step, "skip") for step in (4, 10, 11, 14)
     ]
     data = saved(here.folder).metadata.data
-    assert data["step"] == STEPS and data["guard"]["skipped"] == 4
+    assert data["step"] == 14 and data["guard"]["skipped"] == 4
 
 
 def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
@@ -206,7 +207,7 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
 def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
     here.bad = set(range(6, 100))
     with pytest.raises(DivergenceError) as caught:
-        here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=1")
+        here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=3")
     is_explained(caught.value)
     assert "step 10: " in str(caught.value) and "allows 3" in str(caught.value)
     actions = [each["action"] for each in ledger(here.folder, "bad_step")]
@@ -220,29 +221,29 @@ def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> N
 
 # --- going back ------------------------------------------------------------------------------
 
-BACK = ("guard.bad_steps=roll_back",)
+BACK = ("guard.bad_steps=rollback",)
 
 
 @pytest.mark.fault("N3")
 def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Here) -> None:
-    here.bad = {9, 17}
-    here.train(*BACK)
-    rolled = ledger(here.folder, "bad_step", "roll_back")
+    here.bad, last = {9, 17}, 17
+    here.train(*BACK, f"train.steps={last}")
+    rolled = ledger(here.folder, "bad_step", "rollback")
     # Batches 8 and 9 are left out, so that step 17 takes batch 18; 16 and 17 are 15 and 16's.
     assert [(each["event"], each["step"], each.get("to")) for each in rolled] == [
         ("bad_step", 10, None),
-        ("roll_back", 10, 8),
+        ("rollback", 10, 8),
         ("bad_step", 16, None),
-        ("roll_back", 16, 12),
+        ("rollback", 16, 12),
     ]
     assert [each["batch"] for each in rolled if "batch" in each] == [9, 17]
     found = recorded(here.folder)
-    assert list(found) == list(range(1, STEPS + 1))
+    assert list(found) == list(range(1, last + 1))
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
     spent = curves.read_goodput(here.folder).seconds
     assert spent["redone"] > 0 and spent["restore"] > 0
     data = saved(here.folder).metadata.data
-    assert data["step"] == STEPS + 2 + 4
+    assert data["step"] == last + 2 + 4
     assert data["guard"] == {
         **{"skipped": 0, "spikes": 0, "recent": [[], []]},
         **{"roll_backs": 2, "in_row": 0},
@@ -259,7 +260,7 @@ def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) ->
             here.train(*BACK)
     here.crash = None
     here.train(*BACK)
-    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [8, 8, 12, 12]
+    assert [each["to"] for each in ledger(here.folder, "rollback")] == [8, 8, 12, 12]
     unbroken = tmp_path / "unbroken"
     here.train(*BACK, f"run.dir={unbroken}")
     found, wanted = saved(here.folder), saved(unbroken / "run")
@@ -281,10 +282,10 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
 
 def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
     here.bad = {2}
-    here.train(*BACK, "checkpoint.every=0")
-    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [0]
-    assert saved(here.folder).metadata.data["step"] == STEPS + 3
-    assert int(saved(here.folder).state["step"]) == STEPS
+    here.train(*BACK, "checkpoint.every=0", "train.steps=6")
+    assert [each["to"] for each in ledger(here.folder, "rollback")] == [0]
+    assert saved(here.folder).metadata.data["step"] == 6 + 3
+    assert int(saved(here.folder).state["step"]) == 6
 
 
 @pytest.mark.fault("N3")
@@ -293,8 +294,9 @@ def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
     with pytest.raises(DivergenceError) as caught:
         here.train(*BACK, "guard.max_rollbacks=2")
     is_explained(caught.value)
-    assert "guard.max_rollbacks" in str(caught.value)
-    assert [each["to"] for each in ledger(here.folder, "roll_back")] == [4, 4]
+    facts = ["roll back 3", "guard.max_rollbacks allows 2"]
+    assert_error(caught.value, here.folder, names=facts, suggests="guard.max_rollbacks=5")
+    assert [each["to"] for each in ledger(here.folder, "rollback")] == [4, 4]
     batches = [each["batch"] for each in ledger(here.folder, "bad_step")]
     assert batches == [5, 6, 7]
 
@@ -369,15 +371,15 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
     (tmp_path / "documents.jsonl").write_text(text)
     arguments = ("data.source=jsonl", f"data.path={tmp_path}/documents.jsonl", "log.every=1")
     arguments += ("train.steps=48", "run.seed=6", "data.validation_fraction=0", "eval.batches=0")
-    arguments += ("guard.spike_sigmas=6", "guard.spike_window=16", "guard.on_spike=roll_back")
+    arguments += ("guard.spike_sigmas=6", "guard.spike_window=16", "guard.on_spike=rollback")
     run("train", tiny, *ALONE, *arguments, f"run.dir={tmp_path}")
     found = ledger(tmp_path / "run", "spike")
     assert [(each["batch"], each["action"]) for each in found] == [
-        (39, "roll_back"),
-        (43, "roll_back"),
+        (39, "rollback"),
+        (43, "rollback"),
     ]
     assert all(7 in each["documents"] for each in found)
-    assert len(ledger(tmp_path / "run", "roll_back")) == 2
+    assert len(ledger(tmp_path / "run", "rollback")) == 2
     last = recorded(tmp_path / "run")[48]
     assert last["train/loss"] < 1.3 and last["train/skipped"] == 0
 
@@ -389,7 +391,7 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
 def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) -> None:
     """Both go back, and then stop, at the same steps."""
     arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")
-    arguments += ("guard.bad_steps=roll_back", "guard.max_rollbacks=1", "checkpoint.every=4")
+    arguments += ("guard.bad_steps=rollback", "guard.max_rollbacks=1", "checkpoint.every=4")
     with pair(start, *arguments, "eval.batches=0", f"run.dir={tmp_path}") as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [2, 2], outputs
@@ -397,7 +399,7 @@ def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) ->
         assert "Traceback" not in output
         assert "requires roll back 2; guard.max_rollbacks allows 1" in output
     assert len({output.splitlines()[-3] for output in outputs}) == 1
-    (back,) = ledger(tmp_path / "run", "roll_back")
+    (back,) = ledger(tmp_path / "run", "rollback")
     bad = ledger(tmp_path / "run", "bad_step")
     assert bad[0]["step"] == back["step"]
-    assert [each["action"] for each in bad] == ["roll_back", "stop"], "the last is recorded, too"
+    assert [each["action"] for each in bad] == ["rollback", "stop"], "the last is recorded, too"

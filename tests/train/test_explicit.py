@@ -30,7 +30,7 @@ RARE_CASES = [
 ]
 
 
-def run(case: Case, num_steps: int = 10) -> tuple[Steps, Any, list[dict[str, float]]]:
+def run(case: Case, num_steps: int = 4) -> tuple[Steps, Any, list[dict[str, float]]]:
     """What a run ends with, and what it reports in each step."""
     steps = steps_of(case, ROWS, num_steps)
     step, state, found = steps.compile_train(), steps.init(), []

@@ -19,6 +19,7 @@ from maxpipe.config.load import load
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from tests.conftest import FAST_COMPILE
+from tests.errors import assert_error
 from tests.train.conftest import ROOT
 from tests.train.runs import SAME, Run, Start, is_explained, saved, state_of, wait_for
 
@@ -120,7 +121,8 @@ def test_generate_asks_for_prompts(unbroken: Path):
     errors = ran.stderr.decode()
     assert ran.returncode == 0, errors
     assert [each["prompt"] for each in lines_of(ran.stdout.decode())] == ["the", "and"]
-    assert "prompt 2\n  must be UTF-8" in errors and "= 'xxxxxxxxxxxxxxxx'" in errors
+    assert_error(errors, "prompt 2", names="UTF-8")
+    assert_error(errors, "prompt 3", "'xxxxxxxxxxxxxxxx'", [17, 16], "train.sequence_length=34")
     process = subprocess.Popen(
         [*command, "--max-tokens", "2"],
         stdin=subprocess.PIPE,

@@ -14,7 +14,7 @@ from maxpipe.config.sections.data import DataConfig
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.distributed.phases import Phases
-from maxpipe.objectives.distill import TEACHER_IDS, TEACHER_LOGPROBS
+from maxpipe.objectives import TEACHER_IDS, TEACHER_LOGPROBS
 from maxpipe.posttrain.distill import TeacherLoader
 
 ROWS, TOKENS, COUNT = 4, 16, 3

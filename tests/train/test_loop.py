@@ -523,16 +523,11 @@ def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_pat
 )
 @pytest.mark.fault("F5")
 def test_full_disk_stops_the_run_and_keeps_the_newest_checkpoint(
-    every: int, copy: Path, tiny: Path, start: Start
+    every: int, copy: Path, tiny: Path, run: Run
 ):
-    resource = pytest.importorskip("resource")
-    if not hasattr(resource, "prlimit"):
-        pytest.skip("the size of another process' files cannot be limited here")
+    pytest.importorskip("resource")
     arguments = (f"run.dir={copy.parent}", "train.steps=40", f"checkpoint.every={every}")
-    with start("train", tiny, *arguments) as process:
-        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
-        output, _ = process.communicate()
-    assert process.returncode == 74, output
+    output = run("train", tiny, *arguments, code=74, file_bytes=20_000)
     is_explained(output)
     assert str(copy / "checkpoints") in output
     assert saved_digest(copy)

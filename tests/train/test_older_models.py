@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from maxpipe.checkpoint.folder import CheckpointFolder
+from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER
 from maxpipe.config import keys
 from maxpipe.config import load as load_module
 from maxpipe.config.load import load, to_dict
@@ -22,10 +24,22 @@ from maxpipe.models.llama import LlamaConfig
 from maxpipe.train.resume import check_model
 from tests.conftest import FAST_COMPILE
 from tests.errors import raises
+from tests.train.runs import Run
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = REPOSITORY / "tests" / "golden" / "checkpoints"
 RUNS = sorted(path.name for path in GOLDEN.iterdir())
+FORMER_VALUES = REPOSITORY / "tests" / "golden" / "former_values"
+RENAMED_VALUES = {
+    "model.moe.dispatch": ("all", "dense"),
+    "mesh.context_attention": ("heads", "ulysses"),
+    "pipeline.weight_gather": ("visit", "window"),
+    "data.packing": ("cut", "concatenate"),
+    "checkpoint.best_mode": ("smallest", "min"),
+    "guard.bad_steps": ("roll_back", "rollback"),
+    "guard.on_spike": ("note", "warn"),
+}
+"""Former and current values of the keys of the run in `FORMER_VALUES`."""
 OLD: dict[str, Any] = {
     "num_layers": 2,
     "d_model": 4,
@@ -45,33 +59,65 @@ def wanted(*overrides: str) -> tuple[dict[str, Any], dict[str, str]]:
     return to_dict(loaded.config)["model"], loaded.origins
 
 
-def go_on(name: str, folder: Path, package: Path) -> str:
-    """What the command of the package in this folder says while a golden run does one step more."""
-    shutil.copytree(GOLDEN / name, folder / "golden")
+COMMAND = ("train", "golden.yml", "train.steps=3", "run.dir=.", "run.name=golden")
+COMMAND += ("runtime.compilation_cache=",)
+
+
+def copy_run(run: Path, folder: Path) -> None:
+    """Copy a golden run and its config to a folder."""
+    shutil.copytree(run, folder / "golden")
     shutil.copy(folder / "golden" / "config.yml", folder / "golden.yml")
-    command = [sys.executable, "-m", "maxpipe", "train", "golden.yml", "train.steps=3"]
-    command += ["run.dir=.", "run.name=golden", "runtime.compilation_cache="]
-    run = subprocess.run(
-        command,
+
+
+def go_on(run: Path, folder: Path, package: Path) -> str:
+    """Train a golden run for one more step with the package in a folder; return the output."""
+    copy_run(run, folder)
+    result = subprocess.run(
+        [sys.executable, "-m", "maxpipe", *COMMAND],
         cwd=folder,
         env=os.environ | FAST_COMPILE | {"PYTHONPATH": str(package)},
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 0, run.stderr
+    assert result.returncode == 0, result.stderr
     assert (folder / "golden" / "checkpoints" / "3").is_dir()
-    return " ".join((run.stdout + run.stderr).split())
+    return " ".join((result.stdout + result.stderr).split())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [RUNS[0], *(pytest.param(each, marks=pytest.mark.long) for each in RUNS[1:])]
 )
-def test_a_run_of_a_release_goes_on(name: str, tmp_path: Path) -> None:
+def test_a_run_of_a_release_goes_on(
+    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Through the command, from the run's own config: its model passes the comparison."""
-    told = go_on(name, tmp_path, REPOSITORY)
+    copy_run(GOLDEN / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    told = " ".join(run(*COMMAND).split())
+    assert (tmp_path / "golden" / "checkpoints" / "3").is_dir()
     assert "resuming golden after step 2" in told
     assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
+
+
+@pytest.mark.slow
+def test_a_run_with_former_values_resumes(tmp_path: Path) -> None:
+    """The values in its config, its checkpoint and its data fingerprint have other names now."""
+    output = go_on(FORMER_VALUES, tmp_path, REPOSITORY)
+    assert "resuming golden after step 2" in output
+    for key, (former, current) in RENAMED_VALUES.items():
+        assert output.count(f"{key} = {former} was renamed to {key}={current}.") == 1
+    # The values count as unchanged.
+    assert output.count("when step 2 was saved") == 1
+    assert "config: train.steps was 2 when step 2 was saved and is 3" in output
+
+
+def test_former_values_in_a_checkpoint_are_upgraded() -> None:
+    metadata = CheckpointFolder(FORMER_VALUES / CHECKPOINTS_FOLDER).read_metadata(2)
+    values = keys.flatten(metadata.config)
+    for key, (_, current) in RENAMED_VALUES.items():
+        assert values[key] == current
+    assert "packing" not in metadata.data["fingerprint"]
 
 
 @pytest.mark.slow
@@ -80,13 +126,13 @@ def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
     """The same with a copy of the code whose model has one key more."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "maxpipe", tmp_path / "new" / "maxpipe", ignore=ignore)
-    module = tmp_path / "new" / "maxpipe" / "model" / "families" / "llama.py"
-    declared = "    rope_scaling: float = field("
+    module = tmp_path / "new" / "maxpipe" / "models" / "llama.py"
+    declared = "    rope_factor: float = field("
     text = module.read_text()
     assert text.count(declared) == 1
     added = '    softness: float = 0.25\n    """A key that no run has known."""\n'
     module.write_text(text.replace(declared, added + declared))
-    told = go_on(RUNS[-1], tmp_path, tmp_path / "new")
+    told = go_on(GOLDEN / RUNS[-1], tmp_path, tmp_path / "new")
     assert "resuming golden after step 2" in told
     assert "softness: 0.25" in (tmp_path / "golden" / "config.yml").read_text()
 

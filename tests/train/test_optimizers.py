@@ -44,19 +44,22 @@ KINDS: dict[str, tuple[dict[str, Any], set[str], tuple[Case, Case, Case]]] = {
 """What a config says, what is kept, and layouts: one device, and two others."""
 
 
-@pytest.mark.parametrize("name", keeping(KINDS, 3))
+@pytest.mark.layouts
+@pytest.mark.parametrize("name", KINDS)
 def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
     changes, kept, cases = KINDS[name]
     check_layouts(dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, **changes), kept, cases)
 
 
 def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, Case]) -> None:
-    one, here, elsewhere = (steps_of(case, ROWS, optim=optim) for case in cases)
-    run = here.compile_train()
+    one, here = (steps_of(case, ROWS, optim=optim) for case in cases[:2])
+    elsewhere = one if cases[2] == cases[0] else steps_of(cases[2], ROWS, optim=optim)
+    run, run_one = here.compile_train(), one.compile_train()
+    run_elsewhere = run_one if elsewhere is one else elsewhere.compile_train()
     state, losses_here = trained_on(here, run, here.init(), 0, 2)
     saved_here = jax.device_get(here.to_saved(state))
     # Sharded equals unsharded: losses, and what the optimizer keeps.
-    state_one, losses_one = trained_on(one, one.compile_train(), one.init(), 0, 2)
+    state_one, losses_one = trained_on(one, run_one, one.init(), 0, 2)
     np.testing.assert_allclose(losses_here, losses_one, rtol=TOLERANCE)
     saved_one = leaves_by_name(jax.device_get(one.to_saved(state_one))["optimizer"])
     for key, leaf in leaves_by_name(saved_here["optimizer"]).items():
@@ -69,7 +72,7 @@ def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, C
     there = elsewhere.from_saved(saved_here, jax.device_get(state.guard))
     assert all(same_bits(elsewhere.to_saved(there), saved_here).values())
     _, wanted = trained_on(here, run, state, 2, 5)
-    _, found = trained_on(elsewhere, elsewhere.compile_train(), there, 2, 5)
+    _, found = trained_on(elsewhere, run_elsewhere, there, 2, 5)
     np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
 
 
@@ -84,6 +87,7 @@ def test_matrices_of_experts_and_explicit_types(name: Any) -> None:
 
 
 ZERO = [
+    (Case(2, 1, 2, data=2, fsdp=2, layers=5, outside=1), ONE),
     # Two stages with layers outside; tensor and tied tables; experts in types; heads ahead.
     (Case(2, 1, 2, data=2, fsdp=2, layers=5, outside=1), Case(1, 1, 2, data=4, layers=5)),
     (Case(2, 2, 2, data=2, tensor=2, layers=4, tied=True), Case(layers=4, data=2, tied=True)),
@@ -101,22 +105,26 @@ ZERO = [
 @pytest.mark.parametrize(("here", "elsewhere"), keeping(ZERO, 0), ids=str)
 @pytest.mark.parametrize("name", keeping(["adamw", "adafactor", "muon"], 2))
 def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case) -> None:
-    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, zero1=True)
+    """The first case has an average of the parameters, too, and rates and decays by pattern."""
+    more = KINDS["adamw"][0] if elsewhere == ONE else {}
+    optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, zero1=True, **more)
     one = Case(layers=here.layers, own=here.own, tied=here.tied, ahead=here.ahead)
     kept = {"adamw": {"mu", "nu"}, "adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}
-    check_layouts(optim, kept[name], (one, here, elsewhere))
+    check_layouts(optim, kept[name] | ({"average"} if more else set()), (one, here, elsewhere))
 
 
 @pytest.mark.parametrize("name", keeping(["adamw", "lion", "adafactor", "muon"], 2))
 def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
     case = Case(2, 2, 2, fsdp=2, data=2, layers=5)
-    found = []
-    for offload in (False, True):
+    found, first = [], None
+    for offload in (True, False):
         optim = dataclasses.replace(
             OPTIM, name=name, offload_state=offload, ema_decay=0.9, zero1=True
         )
         steps = steps_of(case, ROWS, optim=optim)
-        state, losses_of = trained_on(steps, steps.compile_train(), steps.init(), 0, 3)
+        first = first or jax.device_get(steps.init())
+        begun = jax.device_put(first, steps.state_sharding)
+        state, losses_of = trained_on(steps, steps.compile_train(), begun, 0, 3)
         kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.optimizer.trees)}
         assert kinds == {"pinned_host" if offload else "device"}
         saved_state = jax.device_get(steps.to_saved(state))

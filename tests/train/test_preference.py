@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.config.bundled_configs import REFERENCE_FILE
+from maxpipe.config.config_files import REFERENCE_FILE
 from maxpipe.posttrain.reference_logprobs import load_references, save_references
 from tests.data.conversations import write_records
 from tests.train.runs import (

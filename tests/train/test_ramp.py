@@ -177,6 +177,24 @@ def test_ramps_that_are_refused(ramp: str, others: tuple[str, ...], text: str, t
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
 
 
+@pytest.mark.parametrize("others", [(), ("pipeline.microbatches=1",), ("train.steps=1",)])
+@pytest.mark.parametrize("ramp", ["soon", "[soon]", "['2 for x steps']"])
+def test_the_ramp_that_an_error_suggests_can_be_had(
+    ramp: str, others: tuple[str, ...], tiny: Path
+) -> None:
+    """The first suggestion is for every run, and the example is for a run that is long enough."""
+    with pytest.raises(ConfigError) as caught:
+        load([str(tiny), f"train.batch_ramp={ramp}", *others])
+    (problem,) = caught.value.problems
+    action = re.fullmatch(
+        r'Set (train.batch_ramp=.*), or items such as "(train.batch_ramp=.*)"\.', problem.action
+    )
+    assert action
+    assert not load([str(tiny), action[1], *others]).config.train.batch_ramp
+    config = load([str(tiny), action[2], "train.steps=200"]).config
+    assert [(stage.batch_size, stage.steps) for stage in config.train.batch_ramp] == [(4, 100)]
+
+
 def test_rows_left_out_before_there_was_a_ramp() -> None:
     """A run of batches of 8 has gone back by 3, and goes on with batches of 16 from batch 9 on."""
     others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
@@ -194,10 +212,10 @@ def test_rows_that_were_left_out_are_counted() -> None:
     others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
     watch = BadStepMonitor(GuardConfig(), **others)
     assert watch.sequences_done(6) == 14
-    watch.record_roll_back(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
+    watch.record_rollback(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
     assert watch.sequences_done(4) == 8 and watch.sequences_done(5) == 12
     saved = watch.state_dict()
-    watch.record_roll_back(7, 4, 0, None)  # 6, 7 and 8 are, too
+    watch.record_rollback(7, 4, 0, None)  # 6, 7 and 8 are, too
     assert watch.sequences_done(4) == 8
     assert watch.sequences_done(5) == 12 and watch.sequences_done(6) == 20  # batches 9 and 10
     resumed = BadStepMonitor(GuardConfig(), offset=2, counts=saved, **others)

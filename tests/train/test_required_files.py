@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config import bundled_configs
+from maxpipe.config import config_files
 from maxpipe.config.load import load
 from maxpipe.train.session import missing_files
 
-TUNED = [name for name, each in bundled_configs.configs().items() if each.kind == "sft"]
+TUNED = [name for name, each in config_files.bundled_configs().items() if each.kind == "sft"]
 BASE = ["tiny", "train.steps=1"]
 
 

@@ -77,7 +77,7 @@ def test_batches_without_answers_are_steps_like_others() -> None:
 @pytest.mark.parametrize("step", keeping([0, 1], 0))
 def test_each_answer_token_counts_once_whatever_row_it_is_in(step: int) -> None:
     """The mean is over all tokens of the batch: no row, microbatch or device weighs more."""
-    case = Case(2, 2, 4, layers=8, fsdp=2, tensor=2)
+    case = Case(2, 2, 4, layers=4, fsdp=2, tensor=2)
     steps, batch = steps_of(case, ROWS), answers(step)
     counts = batch["loss_mask"].sum(1)
     assert 0 in counts and counts.max() > 4 * np.median(counts)

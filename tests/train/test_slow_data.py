@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.data.formats import read_tracker
-from maxpipe.data.formats.read_tracker import track_read
+from maxpipe.data.formats.source import longest_active_read, take_read_times, track_read
 from maxpipe.distributed.phases import DATA, LOOP, Phases
 from maxpipe.train import data_end
 from maxpipe.train.data_end import SlowDataMonitor
@@ -21,9 +20,9 @@ from tests.waiting import wait_until
 @pytest.fixture
 def slow() -> Iterator[tuple[SlowDataMonitor, Phases, list[str]]]:
     phases, said = Phases(), []
-    read_tracker.take_read_times()
+    take_read_times()
     yield SlowDataMonitor(phases, said.append, 2), phases, said
-    read_tracker.take_read_times()
+    take_read_times()
 
 
 def test_a_document_that_takes_long_is_named_now_and_then(
@@ -43,7 +42,7 @@ def test_a_document_that_takes_long_is_named_now_and_then(
         found._poll(read.begun + 50)
         assert phases.status().detail == ""
         with track_read(lambda: "b.jsonl: record 1") as _:
-            newest = read_tracker.longest_active_read()
+            newest = longest_active_read()
             assert newest is not None
             found._poll(newest.begun + 12)
     assert "b.jsonl: record 1, has lasted 12 s" in said[-1] and len(said) == 4

@@ -40,11 +40,12 @@ class CheckpointConfig:
     """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` compare.
     Examples are `eval/loss`, `eval/nats_per_byte`, `eval/NAME/loss` of a validation set, and
     `eval/NAME/accuracy` of a task."""
-    best_mode: Literal["smallest", "largest"] = field(
-        default="smallest", metadata=renamed_from("best_is")
+    best_mode: Literal["min", "max"] = field(
+        default="min",
+        metadata=renamed_from("best_is", values={"smallest": "min", "largest": "max"}),
     )
-    """Direction of `checkpoint.best_metric`: whether the smallest or the largest value is the best.
-    Use `smallest` for losses and `largest` for accuracies."""
+    """Direction of `checkpoint.best_metric`: whether the smallest value (`min`) or the largest
+    value (`max`) is the best. Use `min` for losses and `max` for accuracies."""
     retries: int = 3
     """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. During training,
     a retry saves the state of a later step. A save is not retried if the disk is full or

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.foreign_keys import list_action
-from maxpipe.config.former_items import upgrade_mixture_stages
 from maxpipe.config.rules import (
     BOUNDS,
     add_item_rules,
@@ -16,6 +15,7 @@ from maxpipe.config.rules import (
     add_ranges,
     did_you_mean,
     rule,
+    upgrade_mixture_stages,
 )
 from maxpipe.config.sections.source import (
     COLUMNS,
@@ -293,10 +293,11 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
 
 @_source_rule("chat", "packing")
 def _pairs_are_not_split(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
-    if source.chat == "pairs" and source.packing == "cut":
+    if source.chat == "pairs" and source.packing == "concatenate":
         yield RuleViolation(
             f"{section}.packing",
-            f"must not be cut with {section}.chat=pairs: a pair cannot be split across sequences.",
+            f"must not be concatenate with {section}.chat=pairs: a pair cannot be split across "
+            "sequences.",
             f"Set {section}.packing=best_fit.",
         )
 

@@ -95,34 +95,34 @@ add_ranges(
 LOSS = "eval/loss"
 
 
-BestMode = Literal["smallest", "largest"]
+BestMode = Literal["min", "max"]
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Map the tag of each evaluation metric to its best value, `smallest` or `largest`."""
+    """Map the tag of each evaluation metric to its best value, `min` or `max`."""
     data, metrics = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":
         pairs = config.train.objective == "preference"
         losses = _LOSSES[:1] if pairs else _LOSSES
-        best: dict[str, BestMode] = dict.fromkeys(losses, "smallest")
+        best: dict[str, BestMode] = dict.fromkeys(losses, "min")
         best |= PAIR_METRICS if pairs else {}
         for inner in ("eval/", *(f"eval/{name}/" for name in sorted(data.validation))):
             metrics |= {inner + what: value for what, value in best.items()}
         for name in sorted(data.mixture):
-            metrics |= {f"source/{name}/eval_{what}": "smallest" for what in losses}
+            metrics |= {f"source/{name}/eval_{what}": "min" for what in losses}
     for name in sorted(config.eval.tasks):
-        metrics |= dict.fromkeys([f"eval/{name}/{what}" for what in _ACCURACIES], "largest")
+        metrics |= dict.fromkeys([f"eval/{name}/{what}" for what in _ACCURACIES], "max")
     return metrics
 
 
 PAIR_METRICS: dict[str, BestMode] = {
-    "margin": "largest",
-    "accuracy": "largest",
-    "reward_chosen": "largest",
-    "reward_rejected": "smallest",
-    "nats_chosen": "smallest",
-    "nats_rejected": "largest",
+    "margin": "max",
+    "accuracy": "max",
+    "reward_chosen": "max",
+    "reward_rejected": "min",
+    "nats_chosen": "min",
+    "nats_rejected": "max",
 }
 """Metrics of preference evaluations, in addition to the loss."""
 
@@ -169,7 +169,7 @@ def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
             f"must be more than 0 with eval.patience={section.patience}, which counts evaluations."
         )
         yield RuleViolation("eval.every", rule, "Set eval.every=100, or eval.patience=0.")
-    if section.patience > 0 or (best.best_metric, best.best_mode) != (LOSS, "smallest"):
+    if section.patience > 0 or (best.best_metric, best.best_mode) != (LOSS, "min"):
         yield from _check_best_metric(config)
     chats = [source for source in all_sources(config.data).values() if source.chat != "off"]
     if section.sample_conversations and not chats:

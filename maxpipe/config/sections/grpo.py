@@ -223,15 +223,15 @@ def _no_rollback_within_a_rollout(config: Config) -> Iterator[RuleViolation]:
     guard, updates = config.guard, config.grpo.updates_per_rollout
     if not _is_grpo(config) or updates == 1:
         return
-    if guard.bad_steps == "roll_back":
+    if guard.bad_steps == "rollback":
         key = "guard.bad_steps"
-    elif guard.spike_sigmas and guard.on_spike == "roll_back":
+    elif guard.spike_sigmas and guard.on_spike == "rollback":
         key = "guard.on_spike"
     else:
         return
     yield RuleViolation(
         key,
-        f"must not be roll_back with grpo.updates_per_rollout ({updates}) above 1: the run would "
+        f"must not be rollback with grpo.updates_per_rollout ({updates}) above 1: the run would "
         "continue in the middle of a rollout.",
         f"Set {key}=skip, or grpo.updates_per_rollout=1.",
     )

@@ -18,9 +18,11 @@ class GuardConfig:
     regardless of these keys.
     """
 
-    bad_steps: Literal["stop", "skip", "roll_back"] = "stop"
+    bad_steps: Literal["stop", "skip", "rollback"] = field(
+        default="stop", metadata=renamed_from(values={"roll_back": "rollback"})
+    )
     """Response to a bad step, whose loss or gradient norm is NaN or infinite. `stop` ends the run.
-    `skip` continues with the next batch. `roll_back` restores the newest checkpoint and skips the
+    `skip` continues with the next batch. `rollback` restores the newest checkpoint and skips the
     batch that caused the bad step. `events.jsonl` lists the sequences and documents of that
     batch."""
     max_bad_steps: int = 5
@@ -33,10 +35,12 @@ class GuardConfig:
     spike_window: int = 128
     """Number of recent updates over which the spike detector computes the mean and standard
     deviation. Detection starts after half of this number of updates."""
-    on_spike: Literal["note", "skip", "roll_back"] = "note"
-    """Response to a spike. `note` applies the update and records an event. `skip` discards the
-    update. `roll_back` restores the newest checkpoint, as in `guard.bad_steps`. Ignored if
-    `guard.spike_sigmas` is 0."""
+    on_spike: Literal["warn", "skip", "rollback"] = field(
+        default="warn", metadata=renamed_from(values={"note": "warn", "roll_back": "rollback"})
+    )
+    """Response to a spike. `warn` applies the update, records an event and prints a warning. `skip`
+    discards the update. `rollback` restores the newest checkpoint, as in `guard.bad_steps`. Ignored
+    if `guard.spike_sigmas` is 0."""
     max_rollbacks: int = field(default=3, metadata=renamed_from("max_roll_backs"))
     """Maximum number of rollbacks in a run. The next rollback stops the run instead."""
     replica_check_every: int = 0

@@ -179,7 +179,7 @@ def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
 @rule("mesh.context_attention", *axis_keys("context", "tensor"), *MODEL_KEYS)
 def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
     context, tensor = (axis_size(config.mesh, axis) or 1 for axis in ("context", "tensor"))
-    if config.mesh.context_attention != "heads" or context == 1:
+    if config.mesh.context_attention != "ulysses" or context == 1:
         return
     model = config.model
     is_latent = any(isinstance(part, LatentAttention) for part in layer_parts(config))
@@ -190,7 +190,7 @@ def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
                 "mesh.context_attention",
                 f"requires model.{key} ({size}) to be a multiple of context ({context}) x tensor "
                 f"({tensor}): each device computes full sequences of the same number of heads.",
-                "Set mesh.context_attention=gather.",
+                "Set mesh.context_attention=all_gather.",
             )
 
 

@@ -210,7 +210,7 @@ def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
             "model.attention",
             "must be blockwise or auto with mesh.context_attention=ring: scores are computed in "
             "blocks as keys arrive from other devices.",
-            "Set model.attention=blockwise, or mesh.context_attention=gather.",
+            "Set model.attention=blockwise, or mesh.context_attention=all_gather.",
         )
 
 

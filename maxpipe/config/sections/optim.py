@@ -8,11 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from maxpipe.config.former_items import (
-    upgrade_lr_multipliers,
-    upgrade_lr_phases,
-    upgrade_weight_decays,
-)
 from maxpipe.config.rules import (
     EXAMPLES,
     MAX_FINDINGS,
@@ -21,6 +16,9 @@ from maxpipe.config.rules import (
     did_you_mean,
     format_value,
     rule,
+    upgrade_lr_multipliers,
+    upgrade_lr_phases,
+    upgrade_weight_decays,
 )
 from maxpipe.config.sections.model import MODEL_KEYS
 from maxpipe.config.sections.train import LENGTH_KEYS, total_steps

@@ -65,9 +65,11 @@ class PipelineConfig:
     pipeline. All stages run the prologue layers at the same time, each on a different microbatch.
     Use prologue layers if the number of layers is not divisible by the number of chunks. Every
     stage stores the weights of the prologue layers."""
-    weight_gather: Literal["iteration", "visit", "step"] = "iteration"
+    weight_gather: Literal["iteration", "window", "step"] = field(
+        default="iteration", metadata=renamed_from(values={"visit": "window"})
+    )
     """How often weights that are sharded over fsdp are all-gathered. `iteration`: for every layer
-    in every forward and backward pass (least memory). `visit`: each time a stage switches to
+    in every forward and backward pass (least memory). `window`: each time a stage switches to
     another chunk. The microbatches of one `pipeline.group` then share one all-gather, and each
     stage keeps a prefetch window of gathered chunks in memory. `step`: once per step (least
     communication)."""
@@ -113,7 +115,7 @@ def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation
             "pipeline.idle",
             "must be compute with mesh.context_attention=ring and several stages: devices exchange "
             "keys in each layer, and would wait forever for a stage with fewer layers.",
-            "Set pipeline.idle=compute, or mesh.context_attention=gather.",
+            "Set pipeline.idle=compute, or mesh.context_attention=all_gather.",
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from maxpipe.io.typed_json import legacy_value, renamed_from
 
-Packing = Literal["auto", "cut", "first_fit", "best_fit", "pad"]
+Packing = Literal["auto", "concatenate", "first_fit", "best_fit", "pad"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,15 +135,18 @@ class SourceConfig:
     conversation across sequences, so the model may be trained on a response without its prompt. The
     run prints the number of long conversations. Ignored for plain texts. For pairs, see
     `data.long_pairs`."""
-    packing: Packing = dataclasses.field(default="auto", metadata=legacy_value("cut"))
-    """Packing of documents into sequences. `auto`: `best_fit` for conversations and pairs, `cut`
-    for plain texts. `cut`: documents are concatenated and split across sequences. All other values
-    do not split documents that fit into one sequence, and pad the remaining positions of each
-    sequence. A document longer than a sequence fills complete sequences, and its remainder is
-    packed like a separate document. `best_fit`: the longest documents are packed first, each into
-    the sequence with the least remaining space that is sufficient. `best_fit` needs the fewest
-    sequences. `first_fit`: documents are packed in shuffled order, each into the first sequence
-    with enough space. `pad`: one document per sequence."""
+    packing: Packing = dataclasses.field(
+        default="auto",
+        metadata=renamed_from(values={"cut": "concatenate"}) | legacy_value("concatenate"),
+    )
+    """Packing of documents into sequences. `auto`: `best_fit` for conversations and pairs,
+    `concatenate` for plain texts. `concatenate`: documents are concatenated and split across
+    sequences. All other values do not split documents that fit into one sequence, and pad the
+    remaining positions of each sequence. A document longer than a sequence fills complete
+    sequences, and its remainder is packed like a separate document. `best_fit`: the longest
+    documents are packed first, each into the sequence with the least remaining space that is
+    sufficient. `best_fit` needs the fewest sequences. `first_fit`: documents are packed in shuffled
+    order, each into the first sequence with enough space. `pad`: one document per sequence."""
 
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from maxpipe.config.former_items import upgrade_batch_ramp
 from maxpipe.config.rules import (
     MAX_INT32,
     add_item_rules,
@@ -16,6 +15,7 @@ from maxpipe.config.rules import (
     axis_keys,
     axis_size,
     rule,
+    upgrade_batch_ramp,
 )
 from maxpipe.errors import RuleViolation
 from maxpipe.io.formatting import pluralize, round_up

@@ -26,8 +26,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from maxpipe.data.formats.files import File
-from maxpipe.data.formats.read_tracker import track_read
-from maxpipe.data.formats.source import Heartbeat
+from maxpipe.data.formats.source import Heartbeat, track_read
 from maxpipe.io import redact
 from maxpipe.io.files import lock, open_regular
 

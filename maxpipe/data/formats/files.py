@@ -20,8 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple, cast
 
-from maxpipe.config.bundled_configs import is_hub_id
-from maxpipe.config.config_files import broken_link
+from maxpipe.config.config_files import broken_link, is_hub_id
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError
 from maxpipe.io import files

@@ -7,8 +7,8 @@ If a source has too many documents for a full shuffle, spans of consecutive docu
 with the seed. Some spans are held out for validation. The remaining spans are assigned to windows
 in shuffled order. Documents and sequences are shuffled within a window, and each epoch reads the
 windows in a different order. Only the span totals and the document lengths of recently read windows
-are kept in memory. With `data.packing=cut`, the number of sequences per window follows from the
-span totals; otherwise all lengths are read once.
+are kept in memory. With `data.packing=concatenate`, the number of sequences per window follows from
+the span totals; otherwise all lengths are read once.
 """
 
 from __future__ import annotations
@@ -393,8 +393,9 @@ class WindowedSequences:
         self._lock = threading.Lock()
         self.num_tokens = int(documents.span_tokens[spans].sum())
         # Span totals are wrong if the document lengths are limited.
-        is_cut = packer.packing == "cut" and not getattr(documents, "is_length_limited", False)
-        counts = self._count_concatenated() if is_cut else self._count_packed(spans)
+        is_limited = getattr(documents, "is_length_limited", False)
+        uses_totals = packer.packing == "concatenate" and not is_limited
+        counts = self._count_concatenated() if uses_totals else self._count_packed(spans)
         self.num_targets = int(counts.targets.sum())
         self._counts = counts.sequences
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])

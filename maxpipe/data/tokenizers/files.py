@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from maxpipe.config.bundled_configs import is_hub_id
+from maxpipe.config.config_files import is_hub_id
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizers.byte_bpe import PUBLISHED, QWEN3_5
 from maxpipe.errors import ConfigError, Problem

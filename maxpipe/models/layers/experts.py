@@ -76,7 +76,7 @@ class Experts(Part):
     """Whether the probabilities of a token's experts are normalized to a sum of 1."""
     function: Gate = "silu"
     """Activation function of the gates."""
-    dispatch: Literal["auto", "all", "grouped"] = "auto"
+    dispatch: Literal["auto", "dense", "grouped"] = "auto"
     """Whether tokens pass through all experts or only through the selected experts. `auto` computes
     only the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
@@ -423,8 +423,8 @@ class Experts(Part):
             return copies, ((int(self._rows_in_memory), "experts"), *dims)
         return copies * self._rows_in_memory / self.num_experts, (*self._each, *dims)
 
-    def _of_shared(self, what: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
-        return () if self.shared is None else getattr(self.shared, what).items()
+    def _of_shared(self, attribute: Literal["params", "activations"]) -> Iterable[tuple[str, Any]]:
+        return () if self.shared is None else getattr(self.shared, attribute).items()
 
     @property
     def _width(self) -> Dims:

@@ -273,8 +273,8 @@ def forward(
         total = jnp.ones(shape)
     start = mark_varying((largest, total, jnp.zeros((*shape, value.shape[-1]))))
 
-    def of_block(_: None, given: tuple[Any, ...]) -> tuple[None, tuple[Array, Array]]:
-        query, segments, places, (first, last) = given
+    def of_block(_: None, operands: tuple[Any, ...]) -> tuple[None, tuple[Array, Array]]:
+        query, segments, places, (first, last) = operands
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             largest, total, mixed = state
@@ -291,8 +291,8 @@ def forward(
         mixed = mixed / total[..., None]
         return None, (mixed, (largest + jnp.log(total))[..., None])
 
-    given = (blocks.split_queries(query), blocks.segments, blocks.places, blocks.bounds())
-    _, (mixed, log_sum) = lax.scan(of_block, None, given)
+    operands = (blocks.split_queries(query), blocks.segments, blocks.places, blocks.bounds())
+    _, (mixed, log_sum) = lax.scan(of_block, None, operands)
     return blocks.merge_queries(mixed), blocks.merge_queries(log_sum)[..., 0]
 
 
@@ -302,8 +302,8 @@ def _backward_rule(
     query, key, value, sinks, rows, mixed, log_sum = saved
     run = _backward_unrolled if options.unrolled else backward
     gradients = run(options, query, key, value, sinks, rows, mixed, log_sum, d_mixed)
-    given = (query, key, value, sinks)
-    pairs = zip(gradients, given, strict=True)
+    inputs = (query, key, value, sinks)
+    pairs = zip(gradients, inputs, strict=True)
     return *(None if x is None else grad.astype(x.dtype) for grad, x in pairs), None
 
 
@@ -328,9 +328,9 @@ def backward(
     slope = (mixed.astype(jnp.float32) * d_mixed.astype(jnp.float32)).sum(-1, keepdims=True)
 
     def of_block(
-        sums: tuple[Array, ...], given: tuple[Any, ...]
+        sums: tuple[Array, ...], operands: tuple[Any, ...]
     ) -> tuple[tuple[Array, ...], Array]:
-        query, d_mixed, log_sum, slope, segments, places, (first, last) = given
+        query, d_mixed, log_sum, slope, segments, places, (first, last) = operands
         *of_keys, d_sinks = sums
 
         def add(block: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -363,8 +363,8 @@ def backward(
     d_sinks = jnp.zeros((blocks.groups, blocks.heads // blocks.groups))
     sums = mark_varying((jnp.zeros(keys.shape), jnp.zeros(values.shape), d_sinks))
     of_tokens = tuple(map(blocks.split_queries, (query, d_mixed, log_sums, slope)))
-    given = (*of_tokens, blocks.segments, blocks.places, blocks.bounds())
-    (d_keys, d_values, d_sinks), d_query = lax.scan(of_block, sums, given)
+    operands = (*of_tokens, blocks.segments, blocks.places, blocks.bounds())
+    (d_keys, d_values, d_sinks), d_query = lax.scan(of_block, sums, operands)
     of_keys = blocks.merge_kv(d_keys), blocks.merge_kv(d_values)
     return blocks.merge_queries(d_query), *of_keys, d_sinks.reshape(-1)
 
@@ -421,17 +421,17 @@ class _Unrolled:
 
     def sum_key_gradients(self, parts: list[Array]) -> Float[Array, "B S G h"]:
         """Sum the key gradients `[B, G, s, h]` of all query blocks for each key."""
-        blocks, found = self.options.unrolled, []
+        blocks, gradients = self.options.unrolled, []
         for number, (_, start, stop) in enumerate(blocks):  # keys are split at the same indices
             seeing = zip(blocks[number:], parts[number:], strict=True)
-            found.append(
+            gradients.append(
                 sum(
                     part[:, :, start - first : stop - first]
                     for (first, _, _), part in seeing
                     if first <= start
                 )
             )
-        whole = jnp.concatenate(found, axis=2) if len(found) > 1 else found[0]
+        whole = jnp.concatenate(gradients, axis=2) if len(gradients) > 1 else gradients[0]
         return whole.swapaxes(1, 2)
 
 
@@ -486,8 +486,8 @@ def _backward_unrolled(
     d_sinks = jnp.zeros((blocks.groups, query.shape[2] // blocks.groups))
     for block in options.unrolled:
         first, start, stop = block
-        mine = partial(blocks.cut, start=start, stop=stop)
-        query, d_mixed, log_sum, slope = map(mine, of_queries)
+        slice_block = partial(blocks.cut, start=start, stop=stop)
+        query, d_mixed, log_sum, slope = map(slice_block, of_queries)
         seen_keys, seen_values = keys[:, :, first:stop], values[:, :, first:stop]
         scores = _scores(_SCORE_EINSUM, query, seen_keys, options)
         shares = jnp.exp(blocks.mask_scores(scores, block) - log_sum)

@@ -1,10 +1,10 @@
 """Attention over sequences that are sharded over the context axis, for any backend.
 
-`gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag order
-balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a window,
-only tokens within the window are gathered. `heads`: an all-to-all exchanges sequence shards for
-head shards, attention runs on full sequences, and a second all-to-all restores the sequence shards
-(arXiv:2309.14509).
+`all_gather`: every device gathers the keys and values of full sequences for its queries. Zig-zag
+order balances the number of scored pairs between devices (arXiv:2407.21783). If all layers have a
+window, only tokens within the window are gathered. `ulysses`: an all-to-all exchanges sequence
+shards for head shards, attention runs on full sequences, and a second all-to-all restores the
+sequence shards (arXiv:2309.14509).
 
 `ring`: keys and values rotate around the context axis, and the next shard is sent while the current
 shard is scored. Partial softmax results are combined by their log-sum-exp (arXiv:2310.01889), with
@@ -30,7 +30,7 @@ from maxpipe.models.layers.attention import LOG_SUM
 from maxpipe.nn.attention import blockwise
 from maxpipe.nn.attention.blockwise import Options, QueryKeyMask
 from maxpipe.nn.attention.interface import AttentionBackend, Mask
-from maxpipe.parallel import context_parallel
+from maxpipe.parallel import collectives
 from maxpipe.parallel.axes import exchanges_heads
 from maxpipe.parallel.collectives import all_to_all, axis_index, axis_size, mark_varying, ring_shift
 from maxpipe.parallel.mesh import CONTEXT, TENSOR
@@ -54,7 +54,7 @@ def attend(
     """
     if axis_size(CONTEXT) == 1 or not mask.has_places:
         return backend(query, key, value, mask)
-    segments, tokens = inputs[context_parallel.FULL_SEGMENT_IDS], query.shape[1]
+    segments, tokens = inputs[collectives.FULL_SEGMENT_IDS], query.shape[1]
     heads, kv_heads = query.shape[2], key.shape[2]
     if exchanges_heads(
         rules.context_attention, heads, kv_heads, axis_size(CONTEXT), _tensor_shards()
@@ -63,19 +63,19 @@ def attend(
     mask = replace(
         mask,
         key_segments=segments,
-        places=context_parallel.local_positions(tokens),
-        run=context_parallel.contiguous_length(tokens),
+        places=collectives.local_positions(tokens),
+        run=collectives.contiguous_length(tokens),
     )
     if rules.context_attention == "ring":
         return ring_attend(query, key, value, mask)
     before = tokens_before(_windows(mask), mask.run)
     if before < mask.run:
         return _attend_in_window(backend, query, key, value, mask, before)
-    key, value = (context_parallel.gather_sequences(array, 1) for array in (key, value))
+    key, value = (collectives.gather_sequences(array, 1) for array in (key, value))
     return backend(query, key, value, mask)
 
 
-# Head sharding (`heads`).
+# Head sharding (`ulysses`).
 
 
 def _tensor_shards() -> int:
@@ -98,17 +98,17 @@ def _to_heads(x: Float[Array, "B T N H"]) -> Float[Array, "B S n H"]:
     count = axis_size(CONTEXT)
     # Head shards of the tensor axis are kept, and each shard is split further over context.
     apart = x.reshape(rows, tokens, _tensor_shards(), count, -1, size)
-    got = all_to_all(apart, CONTEXT, 3, 1)
-    return context_parallel.undo_zigzag(got, 1).reshape(rows, count * tokens, -1, size)
+    exchanged = all_to_all(apart, CONTEXT, 3, 1)
+    return collectives.undo_zigzag(exchanged, 1).reshape(rows, count * tokens, -1, size)
 
 
 def _to_tokens(x: Float[Array, "B S n H"]) -> Float[Array, "B T N H"]:
     """Exchange head shards for sequence shards, the inverse of `_to_heads`."""
     rows, tokens, heads, size = x.shape
     count = axis_size(CONTEXT)
-    apart = context_parallel.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
-    got = all_to_all(apart, CONTEXT, 1, 3)
-    return got.reshape(rows, tokens // count, heads * count, size)
+    apart = collectives.apply_zigzag(x, 1).reshape(rows, tokens, _tensor_shards(), 1, -1, size)
+    exchanged = all_to_all(apart, CONTEXT, 1, 3)
+    return exchanged.reshape(rows, tokens // count, heads * count, size)
 
 
 def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
@@ -130,7 +130,7 @@ def _attend_in_window(
 ) -> Float[Array, "B T N v"]:
     assert mask.key_segments is not None
     segments = jnp.pad(mask.key_segments, ((0, 0), (before, 0)), constant_values=_NO_SEGMENT)
-    starts = context_parallel.local_starts(query.shape[1])
+    starts = collectives.local_starts(query.shape[1])
     near = replace(
         mask,
         segments=_as_rows(mask.segments),
@@ -160,12 +160,12 @@ def _prepend_preceding_tokens(
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]
     ends = jnp.concatenate([piece[:, run - before :] for piece in pieces], axis=1)
-    ends = context_parallel.gather_sequences(ends, 1)
-    found = []
+    ends = collectives.gather_sequences(ends, 1)
+    extended = []
     for piece, start in zip(pieces, starts, strict=True):
         place = jnp.maximum(start // run - 1, 0) * before
-        found += [jnp.concatenate([lax.dynamic_slice_in_dim(ends, place, before, 1), piece], 1)]
-    return jnp.concatenate(found)
+        extended += [jnp.concatenate([lax.dynamic_slice_in_dim(ends, place, before, 1), piece], 1)]
+    return jnp.concatenate(extended)
 
 
 def ring_attend(
@@ -212,7 +212,7 @@ def _shift_to_next(tree: Any) -> Any:
 def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
     """Return the mask for one of the two key chunks that are local after `hop` hops."""
     owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
-    start = context_parallel.shard_starts(owner, tokens)[piece]
+    start = collectives.shard_starts(owner, tokens)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)
     return pairs._replace(key_segments=segments, places=pairs.places - start)
 
@@ -234,8 +234,8 @@ def _forward(
         here, mixed, log_sum = state
         following = _shift_to_next(here)
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mine = _piece_mask(pairs, number, piece, tokens)
-            part, of_part = blockwise.forward(query, keys, values, None, mine, options)
+            mask = _piece_mask(pairs, number, piece, tokens)
+            part, of_part = blockwise.forward(query, keys, values, None, mask, options)
             both = jnp.logaddexp(log_sum, of_part)
             mixed *= jnp.exp(log_sum - both)[..., None]
             mixed += part * jnp.exp(of_part - both)[..., None]
@@ -260,9 +260,9 @@ def _backward_rule(
         here, sums, d_query = state
         following, d_keys = _shift_to_next(here), []
         for piece, (keys, values) in enumerate(zip(*map(_pieces, here), strict=True)):
-            mine = _piece_mask(pairs, number, piece, tokens)
-            given = (query, keys, values, None, mine, mixed, log_sum)
-            more, *of_keys, _ = blockwise.backward(options, *given, d_mixed)
+            mask = _piece_mask(pairs, number, piece, tokens)
+            arguments = (query, keys, values, None, mask, mixed, log_sum)
+            more, *of_keys, _ = blockwise.backward(options, *arguments, d_mixed)
             d_query, d_keys = d_query + more, [*d_keys, of_keys]
         added = (jnp.concatenate(parts, axis=1) for parts in zip(*d_keys, strict=True))
         # Gradients rotate with their keys and values, and return to the original device in the last

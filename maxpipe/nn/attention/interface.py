@@ -182,8 +182,8 @@ def _put(old: Array, new: Array, axis: int, start: Int[Array, ""]) -> Array:
 def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | None]:
     """Return the mesh axes that shard sequences and the axis that shards heads, in this program."""
     mesh = jax.sharding.get_abstract_mesh()
-    rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
-    rows = tuple(axis for axis in BATCH_AXES if axis in rest)
+    automatic = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes]
+    rows = tuple(axis for axis in BATCH_AXES if axis in automatic)
     if query.shape[0] % math.prod(mesh.shape[axis] for axis in rows):
         rows = ()
     return rows, TENSOR if _head_shards(query.shape[2]) > 1 else None

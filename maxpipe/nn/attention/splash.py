@@ -130,11 +130,11 @@ def _backward(call: SplashOptions, saved: tuple[Any, ...], d_mixed: Array) -> tu
     query, key, value, sinks, seen, mixed, sums = saved
     arrays, heads, rows, beside = _specs(query)
 
-    def run(*given: Any) -> tuple[Any, ...]:
-        d_sinks = _sink_gradients(given[3], *given[5:])
+    def run(*arguments: Any) -> tuple[Any, ...]:
+        d_sinks = _sink_gradients(arguments[3], *arguments[5:])
         # Compute the sum here, so that a split backward pass saves the sum and not its inputs.
         d_sinks = lax.psum(d_sinks, rows) if rows and d_sinks is not None else d_sinks
-        return *local_backward(*given, call=call), d_sinks
+        return *local_backward(*arguments, call=call), d_sinks
 
     run = map_shards(
         run,
@@ -252,8 +252,8 @@ def local_backward(
         _swap_heads_and_tokens(key),
         _swap_heads_and_tokens(value),
     )
-    rest = _swap_heads_and_tokens(mixed), sums, _swap_heads_and_tokens(d_mixed)
-    d_query, d_key, d_value = switch_window(run, seen.window, call.windows, (*arrays, *rest))
+    results = _swap_heads_and_tokens(mixed), sums, _swap_heads_and_tokens(d_mixed)
+    d_query, d_key, d_value = switch_window(run, seen.window, call.windows, (*arrays, *results))
     return (
         _swap_heads_and_tokens(_scale_queries(d_query, call)),
         _swap_heads_and_tokens(d_key),

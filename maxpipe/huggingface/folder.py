@@ -1,0 +1,634 @@
+"""Hugging Face folders: tensor lookup, reading of parameter regions and atomic output, without jax.
+
+Only headers of weights remain in memory. A region is assembled from the tensor rows that it needs,
+one block at a time.
+
+The module also copies tokenizer files, counts bytes for progress callbacks, and resolves the
+address of a model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import re
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypedDict
+
+import numpy as np
+
+from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse_address
+from maxpipe.errors import ConfigError, StorageError
+from maxpipe.huggingface import mapping, safetensors
+from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
+from maxpipe.huggingface.mapping import TensorMapping, TensorSlice, intersect, map_tensors
+from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader, quote_name
+from maxpipe.io.files import expand_path, lock, read, url_scheme, write
+from maxpipe.io.formatting import pluralize
+from maxpipe.io.typed_json import parse_json
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.registry import describe
+
+HEAD, EMBEDDING = safetensors.HEAD, "embedding"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PREFIX = "hf:"
+"""Prefix that marks a Hugging Face folder in `checkpoint.restore_from`."""
+
+WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
+"""Model keys that disable multi-token prediction heads."""
+
+_MAX_INDEX_BYTES = 1 << 26
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_MAX_MISSING_TENSORS = 1000
+"""Maximum number of missing tensors. A mapping with more missing tensors is aborted."""
+_UNKNOWN_LENGTH = 2048
+"""Default sequence length in tokens, used if config.json has none."""
+_VOCAB = "vocab"
+_BLOCK_ELEMENTS = 1 << 22
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
+def folder_of(text: str) -> str | None:
+    """Return the folder of `hf:DIR`, or None for another address."""
+    return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A folder whose tensors match the model in its config.json."""
+
+    folder: Path
+    description: ModelDescription
+    config: ModelConfig
+    mapping: TensorMapping
+    unused_tensors: tuple[str, ...]
+    """Names of known tensors that do not belong to the model."""
+    num_missing_mtp_layers: int
+    """Number of multi-token prediction layers that config.json declares but the folder lacks."""
+    _files: Mapping[str, SafetensorsReader]
+    """Readers, keyed by tensor name in the table."""
+    _names: Mapping[str, str]
+    """Tensor names in the files, keyed by tensor name in the table."""
+
+    @cached_property
+    def dtypes(self) -> Mapping[str, str]:
+        """Return the dtypes of an export's tensors, keyed by name.
+
+        Duplicate tensors are included only if the folder has them.
+        """
+        both = map_tensors(describe(self.config), self.description.table)
+        types: dict[str, str] = {}
+        for name, pieces in both.slices.items():
+            here = {_layer_and_expert(piece): piece.tensor for piece in self.mapping.slices[name]}
+            for piece in pieces:
+                dtype = self._entry(here[_layer_and_expert(piece)]).dtype
+                # If a fused tensor would have two dtypes, float32 can represent the values of both.
+                types[piece.tensor] = dtype if types.get(piece.tensor, dtype) == dtype else "F32"
+        copies = {copy: types[name] for copy, name in both.originals.items() if copy in self._files}
+        return types | copies
+
+    @property
+    def dtype(self) -> str:
+        """Return the most common dtype."""
+        return Counter(self.dtypes.values()).most_common(1)[0][0]
+
+    @property
+    def model_dtypes(self) -> dict[str, str]:
+        """Return the dtypes of the `model` section: weights keep their dtype, and float32 models
+        compute in float32.
+        """
+        if self.dtype == "F32":
+            return {"param_dtype": "float32", "compute_dtype": "float32"}
+        return {"param_dtype": "bfloat16" if self.dtype == "BF16" else "float32"}
+
+    @property
+    def sequence_length(self) -> int:
+        """Return the maximum sequence length in config.json."""
+        most = self.description.exported_keys.get("max_position_embeddings")
+        return most if type(most) is int and 2 <= most < 2**31 else _UNKNOWN_LENGTH
+
+    def stored_dtype(self, name: str) -> np.dtype:
+        """Return a dtype that can represent all values of one of our parameters."""
+        types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapping.slices[name]}
+        return types.pop() if len(types) == 1 else np.dtype(np.float32)
+
+    @property
+    def num_files(self) -> int:
+        """Return the number of files with tensors of the model."""
+        return len({reader.path for reader in self._files.values()})
+
+    def _entry(self, name: str):
+        return self._files[name].entries[self._names[name]]
+
+    def read_region(
+        self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
+    ) -> np.ndarray:
+        """Read a region of one of our parameters, with layers stacked in model order.
+
+        With a `vocab_size` larger than the folder's, new rows are the mean of the existing rows.
+
+        Raises:
+            ConfigError: a file cannot be read, or a value is NaN or infinite.
+        """
+        sizes = list(self.mapping.shapes[name])
+        axes = self.mapping.params[name].axes
+        dim = axes.index(_VOCAB) if _VOCAB in axes and vocab_size else -1
+        old = sizes[dim]
+        if dim >= 0:
+            sizes[dim] = vocab_size
+        wanted = [range(*part.indices(size)) for part, size in zip(region, sizes, strict=True)]
+        values = np.empty([len(indices) for indices in wanted], dtype)
+        if dim >= 0 and (rows := wanted[dim]).stop > old:
+            mean_at = [slice(indices.start, indices.stop) for indices in wanted]
+            new_at = [slice(None)] * values.ndim
+            mean_at[dim], new_at[dim] = slice(None), slice(max(old - rows.start, 0), None)
+            values[tuple(new_at)] = self._mean(name, dim)[tuple(mean_at)].astype(dtype)
+            wanted[dim] = range(min(rows.start, old), old)
+        inner = values[tuple(slice(0, len(indices)) for indices in wanted)]
+        for piece in self.mapping.slices[name]:
+            if (parts := intersect(piece, tuple(wanted))) is not None and inner.size:
+                inside, taken = parts
+                self._read_into(inner[inside], piece, taken)
+        return values
+
+    def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
+        """Read part of a tensor slice into `target` in our layout, some rows at a time."""
+        dim = piece.outer_remaining_dim
+        wanted = taken[dim]
+        for part, ours in self._blocks(piece, wanted):
+            first, end = max(part.start, wanted.start), min(part.stop, wanted.stop)
+            there, here = [slice(None)] * target.ndim, [*taken]
+            there[dim] = slice(first - wanted.start, end - wanted.start)
+            here[dim] = slice(first - part.start, end - part.start)
+            mapping.copy(target[tuple(there)], ours[tuple(here)])
+
+    def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield (slice of the outer dim, array in our layout) in blocks of limited size."""
+        width = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
+        step = max(1, _BLOCK_ELEMENTS // width)
+        if not piece.is_divisible:
+            part = slice(0, step := piece.sizes[piece.outer_dim])
+        for first in range(part.start, part.stop, step):
+            here = slice(first, min(first + step, part.stop))
+            reader, name = self._files[piece.tensor], self._names[piece.tensor]
+            rows = reader.read(name, piece.rows(here), piece.row_shape)
+            self._check_finite(piece.tensor, rows)
+            yield here, piece.to_param(rows, here)
+
+    def _mean(self, name: str, dim: int) -> np.ndarray:
+        if name not in self._means:
+            (piece,) = self.mapping.slices[name]
+            assert piece.outer_dim == dim, "its rows are entries of the vocabulary"
+            total = np.zeros((), np.float64)
+            for _, ours in self._blocks(piece, slice(0, piece.sizes[piece.outer_dim])):
+                total = total + ours.astype(np.float32).sum(dim, np.float64, keepdims=True)
+            self._means[name] = total / self.mapping.shapes[name][dim]
+        return self._means[name]
+
+    @cached_property
+    def _means(self) -> dict[str, np.ndarray]:
+        return {}
+
+    def _check_finite(self, name: str, tensor: np.ndarray) -> None:
+        from maxpipe.checkpoint.digests import num_non_finite  # imports jax, which launchers lack
+
+        if bad := num_non_finite(tensor):
+            raise ConfigError.one(
+                f"{self._files[name].path}: {self._names[name]}",
+                None,
+                f"must be finite, but has {pluralize(bad, 'value')} that are NaN or infinite.",
+                "Copy the file again, or use an earlier version of the weights.",
+            )
+
+    def check_copies(self) -> None:
+        """Check that duplicate tensors are bitwise equal.
+
+        Raises:
+            ConfigError: a copy differs.
+        """
+        for copy, original in self.mapping.originals.items():
+            if copy in self._files and not self._is_same(copy, original):
+                raise ConfigError.one(
+                    f"{self._files[copy].path}: {self._names[copy]}",
+                    None,
+                    f"must be bitwise equal to {self._names[original]}, which multi-token "
+                    "prediction layers share.",
+                    f"Set num_nextn_predict_layers to 0 in {self.folder / FILE} to omit these "
+                    "layers.",
+                )
+        if HEAD not in self._files or HEAD in self.mapping.tensors:
+            return
+        if not self._is_same(HEAD, self.mapping.slices[EMBEDDING][0].tensor):
+            raise ConfigError.one(
+                f"{self._files[HEAD].path}: {self._names[HEAD]}",
+                None,
+                "must be bitwise equal to the embedding table, because config.json ties both.",
+                f"Set tie_word_embeddings to false in {self.folder / FILE} if they are separate.",
+            )
+
+    def _is_same(self, one: str, other: str) -> bool:
+        """Return whether two tensors of one shape are bitwise equal."""
+        count, width = self.mapping.tensors[other]
+        step = max(1, _BLOCK_ELEMENTS // width)
+        for first in range(0, count, step):
+            rows = (first, min(first + step, count))
+            a, b = (self._files[name].read(self._names[name], rows) for name in (one, other))
+            if a.dtype != b.dtype or a.tobytes() != b.tobytes():
+                return False
+        return True
+
+
+def _layer_and_expert(piece: TensorSlice) -> tuple[int, ...]:
+    """Return the layer and expert of a tensor slice, which are the same in all layouts."""
+    return tuple(index for index in piece.at if isinstance(index, int))
+
+
+def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFolder:
+    """Open a folder and check all headers. `where` names the option in errors.
+
+    Raises:
+        ConfigError: the folder has no model, or its tensors do not match its config.json.
+    """
+    path = expand_path(folder, where)
+    if not folder.strip() or "\0" in folder or not os.path.isdir(path):
+        raise ConfigError.one(
+            where,
+            folder or "''",
+            "must be a folder on this machine with config.json and safetensors files.",
+            "Download the model, and set its folder.",
+        )
+    if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
+        raise error
+    said = read_description(path)
+    present = _tensors(path)
+    known = {name: safetensors.canonical(name) for name in present}
+    said, lacking = _without_mtp(said, known.values())
+    names: dict[str, str] = {}
+    others: list[str] = []
+    patterns = (
+        *said.table.unused,
+        *_undeclared_mtp_patterns(said, known.values()),
+        *(said.whole.other_tensors if said.whole else ()),
+    )
+    for name, table_name in known.items():
+        if any(fnmatchcase(n, pattern) for pattern in patterns for n in (name, table_name)):
+            others.append(name)
+            continue
+        if table_name in names:
+            raise safetensors.duplicate_tensor_error(path, names[table_name], name)
+        names[table_name] = name
+    files = {table_name: present[name] for table_name, name in names.items()}
+    table = safetensors.adapt_table(said.table, names)
+    try:
+        model = map_tensors(describe(said.config), table, len(present) + _MAX_MISSING_TENSORS)
+    except ValueError as error:
+        raise safetensors.missing_tensors_error(path, len(present)) from error
+    wanted, copies = dict(model.tensors), {*model.originals}
+    if HEAD not in wanted:
+        wanted[HEAD] = wanted[model.slices[EMBEDDING][0].tensor]
+        copies.add(HEAD)
+    wanted = {name: shape for name, shape in wanted.items() if name in names or name not in copies}
+    missing = [name for name in wanted if name not in names]
+    surplus = [names[name] for name in names if name not in wanted]
+    if missing or surplus:
+        raise safetensors.tensor_mismatch_error(path, said, missing, surplus)
+    _check_entries(path, wanted, files, names)
+    source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
+    source.check_copies()
+    return source
+
+
+def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:
+    """Remove multi-token prediction layers from the description if the folder has none.
+
+    Return the number of removed layers as well. transformers drops these layers when it saves a
+    model, but keeps their number in config.json.
+    """
+    count, layers = said.config.mtp_heads, said.config.num_layers
+    prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
+    if not count or any(name.startswith(prefixes) for name in present):
+        return said, 0
+    return replace(said, section={**said.section, **WITHOUT_MTP}), count
+
+
+def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> frozenset[str]:
+    """Return patterns of multi-token prediction tensors that config.json does not declare.
+
+    A layer counts only if it has tensors of multi-token prediction. A wrong number of layers in
+    config.json is therefore still detected.
+    """
+    first = said.config.num_layers + said.config.mtp_heads
+    found = set[str]()
+    for row in said.table.mtp_tensors:
+        prefix, suffix = map(re.escape, row.theirs.split("{layer}"))
+        pattern = re.compile(rf"({prefix}(\d{{1,9}})){suffix}")
+        matches = filter(None, map(pattern.fullmatch, present))
+        found |= {f"{match[1]}.*" for match in matches if int(match[2]) >= first}
+    return frozenset(found)
+
+
+def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
+    """Map each tensor name in the files to its reader."""
+    if (folder / SINGLE).exists():
+        reader = SafetensorsReader(folder / SINGLE)
+        return dict.fromkeys(reader.entries, reader)
+    path = folder / INDEX
+    try:
+        content = parse_json(read(path, _MAX_INDEX_BYTES), _Index)
+    except FileNotFoundError as error:
+        raise safetensors.missing_weights_error(folder, SINGLE, INDEX) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        rule = f"must map each tensor to a file: {reason}."
+        raise ConfigError.one(str(path), None, rule, "Copy the file again.") from error
+    listed = content["weight_map"]
+    for name in dict.fromkeys(listed.values()):
+        if not _FILE_NAME.fullmatch(name):
+            rule = "must have file names in this folder only: NAME.safetensors."
+            action = "Do not use this folder: no tool writes such names."
+            raise ConfigError.one(str(path), quote_name(name), rule, action)
+        if not (folder / name).exists():
+            rule = f"must name existing files, but {folder} has no {name}."
+            raise ConfigError.one(str(path), None, rule, "Download the missing files.")
+    files = {name: SafetensorsReader(folder / name) for name in dict.fromkeys(listed.values())}
+    readers: dict[str, SafetensorsReader] = {}
+    for name, reader in files.items():
+        for tensor in reader.entries:
+            if listed.get(tensor) != name:
+                there = f"to {listed[tensor]}" if tensor in listed else "to no file"
+                rule = f"must map {quote_name(tensor)} to {name}, but maps it {there}."
+                raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
+            readers[tensor] = reader
+    if lacking := [name for name in listed if name not in readers]:
+        rule = f"maps {quote_name(lacking[0])} to {listed[lacking[0]]}, which lacks this tensor."
+        raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
+    return readers
+
+
+def _check_entries(
+    folder: Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    files: Mapping[str, SafetensorsReader],
+    names: Mapping[str, str],
+) -> None:
+    for name, shape in wanted.items():
+        reader, entry = files[name], files[name].entries[names[name]]
+        where = f"{reader.path}: {names[name]}"
+        if entry.dtype not in DTYPES:
+            rule = f"must be of type {' or '.join(DTYPES)}."
+            action = "Use weights that are not quantized."
+            raise ConfigError.one(where, entry.dtype, rule, action)
+        if entry.shape != shape:
+            raise safetensors.wrong_shape(folder, where, name, entry.shape, shape)
+
+
+def num_params(source: HuggingFaceFolder) -> int:
+    """Return the number of parameters of the model; a tied embedding table counts once."""
+    return sum(math.prod(shape) for shape in source.mapping.shapes.values())
+
+
+# --- output folders -----------------------------------------------------------
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""Names of tokenizer and generation files. Only these files and vocabularies are copied."""
+
+_VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
+"""Pattern of the file names of SentencePiece and tiktoken vocabularies."""
+
+_MAX_VOCABULARIES = 8
+_MAX_BYTES = 1 << 28
+_SUFFIX = ".partial"
+_REMOVE_TIMEOUT_SECONDS = 3.0
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str, option: str) -> Iterator[Path]:
+    """Create a folder next to `path` and rename it to `path` after the body succeeds.
+
+    An error or Ctrl-C removes the folder. If the process is killed, the next command for the same
+    path removes the folder.
+
+    Raises:
+        ConfigError: the path exists.
+        StorageError: the folder cannot be written.
+    """
+    given = expand_path(path, option)
+    if not path.strip() or "\0" in path or url_scheme(path):
+        rule = "must be a new folder on this machine."
+        raise ConfigError.one(option, path or "''", rule, "Set a path such as ./model.")
+    where = given.absolute()
+    check_outside_checkpoints(where, option)
+    if os.path.lexists(where):
+        rule = "must not exist, because nothing is overwritten."
+        raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
+    prefix = f".{where.name}."
+    try:
+        where.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(where.parent, prefix)
+        partial, held = _new_partial(where.parent, prefix)
+    except OSError as error:
+        raise unwritable_error(where, error) from error
+    try:
+        yield partial
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)
+        os.fsync(held)
+        if os.path.lexists(where):
+            rule = "was created by another process; nothing is overwritten."
+            raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
+        partial.rename(where)
+    except OSError as error:
+        raise unwritable_error(where, error) from error
+    finally:
+        os.close(held)
+        _remove(partial)
+
+
+def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Return a new folder and its descriptor, which holds the lock of this process."""
+    while True:
+        partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
+        with contextlib.suppress(FileNotFoundError):
+            held = os.open(partial, os.O_RDONLY)
+            lock(held, wait=True)
+            # Another process could have removed the folder as a leftover before it was locked.
+            if os.path.lexists(partial):
+                return partial, held
+            os.close(held)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, even if threads of a library still write to it shortly after Ctrl-C.
+
+    A second Ctrl-C does not interrupt the removal.
+    """
+    end = time.monotonic() + _REMOVE_TIMEOUT_SECONDS
+    with _ignore_interrupts():
+        shutil.rmtree(folder, ignore_errors=True)
+        while os.path.lexists(folder) and time.monotonic() < end:
+            time.sleep(0.02)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _ignore_interrupts() -> Iterator[None]:
+    """Ignore Ctrl-C in the body. Only the main thread receives interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def unwritable_error(where: Path, error: OSError) -> StorageError:
+    """Return the error for a folder that cannot be written. The message adds that no files
+    remain.
+    """
+    return StorageError.unwritable(
+        where, error, "Free space, or use a writable folder. All partial files were removed."
+    )
+
+
+def _remove_leftovers(folder: Path, prefix: str) -> None:
+    with os.scandir(folder) as entries:
+        leftovers = [
+            entry.path
+            for entry in entries
+            if entry.name.startswith(prefix)
+            and entry.name.endswith(_SUFFIX)
+            and entry.is_dir(follow_symlinks=False)
+        ]
+    for path in leftovers:
+        with contextlib.suppress(OSError):
+            held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+            try:
+                if lock(held):
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(held)
+
+
+def copy_tokenizer_files(
+    source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES
+) -> list[str]:
+    """Copy vocabularies, and those files in `names` that exist. Return the names of the copies.
+
+    Existing files in `target` are kept.
+
+    Raises:
+        ConfigError: a file cannot be read, or is a link that leaves the folder.
+        OSError: a file cannot be written.
+    """
+    copied = []
+    for name in dict.fromkeys((*names, *vocabularies(source))):
+        if (target / name).exists():
+            continue
+        _check_inside(source, source / name)
+        try:
+            content = read(source / name, _MAX_BYTES)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            rule = f"cannot be copied: {error.strerror or error}."
+            action = "Copy the file again from its source, or move it away."
+            raise ConfigError.one(str(source / name), None, rule, action) from error
+        write(target / name, content)
+        copied.append(name)
+    return copied
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Check that a file is not a link that leaves the folder, so that no other files are published.
+
+    Links to `blobs` of the hub's cache, next to the folder's `snapshots`, are allowed.
+
+    Raises:
+        ConfigError: the link leaves the folder.
+    """
+    if not path.is_symlink():
+        return
+    real, whole = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    blobs = whole.parent.parent / "blobs"
+    if not real.is_relative_to(whole) and not real.is_relative_to(blobs):
+        rule = f"must not link to {real} outside the folder: that file would be copied."
+        raise ConfigError.one(str(path), None, rule, "Replace the link by a copy, if intended.")
+
+
+def vocabularies(folder: Path) -> list[str]:
+    """Return the names of up to `_MAX_VOCABULARIES` vocabulary files in a folder."""
+    names = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
+    return names[:_MAX_VOCABULARIES]
+
+
+MessageCallback = Callable[[str], None]
+"""Function that receives a message for the user."""
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Function that receives a task, the megabytes done and the total megabytes."""
+
+_MEGABYTE = 10**6
+
+
+def ignore_progress(task: str, done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+class ByteProgress:
+    """Byte counter for several threads."""
+
+    def __init__(self, task: str, total: int, report: ProgressCallback):
+        self._task, self._total, self._report = task, total, report
+        self._done, self._lock = 0, threading.Lock()
+        self.add(0)
+
+    def add(self, count: int) -> None:
+        """Add completed bytes and report progress."""
+        with self._lock:
+            self._done += count
+            self._report(self._task, self._done // _MEGABYTE, -(-self._total // _MEGABYTE))
+
+
+def resolve_model(
+    text: str, *, average: bool = False, where: str = "", runs: str = ""
+) -> Address | Path:
+    """Return the address of a run or checkpoint, or the path of a Hugging Face folder.
+
+    `hf:DIR` and folders with a config.json are Hugging Face folders; the config of a run is YAML.
+    `average` selects the averaged parameters (EMA). `where` and `runs` are passed to
+    `parse_address`.
+
+    Raises:
+        ConfigError: the text is invalid, or averages of a folder are requested.
+    """
+    folder = folder_of(text)
+    if folder is None and os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
+        folder = text
+    if folder is None:
+        return dataclasses.replace(parse_address(text, where, runs), average=average)
+    if average:
+        rule = "must be a run or checkpoint: a Hugging Face folder has no averages."
+        raise ConfigError.one("command line: --average", text, rule, "Omit --average.")
+    return expand_path(folder, where) if where else expand_path(folder)

@@ -1,0 +1,58 @@
+"""Values of keys that had another name in earlier releases."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from maxpipe.config.keys import flatten, upgrade_config, upgrade_setting
+from maxpipe.config.load import load, to_dict
+
+RUN = ["tiny", "train.steps=2"]
+MIXTURE = ["data.mixture.web.source=synthetic"]
+
+RENAMED: list[tuple[list[str], str, str, str]] = [
+    ([], "data.packing", "cut", "concatenate"),
+    (MIXTURE, "data.mixture.web.packing", "cut", "concatenate"),
+    ([], "pipeline.weight_gather", "visit", "window"),
+    ([], "checkpoint.best_mode", "smallest", "min"),
+    ([], "checkpoint.best_mode", "largest", "max"),
+    ([], "mesh.context_attention", "gather", "all_gather"),
+    ([], "mesh.context_attention", "heads", "ulysses"),
+    (["tiny-moe"], "model.moe.dispatch", "all", "dense"),
+    ([], "guard.bad_steps", "roll_back", "rollback"),
+    ([], "guard.on_spike", "note", "warn"),
+    ([], "guard.on_spike", "roll_back", "rollback"),
+]
+"""Overrides that the key requires, the key, its former value and its current value."""
+
+
+@pytest.mark.parametrize(("more", "key", "former", "current"), RENAMED)
+def test_former_value_of_an_override_has_a_warning(
+    more: list[str], key: str, former: str, current: str
+) -> None:
+    loaded = load([*RUN, *more, f"{key}={former}"])
+    (warning,) = loaded.warnings
+    assert warning.where == f"command line: {key}" and warning.value == former
+    assert warning.rule == f"was renamed to {key}={current}."
+    assert loaded.config == load([*RUN, *more, f"{key}={current}"]).config
+
+
+@pytest.mark.parametrize(("more", "key", "former", "current"), RENAMED)
+def test_former_value_of_a_saved_config_is_read(
+    more: list[str], key: str, former: str, current: str
+) -> None:
+    config = load([*RUN, *more, f"{key}={current}"]).config
+    now = to_dict(config)
+    saved: dict[str, Any] = copy.deepcopy(now)
+    *path, name = key.split(".")
+    section = saved
+    for part in path:
+        section = section[part]
+    section[name] = former
+    loaded = load([], saved, "config.yml")
+    assert loaded.config == config and not loaded.warnings
+    assert flatten(upgrade_config(saved)) == flatten(now)
+    assert upgrade_setting(key, current) == (key, current)

@@ -1,0 +1,220 @@
+"""A process that has imported the command, and forks for each run of the command.
+
+Importing jax and orbax takes most of the time of a small run. No backend of jax is started here,
+because a backend does not survive a fork. Each line of standard input is a request.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import itertools
+import json
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+MODULES = (
+    "jax",
+    "orbax.checkpoint",
+    "maxpipe.cli",
+    "maxpipe.train.loop",
+    "maxpipe.train.run",
+    "maxpipe.evals.evaluate",
+    "maxpipe.generate.completions",
+)
+HASH_SEEDS = (1, 2)
+"""Values of PYTHONHASHSEED: sets of strings are iterated in a different order with each."""
+
+_PROGRAM = "from tests.fork_server import serve; serve()"
+"""Not this file as the main module, whose names the module of a command would replace."""
+
+
+class ServerError(RuntimeError):
+    """Raised if a fork server has ended, so that it cannot run a command."""
+
+
+@dataclass
+class ForkServer:
+    """Runs commands one after the other."""
+
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> ForkServer:
+        """Start the process, which imports `modules`.
+
+        Variables that Python or jax read at start or import are taken from `environment`.
+        """
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _PROGRAM, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**environment},
+        )
+        return cls(process)
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        output: Path,
+        seconds: int,
+        module: str = "maxpipe",
+        file_bytes: int = 0,
+    ) -> int:
+        """Return the exit code of `python -m module`, whose output goes to a file.
+
+        The code is negative after a signal. After `seconds`, SIGALRM ends the command. Unless
+        `file_bytes` is 0, no file of the command may become larger.
+        """
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = [module, [*arguments], {**environment}, os.getcwd(), str(output), seconds]
+        request += [file_bytes]
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+        if answer := self.process.stdout.readline():
+            return int(answer)
+        code = self.process.wait(timeout=60)
+        words = " ".join((module, *arguments))
+        raise ServerError(
+            f"the fork server has ended with exit code {code}, and cannot run: {words}"
+        )
+
+    def close(self) -> None:
+        """End the process."""
+        with contextlib.suppress(BrokenPipeError):
+            self.process.communicate(timeout=60)
+
+
+@contextlib.contextmanager
+def running_servers(
+    environment: Mapping[str, str], modules: Sequence[str] = MODULES
+) -> Iterator[Callable[[], ForkServer]]:
+    """Yield a function that returns the servers of `HASH_SEEDS` in turn.
+
+    Each server is started when it is first needed.
+    """
+    servers: dict[int, ForkServer] = {}
+    seeds = itertools.cycle(HASH_SEEDS)
+
+    def next_server() -> ForkServer:
+        seed = next(seeds)
+        if seed not in servers:
+            seeded = {**environment, "PYTHONHASHSEED": str(seed)}
+            servers[seed] = ForkServer.start(seeded, modules)
+        return servers[seed]
+
+    try:
+        yield next_server
+    finally:
+        for server in servers.values():
+            server.close()
+
+
+def _become_command(
+    module: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    folder: str,
+    output: str,
+    seconds: int,
+    file_bytes: int,
+) -> NoReturn:
+    """Run the module in this forked process, which ends with the module.
+
+    `sys.stdout` and `sys.stderr` are those that Python opened for pipes, as in a real process.
+    """
+    os.setsid()
+    signal.alarm(seconds)
+    if file_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    opened = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for number in (1, 2):
+        os.dup2(opened, number)
+    os.close(opened)
+    sys.argv = ["-m", *arguments]
+    sys.path.insert(0, folder)
+    error = None
+    try:
+        runpy._run_module_as_main(module)  # pyright: ignore[reportAttributeAccessIssue]
+    except BaseException as caught:
+        error = caught
+    _end_process(error)
+
+
+def _end_process(error: BaseException | None) -> NoReturn:
+    """End this process as Python does when its main module has ended with `error`."""
+    code: Any = 0
+    if isinstance(error, SystemExit):
+        code = error.code if error.code is not None else 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    elif error is not None:
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without the one of this file
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        code = 1
+    try:
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
+    except BaseException:  # an interrupt
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        traceback.print_exc()
+        code = 120
+    if isinstance(error, KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
+def _run_child(request: list[Any], pipes: Sequence[IO[str]]) -> int:
+    """Return the exit code of a forked process. None of the processes it started is left."""
+    child = os.fork()
+    if not child:
+        for pipe in pipes:
+            pipe.close()
+        _become_command(*request)
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:  # the child has its own session
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGALRM:
+        *_, output, seconds, _ = request
+        with open(output, "a", encoding="utf-8") as file:
+            file.write(f"\nthe fork server ended the command after {seconds} seconds\n")
+    return code
+
+
+def serve() -> None:
+    """Import the modules of the arguments, and run each request until the input ends."""
+    # Requests have their own file descriptors, and the streams of `sys` are left to the command.
+    requests, answers = open(os.dup(0)), open(os.dup(1), "w")  # noqa: SIM115
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    gc.freeze()
+    for line in requests:
+        print(_run_child(json.loads(line), (requests, answers)), file=answers, flush=True)
