@@ -56,7 +56,7 @@ _CACHE_MESSAGES = CacheMessages(
 
 
 class TrainedMessage(NamedTuple):
-    """Record and index of one trained message."""
+    """Record and index of a message that is trained on."""
 
     record: Any
     number: int
@@ -64,13 +64,13 @@ class TrainedMessage(NamedTuple):
 
 
 class TrainedMessageSource:
-    """Source with one document for each trained message in another source; see `Source`."""
+    """Source with one document for each trained message of another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
         """Create the source. `counts` int64 [records]: number of trained messages per record."""
         self._source = source
         self.ends = np.cumsum(counts)
-        """int64 [records]: end index (exclusive) of the documents of each record."""
+        """int64 [records]: end index (exclusive) of each record's documents."""
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source; with `each_turn`, return a source of its trained messages."""
+    """Return the source, or with `each_turn` a source with one document per trained message."""
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
@@ -160,7 +160,7 @@ _PASS_RECORDS = 256
 _VERSION = 2
 """Increased whenever the same records produce different ids or masks than in earlier releases."""
 REWRITTEN = 8
-"""Bit of `EncodedDocument.marks`: messages are not trained, because the template rewrites them."""
+"""Bit of `EncodedDocument.marks`: messages are not trained on, as the template rewrites them."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -180,7 +180,7 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
             raise ConfigError.one("data.chat_template", path, rule, action) from error
         return ChatTemplate(text, path, tokenizer.role_texts, settings)
     if tokenizer.chat is None:
-        rule = "requires a chat template, and the tokenizer folder has none."
+        rule = "requires a chat template, but the tokenizer folder has none."
         action = "Set data.chat_template to a Jinja file, or put chat_template.jinja into the "
         action += "folder of tokenizer.path."
         raise ConfigError.one("data.chat", config.chat, rule, action)
@@ -193,8 +193,8 @@ def today() -> str:
 
 
 def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template of a run, or else the template in the tokenizer's folder; None if
-    neither exists.
+    """Return the chat template that a run configures, or else the template in the tokenizer's
+    folder; None if neither exists.
 
     Raises:
         ConfigError: the template file cannot be read.
@@ -207,12 +207,12 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def load_start_date(run: str, cache_dir: str) -> str:
-    """Return the date of the first start of the run folder `run`, stored in `cache_dir`."""
+    """Return the date on which the run in folder `run` was first started. `cache_dir` stores it."""
     name = hashlib.sha256(run.encode()).hexdigest()[:32]
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
         with contextlib.suppress(OSError):
-            os.unlink(path)  # an earlier run in the same folder left this file
+            os.unlink(path)  # left by an earlier run in the same folder
     words = CacheMessages(
         "reading the date of the run's first start",
         "prompts use the current date",
@@ -268,10 +268,10 @@ class ConversationEncoder:
         self._idle: list[ChatProcess] = []
 
     def encode(self, document: int) -> EncodedDocument:
-        """Return the ids and the loss mask of a record.
+        """Return the token ids and the loss mask of a record.
 
         Raises:
-            UnreadableRecord: the record has no messages, or the template fails on it.
+            UnreadableRecord: the record has no messages, or the template cannot render it.
         """
         with wrap_record_errors(self.source, document):
             record = self.source.record(document)
@@ -281,10 +281,10 @@ class ConversationEncoder:
             return self.encode_conversation(conversation_of(record, self._config))
 
     def encode_conversation(self, conversation: ChatInput) -> EncodedDocument:
-        """Return the ids and the loss mask of a conversation.
+        """Return the token ids and the loss mask of a conversation.
 
         Raises:
-            BadRecord: the template fails on the conversation.
+            BadRecord: the template cannot render the conversation.
         """
         masking = Masking(
             by_blocks=list(self._config.trained_roles) == ["assistant"],
@@ -296,11 +296,11 @@ class ConversationEncoder:
             except RenderError as error:
                 raise self._render_error(error) from error
             except (TypeError, ValueError) as error:
-                rule = f"must have messages that are valid JSON: {error}."
+                rule = f"must have messages that can be written as JSON: {error}."
                 raise BadRecord("", rule, "Remove values that JSON cannot represent.") from error
         ids, offsets = self.tokenizer.encode_chat_offsets(rendered.text)
         if not len(ids):
-            rule = f"must render to text: {self.template.path} renders nothing."
+            rule = f"must not be empty when rendered: {self.template.path} renders no text."
             raise BadRecord("", rule, "Remove the record, or correct the template.")
         marks = REWRITTEN if rendered.rewritten else 0
         unread = (*conversation.unread, *rendered.unread)
@@ -309,7 +309,7 @@ class ConversationEncoder:
         )
 
     def check(self, index: DocumentIndex) -> None:
-        """Raise ConfigError if no tokens are trained."""
+        """Raise ConfigError if no token is trained on."""
         if index.trained is None or index.trained.any():
             return
         raise no_trained_tokens_error(self.template.path, len(self.source))
@@ -329,7 +329,7 @@ class ConversationEncoder:
     def _render_error(self, error: RenderError) -> BadRecord:
         path = self.template.path
         if error.kind != "prefix":
-            rule = f"must be messages that {path} can render: {error}."
+            rule = f"must have messages that {path} can render: {error}."
             return BadRecord("", rule, "Correct the record or the template.")
         rule = f"must render message by message, to locate the trained text: {path} renders the "
         rule += f"first messages differently when later messages follow; {error}."
@@ -339,7 +339,7 @@ class ConversationEncoder:
         return BadRecord("", rule, action)
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that determine the ids and masks."""
+        """Return a digest of the settings that determine the token ids and loss masks."""
         config = self._config
         fields = [config.messages_field]
         if config.chat == "prompt":
@@ -347,7 +347,7 @@ class ConversationEncoder:
         return digest([config.chat, fields, *self.masking_metadata()])
 
     def masking_metadata(self) -> list[Any]:
-        """Return the settings that determine the ids and the mask, as JSON values."""
+        """Return the settings that determine the token ids and the loss mask, as JSON values."""
         config, template = self._config, self.template
         facts = [_VERSION, sorted(config.trained_roles), config.rewritten_history]
         facts += [config.tools_field, sorted(template.settings.items())]
@@ -356,8 +356,10 @@ class ConversationEncoder:
 
 
 def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """bool [tokens]: tokens that overlap a span, or lie inside a span and have no characters."""
-    # The library may report arbitrary positions for tokens without characters.
+    """Return bool [tokens]: true for tokens that overlap a span. A token without characters counts
+    if it is inside a span.
+    """
+    # The tokenizer library may report arbitrary positions for tokens without characters.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
     ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
     mask = np.zeros(len(offsets), bool)
@@ -418,15 +420,16 @@ def build_chat_index(
     threads: int = 1,
     keep: bool = True,
 ) -> DocumentIndex:
-    """Return the index of conversations; see `build_index`. Byte counts include only trained text.
+    """Return the index of conversations; see `build_index`. Byte counts include only text that is
+    trained on.
 
     Raises:
-        ConfigError: a record cannot be used, or no tokens are trained.
+        ConfigError: a record cannot be used, or no token is trained on.
     """
     source, tokenizer = conversations.source, conversations.tokenizer
     parts = [source.fingerprint(), source.content(moved)]
     parts += [tokenizer.fingerprint(), conversations.fingerprint()]
-    # Indexes of earlier releases do not contain a date.
+    # Indexes written by earlier releases contain no date.
     parts += ["day"] if conversations.day else []
     index = load_or_build_index(
         ["chat", 3, *parts],
@@ -445,30 +448,30 @@ def build_chat_index(
 
 def empty_documents_error(path: str | None, documents: int, chat: str) -> ConfigError:
     """Return the error for documents that contain no text to train on."""
-    rule = f"must contain text: found {pluralize(documents, 'document')} without text."
+    rule = f"must contain text: found {pluralize(documents, 'document')}, all empty."
     action = "Set data.path to documents with text, or data.text_field to the field with the text."
     if chat in ("messages", "prompt"):
         rule = (
-            f"must contain trained text: in {pluralize(documents, 'conversation')}, "
+            f"must contain text to train on: in {pluralize(documents, 'conversation')}, "
             "all trained messages are empty."
         )
-        action = "Write their content, or set data.trained_roles to roles whose messages have text."
+        action = "Add content to them, or set data.trained_roles to roles whose messages have text."
     if chat == "pairs":
-        rule = f"must contain responses: all of {pluralize(documents, 'pair')} are empty."
+        rule = f"must contain responses: found {pluralize(documents, 'pair')}, all empty."
         action = "Set data.chosen_field and data.rejected_field to the response fields."
     return ConfigError.one("data.path", path, rule, action)
 
 
 def no_trained_tokens_error(template: str, count: int) -> ConfigError:
     """Return the error for conversations that have no trained tokens."""
-    rule = f"must mark trained text: {pluralize(count, 'conversation')} without a trained token."
+    rule = f"must mark text to train on: no token of {pluralize(count, 'conversation')} is marked."
     action = "Set data.trained_roles to roles in the conversations, or correct `weight` and "
     action += "`train` of the messages or the template's {% generation %} blocks."
     return ConfigError.one(template, None, rule, action)
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
-    """Return ids, mask and statistics of one record. Raises the errors of `encode`."""
+    """Return token ids, loss mask and statistics of one record. Raises the errors of `encode`."""
     with track_read(partial(conversations.source.where, document)):
         encoded = conversations.encode(document)
     assert encoded.trained is not None
@@ -480,7 +483,7 @@ def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConver
 
 
 def first_target(trained: np.ndarray) -> int:
-    """Return the index of the first trained token that has a preceding token; 0 without one."""
+    """Return the index of the first trained token with a preceding token; 0 if there is none."""
     return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 
 

@@ -1,8 +1,8 @@
-"""Parsing of records into conversations: messages, tools, template settings and trained messages.
+"""Parse records into conversations: messages, tools, template settings and trained messages.
 
 A record produces the same conversation regardless of its source format. Keys with null values in
-messages, tools and template settings are treated as absent, because columnar files use one struct
-for all rows. Unread keys are counted; see `ChatInput.unread`.
+messages, tools and template settings are treated as absent, because columnar formats store the same
+struct fields in all rows. Unread keys are counted; see `ChatInput.unread`.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _CALL_AND_REASONING_KEYS = (
     "reasoning",
     "thinking",
 )
-"""Message keys that may replace `content`."""
+"""Message keys that may be present instead of `content`."""
 _TEXTS = ("content", "value", "tool_calls")
 _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video")
 _MEDIA += ("video_url", "file", "input_file")
-"""Types of message parts that are not text; these parts are not supported."""
+"""Types of non-text message parts, which are not supported."""
 _FLAGS = ("weight", "train", "training")
-"""Message keys that set whether a message is trained. They are not passed to the template."""
+"""Message keys that set whether a message is trained on. They are not passed to the template."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
 _ARGUMENTS = "arguments"
 _MAX_JSON_DEPTH = 256
@@ -83,7 +83,7 @@ def conversation_of(record: object, config: SourceConfig) -> ChatInput:
         messages += parse_text_or_messages(fields, halves[1], "data.response_field", "assistant")
     if not messages:
         raise BadRecord("", "must have at least one message.", "Remove the record.")
-    # In columnar sources, arguments that only other calls use are null.
+    # In columnar formats, arguments that a call does not use are stored as null.
     values = [fields.get(name) for name in names]
     nulls = null_arguments(values) if config.source == "jsonl" else ()
     first, more = parse_system_message(fields, messages, config, is_sharegpt=names == [_SHAREGPT])
@@ -105,14 +105,14 @@ def parse_system_message(
     *,
     is_sharegpt: bool = False,
 ) -> tuple[list[Message], list[str]]:
-    """Return a list that contains the system message of a record, and the names of the fields that
-    the message was read from.
+    """Return the system message of a record as a list, and the names of the fields that it was read
+    from.
 
     The list is empty if the record has no system message, or if `messages` already begin with a
     system message.
 
     Raises:
-        BadRecord: the field is not text.
+        BadRecord: the field is not a string.
     """
     name = config.system_field or (_SYSTEM if is_sharegpt else "")
     names = columns_of(fields, name) if name else []
@@ -122,8 +122,10 @@ def parse_system_message(
     if not isinstance(value, str):
         if not config.system_field:
             return [], []
-        rule = f"must have text in data.system_field; the field is of type {type(value).__name__}."
-        action = "Set data.system_field to a text field, or leave it empty."
+        rule = (
+            f"must be a string in data.system_field; the value is of type {type(value).__name__}."
+        )
+        action = "Set data.system_field to a field with strings, or leave it empty."
         raise BadRecord(shorten(str(value)), rule, action)
     if messages and messages[0].get("role") in (_SYSTEM, "developer"):
         return [], names if messages[0].get("content") == value else []
@@ -133,7 +135,7 @@ def parse_system_message(
 def tools_and_settings(
     fields: Mapping[str, Any], config: SourceConfig
 ) -> tuple[list[Any] | None, dict[str, Any]]:
-    """Return the tools of a record (None if it has no tools) and the template settings.
+    """Return the tools of a record (None if it has none) and the chat-template settings.
 
     Settings in the record override `data.chat_template_kwargs`.
 
@@ -164,8 +166,8 @@ def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
     """Return the record; raise BadRecord if the record is not an object."""
     if not isinstance(record, Mapping):
         kind = type(record).__name__
-        rule = f"must be an object with data.chat={config.chat}; the record is of type {kind}."
-        raise BadRecord(shorten(str(record)), rule, "Set data.chat=off if the records are texts.")
+        rule = f"must be an object if data.chat={config.chat}; the record is of type {kind}."
+        raise BadRecord(shorten(str(record)), rule, "Set data.chat=off if the records are strings.")
     return record
 
 
@@ -176,7 +178,9 @@ def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
 
 
 def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
-    """Return the fields that `read_field` reads: the field `name`, or the fields of a template."""
+    """Return the fields that `read_field` reads: the field `name`, or the fields of the template
+    `name`.
+    """
     return [name] if name in record else fields_of(name)
 
 
@@ -186,9 +190,10 @@ def fields_of(name: str) -> list[str]:
 
 
 def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
-    """Return the value of the field `name`, or the text of a template filled from several fields.
+    """Return the value of the field `name`, or if `name` is a template, the template filled from
+    the record.
 
-    `key` is the config key that contains `name`.
+    `key` is the config key that is set to `name`.
 
     Raises:
         BadRecord: the record lacks a field.
@@ -207,14 +212,14 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
         settings = chat or settings
-    rule = f"must have the field of {key} ({name})."
+    rule = f"must have the field that {key} names ({name})."
     raise BadRecord(shorten(f"fields {', '.join(names) or 'none'}"), rule, f"Set {settings}.")
 
 
 def turns_of(value: Any) -> Any:
-    """Convert a list of texts, or of objects with `input` and `output`, to messages.
+    """Convert a list of strings, or of objects with `input` and `output`, to messages.
 
-    Texts alternate between the user and the assistant. Any other value is returned unchanged.
+    Strings alternate between the user and the assistant. Any other value is returned unchanged.
     """
     if not isinstance(value, list | tuple) or not value:
         return value
@@ -234,20 +239,22 @@ def turns_of(value: Any) -> Any:
 
 
 def message_of_text(text: str, role: str) -> list[Message]:
-    """Return a list that contains the text as the only message."""
+    """Return a list with one message, which has this text and role."""
     return [{"role": role, "content": text}]
 
 
 def parse_text_or_messages(
     fields: Mapping[str, Any], name: str, key: str, role: str
 ) -> list[Message]:
-    """Return the messages of a text or message field; raise BadRecord for other types."""
+    """Return the messages in a field of strings or messages; raise BadRecord for other types."""
     value = read_field(fields, name, key)
     return message_of_text(value, role) if isinstance(value, str) else parse_messages(value, key)
 
 
 def parse_messages(value: object, key: str, what: str = "a list") -> list[Message]:
-    """Return the messages of a list or a message; raise BadRecord for other types."""
+    """Return the messages in a list, or a single message as a list; raise BadRecord for other
+    types.
+    """
     if isinstance(value, Mapping) and ("role" in value or "from" in value):
         value = [value]
     if isinstance(value, list | tuple) and all(isinstance(item, Mapping) for item in value):
@@ -258,7 +265,7 @@ def parse_messages(value: object, key: str, what: str = "a list") -> list[Messag
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return the value without object keys whose value is null, at any depth."""
+    """Return the value with null-valued keys removed recursively."""
     if isinstance(value, Mapping):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -267,7 +274,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
-    """Return the null keys in call `arguments`. `drop_nulls` removes these keys."""
+    """Return the null-valued keys in tool-call `arguments`, which `drop_nulls` removes."""
     names: dict[str, None] = {}
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -287,14 +294,15 @@ def null_arguments(value: Any, inside: str = "") -> tuple[str, ...]:
 
 
 def message_of(value: Mapping[str, Any]) -> Message:
-    """Return a message without null values, with ShareGPT keys renamed to `role` and `content`.
+    """Return a message with null-valued keys removed and ShareGPT keys renamed to `role` and
+    `content`.
 
     Raises:
         BadRecord: a message with role `function_call` does not contain a call in JSON.
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
-        message["content"] = message.pop("refusal")  # OpenAI records use the key `refusal`
+        message["content"] = message.pop("refusal")  # the key of refusals in OpenAI records
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")
@@ -306,8 +314,10 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
-    """Yield the calls of a `function_call` message, whose text is one call or a list in JSON."""
-    rule = "must be the JSON of a call with `name` and `arguments` in a function_call message"
+    """Yield the tool calls of a `function_call` message: `text` is the JSON of one or several
+    calls.
+    """
+    rule = "must be the JSON of a call with `name` and `arguments` if the role is function_call"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
         calls = (
@@ -324,7 +334,7 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
 
 
 def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
-    """Return whether a message is trained, according to its flags or to `data.trained_roles`.
+    """Return whether to train on a message, according to its flags or to `data.trained_roles`.
 
     `train` overrides the role, and `weight` 0 excludes the message. The flags are removed from the
     message.
@@ -336,11 +346,11 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
     flags = {key: message.pop(key) for key in _FLAGS if key in message}
     for key, value in flags.items():
         if value not in (0, 1) or isinstance(value, str):
-            rule = f"must have {key} 0, 1, false or true: the value is {shorten(str(value))}."
-            raise BadRecord(which, rule, "Set 1 for a trained message and 0 for others.")
+            rule = f"must set {key} to 0, 1, false or true; the value is {shorten(str(value))}."
+            raise BadRecord(which, rule, "Set 1 to train on the message, or 0 to mask it.")
     if len({bool(value) for value in flags.values()}) > 1:
         stated = ", ".join(f"{key} {value}" for key, value in flags.items())
-        rule = f"must have training keys that agree: found {stated}."
+        rule = f"must have consistent training keys; found {stated}."
         raise BadRecord(which, rule, "Remove one of these keys.")
     by_role = message["role"] in config.trained_roles
     if "train" in flags or "training" in flags:
@@ -355,7 +365,7 @@ def check_message(message: Message, config: SourceConfig, which: str) -> None:
         guess = did_you_mean(role, roles) if isinstance(role, str) else ""
         raise BadRecord(
             shorten(f"role {role} of {which}" if "role" in message else f"{which} without role"),
-            f"must have a role of data.chat_roles: {', '.join(roles)}.",
+            f"must have a role listed in data.chat_roles: {', '.join(roles)}.",
             f"{f'Write {guess}' if guess else 'Correct it'}, or add the role to data.chat_roles.",
         )
     check_content(message, which)
@@ -386,7 +396,7 @@ def check_content(message: Message, which: str) -> None:
 
 
 def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
-    """Return the list of tools of a record, or parse its JSON; raise BadRecord for other types."""
+    """Return a record's list of tools, parsed if it is JSON; raise BadRecord for other types."""
     entries = _from_json(fields.get(name))
     if isinstance(entries, list | tuple):
         tools = [_from_json(tool) for tool in entries]
@@ -397,7 +407,7 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
             ]
     elif entries is None:
         return None
-    rule = f"must have a list of objects in {name}, or its JSON."
+    rule = f"must have a list of objects in {name}, or the JSON of such a list."
     action = 'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].'
     raise BadRecord(shorten(str(fields[name])), rule, action)
 

@@ -1,6 +1,6 @@
 """Chat format of runs that train on conversations: chat template, BOS and EOS tokens.
 
-Generated text ends at the end-of-turn token, which closes an assistant message in training. To find
+Generation stops at the end-of-turn token, which closes an assistant message in training. To find
 this token, a user message and an assistant message are rendered with the template. The end-of-turn
 token is the first control token after the assistant text. The template of prepared conversations
 may be unknown; the token is then inferred from the trained tokens.
@@ -48,7 +48,7 @@ class ChatSpec(TypedDict):
     """Chat format stored in the checkpoints of a run that trains on conversations."""
 
     template: str | None
-    """Text of the chat template; None if unknown."""
+    """Jinja source of the chat template; None if unknown."""
     begin_ids: list[int]
     """Ids of tokens that precede a prompt and are not rendered by the template."""
     end_ids: list[int]
@@ -61,7 +61,7 @@ def end_of_turn_ids(
     answering: str = "assistant",
     asking: Sequence[str] = ("user",),
 ) -> list[int]:
-    """Return a list with the control token that closes an assistant message, or an empty list.
+    """Return a list with the id of the control token that closes an assistant message; else [].
 
     `answering` is the assistant role, and `asking` lists other roles to try for the first message.
     """
@@ -173,13 +173,13 @@ def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> Cha
 
 
 def parse_chat_spec(position: Mapping[str, Any]) -> ChatSpec | None:
-    """Return the chat format of a data position; raise ValueError if it is damaged."""
+    """Return the chat format stored in a data position; raise ValueError if it is malformed."""
     entry = position.get(KEY)
     return None if entry is None else check_type(entry, ChatSpec)
 
 
 def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Tokenizer:
-    """Return a copy of the tokenizer with the control tokens and template of the format."""
+    """Return a copy of the tokenizer with the control tokens and template of the chat format."""
     if conversation is None:
         return tokenizer
     template, chat = conversation["template"], tokenizer.chat
@@ -191,7 +191,7 @@ def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Toke
 
 
 def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of the tokenizer whose EOS tokens include end-of-turn tokens."""
+    """Return a copy of the tokenizer whose EOS tokens include its end-of-turn tokens."""
     if tokenizer.chat is None:
         return tokenizer
     ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
@@ -202,7 +202,7 @@ LongConversationPolicy = Literal["truncate", "drop", "split", "error"]
 
 _KEY = "data.long_conversations"
 _PART = 1 << 20
-"""Number of documents whose lengths are read at once."""
+"""Number of documents whose lengths are read at a time."""
 
 
 class RemainingCounts(NamedTuple):
@@ -213,7 +213,7 @@ class RemainingCounts(NamedTuple):
 
 
 class LengthLimitedDocuments:
-    """Conversations limited to the number of tokens in one sequence; see `Documents`.
+    """Conversations that are truncated or dropped to fit in one sequence; see `Documents`.
 
     With `truncate`, conversations that have no trained token left are dropped.
     """
@@ -245,7 +245,7 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count conversations that keep tokens or lose all tokens; call `moved` after each part."""
+        """Count conversations that keep tokens or lose all; call `moved` after each chunk."""
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -287,7 +287,7 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
         self.span_tokens: np.ndarray = documents.span_tokens
         self.is_length_limited = True
-        """Whether lengths are limited. `span_tokens` counts tokens before the limit."""
+        """Whether lengths are limited. `span_tokens` counts tokens before truncation."""
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""
@@ -342,7 +342,7 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
     """Return the error for `count` conversations that are too long; `where` locates the first."""
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
-    rule += f"{pluralize(count, 'conversation')}, the first at {where}."
+    rule += f"found {pluralize(count, 'longer conversation')}, the first at {where}."
     return _wrong("error", rule, "data.long_conversations=truncate")
 
 
@@ -355,9 +355,9 @@ def check_remaining(
     all_of = f"each of {pluralize(num_documents, 'conversation')}"
     sequence = f"a sequence of {sequence_length} tokens"
     if policy == "drop":
-        rule = f"leaves nothing: {all_of} is longer than {sequence}."
+        rule = f"leaves no training examples: {all_of} is longer than {sequence}."
         raise _wrong(policy, rule, "data.long_conversations=truncate")
-    rule = f"leaves nothing to train: in {all_of}, no trained token is within {sequence}."
+    rule = f"leaves no training examples: in {all_of}, no trained token fits in {sequence}."
     raise _wrong(policy, rule, "")
 
 

@@ -1,4 +1,4 @@
-"""Opening, indexing, splitting and packing of the sources of a run.
+"""Open, index, split and pack a run's data sources.
 
 The fingerprint of a corpus identifies its documents. This module also describes the differences
 between two fingerprints. `loader.py` builds batches.
@@ -96,15 +96,17 @@ class IndexedSource:
     byte_counts: np.ndarray | None
     """int64 [256]: byte histogram of the text; None if unknown."""
     digests: Callable[[int, int], np.ndarray] | None
-    """Maps (first, stop) to digests uint64 of documents first to stop - 1; None if unknown."""
+    """Function of (first, stop) that returns the uint64 digests of documents first to stop - 1;
+    None if unknown.
+    """
     unreadable: int
     """Number of documents that are empty because their records could not be read."""
     packing: Packing
     remarks: Sequence[str] = ()
     """Notes about documents that are changed or skipped when they are read."""
     ends: np.ndarray | None = None
-    """int64 [records]: end index (exclusive) of the documents of each record; None if every record
-    is one document. All documents of a record are in the same split.
+    """int64 [records]: end index (exclusive) of each record's documents; None if every record is
+    one document. All documents of a record are in the same split.
     """
     is_chat: bool = False
     """Whether the documents are conversations or preference pairs, which have loss masks."""
@@ -114,7 +116,7 @@ class IndexedSource:
         with wrap_section_errors(self.name):
             sequences = self._packed(split, fraction, packer)
             if sequences is not None and not len(sequences):
-                rule = f"must contain a document of two tokens or more: the split {split} has none."
+                rule = f"must have a document of at least two tokens: the split {split} has none."
                 action = "Set data.path to documents with text."
                 raise ConfigError.one("data.path", None, rule, action)
         return sequences
@@ -153,7 +155,7 @@ class IndexedSource:
             if self.ends is None:
                 return split_documents(count, fraction, self.seed)[split == "validation"]
             # All documents of a record are in the same split, so that training documents do not
-            # leak text of held-out documents.
+            # contain text of held-out documents.
             records = split_documents(len(self.ends), fraction, self.seed)[split == "validation"]
             starts = np.concatenate([[0], self.ends[:-1]])
             edges = np.stack([starts, self.ends], 1)[records].tolist()
@@ -418,7 +420,7 @@ def _apply_long_policy(
 def build_chat_encoder(
     source: Source, encoder: Tokenizer, config: SourceConfig, row_tokens: int
 ) -> ConversationEncoder | PairEncoder | None:
-    """Return the encoder for a source of conversations or pairs; None for texts."""
+    """Return the encoder for a source of conversations or pairs; None for plain text."""
     if config.chat == "off":
         return None
     if config.chat == "pairs":
@@ -430,16 +432,16 @@ _FINGERPRINT_LABELS = {
     "documents": "the number of documents",
     "tokens": "the number of tokens",
     "order": "the order of documents",
-    "source_digest": "the digest of names, sizes and content of the files",
+    "source_digest": "the digest of file names, sizes and contents",
     "tokenizer": "the tokenizer",
     "chat": "the chat template, fields or roles",
-    "packing": "the packing",
+    "packing": "the packing strategy",
     "long_conversations": "data.long_conversations",
     "pairs_per_row": "data.max_pairs_per_sequence",
     "order_version": "the order of samples",
     "group_size": "grpo.group_size",
     "updates_per_rollout": "grpo.updates_per_rollout",
-    "reward": "the reward",
+    "reward": "the reward function",
     "batch_size": "train.batch_size",
     "batch_ramp": "the stages of train.batch_ramp (sequences, steps)",
 }

@@ -1,7 +1,7 @@
-"""Datasets of a run, built from the run's config without importing jax.
+"""Build a run's datasets from its config, without importing jax.
 
 The module also finds evaluation documents that occur in the training data, by comparing digests of
-full texts.
+complete documents.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Overlap:
     total: int
     """Number of non-empty documents in the validation set."""
     first: str
-    """File and position of the first overlapping document."""
+    """File of the first overlapping document, and its position in that file."""
     trained: str
-    """File and position of the training document with the same text."""
+    """File of the training document with the same text, and its position in that file."""
 
 
 def find_overlaps(
@@ -55,7 +55,7 @@ def find_overlaps(
 
     Memory use grows only with the number of evaluation documents; run time grows with the number of
     all documents. With `large`, sources with too many documents for a full shuffle are included.
-    `moved` is called for each part of the data.
+    `moved` is called after each chunk of data, as a heartbeat.
     """
     candidates: dict[str, tuple[Corpus, Split]] = {"": (train, "validation")}
     candidates |= {name: (corpus, "all") for name, corpus in sets.items()}
@@ -76,15 +76,15 @@ def find_overlaps(
 
 
 def uncompared_sources(corpora: Iterable[Corpus], *, large: bool) -> Iterator[tuple[str, str]]:
-    """Yield (config section, reason) for each source that is not compared."""
+    """Yield (config section, reason) for each source that is excluded from the comparison."""
     for corpus in corpora:
         for indexed in corpus.indexed:
             if indexed.digests is None:
-                yield section_of(indexed.name), "the source has no digests of its texts"
+                yield section_of(indexed.name), "the source has no document digests"
             elif indexed.is_large and not large:
                 yield (
                     section_of(indexed.name),
-                    "the source has too many documents to compare at the start",
+                    "the source has too many documents to compare at startup",
                 )
 
 
@@ -132,7 +132,7 @@ def _overlap_of_set(name: str, parts: Sequence[_DigestChunk], trained: _Training
 
 
 def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Iterator[_DigestChunk]:
-    """Yield (source, document indices, digests) for parts of a split, without empty documents."""
+    """Yield (source, document indices, digests) for chunks of a split, skipping empty documents."""
     for indexed in corpus.indexed:
         if indexed.digests is None or (indexed.is_large and not large):
             continue
@@ -148,10 +148,10 @@ def _digests(corpus: Corpus, split: Split, large: bool, moved: Heartbeat) -> Ite
 
 
 def build_datasets(config: Config, moved: Callable[[], object]) -> Datasets:
-    """Build the datasets and the tokenizer of a config. `moved` is called while the data is read.
+    """Build the datasets and the tokenizer of a config. `moved` is called as a heartbeat.
 
     Raises:
-        ConfigError: the data cannot be used, or contains ids outside the model's vocabulary.
+        ConfigError: the data cannot be used, or contains token ids outside the model's vocabulary.
     """
     if config.train.objective == "grpo":
         return _build_prompt_datasets(config)
@@ -196,7 +196,8 @@ def _build_prompt_datasets(config: Config) -> Datasets:
 
 
 def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template for prompts and samples, set to the date of the run's first start.
+    """Return the chat template for prompts and samples. It renders the date on which the run was
+    first started.
 
     Raises:
         ConfigError: the template file cannot be read.
@@ -224,11 +225,11 @@ def check_overlap(
     """Check whether the training data contains evaluation documents; warn or raise as configured.
 
     With `data.validation_overlap=stop`, sources with too many documents for a full shuffle are also
-    compared. This requires reading all digests of these sources. `moved` is called for each part of
-    the data.
+    compared. This requires reading all digests of these sources. `moved` is called after each chunk
+    of data, as a heartbeat.
 
     Raises:
-        ConfigError: overlaps exist, and the config forbids overlaps.
+        ConfigError: documents overlap, and `data.validation_overlap` is `stop`.
     """
     how = config.data.validation_overlap
     if how == "ignore" or not config.eval.batches or not datasets.eval_loaders():
@@ -240,10 +241,10 @@ def check_overlap(
     for overlap in find_overlaps(train, sets, large=large, moved=moved):
         key = f"data.validation.{overlap.name}" if overlap.name else "data.validation_fraction"
         rule = (
-            f"has {overlap.count} of {overlap.total} documents in the training data: the first is "
-            f"{overlap.first}, which is also {overlap.trained}."
+            f"has {overlap.count} of {overlap.total} documents that also occur in the training "
+            f"data: the first is {overlap.first}, which has the same text as {overlap.trained}."
         )
-        action = "Remove such documents, or set data.validation_overlap=ignore."
+        action = "Remove the overlapping documents, or set data.validation_overlap=ignore."
         problems.append(Problem(key, "", rule, action))
     if problems and how == "stop":
         raise ConfigError(problems)
@@ -252,5 +253,6 @@ def check_overlap(
     for section, why in uncompared_sources([train, *sets.values()], large=large):
         warn(
             f"{section}: validation documents are not compared with this source: {why}. Set "
-            f"data.validation_overlap={'ignore' if large else 'stop to compare them, or ignore'}."
+            f"data.validation_overlap={'' if large else 'stop to compare them, or '}ignore"
+            " to disable the comparison."
         )

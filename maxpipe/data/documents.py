@@ -1,8 +1,8 @@
-"""Tokenized documents, addressed by index, and the index of document lengths.
+"""Tokenized documents with random access by index, and the index of document lengths.
 
-Sequences are built from `Documents`. `EncodedDocuments` encodes texts on demand. The document
-lengths are computed in one pass over all documents, and are cached on disk. `packing.py` handles
-splits, order and sequences.
+Sequences are built from `Documents`. `EncodedDocuments` tokenizes documents on demand. The document
+lengths are computed in one pass over all documents, and are cached on disk. `packing.py` splits,
+shuffles and packs documents into sequences.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ class EncodedDocument:
     ids: np.ndarray
     """Token ids as unsigned integers [tokens]."""
     trained: np.ndarray | None = None
-    """bool [tokens]: whether the loss includes the token as a target; None for all tokens."""
+    """bool [tokens]: loss mask, true for tokens that are targets of the loss; None if all are."""
     second_half_start: int = 0
     """Index of the first token in the second half of a preference pair; 0 for other documents."""
     marks: int = 0
-    """Bit flags that record changes to the document, for statistics; see `pairs.py` and `chat.py`.
+    """Bit flags that record how the document was changed, for statistics; see `pairs.py` and
+    `chat.py`.
     """
     unread: tuple[str, ...] = ()
     """Keys of the record that neither maxpipe nor the chat template reads."""
 
 
 class Documents(Protocol):
-    """Token ids keyed by document index, identical on every read in every thread and process."""
+    """Token ids by document index. Every read, in any thread or process, returns the same ids."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -65,7 +66,7 @@ class Documents(Protocol):
     def __getitem__(self, document: int) -> EncodedDocument: ...
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its position in the file, for messages."""
+        """Return a document's file and its position in that file, for use in messages."""
         ...
 
 
@@ -75,7 +76,7 @@ class DocumentIndex:
 
     `lengths` int64 [documents] is the number of tokens of each document, including BOS and EOS.
     `byte_counts` int64 [256] is the byte histogram of all text. `trained` int64 [documents] is the
-    number of trained tokens of each document, or None if all tokens are trained.
+    number of tokens in each document that are trained on, or None if all tokens are.
     """
 
     lengths: np.ndarray
@@ -84,25 +85,26 @@ class DocumentIndex:
     unreadable: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64: indices of documents that are empty because their records could not be read."""
     digests: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint64))
-    """uint64 [documents]: digest of each text, or of the token ids of each conversation."""
+    """uint64 [documents]: digest of each plain-text document, or of each conversation's token ids.
+    """
     marks: np.ndarray | None = None
     """uint8 [documents]: `EncodedDocument.marks` of each conversation or preference pair."""
     masks: np.ndarray | None = None
-    """uint64 [documents]: `mask_digest` of each conversation; None for texts."""
+    """uint64 [documents]: `mask_digest` of each conversation; None for plain text."""
     first_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64 [documents]: for conversations, the index of the first trained token that has a
     preceding token, or 0 if there is none.
     """
     unread_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
-    """str: record keys that are not read."""
+    """str: record keys that no setting reads."""
     unread_counts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """int64: number of records that contain each key of `unread_keys`."""
     days: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
-    """str: the date used by the chat template, if the template renders a date."""
+    """str: the current date that the chat template renders, if any."""
 
     @property
     def day(self) -> str:
-        """Date used by the chat template; empty if the template does not render a date."""
+        """Current date that the chat template renders; empty if it renders no date."""
         return str(self.days[0]) if len(self.days) else ""
 
     @property
@@ -143,8 +145,8 @@ def build_index(
 ) -> DocumentIndex:
     """Load the index of a source from `cache_dir`, or build it by reading every document.
 
-    With `keep`, a new index is written to `cache_dir`. The index does not depend on the seed, the
-    split or the sequence length.
+    If `keep` is true, a newly built index is saved in `cache_dir`. The index does not depend on the
+    seed, the split or the sequence length.
     """
     content = source.content(moved)
     index = load_or_build_index(
@@ -157,7 +159,7 @@ def build_index(
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
-        # This read counts the record, and raises if the limit of unreadable records is exceeded.
+        # Reading the record counts it as unreadable, and raises if there are too many such records.
         source[document]
     return index
 
@@ -165,7 +167,7 @@ def build_index(
 def verify_unchanged(
     source: Source, moved: Heartbeat | None, index: DocumentIndex
 ) -> DocumentIndex:
-    """Return the index; raise ConfigError if a file changed while documents were read."""
+    """Return `index`; raise ConfigError if a file changed while its documents were read."""
     source.check_unchanged(moved)
     return index
 
@@ -180,7 +182,7 @@ def load_or_build_index(
     moved: Heartbeat | None,
     task: str,
 ) -> DocumentIndex:
-    """Return the index cached under a key of JSON values; call `read` if it is not cached.
+    """Return the cached index for `key` (JSON values), or call `read` if it is not cached.
 
     See `build_index`.
     """
@@ -234,7 +236,7 @@ def _index_of(arrays: Mapping[str, np.ndarray], num_documents: int) -> DocumentI
     digests, trained = arrays["digests"], arrays.get("trained")
     marks, masks = arrays.get("marks"), arrays.get("masks")
     index = DocumentIndex(lengths, counts, trained, unreadable, digests, marks, masks)
-    if "unread_keys" in arrays:  # earlier releases did not store unread keys for texts
+    if "unread_keys" in arrays:  # earlier releases stored unread keys for conversations only
         names = ("first_targets", "unread_keys", "unread_counts")
         index = replace(index, **{name: arrays[name] for name in names})
     if "days" in arrays:  # earlier releases did not store the date
@@ -263,8 +265,8 @@ class EncodedDocuments:
         largest = int(index.lengths.argmax())
         if index.lengths[largest] * self._dtype.itemsize > _CACHED_BYTES:
             _LOG.warning(
-                "document %d of %s has %d tokens and is read in full for each of its sequences: "
-                "split the document to make reading faster",
+                "document %d of %s is too large to cache (%d tokens) and is encoded again in every "
+                "sequence: split the document to speed up reading",
                 largest,
                 source.name,
                 index.lengths[largest],
@@ -280,7 +282,7 @@ class EncodedDocuments:
                 self._cached.move_to_end(document)
                 return self._cached[document]
         # Encoding runs outside the lock: two threads may encode the same document, but neither
-        # waits.
+        # waits for the other.
         encoded = self._encode(document)
         with self._lock:
             if document not in self._cached:
@@ -297,16 +299,16 @@ class EncodedDocuments:
         encoded = self._read(document)
         if len(encoded.ids) != self.lengths[document]:
             raise self._changed_error(
-                document, f"{len(encoded.ids)} tokens, not the {self.lengths[document]} of"
+                document, f"{len(encoded.ids)} tokens instead of {self.lengths[document]}"
             )
         return replace(encoded, ids=encoded.ids.astype(self._dtype))
 
-    def _changed_error(self, document: int, what: str = "content other than") -> StorageError:
+    def _changed_error(self, document: int, what: str = "different content") -> StorageError:
         return StorageError(
             f"{self._source.where(document)}: the file has changed\n"
-            f"  document {document} of {self._source.name} has {what} the indexed document, and "
-            "documents must not change.\n"
-            "  Restore the file, or start a new run with the changed one."
+            f"  document {document} of {self._source.name} has {what}; documents must not "
+            "change after they are indexed.\n"
+            "  Restore the file, or start a new run with the changed file."
         )
 
     def _read(self, document: int) -> EncodedDocument:

@@ -1,8 +1,9 @@
 """Readable view of one sequence in a batch, and the map from a step to its batch.
 
-The view contains documents, text and trained tokens. The map is based only on `events.jsonl`.
-Steps are numbered from 1 and batches from 0: without rollbacks, step s uses batch s - 1. Every
-rollback skips batches, and a start restores the mapping at the step of its checkpoint.
+The view shows the documents, the text and the trained tokens of the sequence. The map is computed
+from `events.jsonl` alone. Steps are numbered from 1 and batches from 0: without rollbacks, step s
+uses batch s - 1. Every rollback skips batches, and every start restores the mapping that was in
+effect at the step of its checkpoint.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Segment(NamedTuple):
 
 
 class InspectedSequence(NamedTuple):
-    """Sequence in the batch of a step."""
+    """Sequence in a step's batch, split into segments."""
 
     batch: int
     row: int
@@ -78,11 +79,11 @@ def inspect_sequence(
     if not rows:
         last = loader.num_batches
         rule = (
-            f"must be a step with text: it reads batch {batch + 1}, and the last batch is {last}."
+            f"must be a step with data: it reads batch {batch + 1}, but the last batch is {last}."
         )
         raise ConfigError.one("command line: step", None, rule, "Set a smaller step.")
     if row >= len(rows):
-        rule = f"must be below the {pluralize(len(rows), 'sequence')} of the batch."
+        rule = f"must be a row (from 0) of a batch with {pluralize(len(rows), 'sequence')}."
         raise ConfigError.one("command line: row", row, rule, "Set a smaller row.")
     place = rows[row]
     arrays = {name: array[0] for name, array in loader.batch(batch, [row]).items()}
@@ -174,12 +175,12 @@ def _events(run_dir: str | Path) -> list[_BatchEvent]:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
+            "  Specify an unmodified run folder (default: runs/<run.name>)."
         ) from error
 
 
 def offset(events: Iterable[_BatchEvent], step: int) -> int:
-    """Return the number of batches that were skipped before a step."""
+    """Return the number of batches that rollbacks skipped before a step."""
     # Pairs (step, batch offset of the following steps), sorted by step.
     offsets = [(0, 0)]
     for event in events:

@@ -1,9 +1,9 @@
-"""Batches of training steps, addressed by step number.
+"""Training batches, with random access by step number.
 
 The data position of a run is one integer: the next step. In every process, row r in the batch of
-step s is sample `s * batch_size + r` of the stream. With a batch ramp, the first row of a step
-follows the last row of the previous step. The data order therefore depends only on the seed and the
-data, not on the mesh, the processes or the devices. A resumed run seeks directly to its step.
+step s is sample `s * batch_size + r` of the stream. With a batch ramp, the first sample of a step
+follows the last sample of the previous step. The data order therefore depends only on the seed and
+the data, not on the mesh, the processes or the devices. A resumed run seeks directly to its step.
 
 The loader also prefetches batches. It does not transfer batches to devices.
 """
@@ -42,7 +42,7 @@ BatchIndices = Sequence[int] | slice
 SelectIndices = Callable[[int], BatchIndices | np.ndarray]
 """Maps the number of sequences in a batch to the row indices to load."""
 TransformBatch = Callable[[Batch, int], Any]
-"""Maps (loaded part of a batch, number of sequences in the full batch) to the prefetched object."""
+"""Maps (loaded rows of a batch, number of sequences in the full batch) to the prefetched object."""
 FitTokenizer = Callable[[Tokenizer], Tokenizer]
 """Fits a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
 
@@ -80,7 +80,7 @@ class Batches(Iterator[Any]):
         return next(self._iterator)
 
     def close(self) -> None:
-        """Drop prefetched batches. The threads stop after the current batch."""
+        """Discard prefetched batches. The threads stop after their current batch."""
         self._iterator.close()
 
     def __enter__(self) -> Batches:
@@ -102,7 +102,7 @@ class SequenceOrigin(NamedTuple):
     """Name of the source in `data.mixture`; empty without a mixture."""
     sequence: int
     documents: list[int]
-    """Indices of the documents that have tokens in the sequence, in the order of the source."""
+    """Indices of the documents that have tokens in the sequence, in source order."""
 
 
 class StreamEnd(NamedTuple):
@@ -112,7 +112,7 @@ class StreamEnd(NamedTuple):
     limits: dict[str, int]
     """Maps source names to the maximum number of samples."""
     mixture: Mixture | None
-    """Mixture with the weights of the config, before any source reaches its limit."""
+    """Mixture with the configured weights, to which the limits are applied."""
 
 
 class Loader:
@@ -153,7 +153,7 @@ class Loader:
 
     @property
     def sequences(self) -> Sequences:
-        """Sequences of the first source; without a mixture, no other source exists."""
+        """Sequences of the first source, which is the only source unless the run has a mixture."""
         return self.stream.parts[0].sequences
 
     @property
@@ -176,7 +176,7 @@ class Loader:
 
     @property
     def last_batch(self) -> float:
-        """Number of batches until the stream ends; infinity for a stream without an end."""
+        """Number of batches until the stream ends; infinity for an endless stream."""
         return math.inf if self.stream.end is None else self.num_batches
 
     def first_exhausted(self) -> tuple[int, str]:
@@ -220,7 +220,7 @@ class Loader:
         return origins
 
     def where(self, source: str, document: int) -> str:
-        """Return the file of a document and its position in the file, for messages."""
+        """Return a document's file and its position in that file, for use in messages."""
         return self.stream.part(source).sequences.where(document)
 
     def size(self, source: str, document: int) -> int:
@@ -245,7 +245,7 @@ class Loader:
         return {"sources": [row.source for row in rows], **sequences, "documents": documents}
 
     def resume_mixture(self, saved: Mapping[str, Any], step: int) -> bool:
-        """Continue the mixture of a saved fingerprint, and return whether the weights change at
+        """Resume the mixture of a saved fingerprint, and return whether its weights change at
         `step`.
 
         Before `step`, samples are assigned as in the saved mixture; from `step` on, this loader's
@@ -262,14 +262,14 @@ class Loader:
         return self._fingerprint[mixture.MIXTURE_KEY] != was.metadata()
 
     def apply_mixture(self, mixed: Mixture, since: int = 0) -> None:
-        """Use this mixture. With `data.end=stop`, limits apply from sample `since` on."""
+        """Set the mixture. With `data.end=stop`, sample limits apply from sample `since` on."""
         assert self.ending is not None
         if self.ending.policy == "stop":
             mixed = mixed.with_limits(list(self.ending.limits.values()), since)
         self.set_mixture(mixed)
 
     def set_mixture(self, mixed: Mixture) -> None:
-        """Use this mixture without applying limits."""
+        """Set the mixture without applying sample limits."""
         self.stream.mixture, self.stream.end = mixed, mixed.end
         self._fingerprint[mixture.MIXTURE_KEY] = mixed.metadata()
 
@@ -287,8 +287,8 @@ class Loader:
         stop_step: int | None = None,
         made: TransformBatch = lambda batch, _: batch,
     ) -> Batches:
-        """Return an iterator over the batches of steps `start_step`, `start_step` + 1, ..., with
-        prefetching.
+        """Return a prefetching iterator over the batches of steps `start_step`, `start_step` + 1,
+        ...
 
         The prefetch threads apply `made` to each batch. Iteration ends before `stop_step`, which
         defaults to the end of the stream, if any.
@@ -324,7 +324,7 @@ class Loader:
         }
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the data state of a checkpoint. Resume with `batches(start_step=step)`."""
+        """Return the data state for a checkpoint. Resume with `batches(start_step=step)`."""
         return {"step": step, "fingerprint": self.fingerprint()}
 
     def close(self) -> None:
@@ -361,18 +361,18 @@ class Datasets:
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """Return the evaluation loaders by name; the name for held-out documents is empty."""
+        """Return the evaluation loaders by name; the held-out documents have an empty name."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
     def single_pass_loaders(self, rows: int) -> list[Loader]:
-        """Return single-pass loaders of all documents, with `rows` sequences per batch."""
+        """Return single-pass loaders over all documents, with `rows` sequences per batch."""
         loaders = [_build_single_pass_loader(corpus, "all", rows) for corpus in self._all_corpora]
         return [loader for loader in loaders if loader is not None]
 
     @property
     def remarks(self) -> list[str]:
-        """Notes about documents of any source that are changed or skipped when they are read."""
+        """Notes about documents that are changed or skipped when they are read, for all sources."""
         return [
             f"{section_of(source.name)}: {remark}"
             for corpus in self._all_corpora
@@ -381,7 +381,7 @@ class Datasets:
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that are equal in two processes that read the same data."""
+        """Return JSON values that are equal in any two processes that read the same data."""
         sets = {name: loader.fingerprint() for name, loader in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
@@ -449,10 +449,10 @@ def build_loaders(
 ) -> Datasets:
     """Open the sources and the tokenizer, index and split the documents, and return their loaders.
 
-    The first call reads every document once, and the result is cached in `cache_dir`. Validation
+    The first call reads every document once, and caches the index in `cache_dir`. Validation
     batches have `eval_batch_size` sequences, or `batch_size` sequences if `eval_batch_size` is 0.
-    `batch_ramp` defines smaller batches at the start of training. `moved` is called after each part
-    of the data is read. `fit` fits the tokenizer to the model.
+    `batch_ramp` defines smaller batches at the start of training. `moved` is called after each
+    chunk of data, as a heartbeat. `fit` fits the tokenizer to the model.
 
     Raises:
         ConfigError: a value in `data` or `tokenizer` is invalid.
@@ -519,6 +519,6 @@ def build_single_pass(
     loader = _build_single_pass_loader(corpus, "train" if is_set else cast(Split, split), rows)
     if loader is None:
         rule = "leaves no documents for validation."
-        action = "Evaluate on all documents with --split all, or on others with --data FILES."
+        action = "Evaluate on all documents with --split all, or on other files with --data FILES."
         raise ConfigError.one("data.validation_fraction", data.validation_fraction, rule, action)
     return loader, corpus.tokenizer

@@ -96,7 +96,9 @@ class Mixture:
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest n such that the first n samples have `count` of a source, if any."""
+        """Return the smallest n such that the first n samples include `count` of a source; None if
+        there is no such n.
+        """
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
         need, quota = count - int(self._before[number][source]), int(self._quotas[number][source])
@@ -159,7 +161,7 @@ class Mixture:
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return a mixture: this one before sample `number`, and `to` from sample `number` on."""
+        """Return a mixture that equals this one before sample `number`, and `to` from there on."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -178,7 +180,7 @@ class Mixture:
         )
 
     def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
-        """int64 [sources]: samples of each source among the first `count` samples of a stage."""
+        """Return int64 [sources]: each source's samples in the first `count` samples of a stage."""
         blocks, remainder = divmod(count, BLOCK)
         samples = blocks * self._quotas[stage]
         if remainder and any(self.stages[stage].quotas):
@@ -266,7 +268,7 @@ def build_mixture(
                 raise ConfigError.one(
                     f"data.mixture.{name}",
                     f"a share of {share:.2g}",
-                    f"must be at least {1 / BLOCK:.2g} of all sequences: smaller ones round to 0.",
+                    f"must be at least {1 / BLOCK:.2g} of all sequences: less rounds to 0.",
                     "Set a larger weight, or add the path of a small source to another source.",
                 )
         if not quota_stages or quota_stages[-1].quotas != dealt:
@@ -295,7 +297,7 @@ class SourceSequences(NamedTuple):
 
 
 def seed_of(name: str, seed: int) -> int:
-    """Return the seed of a source, so that sources of the same size have different orders."""
+    """Return the seed of a source, so that sources of equal size are shuffled differently."""
     if not name:
         return seed
     # The seed is below 2**63, because manifests of prepared data store it as a signed integer.
@@ -359,7 +361,7 @@ class Stream:
         return sources, sequences
 
     def read(self, source: int, sequence: int) -> Arrays:
-        """Return the arrays of a sequence. Indices of -1 return padding."""
+        """Return the arrays of a sequence. An index of -1 returns padding."""
         part = self.parts[max(source, 0)]
         if sequence < 0:
             arrays = part.sequences.padding()

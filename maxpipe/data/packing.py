@@ -1,8 +1,8 @@
-"""Packing of documents into fixed-length sequences, which are addressed by index.
+"""Pack documents into fixed-length sequences with random access by index.
 
 Every sequence depends only on the document lengths, so any sequence can be built without reading
 earlier sequences. This module also splits documents into training and validation sets and shuffles
-documents. Higher layers handle batches, epochs and processes; the next layer is `mixture.py`.
+documents. Higher layers, starting with `mixture.py`, handle batches, epochs and processes.
 
 A sequence has T inputs and the target of the last input, for a total of T + 1 tokens. Packing
 strategies that keep documents together split a document only if it has more than T + 1 tokens. The
@@ -58,7 +58,7 @@ class Permutation:
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         inside = indices.size == 0 or 0 <= indices.min() <= indices.max() < self._size
         assert inside, f"an index outside of range({self._size}) would loop forever"
-        # With many indices, blocks that fit in the CPU cache make this four times as fast.
+        # For many indices, processing blocks that fit in the CPU cache is four times as fast.
         blocks = range(_FEISTEL_BLOCK, len(indices), _FEISTEL_BLOCK)
         return np.concatenate([self._walk(block) for block in np.split(indices, blocks)])
 
@@ -112,7 +112,7 @@ class TokenSpan(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Sequences of T tokens, addressed by index and identical on every read in every process."""
+    """Sequences of T tokens, by index. Every read in every process returns the same arrays."""
 
     sequence_length: int
     num_tokens: int
@@ -145,7 +145,7 @@ class Sequences(Protocol):
         ...
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its position in the file, for messages."""
+        """Return a document's file and its position in that file, for use in messages."""
         ...
 
     def size(self, document: int) -> int:
@@ -257,22 +257,22 @@ class ConcatenatedSequences:
 Strategy = Literal["first_fit", "best_fit", "pad"]
 
 MAX_OPEN_SEQUENCES = 1024
-"""Maximum number of sequences that are open at a time, and that `first_fit` searches."""
+"""Maximum number of open sequences, which are the sequences that `first_fit` searches."""
 _PACKED_ORDER = 4
 """Second integer of the permutation key for packing; other permutations have other integers."""
 
 
 class PackingPlan(NamedTuple):
-    """Assignment of document chunks to sequences. Chunk p starts at token `begins[p]` of
+    """Assignment of document chunks to sequences. Chunk p starts at token `begins[p]` of document
     `documents[p]`.
     """
 
     starts: np.ndarray
-    """int64 [sequences + 1]: first chunk of each sequence, followed by the number of chunks."""
+    """int64 [sequences + 1]: index of each sequence's first chunk, then the number of chunks."""
     documents: np.ndarray
     """Unsigned integers [chunks]: document index, in the smallest dtype that fits."""
     begins: np.ndarray
-    """Unsigned integers [chunks]: first token, in the smallest dtype that fits."""
+    """Unsigned integers [chunks]: index of the first token, in the smallest dtype that fits."""
 
 
 def pack_documents(
@@ -299,7 +299,7 @@ def pack_documents(
         return PackingPlan(np.arange(len(sizes) + 1), documents, begins)
     rows = _best_fit(sizes, capacity) if strategy == "best_fit" else _first_fit(sizes, capacity)
     num_rows = int(rows.max(initial=-1)) + 1
-    # The strategies place similar documents next to each other, so the sequences are shuffled.
+    # The packing strategies place similar sequences next to each other, so they are shuffled.
     rows = Permutation(num_rows, 0, _PACKED_ORDER)(np.arange(num_rows))[rows]
     by_row = np.argsort(rows, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
@@ -445,7 +445,7 @@ PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
 
 
 class BinPackedSequences:
-    """Sequences of a packing plan, with padding at the end; see `packing.py`."""
+    """Sequences built from a packing plan and padded at the end; see `packing.py`."""
 
     def __init__(
         self, documents: Documents, order: np.ndarray, plan: PackingPlan, sequence_length: int
@@ -496,7 +496,7 @@ class PairSequences(BinPackedSequences):
 
     A sequence has three additional float32 arrays. `pairs` [N] is 1 for a pair and 0 for padding.
     `response_tokens` [2N] is the number of trained tokens in each half. `reference` [2N] is the
-    reference log-probability of each half, or 0 if unknown.
+    log-probability of each half under the reference model, or 0 if unknown.
     """
 
     def __init__(
@@ -546,7 +546,7 @@ class Packer:
     key: str = ""
     """Identifier of the documents in cache keys."""
     moved: Heartbeat | None = None
-    """Function that is called after each part of a long computation."""
+    """Heartbeat function, called after each chunk of a long computation."""
     max_pairs: int = 0
     """Maximum number of preference pairs per sequence; 0 for other documents."""
 
@@ -554,7 +554,7 @@ class Packer:
         """Return the sequences packed from the documents `order`, int64 [documents]."""
         if self.packing == "concatenate":
             return ConcatenatedSequences(documents, order, self.sequence_length)
-        assert self.packing != "auto", "sources resolve auto"
+        assert self.packing != "auto", "`auto` is resolved before packing"
         plan = self._plan(documents.lengths, order, self.packing)
         if self.max_pairs:
             return PairSequences(documents, order, plan, self.sequence_length, self.max_pairs)
@@ -579,7 +579,7 @@ class Packer:
         of: Callable[[disk_cache.Arrays], TupleT],
         make: Callable[[Heartbeat | None], TupleT],
     ) -> TupleT:
-        """Return the value cached under a key of JSON values, or compute the value with `make`.
+        """Return the value cached for `key` (JSON values), or compute it with `make`.
 
         The cache stores only numpy arrays. `of` builds the value from the arrays, and raises
         ValueError or KeyError for unexpected arrays.

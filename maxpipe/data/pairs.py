@@ -2,7 +2,7 @@
 
 A pair is one document with two halves: the prompt with the chosen response, followed by the prompt
 with the rejected response. A packing strategy that does not split documents therefore keeps both
-halves in one sequence. Only response tokens are trained.
+halves in one sequence. Only response tokens are trained on.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
-"""Bits of `EncodedDocument.marks`: pairs that are truncated, are too long, or have equal halves."""
+"""Bits of `EncodedDocument.marks`: the pair is truncated, dropped, or has identical responses."""
 HALVES = ("chosen", "rejected")
 
 TextOrMessages = str | list[Message]
 
 
 class PreferencePair(NamedTuple):
-    """A prompt and two responses. Each is a text or a list of messages."""
+    """A prompt and two responses. Each is a string or a list of messages."""
 
     prompt: TextOrMessages
     chosen: TextOrMessages
@@ -78,10 +78,11 @@ class PairEncoder:
             self._chat.day = day
 
     def encode(self, document: int) -> EncodedDocument:
-        """Return the ids and the loss mask of both halves; empty for a dropped pair.
+        """Return the token ids and the loss mask of both halves; empty for a dropped pair.
 
         Raises:
-            UnreadableRecord: a prompt or response is missing, or the template fails on the record.
+            UnreadableRecord: a prompt or response is missing, or the template cannot render the
+                record.
         """
         with wrap_record_errors(self.source, document):
             pair = pair_of(self.source.record(document), self._config)
@@ -105,7 +106,7 @@ class PairEncoder:
             keys = (*chat.unread, *filter(None, names))
             return EncodedDocument(ids, np.arange(len(ids)) > len(prompt_ids), unread=keys)
         if self._chat is None:
-            rule = "must be texts, or have a chat template: the tokenizer folder has none."
+            rule = "must be strings, or have a chat template: the tokenizer folder has none."
             action = (
                 "Set data.chat_template to a Jinja file, or tokenizer.kind=auto and "
                 "tokenizer.path to a model folder with a chat template."
@@ -157,15 +158,15 @@ class PairEncoder:
         if index.lengths.any():
             return
         pairs, row = pluralize(len(self.source), "pair"), f"a sequence of {self._max_tokens} tokens"
-        rule = f"leaves nothing: each of {pairs} is longer than {row}."
+        rule = f"leaves no training examples: each of {pairs} is longer than {row}."
         action = "Set a larger train.sequence_length, or data.long_pairs=truncate."
         if self._config.long_pairs == "truncate":
-            rule = f"leaves nothing: in each of {pairs}, the prompts alone fill {row}."
+            rule = f"leaves no training examples: in each of {pairs}, the prompts alone fill {row}."
             action = "Set a larger train.sequence_length, or shorten the prompts."
         raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
 
     def fingerprint(self) -> str:
-        """Return a digest of the settings that determine the ids and masks."""
+        """Return a digest of the settings that determine the token ids and loss masks."""
         config = self._config
         fields = [config.prompt_field, config.chosen_field, config.rejected_field]
         parts: list[Any] = [2, "pairs", fields, sorted(config.trained_roles)]
@@ -177,7 +178,7 @@ class PairEncoder:
 
 
 def pair_of(record: object, config: SourceConfig) -> PreferencePair:
-    """Return the pair of a record; raise BadRecord if a field is missing or wrong."""
+    """Return the pair in a record; raise BadRecord if a field is missing or invalid."""
     fields = check_mapping(record, config)
     keys = ("data.chosen_field", "data.rejected_field")
     given = [config.chosen_field, config.rejected_field]
@@ -206,7 +207,7 @@ def pair_of(record: object, config: SourceConfig) -> PreferencePair:
         parts = [
             message_of_text(value, role)
             if isinstance(value, str)
-            else parse_messages(value, key, "a text or a list")
+            else parse_messages(value, key, "a string or a list")
             for value, role, key in zip(parts, roles, keys, strict=True)
         ]
         parts = _strip_repeated_prompt(parts)
@@ -251,15 +252,15 @@ def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
         _is_same(prompt[0], response) for response in responses[0][: max(0, alike)]
     ):
         rule = (
-            "must have responses to the prompt: both are full conversations with more messages "
-            "before the response than the prompt."
+            "must have responses to the prompt: both are full conversations that share more "
+            "messages than the prompt."
         )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return parts
 
 
 def _is_same(one: Message, other: Message) -> bool:
-    """Return whether two messages have the same role and text, ignoring outer whitespace."""
+    """Return whether two messages have the same role and text, ignoring surrounding whitespace."""
     text, another = one.get("content"), other.get("content")
     if not (isinstance(text, str) and isinstance(another, str)):
         return one == other
@@ -272,12 +273,12 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
     if isinstance(one, str) and isinstance(other, str):
         if one == other:
             rule = (
-                "must have two different responses: both texts are equal, so the prompt cannot be "
+                "must have two different responses: both are equal, so the prompt cannot be "
                 "separated from the response."
             )
             raise BadRecord("", rule, "Remove the record.")
         alike = _common_prefix_length(one, other)
-        # As in tokenizers, a space belongs to the following word.
+        # As in most tokenizers, a space belongs to the word that follows it.
         alike -= alike > 0 and one[alike - 1] == " "
         return one[:alike], [one[alike:], other[alike:]]
     lists = [
@@ -310,7 +311,7 @@ class PairDocuments(ChatDocuments):
     """Token ids of preference pairs, with a cache of recently used pairs. Thread-safe."""
 
     digest: str
-    """Digest of all inputs that determine the ids and masks."""
+    """Digest of all inputs that determine the token ids and loss masks."""
     reference: np.ndarray | None = None
     """float32 [documents, 2]: log-probabilities of both responses under the initial weights of the
     run; None until computed. See `PairSequences`.

@@ -1,10 +1,10 @@
-"""Prompts: files of prompts and conversations, and prompts for reinforcement learning.
+"""Read prompts and conversations from files, for generation and for reinforcement learning.
 
-A file for generation has one line or one JSON object per prompt.
+A prompt file for generation has one prompt per line, as plain text or as a JSON object.
 
-In reinforcement learning, a run reads the records of a prompt file instead of documents, addressed
-by sample number. Each prompt is repeated once per completion in its group. Order, epochs and data
-position are the same as for other data: the step number alone determines the prompts of a step.
+A reinforcement-learning run reads the records of a prompt file, by sample number, instead of
+documents. Each prompt is repeated once per completion in its group. Order, epochs and data position
+work as for other data: the step number alone determines the prompts of a step.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from maxpipe.io.typed_json import parse_json
 # --- prompts for generation ---------------------------------------------------
 
 MAX_BYTES = 1 << 28
-"""Maximum size of a file in bytes."""
+"""Maximum size of a prompt file in bytes."""
 _JSON = (".jsonl", ".json", ".ndjson")
 
 
@@ -111,7 +111,7 @@ def _read_file(path: str | Path, where: str) -> bytes:
             where,
             None,
             f"must be a readable file: {error.strerror or error}.",
-            "Set a text file with one prompt per line, or JSON lines with `prompt` in each.",
+            "Set a text file with one prompt per line, or a JSON Lines file with `prompt` keys.",
         ) from error
 
 
@@ -125,7 +125,7 @@ def _lines(raw: bytes, where: str) -> list[tuple[int, bytes]]:
     lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
     if not lines:
         raise ConfigError.one(
-            where, None, "must have at least one line that is not blank.", "Write a prompt."
+            where, None, "must have at least one non-blank line.", "Write a prompt."
         )
     return lines
 
@@ -168,11 +168,11 @@ class PromptRecord:
     ids: np.ndarray
     """int32 [tokens]: token ids of the prompt, including BOS."""
     where: str
-    """File and line."""
+    """File and line of the prompt."""
 
 
 class PromptSequences:
-    """Sequences of one prompt, each repeated `group_size` times; see `Sequences`."""
+    """Sequences of one prompt each. Each prompt is repeated `group_size` times; see `Sequences`."""
 
     def __init__(
         self, prompts: list[PromptRecord], group_size: int, sequence_length: int, pad_id: int
@@ -236,7 +236,7 @@ def build_prompts(
     """Build the datasets of a run that reads prompts. `check` is called for each record.
 
     `reward` is the fingerprint of the reward function, which becomes part of the data fingerprint.
-    `template` renders prompts that are conversations.
+    `template` renders the prompts that are conversations.
 
     Raises:
         ConfigError: the prompt file cannot be used, or a prompt is too long.
@@ -297,7 +297,7 @@ def _content(path: str) -> bytes:
 
 class _PromptLine(NamedTuple):
     where: str
-    """File and line."""
+    """File and line of the prompt."""
     record: dict[str, Any]
     prompt: str | ChatInput
     """Prompt as text or as a conversation."""
@@ -333,7 +333,7 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
         lines.append(parsed)
     if not lines:
         raise ConfigError.one(
-            _KEY, path, "has no prompt: must have one on each non-blank line.", "Add prompts."
+            _KEY, path, "has no prompts: must have one on each non-blank line.", "Add prompts."
         )
     if remark := _unread_fields_remark([part.record for part in lines], data):
         _LOG.warning("%s: %s", path, remark)
@@ -341,7 +341,7 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
 
 
 def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConfig) -> str:
-    """Return a note about unread fields that usually belong to a prompt."""
+    """Return a note about unread fields that usually belong to the prompt."""
     fields_read = {
         field for name in (data.prompt_field, data.system_field) for field in fields_of(name)
     }
@@ -370,7 +370,7 @@ def _unread_fields_remark(records: Sequence[Mapping[str, Any]], data: SourceConf
 
 
 def prompt_of(record: Mapping[str, Any], data: SourceConfig) -> str | ChatInput:
-    """Return the prompt of a record as text or conversation; raise ValueError if it has none."""
+    """Return a record's prompt, as text or as a conversation; raise ValueError if it has none."""
     name, value = data.prompt_field or _PROMPT, record.get(_PROMPT)
     try:
         if name != _PROMPT:
@@ -400,9 +400,9 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         name = "prompt"
         if not isinstance(record[name], list):
             kind = type(record[name]).__name__
-            raise ValueError(f"`prompt` must be a text or a list, and is of type {kind}")
+            raise ValueError(f"`prompt` must be a string or a list, and is of type {kind}")
     if not isinstance(record.get(name), list) or not record[name]:
-        rule = "the record has neither a text `prompt` nor a list `messages`"
+        rule = "the record has neither a string `prompt` nor a list `messages`"
         keys = chat_keys(record)
         field = keys.get("data.prompt_field") or keys.get("data.messages_field")
         setting = f"; set {settings_text({'data.prompt_field': field})}" if field else ""
@@ -416,7 +416,7 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         messages = [*first, *messages]
         for number, message in enumerate(messages, 1):
             if not isinstance(message.get("role"), str):
-                raise ValueError(f"message {number} lacks a text `role`")
+                raise ValueError(f"message {number} lacks a string `role`")
             check_content(message, f"message {number}")
         tools, settings = tools_and_settings(record, config)
     except BadRecord as error:
@@ -431,9 +431,9 @@ def _encode_prompts(
     # The reward function may read any other key of a record.
     chats = [record.chat._replace(unread=()) for record in records if record.chat is not None]
     if chats and template is None:
-        rule = "has `messages`, which require the chat template of a model folder, and the "
+        rule = "has `messages`, which require the chat template of a model folder, but the "
         rule += "tokenizer has none."
-        action = "Write a `prompt` on each line, or set the folder: tokenizer.kind=auto "
+        action = "Put a `prompt` on each line, or set the model folder: tokenizer.kind=auto "
         action += "tokenizer.path=FOLDER."
         raise ConfigError.one(_KEY, None, rule, action)
     places = [record.where for record in records if record.chat is None]
@@ -448,7 +448,7 @@ def _encode_prompts(
             with wrap_text_errors(lambda _, where=record.where: where):
                 ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
-            rule = "must be messages that the chat template renders to text; the text is empty."
+            rule = "must be messages that the chat template renders to non-empty text."
             raise ConfigError.one(f"{_KEY}: {record.where}", None, rule, "Correct the messages.")
         prompts.append(
             PromptRecord(
@@ -466,8 +466,8 @@ def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_len
         raise ConfigError.one(
             f"{_KEY}: {longest.where}",
             repr(text[:_SHOWN]) + ("..." if len(text) > _SHOWN else ""),
-            f"has {size} tokens, including BOS, and with grpo.max_tokens "
-            f"({config.max_tokens}) must fit in train.sequence_length ({sequence_length}).",
+            f"has {size} tokens, including BOS: with grpo.max_tokens ({config.max_tokens}) "
+            f"added, they must fit in train.sequence_length ({sequence_length}).",
             f"Set train.sequence_length={size + config.max_tokens} or more, a smaller "
             "grpo.max_tokens, or remove the prompt.",
         )

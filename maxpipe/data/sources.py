@@ -1,4 +1,4 @@
-"""Sources of documents, which provide random access to the texts of a corpus by index.
+"""Data sources, which provide random access to the documents of a corpus by index.
 
 Reading document i always returns the same text, in any thread and process. Each file format has a
 module in `formats/`. `documents.py` handles tokens; other modules handle splits, order and batches.
@@ -66,12 +66,13 @@ def open_source(
 ) -> Source:
     """Open the source selected by `data.source`. Only the source `synthetic` uses `seed`.
 
-    `cache_dir` stores unpacked copies of compressed files and line offsets of large files. Without
-    `keep`, new copies and offsets are removed when the process exits.
+    `cache_dir` stores unpacked copies of compressed files and line offsets of large files. If
+    `keep` is false, new copies and offsets are removed when the process exits.
 
     Raises:
-        ConfigError: a path is missing or empty, or its files cannot be read as `data.source`.
-        StorageError: the disk space is not sufficient to unpack a file.
+        ConfigError: a path is missing or empty, or its files do not have the format of
+            `data.source`.
+        StorageError: there is not enough disk space to unpack a file.
     """
     text = TextExtractor(config.text_field, config.template)
     cache, digests = FolderCache(cache_dir, keep=keep), Digests(cache_dir, keep=keep)
@@ -114,7 +115,7 @@ def _open_records(
 
 
 ENDINGS: dict[str, SourceKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
-"""Maps parts of file names to the source that reads such files. All other files are text."""
+"""Maps substrings of file names to the source that reads such files. All other files are text."""
 
 
 def _kind_of(name: str) -> SourceKind:
@@ -135,7 +136,7 @@ def infer_source(path: str, where: str) -> SourceKind:
     try:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:
-        action = "Set an existing file, folder or pattern."
+        action = "Set an existing file, folder or glob pattern."
         problems = [replace(problem, where=where, action=action) for problem in error.problems]
         raise ConfigError(problems) from None
     kinds: set[SourceKind] = {_kind_of(name) for name in names}
@@ -171,7 +172,8 @@ def _qualify_keys(name: str, text: str) -> str:
     return _KEYS.sub(rf"{section_of(name)}.\1", text)
 
 
-# Test folders contain invalid text on purpose, and the other folders are not part of the library.
+# Test folders contain invalid text intentionally, and the other folders are not part of the
+# library.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
@@ -183,7 +185,7 @@ class TextFiles:
         self.files = [file for file in files if file.size_bytes > 0]
         self._errors = errors
         if not self.files:
-            rule = f"must contain text: {pluralize(len(files), 'file')} without content."
+            rule = f"must contain text: found {pluralize(len(files), 'file')}, all empty."
             action = "Set data.path to a folder with text, or data.source=corpus."
             raise ConfigError.one("data.path", common_folder(files), rule, action)
 
@@ -208,14 +210,14 @@ def open_stdlib_corpus() -> TextFiles:
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
-        # Files with build variables differ between machines that have the same Python version.
+        # Files with build variables differ between machines with the same Python version.
         files += [
             os.path.join(folder, name)
             for name in names
             if name.endswith(".py") and not name.startswith("_sysconfigdata")
         ]
     if not files:
-        rule = f"requires the source files of Python's standard library, and {root} has none."
+        rule = f"requires the source files of Python's standard library, but {root} has none."
         action = "Set data.source=text and data.path to a folder with text."
         raise ConfigError.one("data.source", "corpus", rule, action)
     return TextFiles("corpus", stat_files(files, root), errors="replace")

@@ -80,7 +80,7 @@ def summary_items(stats: Statistics) -> list[tuple[str, str]]:
     shown.append(("packing", f"{sequences}, efficiency {stats.efficiency:.2%}"))
     if stats.too_long:
         shown.append(
-            ("too long", f"{pluralize(stats.too_long, 'document')} exceeding one sequence")
+            ("too long", f"{pluralize(stats.too_long, 'document')} longer than a sequence")
         )
     shown += [("note", remark) for remark in stats.remarks]
     return shown
@@ -107,7 +107,7 @@ def text(stats: Statistics) -> str:
 
 
 def draw(all_of: Sequence[Statistics], path: Path) -> None:
-    """Draw the statistics in the format set by the path's suffix; see `PICTURE_SUFFIXES`."""
+    """Draw the statistics to a file whose suffix selects the format; see `PICTURE_SUFFIXES`."""
     whole = Canvas()
     for part in all_of:
         whole.append_canvas(_picture(part), whole.height)
@@ -190,11 +190,11 @@ class DocumentStatistics(NamedTuple):
     marks: int = 0
     """See `EncodedDocument.marks`."""
     first_target: int = 0
-    """See `DocumentIndex.first_targets`; 0 for texts."""
+    """See `DocumentIndex.first_targets`; 0 for plain text."""
 
 
 class DuplicateCounter:
-    """Counter for duplicate documents, which are compared by digest.
+    """Counter of duplicate documents, which are compared by digest.
 
     If a source has too many documents, only a sample of one in 2**shift documents is compared. The
     sample is selected by digest, so it includes all duplicates of a sampled document.
@@ -223,7 +223,7 @@ class DuplicateCounter:
         return np.array(self._digests, np.uint64), np.array(self._tokens, np.uint64)
 
     def repeated(self) -> tuple[int, int]:
-        """Return the number of repeated documents and of their tokens."""
+        """Return the number of duplicate documents, and the number of tokens in them."""
         digests, tokens = self._arrays()
         if not len(digests):
             return 0, 0
@@ -245,14 +245,14 @@ class Statistics:
     empty: int = 0
     num_with_replacement_character: int = 0
     unreadable: int = 0
-    """Number of unreadable records. In prepared data, these are empty documents; otherwise, no
-    other statistic includes them.
+    """Number of unreadable records. In prepared data, these are empty documents; otherwise, all
+    other statistics exclude them.
     """
     first_unreadable: Problem | None = None
     duplicates: int = 0
     duplicate_tokens: int = 0
     sampling_interval: int = 1
-    """Sampling interval N of the duplicate count: one in N documents was compared."""
+    """Sampling interval N for counting duplicates: 1 in every N documents was compared."""
     packing: str = "concatenate"
     sequence_length: int = 0
     num_sequences: int = 0
@@ -261,9 +261,9 @@ class Statistics:
     targets: int = 0
     """Total number of positions, across all sequences, whose target is in the same document."""
     chat: str = "off"
-    """Type of the documents: `conversation`, `pair`, or `off` for texts."""
+    """Type of the documents: `conversation`, `pair`, or `off` for plain text."""
     policy: LongConversationPolicy | None = None
-    """Value of `data.long_conversations`; None for texts."""
+    """Value of `data.long_conversations`; None for plain text."""
     unread: Counter[str] = field(default_factory=Counter)
     """Maps unread keys to the number of documents that contain the key."""
     advice: str = ""
@@ -307,7 +307,9 @@ class Statistics:
         return {f"{100 * q:g}%": int(length) for q, length in zip(QUANTILES, lengths, strict=True)}
 
     def histogram(self) -> list[tuple[int, int, int, int]]:
-        """Return (minimum length, maximum length, documents, tokens) of doubling length bins."""
+        """Return (minimum length, maximum length, documents, tokens) of length bins whose width
+        doubles.
+        """
         if not len(self.lengths):
             return []
         bins = np.frexp(self.lengths.astype(np.float64))[1].clip(1) - 1  # exact up to 2**53
@@ -350,7 +352,7 @@ class Statistics:
 
 
 def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
-    """Yield the statistics of each text, or the problem if it cannot be read."""
+    """Yield the statistics of each document, or the error if it cannot be read."""
     held: list[str | Problem] = []
     characters = 0
 
@@ -435,8 +437,7 @@ def compute_statistics(
     chat: str = "off",
     policy: LongConversationPolicy | None = None,
 ) -> Statistics:
-    """Return the statistics of the documents of a source, and of the sequences into which they are
-    packed.
+    """Return statistics of a source's documents, and of the sequences into which they are packed.
 
     See `Statistics` for `chat` and `policy`.
     """

@@ -1,7 +1,7 @@
 """Tokenizers, which convert text to token ids and token ids to text.
 
-A tokenizer defines the control ids (BOS, EOS, padding), the ids that end generated text, and the
-size of each token in bytes. Tokenizers never download files. `TextStream` decodes tokens one by
+A tokenizer defines the control token ids (BOS, EOS, padding), the ids that stop generation, and the
+length of each token in bytes. Tokenizers never download files. `TextStream` decodes tokens one by
 one.
 """
 
@@ -33,8 +33,8 @@ class TextStream:
     """Incremental decoder that returns only complete characters.
 
     If the ids encode complete characters, the concatenated outputs equal `decode(ids)`. The text of
-    a token can depend on the previous tokens: for example, a space at the start of a text is
-    dropped. Each id is therefore decoded together with the last few ids.
+    a token can depend on the preceding tokens: for example, some tokenizers drop a leading space.
+    Each id is therefore decoded together with the last few ids.
     """
 
     def __init__(self, decode: Callable[[Iterable[int]], str], special_ids: Collection[int]):
@@ -45,14 +45,14 @@ class TextStream:
         """Number of characters in the decoded text of `_ids` that were already returned."""
 
     def push(self, token: int) -> str:
-        """Return the text that the next id adds; empty while a character is incomplete."""
+        """Add a token id and return the newly decoded text; "" while a character is incomplete."""
         if token in self._special_ids:
             return ""
         self._ids.append(token)
         text = complete = self._decode(self._ids)
         for _ in range(_MAX_INCOMPLETE):
             complete = complete.removesuffix(_REPLACEMENT_CHARACTER)
-        # A sequence of invalid UTF-8 bytes may continue indefinitely.
+        # Invalid UTF-8 may never complete a character, so pending bytes are limited.
         if len(self._ids) > _MAX_PENDING_IDS:
             complete = text
         added = complete[self._given :]
@@ -62,7 +62,7 @@ class TextStream:
         return added
 
     def finish(self) -> str:
-        """Return the remaining text, which comes from bytes that did not complete a character."""
+        """Return the text of the pending bytes, which do not form a complete character."""
         added = self._decode(self._ids)[self._given :]
         self._ids, self._given = [], 0
         return added
@@ -103,9 +103,9 @@ def open_text_stream(tokenizer: Tokenizer) -> TextStream:
 
 
 def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
-    """Return a copy of the tokenizer, fitted to a model whose embedding has `rows` rows.
+    """Return a copy of the tokenizer for a model whose embedding table has `rows` rows.
 
-    `model` is the name of a model with existing weights, which fix the number of embedding rows.
+    `model` names a pretrained model, if its weights fix the number of embedding rows.
 
     Raises:
         ConfigError: encoded text could contain an id without an embedding row.
@@ -113,39 +113,39 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
     need = tokenizer.min_embedding_rows
     if need <= rows:
         return tokenizer.with_embedding_rows(rows)
-    rule = f"must be at least {need}: the tokenizer encodes text as ids up to {need - 1}."
+    rule = f"must be at least {need}: the tokenizer produces token ids up to {need - 1}."
     if model:
-        rule = f"{rule[:-1]}, and the embedding of {model} has {rows} rows."
-        action = "Set the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER."
+        rule = f"{rule[:-1]}, but the embedding of {model} has {rows} rows."
+        action = "Use the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER."
         raise ConfigError.one("model.vocab_size", rows, rule, action)
     action = f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need})."
     raise ConfigError.one("model.vocab_size", rows, rule, action)
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if a stored id has no embedding row. Devices would ignore this error."""
+    """Raise ConfigError if a stored token id has no embedding row. Devices do not detect this."""
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
         return
-    rule = f"must be below model.vocab_size ({tokenizer.embedding_rows}), the size of the "
-    rule += f"embedding: the tokenizer has {tokenizer.vocab_size} ids."
-    action = f"Set model.vocab_size={tokenizer.vocab_size}, or prepare documents without the text "
-    action += "of this control token."
+    rule = f"must be below model.vocab_size ({tokenizer.embedding_rows}), the "
+    rule += f"number of embedding rows: the tokenizer has {tokenizer.vocab_size} ids."
+    action = f"Set model.vocab_size={tokenizer.vocab_size}, or re-prepare the dataset without the "
+    action += "text that produces this token."
     raise ConfigError.one(where, f"id {largest}", rule, action)
 
 
 def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:
-    """Return the suggested action for stored ids whose tokenizer fingerprint differs.
+    """Return the suggested action for stored token ids that another tokenizer encoded.
 
-    The result is `action`, unless the ids were encoded with the unmodified version of the same
-    `tokenizer.json`.
+    The action is `action`, unless the ids were encoded with this `tokenizer.json` in unmodified
+    form.
     """
     is_file = isinstance(tokenizer, HuggingFaceTokenizer)
     if not is_file or not fingerprint or fingerprint != tokenizer.file_fingerprint:
         return action
     return (
         f'Set "tokenizer_class": "{FILE_AS_IT_IS}" in the tokenizer_config.json of '
-        f"{tokenizer.folder}: text is then encoded with its tokenizer.json unchanged."
+        f"{tokenizer.folder}, so that its tokenizer.json is used unchanged."
     )
 
 

@@ -38,7 +38,7 @@ ProgressCallback = Callable[[str, int, int], object]
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """Return sources for files, folders and patterns, with formats inferred from the file names."""
+    """Return sources for files, folders and glob patterns. File names determine the formats."""
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
         for path in paths
@@ -65,7 +65,7 @@ def train(
         except BaseException as error:
             result["error"] = error
 
-    # The training loop of the library ignores Ctrl-C, so it runs in a daemon thread.
+    # The library's training loop ignores Ctrl-C, so it runs in a daemon thread.
     thread = threading.Thread(target=work, name="tokenizer", daemon=True)
     thread.start()
     try:
@@ -88,7 +88,7 @@ def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]
             report("reading documents", number, total)
             yield text
     if not characters:
-        rule = f"must contain text: found {total} documents without text."
+        rule = f"must contain text: found {total} documents, all of them empty."
         raise ConfigError.one(_FILE, None, rule, "Choose other files.")
     report("computing the vocabulary", 0, 0)
 
@@ -125,7 +125,7 @@ def _learn_bpe(texts: Iterator[str], vocab_size: int) -> str:
 
 
 def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
-    """Train with sentencepiece: the unigram trainer of `tokenizers` is not deterministic."""
+    """Train with sentencepiece, because the `tokenizers` unigram trainer is not deterministic."""
     try:
         from tokenizers import models, pre_tokenizers
     except ImportError as error:
@@ -186,7 +186,8 @@ def check_free(folder: Path) -> None:
     """Raise ConfigError if `folder` exists, unless it is an empty folder."""
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         action = f"Choose another folder, such as --out {folder}-2."
-        raise ConfigError.one("command line: --out", folder, "must not exist.", action)
+        rule = "must not exist, or must be an empty folder."
+        raise ConfigError.one("command line: --out", folder, rule, action)
 
 
 def write(folder: Path, content: str) -> None:

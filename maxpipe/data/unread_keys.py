@@ -1,7 +1,7 @@
-"""Unread record keys, and suggestions of settings that use these keys.
+"""Record keys that a run does not read, and suggested settings that read them.
 
 Settings are tested on the first records of a source before they are suggested. The module also
-formats the notes about shortened, dropped or masked documents that a run prints at the start.
+formats the notes that a run prints at startup about truncated, dropped or masked documents.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 _RECORDS, _CHARACTERS = 32, 1 << 22
-"""Maximum number and total characters of the records on which settings are tested."""
+"""Maximum number, and maximum total characters, of the records on which settings are tested."""
 _NAMED = 20
 _MAX_JOINED = 4
 _TOOLS = ("tools", "functions")
@@ -54,7 +54,7 @@ class Trial(NamedTuple):
     """Maps field names of `SourceConfig` to values."""
     names: Sequence[str]
     how: str
-    """Description of how the settings use the keys, for messages."""
+    """How the settings use the keys, as a phrase for messages, such as `as tools`."""
 
 
 def first_records(source: Source) -> list[Fields]:
@@ -66,7 +66,7 @@ def first_records(source: Source) -> list[Fields]:
             break
         try:
             record: Any = source.record(number)
-        except ConfigError:  # the error is reported when all records are read
+        except ConfigError:  # reported later, when all records are read
             continue
         record = record.record if isinstance(record, TrainedMessage) else record
         if isinstance(record, Mapping):
@@ -91,7 +91,7 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
             settings = settings_text({f"data.{key}": v for key, v in trial.settings.items()})
             suggestions.append(f"{settings} to read {' and '.join(trial.names)} {trial.how}")
     if {"chosen", "rejected"} <= {*unread} and (pairs := _pairs_of(records)):
-        suggestions.append(f"{pairs} to read chosen and rejected as pairs")
+        suggestions.append(f"{pairs} to read chosen and rejected as preference pairs")
     lines = [f"Set {', and '.join(suggestions)}."] if suggestions else []
     of_template = [key for key in unread if key in (config.tools_field, *_OF_TEMPLATE)]
     if of_template:
@@ -101,7 +101,7 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
 
 
 def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
-    """Return a note about text columns in the first records that no setting uses."""
+    """Return notes about text columns of the first records that no setting reads."""
     if config.chat != "off" or config.source not in COLUMNS:
         return []
     records = first_records(source)
@@ -170,11 +170,11 @@ def _labels(names: Collection[str], records: Sequence[Fields]) -> list[str]:
     is_binary = all(label is None or isinstance(label, bool) for label in labels)
     if not is_binary or all(label is not False for label in labels):
         return []
-    return ["Responses with label false are trained too: remove these records."]
+    return ["Responses whose label is false are also trained on: remove these records."]
 
 
 def _unread_fields(record: Fields, read: Sequence[str]) -> Iterator[str]:
-    """Yield the non-empty fields that are not read, and the unread keys of partly read objects."""
+    """Yield the non-empty unread fields, and the unread keys of objects that are read in part."""
     for name, value in record.items():
         if name in read or not has_value(value):
             continue
@@ -195,7 +195,7 @@ def _can_be_joined(template: str, records: Sequence[Fields]) -> bool:
     return True
 
 
-# Trial settings.
+# Candidate settings to test.
 
 
 def _trials(
@@ -267,7 +267,7 @@ def _parse_record(record: Fields, config: SourceConfig) -> ChatInput:
 
 
 def _pairs_of(records: Sequence[Fields]) -> str:
-    """Return settings to read all records as pairs; empty if records need different settings."""
+    """Return settings that read every record as a preference pair, or "" if there are none."""
     settings = {chat_settings(record) for record in records}
     return settings.pop() if len(settings) == 1 and "data.chat=pairs" in min(settings) else ""
 
@@ -276,18 +276,18 @@ _MARK_REMARKS = {
     TRUNCATED: "are longer than a sequence and are truncated: see data.long_pairs",
     DROPPED: "are longer than a sequence and are dropped: see data.long_pairs",
     IDENTICAL: "have two identical responses and do not affect training",
-    REWRITTEN: "have earlier responses that the chat template rewrites when messages follow: these "
-    "are context only and not trained, see data.rewritten_history",
+    REWRITTEN: "have earlier responses that the chat template rewrites when later messages follow: "
+    "these responses are context only and not trained on, see data.rewritten_history",
 }
 _POLICY_REMARKS = {
     "truncate": "truncated to one",
     "drop": "dropped",
-    "split": "split across sequences, where a response may be trained without its prompt",
+    "split": "split across sequences, so a response may be trained on without its prompt",
 }
 
 
 class LongConversations(NamedTuple):
-    """Counts of the conversations that are longer than a sequence."""
+    """Statistics of the conversations that are longer than a sequence."""
 
     policy: str
     """Value of `data.long_conversations`."""
@@ -297,7 +297,7 @@ class LongConversations(NamedTuple):
 
 
 def marks_of(marks: np.ndarray | None) -> dict[int, int]:
-    """Count the documents with each mark. `marks` are values of `EncodedDocument.marks`."""
+    """Return the number of documents with each mark, given the `EncodedDocument.marks` of all."""
     if marks is None:
         return {}
     return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARK_REMARKS}
@@ -312,7 +312,9 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Return notes about documents named `what`. `action` suggests settings for `unread` keys."""
+    """Return notes about documents, which the notes call `what`. `action` suggests settings for the
+    `unread` keys.
+    """
     total = pluralize(num_documents, what)
     lines = unread_remarks(unread, total, action)
     lines += [
@@ -327,7 +329,7 @@ def remarks(
         lines.append(f"{words}: see data.long_conversations")
     if packing == "concatenate":
         lines.append(
-            f"data.packing=concatenate splits {total} across sequences, where a response may be "
-            "trained without its prompt: data.packing=best_fit does not split them"
+            f"data.packing=concatenate splits {total} across sequences, so a response may be "
+            "trained on without its prompt: data.packing=best_fit does not split them"
         )
     return lines

@@ -1,4 +1,4 @@
-"""File access: size-limited reads, writes that never follow symbolic links, remote storage.
+"""File access: size-limited reads, writes that never follow symbolic links, and remote storage.
 
 This module also detects accelerators from their device files, without jax, and opens buckets of
 Google Cloud Storage (`gs://BUCKET/PATH`) through fsspec.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 def url_scheme(path: str | os.PathLike[str]) -> str:
     """Return the scheme of a URL, such as `gs` for `gs://bucket/name`; empty for a path.
 
-    A `://` in another position is part of a file name.
+    At any other position, `://` is part of a file name.
     """
     match = re.match(r"([a-z][a-z0-9+.-]*)://", os.fspath(path))
     return match[1] if match else ""
@@ -43,7 +43,7 @@ def expand_path(path: str | Path, where: str = "path") -> Path:
     """
     if where.startswith("command line") and not os.fspath(path):
         rule = "must be a file or a folder."
-        raise ConfigError.one(where, "''", rule, "Write its path, or . for the current folder.")
+        raise ConfigError.one(where, "''", rule, "Specify a path, or . for the current folder.")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -52,9 +52,7 @@ def expand_path(path: str | Path, where: str = "path") -> Path:
 
 
 def has_home() -> bool:
-    """Whether `~` can be expanded. It cannot if HOME is unset and the machine has no entry for the
-    user id.
-    """
+    """Whether `~` can be expanded, which requires HOME or a passwd entry for the user id."""
     return os.path.expanduser("~") != "~"
 
 
@@ -114,9 +112,7 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def check_can_write(path: str | os.PathLike[str]) -> None:
-    """Check whether the file can be written, as far as this is possible without writing to it.
-
-    Nothing is changed.
+    """Check whether the file can be written, as far as possible without modifying anything.
 
     Raises:
         OSError: the file cannot be written.
@@ -162,10 +158,10 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def lock(file: int | IO[bytes], *, wait: bool = False) -> bool:
-    """Lock an open file or folder for this process, and return whether it is locked now.
+    """Lock an open file or folder for this process, and return whether the lock was acquired.
 
-    The lock ends when the process ends, for any reason. On some shared file systems, other hosts do
-    not see the lock.
+    The lock is released when the process ends for any reason. On some shared file systems, other
+    hosts do not see the lock.
 
     Raises:
         OSError: the file system does not support locks.

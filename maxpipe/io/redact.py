@@ -106,7 +106,7 @@ def _secret_spans(given: str) -> Iterator[tuple[int, int]]:
 
 
 def redact_for_terminal(given: str) -> str:
-    """Redact secrets and escape control characters in a text for the terminal.
+    """Redact secrets and escape control characters in text that is printed to the terminal.
 
     The text may come from a file or another process; line breaks are kept.
     """

@@ -45,10 +45,11 @@ _MAX_DIGITS = 308
 """Maximum number of digits of an integer that can be converted to a float."""
 _STRIDE = 30
 _DIGITS = re.compile(rf"[0-9]{{{_MAX_DIGITS // _STRIDE}}}")
-"""Pattern that detects long integers by examining only every 30th character of a text. Searching
-all characters would be slower than parsing the JSON."""
+"""Pattern that detects long integers by examining only every 30th character of the input. Searching
+all characters would be slower than parsing the JSON.
+"""
 _STRING_OR_BRACKET = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 
 
 def parse_json(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH) -> T:

@@ -91,7 +91,7 @@ def test_a_template_that_fills_the_memory(template: str) -> None:
 
 
 def test_a_template_that_writes_without_end() -> None:
-    assert "writes more than" in refused(f"{{{{ 'a' * {render_chat._MAX_CHARACTERS + 1} }}}}")
+    assert "renders more than" in refused(f"{{{{ 'a' * {render_chat._MAX_CHARACTERS + 1} }}}}")
 
 
 def test_no_secrets_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:

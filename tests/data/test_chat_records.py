@@ -187,7 +187,7 @@ def test_keys_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[st
     path = write_records(tmp_path / "a.jsonl", records)
     (tmp_path / "template.jinja").write_text(CHATML)
     line = (
-        "these keys are not read, of 3 conversations: id (in 3), message.mood (in 3), tools (in 1)"
+        "these keys are not read in 3 conversations: id (in 3), message.mood (in 3), tools (in 1)"
     )
     bare = f"data: {line}"
     line += ". Set data.chat_template to a template file that reads tools."
@@ -221,7 +221,7 @@ def test_long_conversations(policy: str, tmp_path: Path) -> None:
             ConfigError,
             "data.long_conversations",
             "error",
-            names=["2 conversations", "a.jsonl:2"],
+            names=["2 longer conversations", "a.jsonl:2"],
             suggests=["train.sequence_length", "data.long_conversations=truncate"],
         ):
             opened(path, tmp_path, 20, long_conversations=policy)

@@ -66,7 +66,7 @@ def test_a_template_that_reads_lists_gets_them() -> None:
 
 def test_a_list_that_no_text_replaces_is_refused() -> None:
     said = [{"role": "user", "content": [{"type": "thing"}]}, {"role": "assistant", "content": "c"}]
-    with pytest.raises(RenderError, match="a list, which the template does not read"):
+    with pytest.raises(RenderError, match="a list, which the template does not support"):
         rendered(TEMPLATES["trims"], said)
 
 

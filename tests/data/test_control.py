@@ -120,7 +120,7 @@ def test_control_tokens_without_a_row(tmp_path: Path) -> None:
     assert fit_tokenizer(tokenizer, rows + 1).encode_chat("<image>").tolist() == [rows]
     with pytest.raises(ConfigError, match=f"model.vocab_size = {rows - 1}"):
         fit_tokenizer(tokenizer, rows - 1)
-    with pytest.raises(ConfigError, match="Set the tokenizer of this model"):
+    with pytest.raises(ConfigError, match="Use the tokenizer of this model"):
         fit_tokenizer(tokenizer, rows - 1, model="run@3")
 
 

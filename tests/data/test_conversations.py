@@ -256,8 +256,8 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
 @pytest.mark.parametrize(
     ("record", "given", "rule"),
     [
-        ({"text": "a"}, "fields text", "field of data.messages_field"),
-        ("only text", "only text", "must be an object with data.chat="),
+        ({"text": "a"}, "fields text", "field that data.messages_field names"),
+        ("only text", "only text", "must be an object if data.chat="),
         (
             {"messages": "a"},
             "a",
@@ -278,9 +278,9 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
             "must have content or tool_calls; its keys are role",
         ),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1", "of type int"),
-        ({"messages": [{"role": "user", "content": [b"a"]}]}, "", "valid JSON"),
+        ({"messages": [{"role": "user", "content": [b"a"]}]}, "", "written as JSON"),
         ({"messages": said(("user", "a" * (1 << 24)))}, "", "at most 16777216 are allowed"),
-        ({"messages": said(("user", ""))}, "", "renders nothing"),
+        ({"messages": said(("user", ""))}, "", "renders no text"),
     ],
 )
 def test_records_that_are_refused(record: Any, given: str, rule: str, tmp_path: Path) -> None:
@@ -308,7 +308,7 @@ LOOP = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
         (LOOP, "time or memory limit"),
         ("{{ 9 ** (9 ** (8 + messages | length)) }}", "time or memory limit"),
         ("{{ 'a' * 10 ** 10 }}", "too much memory"),
-        ("{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "writes more than"),
+        ("{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "renders more than"),
     ],
 )
 def test_templates_that_one_record_ends(
@@ -416,7 +416,7 @@ def test_the_index_counts_what_is_trained(tmp_path: Path) -> None:
 
 def test_nothing_is_trained(tmp_path: Path) -> None:
     made = conversations(CHATML, records_of([said(("user", "a"))]), tmp_path)
-    with pytest.raises(ConfigError, match="1 conversation without a trained token"):
+    with pytest.raises(ConfigError, match="no token of 1 conversation is marked"):
         build_chat_index(made, None)
 
 

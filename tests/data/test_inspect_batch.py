@@ -161,7 +161,7 @@ def test_conversations_are_shown_with_their_mask(
         (["--step", "0"], "at least 1"),
         (["--step", "100000000001"], "at most 100000000000"),
         (["--step", "9" * 40], "at most 100000000000"),
-        (["--step", "70", "data.end=stop"], "reads batch 70, and the last batch is"),
+        (["--step", "70", "data.end=stop"], "reads batch 70, but the last batch is"),
     ],
 )
 def test_rows_that_are_not_there(

@@ -48,7 +48,8 @@ def test_all_columns_of_a_template_are_missing() -> None:
     with pytest.raises(BadRecord) as error:
         turns({"question": "a?", "output": "b"}, **ALPACA)
     assert (
-        str(error.value) == "must have one of the columns instruction, input of data.prompt_field."
+        str(error.value)
+        == "must have one of the columns that data.prompt_field uses: instruction, input."
     )
     with pytest.raises(BadRecord) as error:
         turns({"instruction": ["a"], "output": "b"}, **ALPACA)
@@ -88,7 +89,7 @@ def test_a_system_field_is_in_front_of_the_messages() -> None:
     listed = {"system": "Be brief.", "messages": said(*said_)}
     assert turns(listed, "messages") == said_ and unread(listed, "messages") == ("system",)
     assert turns(listed, "messages", system_field="system") == [SYSTEM, *said_]
-    with pytest.raises(BadRecord, match="text in data.system_field; the field is of type list"):
+    with pytest.raises(BadRecord, match="string in data.system_field; the value is of type list"):
         turns({**listed, "system": ["a"]}, "messages", system_field="system")
 
 

@@ -273,7 +273,7 @@ def test_documents_without_any_text(source: Any, tmp_path: Path) -> None:
             )
         (problem,) = error.value.problems
         assert (problem.where, problem.value) == ("data.path", str(path))
-        assert problem.rule == "must contain text: found 50 documents without text."
+        assert problem.rule == "must contain text: found 50 documents, all empty."
         assert problem.action.endswith("data.text_field to the field with the text.")
 
 

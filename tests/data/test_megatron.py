@@ -192,9 +192,10 @@ def test_ids_without_a_row(tmp_path: Path) -> None:
         found[70]
     assert str(caught.value).splitlines() == [
         f"{tmp_path}/a.bin: document 70 = id 258",
-        "  must be below model.vocab_size (258), the size of the embedding: the tokenizer has 259 "
-        "ids.",
-        "  Set model.vocab_size=259, or prepare documents without the text of this control token.",
+        "  must be below model.vocab_size (258), the number of embedding rows: the tokenizer has "
+        "259 ids.",
+        "  Set model.vocab_size=259, or re-prepare the dataset without the text that produces this "
+        "token.",
     ]
 
 

@@ -151,9 +151,13 @@ def test_another_packing_is_other_data(here: Path) -> None:
     )
     # Runs that began while `concatenate` was called `cut` have the same fingerprint.
     assert "packing" not in concatenated
-    assert compare_fingerprints(concatenated, best) == [("the packing", "concatenate", "best_fit")]
-    assert compare_fingerprints(best, concatenated) == [("the packing", "best_fit", "concatenate")]
-    assert compare_fingerprints(first, best) == [("the packing", "first_fit", "best_fit")]
+    assert compare_fingerprints(concatenated, best) == [
+        ("the packing strategy", "concatenate", "best_fit")
+    ]
+    assert compare_fingerprints(best, concatenated) == [
+        ("the packing strategy", "best_fit", "concatenate")
+    ]
+    assert compare_fingerprints(first, best) == [("the packing strategy", "first_fit", "best_fit")]
 
 
 def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
@@ -174,7 +178,7 @@ def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
             assert equal(part.sequences[number], alone.sequences[number])
     other = mixed(chat="best_fit", jsonl="concatenate")
     assert compare_fingerprints(found.fingerprint(), other.fingerprint()) == [
-        ("chat: the packing", "pad", "best_fit")
+        ("chat: the packing strategy", "pad", "best_fit")
     ]
 
 
@@ -274,5 +278,5 @@ def test_nothing_to_train_on(tmp_path: Path) -> None:
     write(tmp_path / "pair", [[[256, 257]], [[256, 257]]])
     write(tmp_path / "short", [[[256]], [[257]], [[256]], [[257]]] * 20)
     data = DataConfig(source="megatron", path=str(tmp_path / "short"), packing="best_fit")
-    with pytest.raises(ConfigError, match="document of two tokens or more: the split train"):
+    with pytest.raises(ConfigError, match="document of at least two tokens: the split train"):
         build_loaders(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=8)

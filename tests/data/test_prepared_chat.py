@@ -231,8 +231,8 @@ def test_manifests_that_lie_about_masks(tokens: Path) -> None:
         ("1000000 trained", lambda found: found["shards"][0].update(trained=10**6)),
         ("None trained", lambda found: found["shards"][0].pop("trained")),
         ("1 bytes of masks", lambda found: found["shards"][1]["files"][MASK_FILE].update(bytes=1)),
-        ("conversations and as texts", lambda found: found["source"].pop("chat")),
-        ("conversations and as texts", lambda found: found.update(format=1)),
+        ("both conversations and plain text", lambda found: found["source"].pop("chat")),
+        ("both conversations and plain text", lambda found: found.update(format=1)),
         ("has format 3", lambda found: found.update(format=3)),
     ]
     try:
@@ -249,13 +249,13 @@ def test_manifests_that_lie_about_masks(tokens: Path) -> None:
 
 def test_another_template_or_record_is_refused(records: Path, tokens: Path, tmp_path: Path) -> None:
     other = section(records, TEMPLATES["mistral"])
-    with pytest.raises(ConfigError, match=r"other settings: source\.chat"):
+    with pytest.raises(ConfigError, match=r"different settings: source\.chat"):
         prepare(plan(other, tokens), silent)
     roles = section(records, TEMPLATES["chatml"], trained_roles=["user"])
-    with pytest.raises(ConfigError, match=r"other settings: source\.chat"):
+    with pytest.raises(ConfigError, match=r"different settings: source\.chat"):
         prepare(plan(roles, tokens), silent)
     text = DataConfig(source="jsonl", path=str(records), text_field="messages")
-    with pytest.raises(ConfigError, match="other settings: format: 2 and 1"):
+    with pytest.raises(ConfigError, match="different settings: format: 2 and 1"):
         prepare(plan(text, tokens), silent)
 
 
@@ -354,5 +354,5 @@ def test_long_conversations_in_windows_are_counted(
     assert start() == whole and any("longer than a sequence" in line for line in whole)
     assert (num_read[0] > 0) == (policy == "truncate")
     assert start() == whole and num_read[0] == 0
-    with pytest.raises(ConfigError, match="leaves nothing"):
+    with pytest.raises(ConfigError, match="leaves no training examples"):
         opened_from(data, 2)

@@ -91,7 +91,7 @@ def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
     names = [
         name for name, _, _ in compare_fingerprints(before, opened(prompts).train.fingerprint())
     ]
-    assert names == ["the digest of names, sizes and content of the files"]
+    assert names == ["the digest of file names, sizes and contents"]
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
         ("3+4=", "line 1"),
         (
             '{"prompt": "a"}\n{"answer": "7"}',
-            "line 2[\\s\\S]*neither a text `prompt` nor a list `messages`",
+            "line 2[\\s\\S]*neither a string `prompt` nor a list `messages`",
         ),
-        ('{"prompt": 7}', "`prompt` must be a text or a list, and is of type int"),
+        ('{"prompt": 7}', "`prompt` must be a string or a list, and is of type int"),
         ('{"messages": [{"role": "user"}]}', "must have content or tool_calls"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "requires? the chat template"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),
@@ -221,5 +221,5 @@ def test_the_message_names_the_field_of_the_prompt(tmp_path: Path) -> None:
     (problem,) = error.value.problems
     assert "its keys: question, answer; set data.prompt_field=question" in problem.rule
     assert fields(records, tmp_path, prompt_field="question")[0] == ["1+1?"]
-    with pytest.raises(ConfigError, match=r"of data.prompt_field \(query\)"):
+    with pytest.raises(ConfigError, match=r"data.prompt_field names \(query\)"):
         fields(records, tmp_path, prompt_field="query")

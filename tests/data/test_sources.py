@@ -221,7 +221,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="text", path=f"{tmp_path}/*.txt"), 0)
-    explained(error, "data.path", str(tmp_path), "1 file without content")
+    explained(error, "data.path", str(tmp_path), "1 file, all empty")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="jsonl", path=f"{tmp_path}/a.jsonl"), 0)
     explained(error, "data.path", "a.jsonl", "1 file without lines")

@@ -366,13 +366,13 @@ def test_folders_that_are_no_saved_dataset(tmp_path: Path) -> None:
         message = refusal(lambda: source(tmp_path / "saved", "huggingface"))
         assert all(word in message for word in words), message
 
-    refused("must be a folder written by save_to_disk", "hub is not read")
+    refused("must be a folder written by save_to_disk", "no data is downloaded")
     folder = save(tmp_path / "saved", [ROWS])
     [file] = folder.glob("*.arrow")
     state, content = (folder / "state.json").read_text(), file.read_bytes()
     for wrong in ("", "[]", "{}", '{"_data_files": [{}]}', "[" * 10_000):
         (folder / "state.json").write_text(wrong)
-        refused("state.json", "must be a file of save_to_disk")
+        refused("state.json", "must be a file written by save_to_disk")
     for name in ("../saved/x.arrow", "/etc/passwd", "a.py"):
         (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name}]}))
         refused("state.json", name, "must list Arrow files in this folder")

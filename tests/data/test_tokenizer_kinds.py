@@ -234,11 +234,11 @@ def test_roles_from_the_map_and_ends_from_names(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "rule"),
     [
-        ("tokenizer_config.json", '{"eos_token": "<nothing>"}', "in its folder: <nothing>"),
+        ("tokenizer_config.json", '{"eos_token": "<nothing>"}', "names: <nothing>"),
         (
             "tokenizer_config.json",
             '{"eos_token": "<|end_of_text|>", "chat_template": 3}',
-            "text in chat_template",
+            "string in chat_template",
         ),
         (
             "tokenizer_config.json",
@@ -280,7 +280,7 @@ BYTES = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(
             "128 of the 256 bytes have no rank; the file may be truncated",
         ),
         (BYTES[:-7], "must be a token in base64"),
-        (BYTES + "YWI= 256\nYWI= 257\n", "the token of line 258 is repeated"),
+        (BYTES + "YWI= 256\nYWI= 257\n", "the token on line 258 is repeated"),
         (BYTES + "YWI= 256\nYWM= 256\n", "two tokens have the same rank"),
         (BYTES + "YW!= 256\n", "line 257 is not valid base64"),
         (BYTES + "YWI 256\n", "line 257 is not valid base64"),
@@ -288,7 +288,7 @@ BYTES = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(
         (BYTES + "YWI= 9999999999999999999\n", "line 257 must be"),
         (BYTES + "YWI= -1\n", "line 257 must be"),
         (BYTES + "YWI=\n", "line 257 must be"),
-        (BYTES + " 256\n", "the token of line 257 is empty"),
+        (BYTES + " 256\n", "the token on line 257 is empty"),
         ("{}", "line 1 must be"),
     ],
 )
@@ -303,13 +303,13 @@ def test_ranks_that_are_wrong(text: str, rule: str, tmp_path: Path) -> None:
 def test_a_pattern_that_is_none() -> None:
     assert "must be a tiktoken rank file" in refused(replace(RANKS, split_pattern="(((a"))
     for leaves_out in (r"\w+", r"\S+", "a"):
-        assert "must match every text" in refused(replace(RANKS, split_pattern=leaves_out))
+        assert "must cover the entire input" in refused(replace(RANKS, split_pattern=leaves_out))
 
 
 @pytest.mark.fault("H4")
 def test_a_pattern_that_takes_for_ever() -> None:
     tokenizer = open_tokenizer(replace(RANKS, split_pattern=r"((x+)\2?)+(?!x)y|\s+|\S"))
-    with pytest.raises(ConfigError, match="must be a tokenizer that works on every text"):
+    with pytest.raises(ConfigError, match="must be a tokenizer that can process any text"):
         tokenizer.encode("x" * 60)
 
 

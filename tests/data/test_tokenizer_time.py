@@ -190,4 +190,4 @@ def test_the_command_ends(tmp_path: Path) -> None:
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith(f"tokenizer.path = {path}\n")
-    assert "remove the text" in done.stderr
+    assert "remove the offending text" in done.stderr

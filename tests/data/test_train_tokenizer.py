@@ -67,7 +67,7 @@ def test_what_is_there_stays(corpus: Path, capsys: Capture) -> None:
     assert train(str(corpus / "text"), "--vocab-size", "300", "--out", str(out)) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"command line: --out = {out}",
-        "  must not exist.",
+        "  must not exist, or must be an empty folder.",
         f"  Choose another folder, such as --out {out}-2.",
     ]
     assert [each.name for each in out.iterdir()] == ["mine"]
@@ -79,7 +79,7 @@ def test_mistakes_are_explained(corpus: Path, capsys: Capture) -> None:
     for file, size, said in [
         ("text", "300", "found jsonl and text"),
         ("text/a.md", "258", "must be between 259"),
-        ("empty.jsonl", "300", "without text"),
+        ("empty.jsonl", "300", "all of them empty"),
         ("nothing", "300", "0 files match"),
         ("lines", "300", "text in data.text_field (text)"),
     ]:

@@ -52,28 +52,28 @@ CASES: dict[str, tuple[list[Any], str, str, str]] = {
     "alpaca": (
         ALPACA,
         PROMPT,
-        "these keys are not read, of 8 conversations: id (in 8), input (in 4). "
+        "these keys are not read in 8 conversations: id (in 8), input (in 4). "
         r"Set data.prompt_field='{instruction}\n{input}' to read input in the prompt.",
         "⟦<user>Sort.\n3 1 2</s>⟧<assistant>1 2 3</s>",
     ),
     "system": (
         [{"system_prompt": "Be brief.", "prompt": "Hi", "response": "Ho"}],
         "data.chat=prompt",
-        "this key is not read, of 4 conversations: system_prompt (in 4). "
+        "this key is not read in 4 conversations: system_prompt (in 4). "
         "Set data.system_field=system_prompt to read system_prompt as the system message.",
         "<system>Be brief.</s><user>Hi</s>",
     ),
     "system of messages": (
         [{"system": "Be brief.", "messages": TURNS}],
         "data.chat=messages",
-        "this key is not read, of 4 conversations: system (in 4). "
+        "this key is not read in 4 conversations: system (in 4). "
         "Set data.system_field=system to read system as the system message.",
         "<system>Be brief.</s><user>Hi</s>",
     ),
     "reasoning": (
         [{"prompt": "1+1?", "reasoning": "Count up.", "response": "2"}],
         "data.chat=prompt",
-        "this key is not read, of 4 conversations: reasoning (in 4). Set "
+        "this key is not read in 4 conversations: reasoning (in 4). Set "
         r"data.response_field='<think>\n{reasoning}\n</think>\n{response}' "
         "to read reasoning in the response.",
         "<think>\nCount up.\n</think>\n2</s>",
@@ -81,14 +81,14 @@ CASES: dict[str, tuple[list[Any], str, str, str]] = {
     "two responses": (
         [{"prompt": "1+1?", "solution": "They are two.", "answer": "It is two."}],
         "data.chat=prompt data.response_field=solution",
-        "this key is not read, of 4 conversations: answer (in 4). "
+        "this key is not read in 4 conversations: answer (in 4). "
         r"Set data.response_field='{solution}\n{answer}' to read answer in the response.",
         "They are two.\nIt is two.</s>",
     ),
     "functions": (
         [{"messages": TURNS, "functions": [{"name": "look"}]}],
         "data.chat=messages",
-        "this key is not read, of 4 conversations: functions (in 4). "
+        "this key is not read in 4 conversations: functions (in 4). "
         "Set data.tools_field=functions to read functions as tools.",
         "[look]<user>Hi</s>",
     ),
@@ -101,15 +101,15 @@ CASES: dict[str, tuple[list[Any], str, str, str]] = {
             }
         ],
         "data.chat=messages",
-        "these keys are not read, of 4 conversations: chosen (in 4), rejected (in 4). Set "
+        "these keys are not read in 4 conversations: chosen (in 4), rejected (in 4). Set "
         "train.objective=preference data.chat=pairs data.prompt_field='' "
-        "to read chosen and rejected as pairs.",
+        "to read chosen and rejected as preference pairs.",
         "<user>Hi</s>⟧<assistant>No</s>",
     ),
     "pairs of texts": (
         [{"question": "Hi?", "context": "At night.", "chosen": " Ho", "rejected": " No"}],
         "train.objective=preference data.chat=pairs data.prompt_field=question",
-        "this key is not read, of 4 pairs: context (in 4). "
+        "this key is not read in 4 pairs: context (in 4). "
         r"Set data.prompt_field='{question}\n{context}' to read context in the prompt.",
         "⟦<begin>⟧⟦Hi?\nAt night.⟧ Ho<end>",
     ),
@@ -165,7 +165,7 @@ def test_responses_that_are_not_wanted() -> None:
     """TRL's form of KTO: a label says whether the completion is good."""
     records = [{"prompt": "a", "completion": "b", "label": each} for each in (True, False)]
     config = SourceConfig(source="jsonl", chat="prompt", response_field="completion")
-    line = "Responses with label false are trained too: remove these records."
+    line = "Responses whose label is false are also trained on: remove these records."
     assert suggest_settings(["label"], Listed(records), config) == line
     assert suggest_settings(["label"], Listed(records[:1]), config) == ""
     text = SourceConfig(source="jsonl", template="{prompt}{completion}")

@@ -275,7 +275,7 @@ def test_stored_answers_of_something_else_are_refused(
         ({"row_tokens": 16}, "train.sequence_length = 16"),
         ({"vocab_size": 300}, "model.vocab_size = 300"),
         ({"sources": {"": {**found["sources"][""], "seed": 1}}}, "seed: 0 and 1"),
-        ({"sources": {"web": found["sources"][""]}}, "no sequences of data.mixture.web"),
+        ({"sources": {"web": found["sources"][""]}}, "no sequences from data.mixture.web"),
     ):
         sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": COUNT, "row_tokens": 24}
         given = {"sources": found["sources"], **sizes, **changes}
@@ -316,7 +316,7 @@ NOTHING = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
 
 def test_rows_that_have_changed_are_refused(answers: Path) -> None:
     """Where names, sizes and edges of files are what they were, and a digest of the row is not."""
-    with pytest.raises(ConfigError, match="sequence 2 has other tokens"):
+    with pytest.raises(ConfigError, match="sequence 2 has different tokens"):
         opened(answers).read("", 2, NOTHING)
 
 

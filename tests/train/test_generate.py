@@ -142,7 +142,7 @@ GENERATE_MISTAKES = {
     "{}/none --prompt x": "none",
     "{}": "one of the arguments --prompt --prompts --interactive is required",
     "{} --prompt x --prompts y": "not allowed with argument",
-    "{} --prompts EMPTY": "at least one line",
+    "{} --prompts EMPTY": "at least one non-blank line",
     "{} --prompts nowhere": "must be a readable file: No such file or directory.",
     "{} --prompts .": "must be a readable file: Is a directory.",
     "{} --prompts LINES": "LINES.jsonl, line 2\n  must be an object with a string `prompt`",

@@ -424,9 +424,7 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
     output = run(*arguments[:3], f"data.path={more}", code=2)
     assert re.search(rf"saved: data\.path was \S+ and is {re.escape(str(more))};", output)
     assert re.search(r"; the number of documents was \d+ and is 2; the number of tokens", output)
-    assert re.search(
-        r"the digest of names, sizes and content of the files was [0-9a-f]{12} and", output
-    )
+    assert re.search(r"the digest of file names, sizes and contents was [0-9a-f]{12} and", output)
     assert not re.search(r"[0-9a-f]{20}", output)
     output = run(*arguments, "data.allow_change=true")
     assert "warning: data: validation_fraction was 0.2 when step 24 was saved and is 0.3" in output

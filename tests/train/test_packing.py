@@ -111,8 +111,8 @@ def test_another_packing_is_refused(tiny: Path, here: Path, run: Run, tmp_path: 
     run("train", *keys, "checkpoint.every=4")
     more = (*keys, "train.steps=9")
     output = run("train", *more, "data.packing=best_fit", code=2)
-    assert "since step 8 was saved: the packing was concatenate and is best_fit" in output
+    assert "since step 8 was saved: the packing strategy was concatenate and is best_fit" in output
     output = run("train", *more, "data.packing=best_fit", "data.allow_change=true")
     assert "the packing was concatenate when step 8 was saved and is best_fit" in output
     output = run("train", *keys, "train.steps=10", code=2)
-    assert "since step 9 was saved: the packing was best_fit and is concatenate" in output
+    assert "since step 9 was saved: the packing strategy was best_fit and is concatenate" in output

@@ -116,11 +116,14 @@ def test_copies_of_trained_documents_are_told(
     keys = ["data.validation.mine.source=text", f"data.validation.mine.path={copied}"]
     keys += ["data.validation_fraction=0", "train.steps=1", f"run.dir={tmp_path}"]
     output = run("train", tiny, *keys, "data.validation_overlap=stop", code=2)
-    assert "data.validation.mine has 3 of 3 documents in the training data" in " ".join(
-        output.split()
+    assert (
+        "data.validation.mine has 3 of 3 documents that also occur in the training data"
+        in " ".join(output.split())
     )
     assert str(copied) in output and "Traceback" not in output
     output = run("train", tiny, *keys)
-    assert "data.validation.mine: has 3 of 3 documents in the training data" in output
+    assert (
+        "data.validation.mine: has 3 of 3 documents that also occur in the training data" in output
+    )
     output = run("train", tiny, *keys, "run.name=other", "data.validation_overlap=ignore")
     assert "in the training data" not in output

@@ -36,7 +36,7 @@ class ArrayRecords:
 
         for file in files:
             if file.in_bucket:
-                rule = "must be in a file system with data.source=arrayrecord."
+                rule = "must be in a file system if data.source=arrayrecord."
                 action = "Copy the files to a disk, or mount the bucket as a folder."
                 raise ConfigError.one("data.path", file.path, rule, action)
         self.files = files
@@ -142,7 +142,10 @@ class TfdsExamples:
         self.files = stat_files(paths, self._examples.dataset_info.data_dir)
         if not len(self._examples):
             raise ConfigError.one(
-                "data.path", dataset, "must have examples in its train split.", "Prepare it again."
+                "data.path",
+                dataset,
+                "must have examples in its train split.",
+                "Prepare the dataset again.",
             )
 
     def __len__(self) -> int:

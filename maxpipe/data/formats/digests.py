@@ -84,7 +84,9 @@ class Digests:
         return self._known[file.path].stat
 
     def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
-        """Add a digest. `is_settled` is the state of the file before the pass that computed it."""
+        """Add a digest. `is_settled` is true if the file was settled before the pass that computed
+        the digest.
+        """
         assert file.stat is not None
         self._known[file.path] = _Entry(file.stat, sha256, is_settled)
         self._is_stored = False

@@ -1,10 +1,9 @@
 """Disk caches for folders and arrays that are slow to compute, shared by several processes.
 
-Each folder or file is created once. The process that holds a lock file creates the folder or file.
-The timestamps of the lock file show that this process makes progress. The lock works among
-processes that see the same lock file. If the cache is not shared, or its file system does not
-support locks, each process creates the folder itself. Names of folders and files contain a digest
-of the inputs.
+Each folder or file is created only once, by the process that holds its lock file. The timestamps of
+the lock file show that this process makes progress. The lock works among processes that see the
+same lock file. If the cache is not shared, or its file system does not support locks, each process
+creates the folder itself. Names of folders and files contain a digest of the inputs.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ def lock_file(
     progress, waiting processes call their own `moved`, so that they are not treated as stalled.
     `task` describes the work in messages, for example `indexing documents of jsonl`.
 
-    With `removes`, the lock file is removed at the end. Hosts that see changes to a shared folder
-    late may then hold the lock at the same time. The work must therefore be safe to repeat.
+    With `removes`, the lock file is removed at the end. A host that sees changes to a shared folder
+    late may then hold the lock at the same time as another host. The work must therefore be safe to
+    repeat.
 
     Raises:
         OSError: the file cannot be opened or locked.
@@ -143,7 +143,7 @@ FillFolder = Callable[[str, Heartbeat], None]
 class FolderCache:
     """Cache of folders, each created once by one of the processes that need it.
 
-    With `keep`, new folders are stored in `folder`. Without `keep`, existing folders are used, and
+    If `keep` is true, new folders are stored in `folder`. Otherwise, existing folders are used, and
     missing folders are created in a temporary folder that is removed when the process ends.
     """
 
@@ -227,14 +227,14 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class CacheMessages(NamedTuple):
-    """Texts of log messages about cached arrays."""
+    """Log messages about cached arrays."""
 
     task: str
     """Name of the computation, for messages."""
     unreadable: str
-    """Log text used if the arrays cannot be read."""
+    """End of the message that is logged if the arrays cannot be read."""
     unwritable: str
-    """Log text used if the arrays cannot be written."""
+    """End of the message that is logged if the arrays cannot be written."""
 
 
 def load_or_compute(
@@ -249,9 +249,9 @@ def load_or_compute(
 ) -> Value:
     """Return the value built from the arrays in a file, or compute the value with `make`.
 
-    With `keep`, a computed value is written to the file. Processes that need the same file wait for
-    the process that computes it. If this process is killed, another waiting process computes the
-    file. `make` calls its argument after each part of its work.
+    If `keep` is true, a computed value is written to the file. Processes that need the same file
+    wait for the process that computes it. If this process is killed, another waiting process
+    computes the file. `make` calls its argument after each part of its work.
     """
     if (value := load(path, made_of, words.unreadable)) is not None:
         return value
@@ -290,7 +290,9 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 def load(path: str, made_of: Callable[[Arrays], Value], otherwise: str) -> Value | None:
-    """Return the value that `made_of` builds from a file. Log a warning if it raises ValueError."""
+    """Return the value that `made_of` builds from a file. Log a warning if `made_of` raises
+    ValueError.
+    """
     try:
         # The file is opened here, because numpy does not close a damaged file.
         with (

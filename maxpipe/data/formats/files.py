@@ -85,8 +85,8 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     """Expand one or several files, folders and glob patterns, local or in a bucket, to a list of
     files.
 
-    Files are sorted by path in the given order, and by name within each path. `suffixes` filters
-    the files of folders, but not the matches of patterns.
+    Files are listed in the order of `paths`, and sorted by name within each path. `suffixes`
+    filters the files of folders, but not the matches of patterns.
 
     Raises:
         ConfigError: a path matches no files, or two paths contain the same file.
@@ -104,7 +104,7 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     for file in matches:
         place = file.path if file.in_bucket else os.path.realpath(file.path)
         if place in seen and not isinstance(paths, str):
-            rule = "must be in one path only: its documents would be read twice."
+            rule = "must be matched by one path only: its documents would be read twice."
             action = "Remove one of the paths with this file."
             raise ConfigError.one("data.paths", file.path, rule, action)
         seen.add(place)
@@ -175,7 +175,9 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
-    """Return the objects that match an object, folder or pattern, keyed by name with the bucket."""
+    """Return the objects that match an object name, folder or glob pattern, keyed by bucket and
+    name.
+    """
     store = files.gcs_filesystem()
     if any(letter in path for letter in "*?["):
         objects = store.glob(path, detail=True)
@@ -240,7 +242,7 @@ def _action(path: str, suffixes: tuple[str, ...]) -> str:
         guess := did_you_mean(os.path.basename(expanded), _siblings(expanded))
     ):
         return f"Did you mean data.path={os.path.join(os.path.dirname(path), guess)}?"
-    return "Set data.path to a path that exists, or data.source=corpus data.path='' for a trial."
+    return "Set data.path to an existing path, or data.source=corpus data.path='' for a trial."
 
 
 def _siblings(path: str) -> list[str]:
@@ -314,7 +316,7 @@ def check_size(file: File, size_bytes: int) -> None:
 
 def file_changed_error(file: File) -> ConfigError:
     """Return the error for a file whose content changed after the first read."""
-    rule = "must not change during reading: the content differs from that at the start."
+    rule = "must not change during reading: the content has changed since the start."
     action = "Restore the file, or restart with the changed file."
     return ConfigError.one("data.path", file.path, rule, action)
 
@@ -347,7 +349,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def common_folder(files: Sequence[File]) -> str:
-    """Return the common parent folder of local files; for files in a bucket, the first path."""
+    """Return the common parent folder of local files; for bucket objects, the path of the first."""
     if any(file.in_bucket for file in files):
         return files[0].path
     return os.path.commonpath([os.path.abspath(file.path) for file in files])
@@ -422,7 +424,7 @@ SUFFIXES = tuple(_DECOMPRESSORS)
 
 
 def decompress(file: File) -> Generator[bytes]:
-    """Yield the content of all members; raise ConfigError for a damaged file."""
+    """Yield the decompressed content of all members; raise ConfigError for a damaged file."""
     suffix = next(end for end in SUFFIXES if file.path.endswith(end))
     size = _ZSTD_READ_BYTES if suffix == ".zst" else _READ_BYTES
     with wrap_read_errors(file.path), open_file(file) as packed:

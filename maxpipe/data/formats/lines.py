@@ -1,4 +1,4 @@
-"""JSON lines files, optionally compressed, with one object per line.
+"""JSON Lines files, optionally compressed, with one object per line.
 
 Lines are located by their offsets. Compressed files are read through an unpacked copy.
 """
@@ -53,7 +53,7 @@ _IS_SOLID[list(b" \t\n\r\v\f")] = 0
 
 
 class LineOffsets:
-    """Line offsets stored in a file, which is read without mmap because it may be truncated."""
+    """Line offsets stored in a file, which is read without mmap because it may get truncated."""
 
     def __init__(self, folder: str, count: int, at: int):
         self.folder, self._count, self._at = folder, count, at
@@ -117,7 +117,7 @@ class Lines:
 
 
 def is_compressed(file: File) -> bool:
-    """Return whether a file is compressed, based on its name."""
+    """Return whether a file is compressed, according to its name."""
     return file.path.endswith(SUFFIXES)
 
 
@@ -131,7 +131,7 @@ def find_lines(
 
     Raises:
         ConfigError: the file cannot be read, is damaged, or exceeds the limit.
-        StorageError: the disk space is not sufficient for the copy.
+        StorageError: there is not enough disk space for the copy.
     """
     if not is_compressed(file):
         if file.size_bytes < _MIN_CACHED_BYTES:
@@ -233,9 +233,9 @@ def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _too_large_error(file: File, most_bytes: int) -> ConfigError:
-    rule = f"must have at most {most_bytes} bytes when unpacked, the remainder of "
-    rule += "data.max_decompressed_bytes."
-    action = "Set a larger data.max_decompressed_bytes if <run.dir>/.index has the space, or "
+    rule = f"must have at most {most_bytes} bytes when unpacked, which is the "
+    rule += "unused part of data.max_decompressed_bytes."
+    action = "Set a larger data.max_decompressed_bytes if <run.dir>/.index has enough space, or "
     action += "remove the file from data.path."
     return ConfigError.one("data.path", file.path, rule, action)
 
@@ -292,15 +292,15 @@ def _load(folder: str, file: File, content: File) -> Lines:
     try:
         with open(open_regular(os.path.join(folder, _STARTS)), "rb") as stored:
             if np.lib.format.read_magic(stored) != (1, 0):
-                raise ValueError("the offsets have another format version")
+                raise ValueError("the offsets have a different format version")
             shape, _, dtype = np.lib.format.read_array_header_1_0(stored)
             at = stored.tell()
             if dtype != np.dtype("<i8") or len(shape) != 1 or shape[0] < 2:
-                raise ValueError("the offsets belong to another file")
+                raise ValueError("the offsets belong to a different file")
             stored.seek(at + 8 * (shape[0] - 2))
             size_bytes, skips = np.frombuffer(stored.read(16), "<i8").tolist()
         if size_bytes != content.size_bytes:
-            raise ValueError("the offsets belong to another file")
+            raise ValueError("the offsets belong to a different file")
     except (OSError, ValueError, IndexError, EOFError) as error:
         raise _unusable_cache_error(folder, f"line offsets of {file.path}: {error}") from error
     return Lines(file, content, LineOffsets(folder, shape[0] - 1, at), bool(skips))
@@ -339,7 +339,7 @@ class JsonLines:
             digests.compute(files, moved)
         for file in files:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
-                rule = f"must be JSON lines, uncompressed or compressed as {' or '.join(SUFFIXES)}."
+                rule = f"must be JSON Lines, uncompressed or compressed as {' or '.join(SUFFIXES)}."
                 action = "Unpack the file and set data.path to the result."
                 raise ConfigError.one("data.path", file.path, rule, action)
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
@@ -348,8 +348,8 @@ class JsonLines:
         # End index (exclusive) of the documents of each file.
         self._ends = np.cumsum([len(lines) for lines in self._lines])
         if not len(self):
-            rule = f"must contain JSON objects, one per line: {pluralize(len(files), 'file')} "
-            rule += "without lines."
+            rule = "must contain JSON objects, one per line: found "
+            rule += f"{pluralize(len(files), 'file')} without lines."
             action = "Set data.path to a file with lines, or data.source=corpus."
             raise ConfigError.one("data.path", files[0].path, rule, action)
 

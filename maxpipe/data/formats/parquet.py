@@ -60,7 +60,7 @@ def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | 
 
 
 def row_of(table: Any, row: int) -> Mapping[str, Any]:
-    """Return a row as Python values; raise BadRecord for invalid or large values."""
+    """Return a row as Python values; raise BadRecord for invalid or too large values."""
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
 
@@ -85,7 +85,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the bytes of the values as Python objects, where repeated texts are not shared."""
+    """Estimate the size of the values in bytes as Python objects, which share no equal strings."""
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -147,7 +147,7 @@ class ParquetRows:
                 counts.append([about.row_group(i).num_rows for i in range(about.num_row_groups)])
                 if min(counts[-1], default=0) < 0 or sum(counts[-1]) != about.num_rows:
                     raise ValueError(
-                        f"{sum(counts[-1])} rows do not match the {about.num_rows} of the metadata"
+                        f"{sum(counts[-1])} rows, but the metadata declares {about.num_rows}"
                     )
                 some = columns_to_read(columns, content.schema_arrow.names)
                 groups = [about.row_group(i) for i in range(about.num_row_groups)]
@@ -156,13 +156,13 @@ class ParquetRows:
         self._group_ends = [np.cumsum(count, dtype=np.int64) for count in counts]
         self._ends = np.cumsum([sum(count) for count in counts], dtype=np.int64)
         if not len(self):
-            rule = f"must contain rows: {pluralize(len(files), 'file')} without rows."
+            rule = f"must contain rows: found {pluralize(len(files), 'file')} without rows."
             action = "Set data.path to files with rows."
             raise ConfigError.one("data.path", files[0].path, rule, action)
         if largest > _SLOW_GROUP_BYTES:
             _LOG.warning(
-                "%s has row groups of %d MiB, and each document needs its full row group: "
-                "write smaller row groups to make random reads faster",
+                "%s has row groups of %d MiB, and reading a document requires its full row "
+                "group: write smaller row groups to speed up random reads",
                 files[0].path,
                 largest >> 20,
             )
@@ -200,7 +200,7 @@ class ParquetRows:
             some = columns_to_read(columns, content.schema_arrow.names)
             where = f"{file.path}: row group {group}"
             if (size := _size(content.schema, about, some)) > MAX_GROUP_BYTES:
-                raise _too_large_error(where, about.num_rows, f"the columns need {size}")
+                raise _too_large_error(where, about.num_rows, f"the columns need {size} bytes")
             texts, most_rows = (
                 _dictionaries(about, some),
                 _rows_per_read(content.schema, about, some),
@@ -211,11 +211,11 @@ class ParquetRows:
             elif most_rows:
                 table = _read_in_parts(content, where, group, some, most_rows)
             else:
-                how = "delta-encoded texts in lists may need more"
+                how = "delta-encoded strings in lists may need more"
                 raise _too_large_error(where, about.num_rows, how)
             if table.num_rows != about.num_rows:
                 raise ValueError(
-                    f"{table.num_rows} rows do not match the {about.num_rows} of the metadata"
+                    f"{table.num_rows} rows, but the metadata declares {about.num_rows}"
                 )
             return table
 
@@ -257,7 +257,7 @@ def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
 
 
 def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Estimate the memory of a row group in bytes. Repeated texts are counted once."""
+    """Estimate the memory of a row group in bytes. Repeated strings are counted once."""
     widths = {schema.column(i).path: schema.column(i).length for i in range(len(schema))}
     return sum(
         # Repeated fixed-length values are expanded in memory, even if the file stores them once.
@@ -270,9 +270,9 @@ def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Return how many rows fit in memory per read; 0 if delta-encoded texts in lists may not fit.
+    """Return how many rows fit in memory per read; 0 if delta-encoded strings in lists may not fit.
 
-    With delta encoding, a prefix shared by consecutive texts is stored only once in the file. In
+    With delta encoding, a prefix shared by consecutive strings is stored only once in the file. In
     memory, the prefix is repeated.
     """
     rows = group.num_rows
@@ -302,7 +302,9 @@ def _read_in_parts(
         size += part.nbytes
         if size > MAX_GROUP_BYTES:
             num_rows = content.metadata.row_group(group).num_rows
-            raise _too_large_error(where, num_rows, f"the first {sum(map(len, parts))} need {size}")
+            raise _too_large_error(
+                where, num_rows, f"the first {sum(map(len, parts))} need {size} bytes"
+            )
     return pyarrow.Table.from_batches(parts)
 
 
@@ -315,7 +317,7 @@ def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
 def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
     """Return the text columns that are dictionary-encoded in the file and also in memory.
 
-    Without dictionary encoding, a few bytes of a file could expand to a long text repeated in a
+    Without dictionary encoding, a few bytes of a file could expand to a long string repeated in a
     million rows.
     """
     return [
@@ -445,14 +447,14 @@ def _data_files(path: str) -> list[File]:
             raise ConfigError.one("data.path", path, f"must have a split {_SPLIT}{there}.", action)
         folder = os.path.join(folder, _SPLIT)
     if not os.path.isfile(os.path.join(folder, _STATE)):
-        rule = f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: the "
-        rule += "Hugging Face hub is not read."
+        rule = f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: no "
+        rule += "data is downloaded from the Hugging Face Hub."
         action = 'Save it once: python -c "import datasets; '
         action += "datasets.load_dataset('NAME').save_to_disk('DIR')\", then set data.path=DIR."
         raise ConfigError.one("data.path", path, rule, action)
     state = _read(folder, _STATE, _State)
     if state.get("_indices_data_files"):
-        rule = "must contain its rows, not a selection by index."
+        rule = "must contain the rows, not only the indices of selected rows."
         action = "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR')."
         raise ConfigError.one("data.path", path, rule, action)
     names = [file["filename"] for file in state["_data_files"]]
@@ -470,7 +472,7 @@ def _read(folder: str, name: str, kind: Any) -> Any:
         with wrap_read_errors(path):
             return parse_json(boundary.read(path, _MAX_STATE_BYTES), kind)
     except ValueError as error:
-        rule = f"must be a file of save_to_disk: {error}."
+        rule = f"must be a file written by save_to_disk: {error}."
         raise ConfigError.one("data.path", path, rule, "Save the dataset again.") from error
 
 

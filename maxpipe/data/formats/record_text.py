@@ -1,4 +1,4 @@
-"""Extraction of text from records, from one column or with a template over several columns.
+"""Extract text from records, from one column or by filling a template with several columns.
 
 The module also infers suitable settings from the names and values of a record's keys.
 """
@@ -32,10 +32,10 @@ Settings = Mapping[str, str]
 
 
 def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[str, str]:
-    """Return config keys with which a record is read as a conversation or pair; empty for other
-    records.
+    """Return config settings that read a record as a conversation or preference pair; empty for
+    other records.
 
-    Without a chat template, the system message of text pairs is not read.
+    Without a chat template, system messages are not read for pairs of plain text.
     """
     if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
         keys = _pair_keys(record, halves)
@@ -92,8 +92,8 @@ def template_of_fields(names: Sequence[str]) -> str:
 def text_fields(record: Mapping[str, Any]) -> list[str]:
     """Return the names of text fields, including nested fields, with the most useful fields first.
 
-    Fields with texts of several words come first, and longer texts come before shorter texts. If
-    the record has a field `text`, only `text` is returned.
+    Fields that contain several words come first, and longer fields come before shorter ones. If the
+    record has a field `text`, only `text` is returned.
     """
     texts: dict[str, str | bytes] = {}
     for name, value in record.items():
@@ -225,7 +225,7 @@ _MISSING = object()
 
 
 class TextExtractor:
-    """Extractor for text: the record itself, a column, or a filled template."""
+    """Text extractor, which returns the record itself, a column, or a filled template."""
 
     def __init__(self, field: str = "text", template: str = ""):
         self._field = field
@@ -295,7 +295,7 @@ def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
     pieces = split_template(template)
     names = [name for _, name in pieces if name]
     if all(_is_absent(value_of(record, name)) for name in names):
-        rule = f"must have one of the columns {', '.join(names)} of {key}."
+        rule = f"must have one of the columns that {key} uses: {', '.join(names)}."
         raise BadRecord(_fields(record), rule, f"Correct {key}, or add a column to the record.")
     lines, values = [""], [list[str]()]
     for fixed, name in pieces:

@@ -28,7 +28,7 @@ _NAMED = 10
 """Maximum number of skipped records that are named in the log."""
 
 Heartbeat = Callable[[], object]
-"""Function that a long pass over the data calls after each part."""
+"""Heartbeat function, which a long pass over the data calls after each chunk."""
 
 Record = str | Mapping[str, Any]
 """Stored form of a document: the text, or a mapping from column names to values."""
@@ -53,7 +53,7 @@ class Source(Protocol):
         ...
 
     def where(self, index: int) -> str:
-        """Return the file of a document and its position in the file, for messages."""
+        """Return a document's file and its position in that file, for use in messages."""
         ...
 
     @property
@@ -79,7 +79,9 @@ class Source(Protocol):
 
 
 def place_of(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """Return the part that contains an index, and the index in this part. `ends` are exclusive."""
+    """Return the part that contains an index, and the index within this part. `ends` contains the
+    exclusive end index of each part.
+    """
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
 
@@ -126,7 +128,7 @@ class FileDigests(Protocol):
 
 
 class RecordSource:
-    """Source of the texts in the records of a file format.
+    """Source that extracts one document from each record of a file format.
 
     Up to `most_skipped` unreadable records become empty documents, so document indices do not
     change. Any further unreadable record raises UnreadableRecord.
@@ -243,7 +245,7 @@ ReadTarget = str | Callable[[], str]
 
 
 class track_read:
-    """Record a read in this thread. A source read may contain document reads."""
+    """Record a read in this thread. While a source is read, documents may be read."""
 
     __slots__ = ("_reads", "begun", "verb", "what")
 

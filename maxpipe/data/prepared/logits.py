@@ -228,7 +228,7 @@ def check_same(folder: Path, earlier: LogitsSpec, spec: LogitsSpec) -> None:
     """Raise ConfigError if the folder was written for another teacher or other sequences."""
     theirs, ours = (_comparable_spec(spec) for spec in (earlier, spec))
     if lines := differences(theirs, ours):
-        rule = f"contains logits prepared with other settings: {shorten_lines(lines)}."
+        rule = f"contains logits prepared with different settings: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
@@ -250,7 +250,7 @@ def has_manifest(folder: str) -> bool:
 
 
 def read_manifest(folder: str) -> LogitsManifest:
-    """Return the manifest of a folder. Raises the errors of `manifest.read_manifest`."""
+    """Return the manifest of a folder. Raises the same errors as `manifest.read_manifest`."""
     return read_checksummed(_LOGITS_FOLDER, folder, LogitsManifest, _check)
 
 
@@ -270,7 +270,7 @@ def _check(manifest: LogitsManifest) -> None:
             raise ValueError(f"shard {number} must have {rows} sequences")
         left -= rows
     if left:
-        raise ValueError(f"{left} sequences are missing in the shards")
+        raise ValueError(f"{left} sequences are missing from the shards")
 
 
 def open_logits(
@@ -289,7 +289,7 @@ def open_logits(
         StorageError: the folder is damaged or cannot be read.
     """
     manifest = read_manifest(folder)
-    then = f"the value of {folder}, prepared with {manifest['teacher']['name']}"
+    then = f"the value of {folder}, prepared by teacher {manifest['teacher']['name']}"
     for key, before, now in (
         ("model.vocab_size", manifest["vocab_size"], vocab_size),
         ("train.sequence_length", manifest["row_tokens"], row_tokens),
@@ -305,13 +305,15 @@ def open_logits(
     for name, facts in sources.items():
         before = manifest["sources"].get(name)
         named = f"data.mixture.{name}" if name else "data"
-        lines += ["no sequences of " + named] if before is None else []
+        lines += ["no sequences from " + named] if before is None else []
         if before is not None and CONTENT_KEY not in before:  # an earlier release wrote the folder
             facts = {key: value for key, value in facts.items() if key != CONTENT_KEY}
         lines += [] if before is None else differences(before, dict(facts), named)
     if lines:
-        rule = f"must contain logits of the sequences of this run: {shorten_lines(lines)}."
-        action = "Restore documents, tokenizer, run.seed and data.*, or prepare the folder again."
+        rule = f"must contain logits of this run's sequences: {shorten_lines(lines)}."
+        action = (
+            "Restore the documents, tokenizer, run.seed and data.*, or prepare the folder again."
+        )
         raise ConfigError.one(_LOGITS_FOLDER.key, folder, rule, action)
     return LogitsReader(folder, manifest, top_k)
 
@@ -350,15 +352,15 @@ class LogitsReader:
         if int(record["digest"]) != sequence_digest(row):
             named = f" of {source}" if source else ""
             rule = f"must contain logits of the run's documents: sequence {sequence}{named} has "
-            rule += "other tokens than during preparation."
+            rule += "different tokens than when the folder was prepared."
             action = "Restore the documents, or prepare the folder again."
             raise ConfigError.one(_LOGITS_FOLDER.key, self._folder, rule, action)
         ids, logprobs = (record[name][:, : self._top_k] for name in ("ids", "logprobs"))
         if int(ids.max()) >= self._manifest["vocab_size"]:
-            raise damaged_error(file.path, f"sequence {place} has the id {int(ids.max())}")
+            raise damaged_error(file.path, f"sequence {place} has the invalid id {int(ids.max())}")
         return ids.astype(np.int32), np.ascontiguousarray(logprobs, np.float32)
 
-    @functools.cache  # noqa: B019  the reader exists until the run ends
+    @functools.cache  # noqa: B019  the reader is kept until the run ends
     def _file(self, number: int) -> ChecksummedReader:
         entries = self._manifest["shards"][number]["files"]
         path, size = join_path(self._folder, shard_name(number, BIN)), entries[BIN]["bytes"]

@@ -18,7 +18,7 @@ Layout of Megatron's index for a file of token ids:
 - header (34 bytes): magic, version, id dtype, number of sequences, number of bounds
 - lengths int32 [sequences]: number of ids in each sequence
 - pointers int64 [sequences]: byte offset of each sequence in the .bin file
-- bounds int64 [documents + 1]: first sequence of each document, and the number of sequences
+- bounds int64 [documents + 1]: first sequence of each document, then the number of sequences
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def parse(raw: bytes, size: int) -> IndexLayout:
         raise ValueError(f"the file must begin with a MMIDIDX header of {HEADER_BYTES} bytes")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack(raw[:HEADER_BYTES])
     if version != _VERSION:
-        raise ValueError(f"the version is {version}, and only {_VERSION} is supported")
+        raise ValueError(f"the version is {version}, but only {_VERSION} is supported")
     if code in _FLOATS:
         raise ValueError(f"the ids are floats, type {code}")
     if code not in _TYPES:
@@ -106,7 +106,7 @@ def parse(raw: bytes, size: int) -> IndexLayout:
     if size not in (layout.end, layout.end + num_sequences):
         raise ValueError(
             f"{num_sequences} sequences and {num_bounds} bounds require {layout.end} "
-            f"bytes, and the file has {size}"
+            f"bytes, but the file has {size}"
         )
     return layout
 
@@ -144,7 +144,7 @@ def suggest_folder(folder: Path) -> str:
 
 
 def suggest_action(folder: Path) -> str:
-    """Return the suggested action for a folder that has other content."""
+    """Return the suggested action for a folder that already contains something else."""
     return f"Set another folder, such as --out {suggest_folder(folder)}, or remove this one."
 
 
@@ -237,7 +237,7 @@ as data.
 SPANS = "spans"
 META_FILE, MASK_FILE, CRC_FILE = ".meta", ".mask", ".crc"
 DTYPES = ("<u2", "<i4")
-"""Supported id dtypes."""
+"""Supported token-id dtypes."""
 
 CONTENT_KEY = "content"
 """Key of the metadata entry that maps file names of a source to digests."""
@@ -357,8 +357,8 @@ def spec_of(
 ) -> Spec:
     """Return the spec of the folder that is prepared from this source and tokenizer.
 
-    `chat` is the fingerprint of the conversations; empty for texts. `day` is the date that the chat
-    template renders.
+    `chat` is the fingerprint of the conversations; empty for plain text. `day` is the date that the
+    chat template renders.
     """
     keys = {key.name: getattr(data, key.name) for key in dataclasses.fields(SourceConfig)}
     entry: SourceEntry = {
@@ -415,7 +415,7 @@ _NAMED_FILES = 4
 def changed_files(
     saved: Mapping[str, str] | None, current: Mapping[str, str] | None
 ) -> list[tuple[str, Any, Any]]:
-    """Return (label, saved, current) for each changed file, if both have digests."""
+    """Return (label, saved, current) for each changed file; empty if one side has no digests."""
     if not saved or not current:
         return []
     changes = [
@@ -430,7 +430,7 @@ def changed_files(
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Return whether digests differ. Digests of different types are not compared."""
+    """Return whether digests differ. Digests of different types count as equal."""
     one, other = (value.rpartition(":")[0] for value in (saved, current))
     return one == other and saved != current
 
@@ -483,7 +483,7 @@ def read_manifest(folder: str) -> Manifest:
     """Return the manifest in a folder or at `gs://BUCKET/PATH`.
 
     Raises:
-        ConfigError: the manifest is missing, or was written by a later version of maxpipe.
+        ConfigError: the manifest is missing, or was written by a newer version of maxpipe.
         StorageError: the manifest is damaged or cannot be read.
     """
     return read_checksummed(_DOCUMENT_FOLDER, folder, Manifest, _check)
@@ -496,7 +496,7 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
     detect.
 
     Raises:
-        ConfigError: the manifest is missing, or was written by a later version of maxpipe.
+        ConfigError: the manifest is missing, or was written by a newer version of maxpipe.
         StorageError: the manifest is damaged or cannot be read.
     """
     path = join_path(folder, kind.file)
@@ -536,13 +536,13 @@ def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
 def _check(manifest: Manifest) -> None:
     shards, masked = manifest["shards"], has_masks(manifest)
     if masked != ("chat" in manifest["source"]):
-        raise ValueError("the folder is declared both as conversations and as texts")
+        raise ValueError("the folder is declared as both conversations and plain text")
     for number, shard in enumerate(shards):
         name = f"shard {number}"
         if (names := sorted(shard["files"])) != sorted((*checksummed_suffixes(masked), CRC_FILE)):
             raise ValueError(f"{name} has the files {', '.join(map(repr, names))[:80]}")
         if not 0 < shard["documents"] <= shard["tokens"]:
-            raise ValueError(f"{name} has {shard['documents']} documents and {shard['tokens']} ids")
+            raise ValueError(f"{name} has {shard['documents']} documents but {shard['tokens']} ids")
         if not 0 <= shard["unreadable"] <= shard["documents"]:
             raise ValueError(f"{name} has {shard['unreadable']} unreadable documents")
         entries = shard["files"]
@@ -555,9 +555,13 @@ def _check(manifest: Manifest) -> None:
                 f"not match {entries[BIN]['bytes']} bytes"
             )
         if entries[META_FILE]["bytes"] != shard["documents"] * META.itemsize:
-            raise ValueError(f"{name} has {entries[META_FILE]['bytes']} bytes of metadata")
+            raise ValueError(
+                f"{name} has {entries[META_FILE]['bytes']} bytes of metadata, an invalid size"
+            )
         if masked and entries[MASK_FILE]["bytes"] != -(-shard["tokens"] // 8):
-            raise ValueError(f"{name} has {entries[MASK_FILE]['bytes']} bytes of masks")
+            raise ValueError(
+                f"{name} has {entries[MASK_FILE]['bytes']} bytes of masks, an invalid size"
+            )
         if masked and not 0 <= shard.get("trained", -1) <= shard["tokens"]:
             raise ValueError(f"{name} has {shard.get('trained')} trained tokens")
     for name in ("documents", "tokens"):

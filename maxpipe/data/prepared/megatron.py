@@ -1,7 +1,7 @@
 """Megatron token files (`NAME.bin` and `NAME.idx`) written by other tools.
 
 These files contain neither digests nor the name of the tokenizer. The full index is therefore
-checked when it is opened, and the ids of a document are checked when the document is read. A run
+checked when it is opened, and a document's token ids are checked when the document is read. A run
 computes digests of the files before it uses them. `open_documents` also opens prepared folders.
 """
 
@@ -44,7 +44,7 @@ _SAMPLE = 64
 _ATTEMPTS = 3
 """Number of attempts to read a range of a file that is modified during the read."""
 _EDGE_BYTES = 1 << 16
-_ACTION = "Create the pair of files again, or exclude it from data.path with a pattern."
+_ACTION = "Create the pair of files again, or exclude it with a glob pattern in data.path."
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,11 @@ class _VerifiedFile:
 
 
 class MegatronDocuments:
-    """Documents in Megatron index and id files. BOS and EOS are added if the files do not contain
-    them.
+    """Documents in pairs of Megatron index and token-id files. BOS and EOS are added if the files
+    do not contain them.
 
-    With `digests`, local files without a known digest are hashed when opened, and any later change
-    is an error.
+    If `digests` is set, local files without a known digest are hashed when opened, and a later
+    change raises ConfigError.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class MegatronDocuments:
         self.num_documents = int(self._starts[-1])
         if not self.num_documents:
             rule = (
-                f"must contain documents: {pluralize(len(self._pairs), 'index')} without documents."
+                f"must contain documents: found {pluralize(len(self._pairs), 'index')}, all empty."
             )
             raise ConfigError.one("data.path", path, rule, "Set data.path to other files.")
         for pair in self._pairs:
@@ -170,7 +170,7 @@ class MegatronDocuments:
 
     @property
     def remark(self) -> str:
-        """Description of the added BOS and EOS tokens."""
+        """Note about the BOS and EOS tokens that are added to the documents."""
         begin, end = self._added
         words = [name for name, added in (("BOS", begin), ("EOS", end)) if added]
         return f"{' and '.join(words)} added" if words else "BOS and EOS as stored"
@@ -221,7 +221,7 @@ class MegatronDocuments:
         if low < 0 or high >= self._tokenizer.vocab_size:
             rule = f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, the range of the "
             rule += f"tokenizer: found {low if low < 0 else high}."
-            action = "Set tokenizer.* to the tokenizer of the files."
+            action = "Set tokenizer.* to the tokenizer that encoded the files."
             raise ConfigError.one(f"{pair.ids.path}: document {inside}", None, rule, action)
         check_token_ids(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
@@ -237,7 +237,7 @@ class MegatronDocuments:
     """Always None, because the files do not contain byte counts."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return digests of names, sizes, first and last bytes, and known content of the files."""
+        """Return digests of the files' names, sizes, first and last bytes, and known content."""
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
             edges = file.read(0, min(_EDGE_BYTES, file.size))
@@ -255,7 +255,7 @@ class MegatronDocuments:
 
 
 def _names(path: str) -> list[str]:
-    """Return the paths without suffix of a prefix, file, folder or pattern."""
+    """Return the paths (without suffix) of a prefix, file, folder or glob pattern."""
     prefix = path if url_scheme(path) else os.path.expanduser(path)
     if prefix.endswith((BIN, IDX)) and not glob.has_magic(prefix):
         prefix = prefix[: -len(IDX)]
@@ -266,7 +266,7 @@ def _names(path: str) -> list[str]:
     names = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
     names |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
     if not names:
-        rule = f"must be NAME of NAME{BIN} and NAME{IDX}, a folder or a pattern of such files: "
+        rule = f"must be NAME of NAME{BIN} and NAME{IDX}, or a folder or pattern of such files: "
         rule += f"0 files match in {os.getcwd()}."
         raise ConfigError.one("data.path", path, rule, "Set data.path to files that exist.")
     return sorted(names)

@@ -95,7 +95,7 @@ _BATCHES_PER_WORKER = 3
 """Maximum number of batches per process that are being encoded or waiting to be written."""
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with a task name, the number of processed items, the total, and a text about the rate."""
+"""Called with a task name, the number of processed items, the total, and the formatted rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
         UnreachableError: a worker process was killed.
     """
     if plan.data.chat == "pairs":
-        rule = "must be off, messages or prompt: pairs cannot be prepared."
+        rule = "must be off, messages or prompt: preference pairs cannot be prepared."
         action = "Train from the records with train.objective=preference data.chat=pairs."
         raise ConfigError.one("data.chat", "pairs", rule, action)
     with convert_signals(plan.folder):
@@ -240,7 +240,7 @@ def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
     changed = changed_files(earlier["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
-        rule = f"contains documents of other files: {shorten_lines(lines)}."
+        rule = f"contains documents of different files: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
     known = tuple(
         key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in earlier["source"]
@@ -257,7 +257,7 @@ def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
     )
     if lines := differences(theirs, ours):
         lines += differences(earlier["source"]["data"], spec["source"]["data"], "data")
-        rule = f"contains documents prepared with other settings: {shorten_lines(lines)}."
+        rule = f"contains documents prepared with different settings: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
 
 
@@ -368,9 +368,9 @@ def _encode_in_processes(
             yield batch
     except BrokenProcessPool as error:
         raise UnreachableError(
-            f"{plan.folder}: a tokenizing process has died\n"
-            "  It was killed, possibly for lack of memory. Complete shards are kept.\n"
-            "  Run the same command again, possibly with fewer --workers, to resume after them."
+            f"{plan.folder}: a tokenizer process was killed\n"
+            "  It may have run out of memory. Complete shards are kept.\n"
+            "  Run the same command again, with fewer --workers if needed, to resume after them."
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -438,7 +438,7 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
     if unreadable > data.max_bad_records:
         rule = f"must be at least the number of unreadable records: {unreadable} of the first "
         rule += f"{documents}."
-        action = "Correct these records, which the log names, or set a larger limit."
+        action = "Correct these records, which are named in the log, or set a larger limit."
         raise ConfigError.one("data.max_bad_records", data.max_bad_records, rule, action)
 
 
@@ -469,7 +469,7 @@ def _finish(folder: Path, spec: Spec, finished: _FinishedShards) -> Manifest:
 
 
 def _span_starts(folder: Path, finished: _FinishedShards) -> np.ndarray:
-    """int64 [spans + 1]: number of tokens before each span, followed by the total."""
+    """Return int64 [spans + 1]: number of tokens before each span, followed by the total."""
     starts: list[np.ndarray] = []
     first = tokens = 0
     for number, shard in enumerate(finished.shards):

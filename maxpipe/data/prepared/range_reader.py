@@ -43,7 +43,9 @@ class RangeReader(Protocol):
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """Return bytes and stat; stat is None for bucket objects or if the file changes."""
+        """Return the bytes and the file's stat, which is None for bucket objects, or if the file
+        changes during the read.
+        """
         ...
 
 

@@ -4,11 +4,11 @@ Opening a folder reads only the manifest and the span totals, not the indexes of
 block of a file is compared with its CRC when the block is first read.
 
 If a source has too many documents for a full shuffle, spans of consecutive documents are shuffled
-with the seed. Some spans are held out for validation. The remaining spans are assigned to windows
-in shuffled order. Documents and sequences are shuffled within a window, and each epoch reads the
-windows in a different order. Only the span totals and the document lengths of recently read windows
-are kept in memory. With `data.packing=concatenate`, the number of sequences per window follows from
-the span totals; otherwise all lengths are read once.
+in an order that depends on the seed. Some spans are held out for validation. The remaining spans
+are assigned to windows in shuffled order. Documents and sequences are shuffled within a window, and
+each epoch reads the windows in a different order. Only the span totals and the document lengths of
+recently read windows are kept in memory. With `data.packing=concatenate`, the number of sequences
+per window follows from the span totals; otherwise all lengths are read once.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Shard:
 
 
 def read_verified(path: str, entry: FileEntry) -> bytes:
-    """Return a small file; raise StorageError if its digest does not match."""
+    """Return the content of a small file; raise StorageError if its digest does not match."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         raise damaged_error(path, f"the file has {file.size} bytes instead of {entry['bytes']}")
@@ -221,7 +221,9 @@ class PreparedDocuments:
         low, high = int(encoded.ids.min(initial=0)), int(encoded.ids.max(initial=0))
         if low < 0 or high >= self._tokenizer.vocab_size:
             path = join_path(self._folder, shard_name(number, BIN))
-            raise damaged_error(path, f"document {inside} has the id {low if low < 0 else high}")
+            raise damaged_error(
+                path, f"document {inside} has the invalid id {low if low < 0 else high}"
+            )
         if high >= self._tokenizer.embedding_rows:
             path = join_path(self._folder, shard_name(number, BIN))
             check_token_ids(f"{path}: document {inside}", encoded.ids, self._tokenizer)
@@ -240,7 +242,7 @@ class PreparedDocuments:
 
     @property
     def remark(self) -> str:
-        """Short description of the source of the documents."""
+        """Short description of where the documents come from."""
         what = "conversations of " if self.has_conversations else ""
         return f"prepared from {what}{self.manifest['source']['name']}"
 
@@ -265,7 +267,7 @@ class PreparedDocuments:
         return np.array(self.manifest["byte_counts"], np.int64)
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return metadata of the original source, so that a run may switch to prepared data."""
+        """Return metadata of the original source, so that a run can switch to prepared data."""
         source = self.manifest["source"]
         chat = {"chat": source["chat"]} if "chat" in source else {}
         return {
@@ -297,9 +299,9 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
     raise ConfigError.one(
         "data.path",
         folder,
-        f"contains ids of a tokenizer other than tokenizer.*: {named} with "
+        f"contains token ids of a tokenizer other than tokenizer.*: {named} with "
         f"{stored['vocab_size']} ids and fingerprint {stored['fingerprint'][:12]}; tokenizer.* has "
-        f"{tokenizer.vocab_size} and {tokenizer.fingerprint()[:12]}.",
+        f"{tokenizer.vocab_size} ids and fingerprint {tokenizer.fingerprint()[:12]}.",
         suggest_tokenizer_action(
             tokenizer,
             stored["fingerprint"],
@@ -310,7 +312,7 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
 
 WINDOW_SPANS = 1024
 """Number of spans per window; a window has about a million documents. A source that fits in one
-window is fully shuffled, in the same order as the documents in text form.
+window is fully shuffled, in the same order as its documents would be if they were read as text.
 """
 
 _CACHED_WINDOWS = 4
@@ -392,7 +394,8 @@ class WindowedSequences:
         self._windows: OrderedDict[int, tuple[_DocumentWindow, Sequences]] = OrderedDict()
         self._lock = threading.Lock()
         self.num_tokens = int(documents.span_tokens[spans].sum())
-        # Span totals are wrong if the document lengths are limited.
+        # Span totals count the full documents, so they do not apply if document lengths are
+        # limited.
         is_limited = getattr(documents, "is_length_limited", False)
         uses_totals = packer.packing == "concatenate" and not is_limited
         counts = self._count_concatenated() if uses_totals else self._count_packed(spans)

@@ -52,15 +52,15 @@ class DocumentBatch(NamedTuple):
     ids: np.ndarray
     """[tokens]: token ids, including BOS and EOS of each document."""
     lengths: np.ndarray
-    """int64 [documents]"""
+    """int64 [documents]: number of tokens in each document."""
     meta: np.ndarray
     """`META` [documents]"""
     byte_counts: np.ndarray
-    """uint32 [documents, 256]: byte histograms of the texts."""
+    """uint32 [documents, 256]: byte histogram of each document's text."""
     unreadable: np.ndarray
     """bool [documents]: whether the document is empty because its record could not be read."""
     trained: np.ndarray | None = None
-    """bool [tokens]: loss mask; None if all tokens are trained."""
+    """bool [tokens]: loss mask; None if all tokens are trained on."""
     unread: Sequence[tuple[str, ...]] = ()
     """`EncodedDocument.unread` of each conversation."""
     marks: Sequence[int] = ()
@@ -86,7 +86,9 @@ class FinishedShard(TypedDict):
 
 
 class ChecksummedWriter:
-    """Writer for a new file with SHA-256 and CRCs of the content. Links are not followed."""
+    """Writer for a new file that computes the content's SHA-256 and CRCs. Symbolic links are not
+    followed.
+    """
 
     def __init__(self, path: Path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
@@ -307,7 +309,7 @@ class _ConversationShardEncoder:
 
 
 def _histograms(raws: list[bytes]) -> np.ndarray:
-    """uint32 [texts, 256]: byte histogram of each text."""
+    """Return uint32 [texts, 256]: byte histogram of each text."""
     counts = [np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in raws]
     return np.array(counts, np.uint32)
 
@@ -315,7 +317,7 @@ def _histograms(raws: list[bytes]) -> np.ndarray:
 def build_shard_encoder(
     source: Source, tokenizer: Tokenizer, talks: ConversationEncoder | None
 ) -> ShardEncoder:
-    """Return an encoder for texts, or for conversations if `talks` is set."""
+    """Return an encoder for plain text, or for conversations if `talks` is set."""
     return (
         _TextShardEncoder(source, tokenizer) if talks is None else _ConversationShardEncoder(talks)
     )
@@ -324,7 +326,7 @@ def build_shard_encoder(
 def build_conversation_encoder(
     data: SourceConfig, source: Source, tokenizer: Tokenizer
 ) -> ConversationEncoder | None:
-    """Return the encoder for conversations; None if the documents are texts."""
+    """Return the encoder for conversations; None if the documents are plain text."""
     return None if data.chat == "off" else ConversationEncoder(source, tokenizer, data)
 
 
@@ -371,8 +373,8 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return documents from `first` on, or the problems; see `ShardEncoder.encode_batch`."""
+    """Return documents from `first` on, or the errors; see `ShardEncoder.encode_batch`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
-    except ConfigError as error:  # pickling the error would lose its problems
+    except ConfigError as error:  # pickling the error would lose its `problems`
         return error.problems

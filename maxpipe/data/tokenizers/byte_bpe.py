@@ -7,12 +7,12 @@ meta-llama/llama3 (with the token names of Llama 3.1), and `tokenization_qwen.py
 The encoder is used only if it returns the same ids as the library `tokenizers`.
 
 The library `tokenizers` applies a list of merges. In contrast, tiktoken merges adjacent tokens
-whose concatenation is a token, lowest rank first. Both methods agree if the text of every token is
-encoded as this single token, because the last merge of a token then joins the same two tokens in
+whose concatenation is a token, lowest rank first. Both methods agree if encoding the text of each
+token returns only this token, because the last merge of a token then joins the same two tokens in
 both libraries. This condition is tested for every token. Both libraries must also split text into
 the same words. This requires a pattern in `PUBLISHED`, and characters that both libraries classify
-in the same way as letters, numbers or spaces. Every character is tested. Texts with other
-characters are encoded with `tokenizers`.
+in the same way as letters, numbers or spaces. Every character is tested. Text that contains other
+characters is encoded with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -122,10 +122,10 @@ _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+
 PUBLISHED = (LLAMA3, QWEN, O200K, _BYTE_LEVEL)
 """Published patterns whose matching time is linear in the length of the text."""
 _LONGEST = 1 << 18
-"""Maximum number of characters in a text, because tiktoken fails on runs of a million spaces."""
+"""Maximum input length in characters, because tiktoken fails on runs of a million spaces."""
 _LAST = 0x32000
-"""First code point that is not tested. No language uses letters from this code point on. Texts with
-such characters use `tokenizers`.
+"""First code point that is not tested. No language has letters at or above this code point. Text
+with such characters is encoded with `tokenizers`.
 """
 _FOLDED = "\u017f\u212a"
 """Non-ASCII characters that match s or k when case is ignored."""
@@ -134,7 +134,7 @@ _OTHER_KINDS = ("byte_fallback", "fuse_unk")
 
 
 class ByteBpe:
-    """Fast encoder that supports most texts."""
+    """Fast encoder that supports most input; see `encode`."""
 
     def __init__(self, pattern: str, ranks: Mapping[bytes, int], ids: Sequence[int], added: str):
         import tiktoken

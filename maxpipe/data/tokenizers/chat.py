@@ -46,20 +46,21 @@ class ChatInput(NamedTuple):
     trained: Sequence[int] = ()
     """Zero-based indices of the trained messages."""
     unread: tuple[str, ...] = ()
-    """Fields of the record that no other attribute contains."""
+    """Record fields that are not part of any other attribute."""
 
     def up_to(self, number: int) -> ChatInput:
-        """Return the conversation up to message `number`, the only trained message."""
+        """Return the conversation up to message `number`, which is the only trained message."""
         return self._replace(messages=self.messages[: number + 1], trained=[number])
 
 
 class Masking(NamedTuple):
-    """Options that determine which spans of a text are trained."""
+    """Options that determine which spans of the rendered text are trained on."""
 
     by_blocks: bool
     """Whether `{% generation %}` blocks in the template, if any, delimit the assistant messages."""
     skips_rewritten: bool
-    """Whether messages that the template later rewrites are skipped; otherwise, they are errors."""
+    """Whether messages that the template later rewrites are skipped; if false, they are rejected.
+    """
 
 
 class RenderedChat(NamedTuple):
@@ -69,13 +70,13 @@ class RenderedChat(NamedTuple):
     spans: list[tuple[int, int]]
     """Trained spans as (begin, end) in characters."""
     rewritten: int
-    """Number of messages that are not trained because the template later rewrites them."""
+    """Number of messages that are not trained on because the template later rewrites them."""
     unread: tuple[str, ...]
     """Keys of the conversation that the template does not read."""
 
 
 class _RenderResponse(TypedDict, total=False):
-    """Response of the process; empty in reply to the settings, which are sent first."""
+    """Response of the process; empty for the first request, which contains the settings."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -132,7 +133,7 @@ class ChatProcess:
         masking: Masking | None = None,
         day: str = "",
     ) -> RenderedChat:
-        """Return the text of a conversation. With `masking`, the result includes the spans of
+        """Return the rendered conversation. If `masking` is set, the result includes the spans of
         trained messages.
 
         `day`, for example 2026-01-31, is the date that the template uses as the current date. An
@@ -173,7 +174,7 @@ class ChatProcess:
             text = (
                 "the template exceeds the time or memory limit"
                 if ended
-                else "the template ends its process"
+                else "the template terminates its process"
             )
             raise RenderError(text) from None
         if "error" in answer:
@@ -202,11 +203,13 @@ class ChatTemplate:
         self.template = template
         self.path = path
         self.tokens = dict(tokens)
-        """Texts of the control tokens, keyed by role (such as `bos_token`)."""
+        """Control-token strings, keyed by role (such as `bos_token`)."""
         self.settings = dict(settings or {})
         """Template settings. The settings of a conversation take precedence."""
         self.day = ""
-        """Current date of the template, for example 2026-01-31; empty for the actual date."""
+        """Date that the template renders as the current date, for example 2026-01-31; empty for the
+        actual date.
+        """
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
         """Return a copy of the template with these settings."""
@@ -224,7 +227,7 @@ class ChatTemplate:
         return "strftime_now" in self.template
 
     def process(self) -> ChatProcess:
-        """Return a process that renders conversations; raise ConfigError if it cannot."""
+        """Return a process that renders conversations; raise ConfigError if it cannot start."""
         try:
             return ChatProcess(self.template, self.tokens, _CPU_SECONDS)
         except RenderError as error:
@@ -281,4 +284,4 @@ def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> l
     more = f" and {len(parts) - _NAMED} more" if len(parts) > _NAMED else ""
     keys = "this key is" if len(parts) == 1 else "these keys are"
     action = f". {action}" if action else ""
-    return [f"{keys} not read, of {total}: {', '.join(parts[:_NAMED])}{more}{action}"]
+    return [f"{keys} not read in {total}: {', '.join(parts[:_NAMED])}{more}{action}"]

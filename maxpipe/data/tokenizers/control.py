@@ -1,7 +1,7 @@
 """Control tokens: ids that begin, end and pad a text, determined from the files in a model folder.
 
-Only this module defines how a text begins and ends. For each token, the first of these sources that
-defines the token is used:
+Only this module defines which tokens begin and end a text. For each token, the first of these
+sources that defines the token is used:
 
 - BOS: the post-processor of `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
   the vocabulary file, common token names, `generation_config.json`, `config.json`, EOS
@@ -74,7 +74,7 @@ class ControlTokens:
     special_tokens: Mapping[str, int]
     special_ids: frozenset[int] = field(init=False)
     role_texts: Mapping[str, str] = field(default_factory=dict)
-    """Maps roles of chat templates (such as `bos_token`) to texts of control tokens."""
+    """Maps roles of chat templates (such as `bos_token`) to control-token strings."""
     chat: ChatTemplate | None = None
     published: Framing = Framing(())
     """Framing that `transformers` adds to a prompt with the tokenizer in this folder."""
@@ -148,14 +148,14 @@ class Tokenizer(ABC):
         return changed
 
     def with_embedding_rows(self, rows: int) -> Self:
-        """Return a copy for an embedding with `rows` rows, at least `min_embedding_rows`.
+        """Return a copy for an embedding with `rows` rows (at least `min_embedding_rows`).
 
-        Control tokens without an embedding row are encoded as plain text. EOS replaces a padding
-        token without a row.
+        Control tokens without an embedding row are encoded as plain text. If the padding token has
+        no row, EOS replaces it.
         """
         if rows >= self.vocab_size:
             return self
-        assert self.min_embedding_rows <= rows, "encoding would return ids without a row"
+        assert self.min_embedding_rows <= rows, "encoding would return ids without an embedding row"
         fitted = self.with_control(**({} if self.pad_id < rows else {"pad_id": self.end_id}))
         fitted.embedding_rows = rows
         return fitted
@@ -166,11 +166,11 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return int32 [tokens] for each text. Batches are faster than single texts."""
+        """Return int32 [tokens] for each text. A batch is faster than one text at a time."""
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return `encode_chat` ids, and start and end of each in characters, int64 [tokens, 2]."""
+        """Return the ids of `encode_chat`, and int64 [tokens, 2]: each token's character range."""
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return int32 [tokens] for rendered text, with control tokens encoded as their ids."""
@@ -185,7 +185,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens of each text. Batches are faster than single texts."""
+        """Return the number of tokens in each text. A batch is faster than one text at a time."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -230,7 +230,7 @@ def resolve(
     texts = {role: text for role, text in said.items() if text is not None}
     listed = _load_listed_ids(folder, vocab_size)
     find = partial(_role, path=path, said=said, special=special, id_of=id_of, known=known or {})
-    # Ids in the vocabulary come first.
+    # Ids within the vocabulary take precedence.
     end = find("eos_token", ids=sorted(listed["eos_token_id"], key=lambda i: i >= vocab_size))
     if end is None:
         rule = f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}."
@@ -282,8 +282,8 @@ def _role(
         # published folders may name a missing padding token
         if i is not None or role == "pad_token":
             return known.get(role) if i is None else i
-        rule = f"must contain the {role} of the {_SETTINGS} in its folder: {named[:80]}."
-        action = f"Correct {role} in {_SETTINGS}, or replace {_SETTINGS} by that of this tokenizer."
+        rule = f"must contain the {role} that its folder's {_SETTINGS} names: {named[:80]}."
+        action = f"Correct {role} in {_SETTINGS}, or copy {_SETTINGS} from this tokenizer's folder."
         raise ConfigError.one(PATH, path, rule, action)
     if role in said and role != "eos_token":  # null means that the role has no token
         return None
@@ -301,7 +301,9 @@ def _join_names(names: Iterable[str], most: int = 12) -> str:
 
 
 def role_texts(folder: str) -> dict[str, str | None]:
-    """Return the token text of each role of a folder; None for a role without a token."""
+    """Return the control-token string of each role in a tokenizer folder; None for a role without a
+    token.
+    """
     return _role_texts_of_settings(read_object(folder, _SETTINGS), read_object(folder, _MAP))
 
 
@@ -324,7 +326,7 @@ def _settings_error(path: str, rule: str) -> ConfigError:
 def _role_texts_of_settings(
     settings: Mapping[str, Any], special: Mapping[str, Any]
 ) -> dict[str, str | None]:
-    """Return token texts keyed by role. The text is None for a role that is explicitly set to no
+    """Return control-token strings keyed by role; None for a role that is explicitly set to no
     token.
 
     As in `transformers`, the special tokens map overrides the settings if the settings list no
@@ -339,7 +341,7 @@ def _role_texts_of_settings(
 
 
 def _texts(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return token texts keyed by role. An entry is the text itself or an object with `content`."""
+    """Return control-token strings by role. An entry is a string or an object with `content`."""
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in entries.items()}
     return {k: v for k, v in texts.items() if isinstance(v, str) and k.endswith("_token")}
 
@@ -374,7 +376,7 @@ def _ids(path: str, key: str, value: object) -> list[int]:
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and its file; of several templates, the one named `default`."""
+    """Return the chat template and its file. If there are several, use the one named `default`."""
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path
@@ -390,7 +392,7 @@ def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | Non
         if template is None:
             raise _settings_error(path, "must have a chat template named default.")
     if template is not None and not isinstance(template, str):
-        raise _settings_error(path, "must have text in chat_template.")
+        raise _settings_error(path, "must have a string in chat_template.")
     return None if template is None else (template, path)
 
 
@@ -405,6 +407,6 @@ def token_offsets(text: str, widths: np.ndarray) -> np.ndarray:
     sizes = 1 + (letters >= 1 << 7) + (letters >= 1 << 11) + (letters >= 1 << 16)
     character = np.repeat(np.arange(len(text)), sizes)
     ends = np.cumsum(widths)
-    assert (int(ends[-1]) if len(ends) else 0) == len(character), "tokens are not the text's bytes"
+    assert (int(ends[-1]) if len(ends) else 0) == len(character), "tokens do not cover the text"
     first, last = ends - widths, np.maximum(ends - 1, ends - widths)
     return np.stack([character[first], character[last] + 1], axis=1)

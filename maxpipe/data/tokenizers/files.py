@@ -27,11 +27,13 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SECONDS = 10.0
-"""CPU time limit in seconds for a short text. Longer texts have a higher limit."""
+"""CPU time limit in seconds for short input. Longer input has a higher limit."""
 CHARACTERS_PER_SECOND = 100_000
-"""Assumed speed for the time limit: a tenth of that of the slowest published tokenizer."""
+"""Speed assumed for the time limit: a tenth of the speed of the slowest published tokenizer."""
 _SINGLE_TEXT_SECONDS = 2.0
-"""CPU time limit in seconds when texts are encoded one by one to find the failing text."""
+"""CPU time limit in seconds per string, when strings are encoded one by one to find the failing
+one.
+"""
 _LONGEST_WORD = 200
 """Maximum word length for which WordPiece is fast: its run time is quadratic in this length."""
 _SLICE_SECONDS = 0.05
@@ -47,7 +49,9 @@ class SlowCall(Exception):
 
 
 class FailedText(Exception):
-    """A text that fails or exceeds the time limit. `__cause__` is the original error."""
+    """Input on which the tokenizer fails or exceeds the time limit. `__cause__` is the original
+    error.
+    """
 
     def __init__(self, number: int, text: str):
         super().__init__(text[:40])
@@ -55,7 +59,7 @@ class FailedText(Exception):
 
 
 def needs_limit(*parts: Any) -> bool:
-    """Return whether these parts of a tokenizer definition may be slow even for a short text."""
+    """Return whether these tokenizer components can be slow even on short input."""
     return any(map(_is_slow, parts))
 
 
@@ -114,7 +118,7 @@ def run_with_time_limit(call: Callable[[], T], seconds: float | None = None) -> 
 def run_texts_with_time_limit(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> Sequence[R]:
-    """Return the result of `call`, or raise FailedText for the text that failed."""
+    """Return the result of `call`, or raise FailedText for the string that failed."""
     try:
         return run_with_time_limit(lambda: call(texts), _limit(SECONDS, texts))
     except BaseException as error:
@@ -132,9 +136,11 @@ def is_library_error(error: BaseException) -> bool:
 def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
-    """Return the first text that fails on its own and its error, or the slowest text and None."""
-    # The library reads this variable at each call, and then encodes without its threads. All of
-    # these threads may still be busy with abandoned texts.
+    """Return the index of the first string that fails on its own and its error; or else the index
+    of the slowest string and None.
+    """
+    # The library reads this variable at each call, and then encodes without its thread pool, whose
+    # threads may all be busy with abandoned calls.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     slowest, longest, begin = 0, 0.0, time.monotonic()
     for number, text in enumerate(texts):
@@ -162,7 +168,7 @@ TokenizerKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
 PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
-"""Upper limit of token ids, because arrays have an entry per id."""
+"""Exclusive upper limit of token ids. It bounds the size of arrays with one entry per id."""
 
 _OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
 _MAX_BYTES = 1 << 28  # eight times the size of the largest published tokenizer file
@@ -180,10 +186,10 @@ _ACTIONS = {
     "sentencepiece": "Set tokenizer.path to the model's tokenizer.model, or download it again.",
     "tiktoken": "Set tokenizer.path to a file with lines `BASE64 RANK`, or download it again.",
 }
-USABLE_RULE = "must be a tokenizer that works on every text"
+USABLE_RULE = "must be a tokenizer that can process any text"
 _UNFIT = (
-    "Use the tokenizer published with the model, correct the pattern of its Split or "
-    "Replace step, or remove the text."
+    "Use the tokenizer published with the model, fix the regex in its Split or "
+    "Replace step, or remove the offending text."
 )
 _SHOWN = 40
 """Maximum length in characters of a text excerpt in a message."""
@@ -211,7 +217,9 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
 
 
 def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
-    """Return kind and path. `tokenizer.json` precedes the file from which it was converted."""
+    """Return the kind and the path of a folder's tokenizer file. `tokenizer.json` takes precedence
+    over the file from which it was converted.
+    """
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -230,13 +238,15 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
     if tokenizers:
         several = ", ".join(os.path.basename(path) for _, path in tokenizers)
         action = f"Set tokenizer.path={tokenizers[0][1]}, or to another of these files."
-        raise ConfigError.one(PATH, folder, f"must contain one tokenizer: found {several}.", action)
+        raise ConfigError.one(
+            PATH, folder, f"must contain only one tokenizer: found {several}.", action
+        )
     rule = f"must be {what}, or a folder with one: this folder has none."
     raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
-    """Infer the kind from the first bytes: names such as `tokenizer.model` are ambiguous."""
+    """Infer the kind from the first bytes, as names such as `tokenizer.model` are ambiguous."""
     try:
         with open(files.open_regular(path), "rb") as stream:
             head = stream.read(_HEAD_BYTES)
@@ -274,7 +284,7 @@ def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigErro
 
 
 class TextError(ConfigError):
-    """A text on which a tokenizer fails or exceeds the time limit."""
+    """Input on which a tokenizer fails or exceeds the time limit."""
 
     def __init__(self, path: str, error: FailedText, place: str = ""):
         self.path, self.error = path, error
@@ -287,7 +297,9 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add the location of the failing text. `where` maps the index of a text to its location."""
+    """Add the failing string's location to errors. `where` maps the index of a string to its
+    location.
+    """
     try:
         yield
     except TextError as error:

@@ -1,9 +1,9 @@
 """Tokenizer for `tokenizer.json` files, based on the `tokenizers` package.
 
-The growth of text in the normalizer and the decoder is limited: six chained replacements of `a`
-with `aaaaaaaaaa` turn one character into a million. Before any text is encoded, an upper bound is
-computed from the definition: the maximum number of characters that one character can become.
-Unicode normalization (NFKC, lower case) adds little and is ignored.
+The normalizer and the decoder may lengthen text only up to a limit, because six chained
+replacements of `a` with `aaaaaaaaaa` would turn one character into a million. Before any text is
+encoded, an upper bound is computed from the definition: the maximum number of characters that one
+character can become. Unicode normalization (NFKC, lower case) adds little and is ignored.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _OTHER = ""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
-    """Raise ValueError if a text can become more than MAX_GROWTH times as long."""
+    """Raise ValueError if text can become more than MAX_GROWTH times as long."""
     for part in ("normalizer", "decoder"):
         factor = growth([*_steps(definition.get(part))])
         if factor > MAX_GROWTH:
             raise ValueError(
-                f"the {part} can make a text {factor:.3g} times as long; at most {MAX_GROWTH} "
+                f"the {part} can make text {factor:.3g} times as long; at most {MAX_GROWTH} "
                 "times is allowed"
             )
 
@@ -86,8 +86,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
             return max(of(number + 1, character) for character in alphabet)
         return same
 
-    # The values are computed from the last step, so that the recursion is never deeper than one
-    # step.
+    # Starting with the last step limits the depth of the recursion to one step.
     worst = [
         max(of(number, character) for character in alphabet) for number in range(len(steps), -1, -1)
     ]
@@ -202,7 +201,7 @@ class HuggingFaceTokenizer(Tokenizer):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """int32 [vocab_size]: token sizes in bytes. The text of a `spelled` token is its name."""
+        """Return int32 [vocab_size]: token sizes in bytes. A `spelled` token's text is its name."""
         decoder = json.dumps(definition.get("decoder"))
         # A byte-level vocabulary represents each byte as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder

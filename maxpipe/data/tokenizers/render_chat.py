@@ -24,11 +24,11 @@ _TEXT_KEYS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 
 
 class _NotPrefixError(Exception):
-    """The text of the first messages is not a prefix of the full text."""
+    """The rendered first messages are not a prefix of the full conversation."""
 
 
 class _Limits:
-    """Limits of CPU time and memory, enforced by the operating system."""
+    """Limits on CPU time and memory, enforced by the operating system."""
 
     def __init__(self, cpu_seconds: int):
         self._cpu_seconds = cpu_seconds
@@ -208,7 +208,7 @@ class _Renderer:
     def _join_content_lists(
         self, messages: list[_TrackedMessage], *, prompt: bool
     ) -> list[_TrackedMessage]:
-        """Return the messages; join lists of texts if the template does not support lists."""
+        """Return the messages. If the template does not support lists, join lists of strings."""
         joined = [
             message
             if (parts := _texts_of(dict.get(message, "content"))) is None
@@ -231,7 +231,9 @@ class _Renderer:
         ):
             messages, as_parts = joined, as_text
         if as_parts is not None and _has_lists(as_parts, messages):
-            raise ValueError("the content of a message is a list, which the template does not read")
+            raise ValueError(
+                "the content of a message is a list, which the template does not support"
+            )
         return messages
 
     def _render_response(
@@ -264,7 +266,7 @@ class _Renderer:
             pieces.append(piece)
             spans.written += len(piece)
             if spans.written > _MAX_CHARACTERS:
-                raise ValueError(f"the template writes more than {_MAX_CHARACTERS} characters")
+                raise ValueError(f"the template renders more than {_MAX_CHARACTERS} characters")
         # The rendered text may contain unpaired surrogates, which encoders reject.
         return "".join(pieces).encode("utf-8", "replace").decode()
 
@@ -310,7 +312,7 @@ class _Renderer:
             # The position of a block inside a macro or `set` is unknown.
             if text[begin:end] != block.encode("utf-8", "replace").decode():
                 raise ValueError(
-                    "the text of a generation block is not at its position: move it out of the "
+                    "the position of a generation block is unknown: move the block out of the "
                     "enclosing macro, filter or set"
                 )
         return spans
@@ -345,7 +347,9 @@ class _Renderer:
                 f"the template fails on the first {count} messages: {_line(error)}"
             ) from error
         if not text.startswith(prefix):
-            raise _NotPrefixError(f"the text of the first {count} messages is not a prefix")
+            raise _NotPrefixError(
+                f"the first {count} messages do not render to a prefix of the full conversation"
+            )
         return len(prefix)
 
     def _message_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
@@ -404,7 +408,7 @@ class _Renderer:
 
 
 def _texts_of(content: Any) -> list[str] | None:
-    """Return the texts of parts such as `{"type": "text", ...}`; None if a part is not text."""
+    """Return the strings in parts such as `{"type": "text", ...}`; None if a part is not text."""
     if not isinstance(content, list):
         return None
     parts = [part if isinstance(part, dict) else {} for part in content]

@@ -30,9 +30,9 @@ _THREADS = 2
 class SentencePieceTokenizer(Tokenizer):
     """Tokenizer for a unigram or BPE model, with the settings in the model's folder.
 
-    Unless `spaces` is set, the rules for spaces in the model file apply. Most models insert a space
-    before a text and merge consecutive spaces. The byte length of the first token includes an
-    inserted space.
+    Unless `spaces` is set, the model file defines how spaces are handled. Most models insert a
+    space before the input and merge consecutive spaces. The byte length of the first token includes
+    an inserted space.
     """
 
     spaces: str = ""
@@ -103,8 +103,8 @@ class SentencePieceTokenizer(Tokenizer):
         return [np.asarray(ids, np.int32) for ids in self._ids_of(texts)]
 
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        # The library does not recognize control tokens in text, so the parts between control tokens
-        # are encoded separately.
+        # The library does not recognize control tokens in text, so the text between control tokens
+        # is encoded separately.
         ids, offsets, begin = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int64)], 0
         for number, part in enumerate(self._control_text.split(text)):
             if number % 2:
@@ -135,7 +135,8 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def _class_rules(path: str) -> tuple[str, bytes]:
-    """Return the tokenizer class's rule for spaces, and protobuf fields that disable other rules.
+    """Return the tokenizer class's rule for spaces, and protobuf fields that disable the file's
+    rules.
 
     If a protobuf file repeats a message, fields in the later message override the earlier fields.
     """

@@ -48,8 +48,8 @@ class TiktokenTokenizer(Tokenizer):
             self._encoding = _encoding(pattern, ranks, special)
             lost = self._encoding.decode(self._encoding.encode_ordinary(_PROBE_TEXT)) != _PROBE_TEXT
         if lost:  # the library drops text that the pattern does not match
-            rule = "must match every text: characters between its matches would be lost."
-            action = "Append |\\s+|\\S, or use the pattern of the model's training."
+            rule = "must cover the entire input: characters between matches would be lost."
+            action = "Append |\\s+|\\S, or use the pattern that the model was trained with."
             raise ConfigError.one("tokenizer.split_pattern", pattern, rule, action)
         self.vocab_size = max([*ranks.values(), *special.values()]) + 1
         if self.vocab_size > MAX_IDS:
@@ -125,7 +125,7 @@ def parse_ranks(raw: bytes) -> dict[bytes, int]:
             raise ValueError(f"line {number} is not valid base64: {error}") from error
         if not decoded or decoded in ranks:
             what = "is repeated" if decoded else "is empty"
-            raise ValueError(f"the token of line {number} {what}")
+            raise ValueError(f"the token on line {number} {what}")
         ranks[decoded] = int(rank)
     if absent := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{len(absent)} of the 256 bytes have no rank; the file may be truncated")
@@ -142,8 +142,8 @@ def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[s
         if len(ranks) != preset.ranks:
             rule = f"must have {preset.ranks} ranks with tokenizer.preset={config.preset}: found "
             rule += f"{len(ranks)}."
-            action = "Set the file of that vocabulary, or tokenizer.preset=none with "
-            action += "tokenizer.split_pattern and tokenizer.special_tokens of this file."
+            action = "Set tokenizer.path to that vocabulary, or tokenizer.preset=none with "
+            action += "the tokenizer.split_pattern and tokenizer.special_tokens of this file."
             raise ConfigError.one(PATH, config.path, rule, action)
         return preset.pattern, dict(preset.special)
     if not config.split_pattern:

@@ -56,7 +56,8 @@ _TYPES = {
     "Qwen3_5Tokenizer": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen4_exp",
 }
 REGISTERED = {kind: name for name, kinds in _TYPES.items() for kind in kinds.split()}
-"""Maps `model_type` to its registered class. Other types have the class named in the folder."""
+"""Maps `model_type` to its registered class. Other model types use the class that the folder names.
+"""
 
 _CORRECTED_TYPES = (
     "arctic camembertv2-base chatlm cohere_asr ernie4_5 ernie4_5_moe fuyu h2ovl_chat "
@@ -66,7 +67,7 @@ _CORRECTED_TYPES = (
     "qwen3_5_moe_text qwen4_exp siglip2 smolvlm step3_vl vipllava"
 )
 CORRECTED = frozenset(_CORRECTED_TYPES.split())
-"""Values of `model_type` whose registered class overrides the class of the folder."""
+"""Values of `model_type` whose registered class overrides the class that the folder names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,10 @@ class TokenizerParts:
     decoder: Any
     model: Mapping[str, Any]
     roles: Mapping[str, str] = field(default_factory=dict)
-    """Maps roles that the settings do not define to texts of control tokens."""
+    """Maps roles that the settings do not define to control-token strings."""
     before: str | None = None
-    """Role of the token added before a text. An empty string adds no token; None keeps the
-    post-processor of the file.
+    """Role of the token added before encoded text. An empty string adds no token; None keeps the
+    file's post-processor.
     """
 
 
@@ -119,7 +120,7 @@ def folder_class(folder: str, *, byte_level: bool = False) -> tuple[str, Mapping
 
 
 def may_keep_file(folder: str) -> bool:
-    """Return whether `tokenizer_class` set to `TokenizersBackend` would take effect."""
+    """Return whether setting `tokenizer_class` to `TokenizersBackend` would take effect."""
     settings = read_object(folder, "tokenizer_config.json") | {"tokenizer_class": FILE_AS_IT_IS}
     config = read_object(folder, "config.json")
     return not any(class_name(settings, config, byte_level=flag) for flag in (True, False))
@@ -128,8 +129,8 @@ def may_keep_file(folder: str) -> bool:
 def rebuild_definition(path: str, raw: bytes, definition: Mapping[str, Any]) -> bytes:
     """Return the content of a `tokenizer.json` after the changes made by its tokenizer class.
 
-    The result is `raw` itself if the class does not change ids, or if the model is not BPE. All of
-    these classes require BPE.
+    The result is `raw` itself if the class does not change token ids, or if the model is not BPE.
+    All of these classes require BPE.
     """
     folder = os.path.dirname(os.path.expanduser(path))
     name, settings = folder_class(folder, byte_level=b'"ByteLevel"' in raw)
@@ -168,7 +169,7 @@ def _model_changes(
         wanted["unk_token"] = roles.get("unk_token")
     vocabulary = model.get("vocab") or {}
     if wanted["byte_fallback"] and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
-        wanted.pop("unk_token", None)  # no text is unknown
+        wanted.pop("unk_token", None)  # all bytes have tokens
         wanted.pop("fuse_unk", None)
     return {k: value for k, value in wanted.items() if (model.get(k) or None) != (value or None)}
 
@@ -237,7 +238,7 @@ def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
 
 
 def _comparable(definition: Mapping[str, Any]) -> Any:
-    """Return the parts of a definition that affect ids, in a form that can be compared."""
+    """Return the parts of a definition that affect token ids, in a form that can be compared."""
     model = {key: value for key, value in definition["model"].items() if value}
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))
