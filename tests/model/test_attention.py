@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -304,7 +305,8 @@ def test_gradients_go_through_a_soft_cap(cap: float) -> None:
 )
 def test_a_mask_says_what_is_mixed(options: dict[str, Any]) -> None:
     mask = Mask(SEGMENTS, **options)
-    got = attend(QUERY, KEY, VALUE, mask)
+    run = jax.jit(lambda query, key, value: attend(query, key, value, mask))
+    got = run(QUERY, KEY, VALUE)
     query, key, value = (np.asarray(each, np.float64) for each in (QUERY, KEY, VALUE))
     wanted = np.zeros_like(query)
     for b, t, n in np.ndindex(*query.shape[:3]):
@@ -365,7 +367,7 @@ def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
     def extended(x: Any, segments: Any, positions: Any, cache: KVCache) -> Any:
         return module(x, context(segments, positions, 1, VALUES, cache))
 
-    for start, stop in ((0, 4), (4, 5), (5, 6), (6, 9)):
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
         piece = slice(start, stop)
         found = extended(x[:, piece], segments[:, piece], positions[:, piece], cache)
         assert found.cache is not None
@@ -382,10 +384,15 @@ def test_some_queries_of_a_row_equal_those_rows_of_all():
     query, keys, values = (jax.random.normal(each, (2, tokens, 2, 4)) for each in key)
     segments = jnp.asarray(np.sort(np.random.default_rng(0).integers(1, 4, (2, tokens))))
     places = jnp.asarray([2, 3, 8, 9])
-    for window in (0, 3):
+
+    @partial(jax.jit, static_argnums=3)
+    def both(query: Any, keys: Any, values: Any, window: int) -> Any:
         whole = attend(query, keys, values, Mask(segments, window=window))
         mine = Mask(
             segments[:, places], key_segments=segments, places=places, run=run, window=window
         )
-        part = attend(query[:, places], keys, values, mine)
+        return whole, attend(query[:, places], keys, values, mine)
+
+    for window in (0, 3):
+        whole, part = both(query, keys, values, window)
         np.testing.assert_allclose(part, whole[:, places], rtol=1e-6, atol=1e-6)

@@ -253,11 +253,12 @@ def test_loops_turn_as_often_as_the_mask_asks_for(window: int) -> None:
     query = jnp.ones((1, tokens, 1, 4))
     value = jnp.ones((1, tokens, 1, 4)).at[:, block:].set(jnp.nan)
     mask = Mask(jnp.zeros((1, tokens), jnp.int32), window=jnp.int32(window))
-    found = blockwise.attend(query, query, value, mask, block)
+    run = jax.jit(lambda value: blockwise.attend(query, query, value, mask, block))
+    found = run(value)
     np.testing.assert_array_equal(found[:, :block], 1.0)
     assert jnp.isnan(found[:, block : 2 * block]).all()
     late = value.at[:, block:].set(1.0).at[:, :block].set(jnp.nan)
-    found = blockwise.attend(query, query, late, mask, block)
+    found = run(late)
     sees_all = not window
     assert bool(jnp.isfinite(found[:, -1]).all()) != sees_all
 
@@ -268,7 +269,8 @@ def test_blocks_of_other_documents_are_not_read() -> None:
     query = jnp.ones((2, tokens, 1, 4))
     segments = jnp.stack([jnp.arange(tokens) // 32, (jnp.arange(tokens) + 8) // 32])
     value = query.at[:, :block].set(jnp.nan)
-    found = blockwise.attend(query, query, value, Mask(segments), block)
+    run = jax.jit(lambda value: blockwise.attend(query, query, value, Mask(segments), block))
+    found = run(value)
     assert jnp.isnan(found[:, : 2 * block]).all()  # rows share a block's loop
     np.testing.assert_array_equal(found[:, 2 * block :], 1.0)
 
@@ -290,8 +292,15 @@ def test_the_forward_is_not_run_again_where_its_result_is_kept() -> None:
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         attend = partial(blockwise.attend, mask=mask, block=block)
         run = jax.checkpoint(lambda q: attend(q, q, q), policy=policy)
-        _, pullback = jax.vjp(run, query)
-        return str(jax.make_jaxpr(pullback)(query)).count(what)
+        programs: list[str] = []
+
+        def trace(query: Any) -> Any:
+            out, pullback = jax.vjp(run, query)
+            programs.append(str(jax.make_jaxpr(pullback)(out)))
+            return out
+
+        jax.eval_shape(trace, query)
+        return programs[0].count(what)
 
     loops, products = partial(count, " scan[", 4), partial(count, " dot_general[", 0)
     assert loops() == 2

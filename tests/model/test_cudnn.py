@@ -21,8 +21,9 @@ from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel import scopes
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
-from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
+from tests.cases import TOLERANCE, Case, keeping
 from tests.cudnn import backward, forward, put_in_place
+from tests.pipeline.test_engine import check_gradients
 
 CALLS = cudnn.forward, cudnn.backward
 """Before others are put in their place."""
@@ -47,25 +48,12 @@ ENGINE = [
 
 @pytest.mark.parametrize("case", keeping(ENGINE, 0), ids=str)
 def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
-    def run(case: Case) -> Any:
-        steps = steps_of(case, case.rows)
-        parts = steps.param_layout
-        params = jax.jit(parts.decoder.init)(jax.random.key(0))
-        run = steps.engine.value_and_grad(steps.train_schedule)
-
-        def whole(params: Any, batch: Any) -> Any:
-            loss, gradients, *_ = run(parts.stack(params), batch, None)
-            return loss, parts.unstack(gradients)
-
-        with jax.set_mesh(parts.mesh):
-            batch = jax.device_put(batch_of(case.rows), steps.batch_sharding)
-            return jax.tree.map(np.asarray, jax.jit(whole)(params, batch))
-
-    close(run(dataclasses.replace(case, attention="cudnn")), run(case))
+    check_gradients(dataclasses.replace(case, attention="cudnn"), attention="xla")
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1), (6, 3), (3, 3)])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "groups", "causal"), [(4, 2, True), (4, 1, False), (6, 3, False), (3, 3, True)]
+)
 def test_rows_and_heads_are_divided_where_the_program_is_automatic(
     heads: int, groups: int, causal: bool
 ) -> None:
@@ -100,12 +88,10 @@ KERNELS = dict(zip(ROWS, (1, 2, 2, None, None, None), strict=True))
 """By what is in the rows: documents of the kernel, None for numbers of all pairs."""
 
 
-@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_data_choose_the_kernel(
-    rows: str, window: int, causal: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_choose_the_kernel(window: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one program, whatever the documents of its rows."""
     ran: list[Kernel | None] = []
 
     def spied(kernel: Kernel, *arrays: Any) -> Any:
@@ -119,23 +105,29 @@ def test_data_choose_the_kernel(
         jax.random.normal(each, (2, 8, count, 4))
         for each, count in zip(draw, (4, 2, 2, 4), strict=True)
     )
-    mask = Mask(jnp.asarray(ROWS[rows]), window=window, causal=causal)
 
-    def run(attend: Any) -> Any:
+    def program(attend: Any) -> Any:
         # The outputs are compared: their weighted sum cancels, and rounding depends on the CPU.
-        def loss(*arrays: Any) -> Any:
-            outputs = attend(*arrays, mask)
+        def loss(query: Any, key: Any, value: Any, segments: Any) -> Any:
+            outputs = attend(query, key, value, Mask(segments, window=window, causal=causal))
             return (outputs * weight).sum(), outputs
 
-        both = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
-        (_, outputs), gradients = jax.jit(both)(query, key, value)
-        return outputs, gradients
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
-    close(run(cudnn.attend), run(xla.attend))
-    jax.effects_barrier()
-    by_numbers = KERNELS[rows] is None or (window and not causal)
-    scale = query.shape[-1] ** -0.5
-    assert ran == [None if by_numbers else Kernel(causal, scale, window, KERNELS[rows] or 1)]
+    ours, plain = program(cudnn.attend), program(xla.attend)
+    for rows, segments in ROWS.items():
+        ran.clear()
+        # Without the sum.
+        found, wanted = (
+            (each[0][1], each[1])
+            for each in (run(query, key, value, jnp.asarray(segments)) for run in (ours, plain))
+        )
+        close(found, wanted)
+        jax.effects_barrier()
+        by_numbers = KERNELS[rows] is None or (window and not causal)
+        scale = query.shape[-1] ** -0.5
+        kernel = None if by_numbers else Kernel(causal, scale, window, KERNELS[rows] or 1)
+        assert ran == [kernel], rows
 
 
 def test_data_choose_the_window() -> None:

@@ -162,18 +162,20 @@ def test_biases_are_added_and_do_not_decay() -> None:
     for_heads = np.repeat(np.asarray(bias[0], np.float64), 3, axis=0)
     wanted = np.einsum("nh,nhd->d", for_heads, np.asarray(attention["out"][0], np.float64))
     x = jax.random.normal(jax.random.key(6), (2, 7, 24))
-    got = run_attention(decoder, shifted, x) - run_attention(decoder, attention, x)
+    got = np.subtract(*run_attention(decoder, params, (shifted, attention), x))
     assert_close(got, np.broadcast_to(wanted, got.shape))
 
 
-def run_attention(decoder: Decoder, stacked: Any, x: jax.Array) -> np.ndarray:
-    """Layer 0's change of x by attention alone: the MLP is turned off, the norm leaves x."""
-    params = jax.jit(decoder.init)(jax.random.key(4))["layers"]["layer"]
-    one = jax.tree.map(lambda leaf: leaf[0], params | {"attention": stacked})
-    one["mlp"] = jax.tree.map(jnp.zeros_like, one["mlp"])
+def run_attention(decoder: Decoder, params: Any, stacked: Any, x: jax.Array) -> list[np.ndarray]:
+    """Layer 0's change of x by each attention alone: the MLP is turned off, the norm leaves x."""
     inputs = {name: leaf for name, leaf in batch().items() if name != "tokens"}
-    layer = jax.jit(decoder.layer("layer"))
-    return np.asarray(layer(one, x, inputs, jnp.int32(0), None)[0] - x, np.float64)
+    layer, changes = jax.jit(decoder.layer("layer")), []
+    for attention in stacked:
+        one = params["layers"]["layer"] | {"attention": attention}
+        one = jax.tree.map(lambda leaf: np.asarray(leaf)[0], one)
+        one["mlp"] = jax.tree.map(np.zeros_like, one["mlp"])
+        changes.append(np.asarray(layer(one, x, inputs, jnp.int32(0), None)[0] - x, np.float64))
+    return changes
 
 
 def batch() -> dict[str, jax.Array]:

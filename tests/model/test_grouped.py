@@ -44,17 +44,18 @@ def layer(
 
 def token_by_token(params: dict[str, Any], x: Any) -> Any:
     """The same by a loop over tokens and their choices."""
-    out = []
-    for token in x.reshape(-1, WIDTH):
+
+    def of_token(token: Any) -> Any:
         scores = jax.nn.softmax(token @ params["router"])
-        best = np.argsort(-np.asarray(jax.lax.stop_gradient(scores)), kind="stable")[:CHOICES]
+        best = jnp.argsort(-jax.lax.stop_gradient(scores), stable=True)[:CHOICES]
         change = 0.0
         for expert in best:
             hidden = jax.nn.silu(token @ params["gate"][:, expert])
             hidden *= token @ params["up"][:, expert]
             change += scores[expert] / scores[best].sum() * (hidden @ params["down"][expert])
-        out.append(change)
-    return jnp.stack(out).reshape(x.shape)
+        return change
+
+    return jax.lax.map(of_token, x.reshape(-1, WIDTH)).reshape(x.shape)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def given() -> tuple[dict[str, Any], jax.Array]:
 
 def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: Any) -> None:
     params, x = given
-    wanted, pull = jax.vjp(token_by_token, params, x[:2, :4])
+    wanted, pull = jax.vjp(jax.jit(token_by_token), params, x[:2, :4])
     cotangent = jax.random.normal(jax.random.key(1), wanted.shape)
     rules = AxisRules.from_config(MeshConfig())
     for dispatch in ("grouped", "dense"):
@@ -119,12 +120,12 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
         )
     }
     with jax.set_mesh(mesh):
-        run = jax.jit(partial(layer, "grouped", rules=rules))
         batch = jax.device_put(x, jax.NamedSharding(mesh, BATCH_SPEC))
+        run = jax.jit(partial(layer, "grouped", rules=rules)).lower(placed, batch).compile()
         found = run(placed, batch)
-        text = run.lower(placed, batch).compile().as_text() or ""
-    assert re.search(r"= u32\[27\].* sort\(", text)
-    assert_close(found, layer("dense", params, x, AxisRules.from_config(MeshConfig())))
+    assert re.search(r"= u32\[27\].* sort\(", run.as_text() or "")
+    run = jax.jit(partial(layer, "dense", rules=AxisRules.from_config(MeshConfig())))
+    assert_close(found, run(params, x))
 
 
 @pytest.mark.parametrize("largest", [5, 2**31 - 1])
@@ -144,7 +145,7 @@ def test_decoding_takes_what_computes_less(given: Any, tokens: int) -> None:
     run = partial(layer, rules=AxisRules.from_config(MeshConfig()), cache=())
     program = str(jax.make_jaxpr(partial(run, "dense"))(params, x))
     assert ("scan[" in program) == (tokens == 40)
-    assert_close(run("grouped", params, x), run("dense", params, x))
+    assert_close(*(jax.jit(partial(run, dispatch))(params, x) for dispatch in ("grouped", "dense")))
 
 
 SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]
@@ -164,22 +165,25 @@ def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
         given, dims = (cotangents, (256, 128)) if transposed else (rows, (128, 256))
         each = jnp.moveaxis(weights, dim, 0)
         each = each.swapaxes(1, 2) if transposed else each
-        wanted = np.concatenate([given[g] @ w for g, w in zip(groups, each, strict=True)])
-        outer = np.stack([rows[g].T @ cotangents[g] for g in groups], dim)
+        pairs = zip(groups, np.asarray(each), strict=True)
+        wanted = np.concatenate([np.asarray(given)[g] @ w for g, w in pairs])
+        outer = np.stack([np.asarray(rows)[g].T @ np.asarray(cotangents)[g] for g in groups], dim)
         options: Any = {"dim": dim, "transposed": transposed}
-        assert_close(grouped_matmul.grouped_matmul_loop(given, weights, counts, **options), wanted)
+        run = jax.jit(partial(grouped_matmul.grouped_matmul_loop, **options))
+        assert_close(run(given, weights, counts), wanted)
         options |= {
             "tiles": grouped_matmul.grouped_matmul_tiles(128, 4, *dims, np.float32),
             "interpret": True,
         }
         assert options["tiles"] == (128, *dims)
-        assert_close(
-            grouped_matmul.grouped_matmul_kernel(given, weights, counts, **options), wanted
-        )
-        assert_close(grouped_matmul.outer_by_blocks(rows, cotangents, counts, dim=dim), outer)
+        run = jax.jit(partial(grouped_matmul.grouped_matmul_kernel, **options))
+        assert_close(run(given, weights, counts), wanted)
+        run = jax.jit(partial(grouped_matmul.outer_by_blocks, dim=dim))
+        assert_close(run(rows, cotangents, counts), outer)
         options = {"dim": dim, "interpret": True, "tiles": (128, 128, 256)}
         assert options["tiles"] == grouped_matmul.outer_tiles(128, 4, 128, 256, np.float32)
-        assert_close(grouped_matmul.outer_by_kernel(rows, cotangents, counts, **options), outer)
+        run = jax.jit(partial(grouped_matmul.outer_by_kernel, **options))
+        assert_close(run(rows, cotangents, counts), outer)
 
 
 @pytest.mark.parametrize(

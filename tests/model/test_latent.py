@@ -109,7 +109,7 @@ def test_decoding_from_latents_equals_the_whole_row(part: latent_attention.Laten
     def extended(x: Any, segments: Any, positions: Any, cache: Any) -> Any:
         return module(x, context(segments, positions, cache=cache))
 
-    for start, stop in ((0, 4), (4, 5), (5, 6), (6, 9)):
+    for start, stop in ((0, 4), (4, 5), (5, 9)):
         piece = slice(start, stop)
         found = extended(x[:, piece], segments[:, piece], positions[:, piece], cache)
         cache = found.cache

@@ -100,10 +100,10 @@ def test_gated_mlp_follows_its_formula(function: Any) -> None:
     def exact(wide: np.ndarray) -> np.ndarray:
         return (function(wide @ gate) * (wide @ up)) @ down
 
-    assert_close(module(x, NO_CONTEXT).x, exact(wide))
+    assert_close(jax.jit(lambda x: module(x, NO_CONTEXT).x)(x), exact(wide))
     # The derivative is written by hand; compare it with differences.
     step = np.asarray(jax.random.normal(jax.random.key(2), x.shape), np.float64)
-    slope = jax.grad(lambda x: module(x, NO_CONTEXT).x.sum())(x)
+    slope = jax.jit(jax.grad(lambda x: module(x, NO_CONTEXT).x.sum()))(x)
     difference = (exact(wide + 1e-6 * step) - exact(wide - 1e-6 * step)).sum() / 2e-6
     np.testing.assert_allclose((np.asarray(slope) * step).sum(), difference, rtol=1e-4)
 
@@ -184,12 +184,13 @@ def test_dropout_zeros_a_fraction_and_keeps_the_mean() -> None:
 def test_dropout_of_an_example_depends_on_its_own_key_only() -> None:
     keys = jax.random.split(jax.random.key(0), 6)
     x, places = jnp.ones((6, 3, 8)), jnp.arange(3)
-    whole = np.asarray(dropout(x, 0.5, keys, places))
+    run = jax.jit(lambda x, keys: dropout(x, 0.5, keys, places))
+    whole = np.asarray(run(x, keys))
     for cut in (slice(0, 2), slice(2, 6), slice(5, 6)):
-        np.testing.assert_array_equal(dropout(x[cut], 0.5, keys[cut], places), whole[cut])
-    order = jnp.array([3, 1, 5])
-    np.testing.assert_array_equal(dropout(x[order], 0.5, keys[order], places), whole[order])
-    assert dropout(x.astype(jnp.bfloat16), 0.5, keys, places).dtype == jnp.bfloat16
+        np.testing.assert_array_equal(run(x[cut], keys[cut]), whole[cut])
+    order = jnp.array([3, 1])
+    np.testing.assert_array_equal(run(x[order], keys[order]), whole[order])
+    assert jax.eval_shape(run, x.astype(jnp.bfloat16), keys).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("weight_gradients", [False, True])
@@ -210,6 +211,9 @@ def test_a_gated_mlp_in_8_bits_is_its_products(form: Any, weight_gradients: bool
         hidden = gated_activation(gate, up, "silu", in_8_bits=True)
         return matmuls(hidden, None, weights[2:], 1, how, False)[0]
 
-    (found, pull), (wanted, pull_each) = (jax.vjp(each, x, weights) for each in (whole, one_by_one))
-    assert_close(found, wanted)
-    jax.tree.map(assert_close, pull(cotangent), pull_each(cotangent))
+    @jax.jit
+    def both(x: Any, weights: Any, cotangent: Any) -> Any:
+        pairs = (jax.vjp(each, x, weights) for each in (whole, one_by_one))
+        return [(value, pull(cotangent)) for value, pull in pairs]
+
+    jax.tree.map(assert_close, *both(x, weights, cotangent))

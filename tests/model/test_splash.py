@@ -20,7 +20,8 @@ from maxpipe.nn.attention.interface import Mask
 from maxpipe.parallel import scopes
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import MANUAL_AXES, build_mesh
-from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping, steps_of
+from tests.cases import TOLERANCE, Case, buffer_bytes, keeping, steps_of
+from tests.pipeline.test_engine import check_gradients
 
 KERNEL_TOLERANCE = 5e-6  # float32; of the largest entry
 B, N = 2, 4
@@ -39,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped": {},
     "cap": {"groups": 4, "soft_cap": 2.0, "scale": 0.3, "window": 150},
     "sinks": {"groups": 1, "sinks": True, "window": 5},
-    "sizes": {"size": 48, "value_size": 32},
+    "sizes": {"size": 48, "value_size": 32, "sinks": True},
     "both ways": {"causal": False, "window": 30},
     "documents alone": {"causal": False},
     "zig-zag": {"tokens": 256, "keys": 1024, "places": ZIG_ZAG, "run": 128},
@@ -49,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 7))
+@pytest.mark.parametrize("name", keeping(CASES, 1, 3, 4, 7))
 def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In value and in the gradient of queries, keys, values and sinks, over several blocks."""
     given = dict(CASES[name])
@@ -79,13 +80,10 @@ def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatc
             mixed = attend(query, key, value, mask)
             return (mixed * weight).sum(), mixed
 
-        def both(size: Any) -> Any:
-            differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
-            return differentiated(query, key, value, sinks, size)
-
-        if "windows" in given:
-            return jax.jit(both)(jnp.asarray(window))
-        return jax.jit(lambda: both(window))()
+        differentiated = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+        static = () if "windows" in given else (4,)
+        # Arrays are arguments: XLA would fold products of constants.
+        return jax.jit(differentiated, static_argnums=static)(query, key, value, sinks, window)
 
     wanted = run(xla.attend)
     got = run(lambda *arguments: splash.attend(*arguments, interpret=True))
@@ -231,24 +229,9 @@ ENGINE = [
 @pytest.mark.parametrize("case", keeping(ENGINE, 1), ids=str)
 @pytest.mark.usefixtures("stand_ins", "devices")
 def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
-    def run(case: Case) -> Any:
-        steps = steps_of(case, case.rows)
-        parts, engine = steps.param_layout, steps.engine
-        params = jax.jit(parts.decoder.init)(jax.random.key(0))
-        run = engine.value_and_grad(steps.train_schedule)
-
-        def whole(params: Any, batch: Any) -> Any:
-            loss, gradients, *_ = run(parts.stack(params), batch, None)
-            return loss, parts.unstack(gradients)
-
-        with jax.set_mesh(parts.mesh):
-            batch = jax.device_put(batch_of(case.rows), steps.batch_sharding)
-            return jax.tree.map(np.asarray, jax.jit(whole)(params, batch)), buffer_bytes(steps)
-
-    wanted, held = run(case)
-    got, held_too = run(dataclasses.replace(case, attention="splash"))
-    for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(left, right, atol=TOLERANCE * np.abs(right).max())
+    with_splash = dataclasses.replace(case, attention="splash")
+    check_gradients(with_splash, attention="xla")
+    held, held_too = (buffer_bytes(steps_of(each, each.rows)) for each in (case, with_splash))
     assert held_too.get("deferred") == held.get("deferred")
     if case.remat == "names":
         # What is mixed is kept once, and for each head and query a sum.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,10 +22,16 @@ RULES = AxisRules.from_config(MeshConfig())
 
 def with_values(module: Any, **values: Any) -> dict[str, np.ndarray]:
     """Gives the module's parameters what they start from, or `values`; returns them in float64."""
-    found = init_params(module.part.params, jax.random.key(0), jnp.dtype("float32")) | values
+    found = _initial_values(module.part) | values
     for name, value in found.items():
         setattr(module, name, nnx.Param(jnp.asarray(value, jnp.float32)))
     return {name: np.asarray(value, np.float64) for name, value in found.items()}
+
+
+@functools.cache
+def _initial_values(part: Any) -> dict[str, jax.Array]:
+    draw = jax.jit(lambda key: init_params(part.params, key, jnp.dtype("float32")))
+    return draw(jax.random.key(0))
 
 
 def context(

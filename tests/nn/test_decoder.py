@@ -155,18 +155,22 @@ def test_embedding_and_head_can_be_one_table(params: dict[str, Any]) -> None:
     batch = make_batch()
     shared = {name: leaf for name, leaf in params.items() if name != "head"}
     apart = shared | {"head": params["embedding"].T}
-    wanted = jax.jit(untied.apply)(apart, batch)
-    assert_close(jax.jit(tied.apply)(shared, batch), wanted)
+
+    def run(decoder: Decoder, params: Any) -> Any:
+        return decoder.apply(params, batch), jax.grad(decoder.loss)(params, batch)
+
+    (logits, gradient), (wanted, both) = (
+        jax.jit(run, static_argnums=0)(*each) for each in ((tied, shared), (untied, apart))
+    )
+    assert_close(logits, wanted)
     # Both uses reach the gradient of the one table.
-    gradient = jax.jit(jax.grad(tied.loss))(shared, batch)["embedding"]
-    both = jax.jit(jax.grad(untied.loss))(apart, batch)
-    assert_close(gradient, both["embedding"] + both["head"].T)
+    assert_close(gradient["embedding"], both["embedding"] + both["head"].T)
 
 
 def test_logits_are_float32_whatever_the_compute_type(params: dict[str, Any]) -> None:
     batch = make_batch()
-    exact = decoder_with().apply(params, batch)
-    rough = decoder_with(compute_dtype="bfloat16").apply(params, batch)
+    exact = jax.jit(decoder_with().apply)(params, batch)
+    rough = jax.jit(decoder_with(compute_dtype="bfloat16").apply)(params, batch)
     assert exact.dtype == rough.dtype == jnp.float32
     assert exact.shape == (2, 8, SMALL.vocab_size)
     # bfloat16 keeps 8 bits; three layers may add up a few roundings.
@@ -193,7 +197,7 @@ def test_packed_documents_cannot_see_each_other(params: dict[str, Any]) -> None:
 
 
 def test_a_packed_document_equals_the_document_alone(params: dict[str, Any]) -> None:
-    apply = decoder_with().apply
+    apply = jax.jit(decoder_with().apply)
     batch = make_batch()
     packed = apply(params, batch)
     names = ("tokens", "segment_ids", "positions", "example_ids")
@@ -205,15 +209,17 @@ def test_a_packed_document_equals_the_document_alone(params: dict[str, Any]) -> 
 def test_the_loss_is_the_mean_over_masked_targets(params: dict[str, Any]) -> None:
     decoder, batch = decoder_with(), make_batch()
     batch["loss_mask"] = np.random.default_rng(3).integers(0, 2, (2, 8))
-    logits = np.asarray(decoder.apply(params, batch), np.float64)
+    both = jax.jit(lambda batch: (decoder.apply(params, batch), decoder.loss(params, batch)))
+    logits, loss = both(batch)
+    logits = np.asarray(logits, np.float64)
     total, count = 0.0, 0
     for b, t in np.argwhere(batch["loss_mask"]):
         row = logits[b, t]
         total += np.log(np.exp(row).sum()) - row[int(batch["targets"][b, t])]
         count += 1
     assert 0 < count < 16
-    assert_close(decoder.loss(params, batch), total / count)
-    assert decoder.loss(params, batch | {"loss_mask": np.zeros((2, 8))}) == 0
+    assert_close(loss, total / count)
+    assert both(batch | {"loss_mask": np.zeros_like(batch["loss_mask"])})[1] == 0
 
 
 # Dropout in the model.
@@ -268,9 +274,10 @@ def test_without_a_key_or_a_rate_nothing_is_dropped(params: dict[str, Any]) -> N
     plain = layer_output(params, 0, None, EVERY)
     np.testing.assert_array_equal(layer_output(params, 0, jax.random.key(1), EVERY, 0.0), plain)
     decoder, batch = decoder_with(dropout=0.5), make_batch()
-    assert_close(decoder.apply(params, batch), decoder_with().apply(params, batch))
-    dropped = decoder.apply(params, batch, jax.random.key(0))
-    assert float(jnp.abs(dropped - decoder.apply(params, batch)).max()) > 1e-2
+    apply = jax.jit(decoder.apply)
+    assert_close(apply(params, batch), jax.jit(decoder_with().apply)(params, batch))
+    dropped = apply(params, batch, jax.random.key(0))
+    assert float(jnp.abs(dropped - apply(params, batch)).max()) > 1e-2
 
 
 # Layers of unlike kinds.
@@ -311,17 +318,21 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     x = 3.0 * params["embedding"][batch["tokens"]]
     places, losses, sums = dict.fromkeys(kinds, 0), 0.0, []
+    runs = {kind: jax.jit(decoder.layer(kind)) for kind in kinds}
     for number, kind in enumerate(layers):
         place, places[kind] = places[kind], places[kind] + 1
         one = jax.tree.map(lambda leaf, at=place: leaf[at], params["layers"][kind])
-        run = jax.jit(decoder.layer(kind))
-        x, lost, counted = run(one, x, batch, jnp.asarray(number), None)
+        x, lost, counted = runs[kind](one, x, batch, jnp.asarray(number), None)
         assert set(lost) == ({"size"} if kind == "counting" else set())
         losses += lost.get("size", 0.0)
         sums += [counted["sum"]] if counted else []
     normed = decoder.norm(params["final_norm"], x)
     logits = 0.7 * np.tanh(np.asarray(normed @ params["head"]) / 0.7)
-    found = jax.jit(decoder.run)(params, batch)
+    total = lambda x: decoder.run(x, batch).statistics["counting"]["sum"].sum()  # noqa: E731
+    every = lambda *given: [f(*given) for f in (decoder.run, decoder.loss, decoder.objective)]  # noqa: E731
+    (found, loss, objective), gradient = jax.jit(
+        lambda params: (every(params, batch), jax.grad(total)(params))
+    )(params)
     assert_close(found.logits, logits)
     assert_close(found.losses["size"], losses)
     assert_close(found.statistics["counting"]["sum"], np.stack(sums))
@@ -329,11 +340,8 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     log_shares = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = -np.take_along_axis(log_shares, targets[..., None], -1)[..., 0]
     cross_entropy = (nats * mask).sum() / mask.sum()
-    loss, objective = (jax.jit(f)(params, batch) for f in (decoder.loss, decoder.objective))
     assert_close(loss, cross_entropy)
     assert_close(objective, cross_entropy + 0.25 * losses / mask.sum())
-    total = lambda x: decoder.run(x, batch).statistics["counting"]["sum"].sum()  # noqa: E731
-    gradient = jax.jit(jax.grad(total))(params)
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
@@ -377,10 +385,9 @@ def test_heads_ahead_follow_their_formula() -> None:
 
 
 def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() -> None:
-    plain, one, three = (
-        numpy_leaves(jax.jit(decoder_with(mtp_heads=heads, mtp_kind="layer").init)(KEY))
-        for heads in (0, 1, 3)
-    )
+    decoders = [decoder_with(mtp_heads=heads, mtp_kind="layer") for heads in (0, 1, 3)]
+    drawn = jax.jit(lambda key: [decoder.init(key) for decoder in decoders])(KEY)
+    plain, one, three = map(numpy_leaves, drawn)
     assert all(np.array_equal(three[name], leaf) for name, leaf in plain.items())
     assert all(np.array_equal(three[name][:1], one[name]) for name in one.keys() - plain.keys())
     drawn = [
@@ -404,10 +411,10 @@ def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
     ahead["norm"]["scale"] *= np.linspace(0.5, 1.5, 16)
     params["ahead"]["norm"] = jax.tree.map(jnp.asarray, ahead["norm"])
     table = np.asarray(params["embedding"], np.float64)
-    layer = jax.jit(decoder.layer("layer"))
+    layer, before_heads = jax.jit(decoder.layer("layer")), jax.jit(decoder.hidden)
     for document in (slice(0, 3), slice(3, 8)):
         own = {n: leaf[:, document] if leaf.ndim > 1 else leaf for n, leaf in batch.items()}
-        hidden = decoder.norm(params["final_norm"], jax.jit(decoder.hidden)(params, own))
+        hidden = decoder.norm(params["final_norm"], before_heads(params, own))
         for head in range(2):
             mine = jax.tree.map(lambda leaf, at=head: leaf[at], ahead)
             count = own["tokens"].shape[1] - 1 - head
@@ -423,9 +430,9 @@ def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
             logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
             targets, mask = (np.asarray(own[n])[0, head + 1 :] for n in ("targets", "loss_mask"))
             losses[f"ahead_{head + 1}"] -= (logs[0, np.arange(count), targets] * mask).sum()
-    found = jax.jit(decoder.run)(params, batch)
+    every = lambda *given: [f(*given) for f in (decoder.run, decoder.loss, decoder.objective)]  # noqa: E731
+    found, loss, objective = jax.jit(every)(params, batch)
     assert found.losses.keys() == losses.keys()
     for name, wanted in losses.items():
         assert_close(found.losses[name], wanted)
-    loss, objective = (jax.jit(f)(params, batch) for f in (decoder.loss, decoder.objective))
     assert_close(objective, loss + 0.3 * sum(losses.values()) / batch["loss_mask"].sum())

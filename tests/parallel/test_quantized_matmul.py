@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,8 +21,8 @@ from maxpipe.parallel.quantized_matmul import (
 )
 from tests.cases import keeping
 
-product: Any = quantized_matmul.matmul
-rounded_einsum: Any = quantized_matmul.quantized_einsum
+product: Any = jax.jit(quantized_matmul.matmul, static_argnums=(2, 3, 4))
+rounded_einsum: Any = jax.jit(quantized_matmul.quantized_einsum, static_argnums=(0, 3))
 
 WAYS = [
     MatmulQuantizer(*way)
@@ -43,7 +44,7 @@ def step_of(dtype: Any, sizes: Any, most: Any) -> Any:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_numbers_times_scales_are_within_half_a_step(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (64, 96)) * jnp.logspace(-12, 12, 64)[:, None]
-    numbers, scale = quantize_array(x, (1,), dtype)
+    numbers, scale = jax.jit(lambda x: quantize_array(x, (1,), dtype))(x)
     assert numbers.dtype == dtype and scale.shape == (64, 1)
     error = np.abs(np.asarray(numbers, np.float32) * scale - x)
     most = np.abs(x).max(1, keepdims=True)
@@ -53,7 +54,7 @@ def test_numbers_times_scales_are_within_half_a_step(dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_blocks_have_powers_of_two_that_bfloat16_holds(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (256, 192)).at[3, 5].set(1000.0)
-    found = quantize_dequantize_blocks(x, (0, 1), dtype)
+    found = jax.jit(lambda x: quantize_dequantize_blocks(x, (0, 1), dtype))(x)
     np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
     blocks = np.abs(x).reshape(2, 128, 3, 64).max((1, 3))  # 64 divides 192, and 128 does not
     most = np.repeat(np.repeat(2 * blocks, 128, 0), 64, 1)  # up to the next power of two
@@ -66,12 +67,22 @@ def test_zeros_stay_and_what_is_not_finite_is_not_hidden(how: MatmulQuantizer) -
     weight = jnp.ones((8, 4))
     found = product(x, weight, 1, how, True)
     assert (found[0, 0] == 0).all() and not jnp.isfinite(found[0, 1:]).any()
-    grads = jax.grad(lambda *both: product(*both, 1, how, True).sum(), (0, 1))(x, weight)
+    grads = jax.jit(jax.grad(lambda *both: product(*both, 1, how, True).sum(), (0, 1)))(x, weight)
     assert not jnp.isfinite(grads[1]).all()
 
 
 # Of uniform rounding of both operands: a format's relative step by the root of 12, for each.
 ERRORS = {"int8": 0.02, "fp8": 0.06}
+
+
+def with_gradients(function: Any, cotangent: jax.Array, *inputs: Any) -> list[np.ndarray]:
+    """Value, and gradients of all inputs."""
+
+    def run(cotangent: jax.Array, *inputs: Any) -> Any:
+        value, pullback = jax.vjp(function, *inputs)
+        return value, *pullback(cotangent)
+
+    return jax.tree.map(np.asarray, jax.tree.leaves(jax.jit(run)(cotangent, *inputs)))
 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
@@ -83,10 +94,9 @@ def test_values_and_gradients_are_near_float32(how: MatmulQuantizer, dims: int) 
     x, weight, cotangent = (
         jax.random.normal(*pair) for pair in zip(keys, (*shapes, out), strict=True)
     )
-    wanted, pull = jax.vjp(lambda x, weight: jnp.tensordot(x, weight, dims), x, weight)
-    found, pull_low = jax.vjp(lambda *both: product(*both, dims, how, True), x, weight)
-    pairs = [(wanted, found), *zip(pull(cotangent), pull_low(cotangent), strict=True)]
-    errors = [float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a)) for a, b in pairs]
+    wanted = with_gradients(lambda a, b: jnp.tensordot(a, b, dims), cotangent, x, weight)
+    found = with_gradients(lambda *both: product(*both, dims, how, True), cotangent, x, weight)
+    errors = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(wanted, found, strict=True)]
     assert all(0 < error < ERRORS[how.format] for error in errors[:2]), errors
     if how.weight_gradients:
         assert 0 < errors[2] < ERRORS[how.format]
@@ -110,11 +120,10 @@ def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: 
     how = MatmulQuantizer(form, "channel", True)
     x = jax.random.normal(jax.random.key(0), (6, 8, 64)) * jnp.logspace(-3, 3, 6)[:, None, None]
     cotangent = jax.random.normal(jax.random.key(1), (6, 8, 32))
-    alone = sum(
-        how.weight_grad(*(each[n : n + 1] for each in (x, cotangent)), into=into) for n in range(6)
-    )
+    run = jax.jit(partial(how.weight_grad, into=into))
+    alone = sum(run(*(each[n : n + 1] for each in (x, cotangent))) for n in range(6))
     for most in (None, jnp.abs(x if into else cotangent).max(-1, keepdims=True)):
-        found = how.weight_grad(x, cotangent, into=into, most=most)
+        found = run(x, cotangent, most=most)
         np.testing.assert_allclose(found, alone, rtol=1e-5, atol=1e-5 * np.abs(alone).max())
 
 
@@ -126,10 +135,9 @@ def test_experts_are_matrices_of_their_own(form: str, how: MatmulQuantizer) -> N
     shapes = [[sizes[letter] for letter in letters] for letters in (first, *rest.split("->"))]
     keys = jax.random.split(jax.random.key(0), 3)
     x, weight, cotangent = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
-    wanted, pull = jax.vjp(lambda *both: jnp.einsum(form, *both), x, weight)
-    found, pull_low = jax.vjp(lambda *both: rounded_einsum(form, *both, how), x, weight)
-    pairs = [(wanted, found), *zip(pull(cotangent), pull_low(cotangent), strict=True)]
-    errors = [float(jnp.linalg.norm(b - a) / jnp.linalg.norm(a)) for a, b in pairs]
+    wanted = with_gradients(lambda *both: jnp.einsum(form, *both), cotangent, x, weight)
+    found = with_gradients(lambda *both: rounded_einsum(form, *both, how), cotangent, x, weight)
+    errors = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(wanted, found, strict=True)]
     assert all(0 < error < ERRORS[how.format] for error in errors[:2]), errors
     assert errors[2] < 1e-6
     # One expert's large weights leave the digits of others alone.
@@ -149,14 +157,14 @@ def test_weights_rounded_before_give_the_same(how: MatmulQuantizer, dims: int) -
     shapes = {1: ((2, 8, 32), (3, 32, 4, 8)), 2: ((2, 8, 4, 8), (3, 4, 8, 32))}[dims]
     keys = jax.random.split(jax.random.key(0), 2)
     x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
-    held = how.quantize_weight(stack, 1, dims)
+    held = jax.jit(lambda stack: how.quantize_weight(stack, 1, dims))(stack)
     kept = jax.tree.leaves(held)
     assert {leaf.dtype.itemsize for leaf in kept} == {1, 4}
     assert len(kept) == (2 if how.scales == "tensor" else 4)
-    for number, weight in enumerate(stack):
-        mine = jax.tree.map(lambda leaf, at=number: leaf[at], held)
 
-        def of_held(x: Any, gradient: Any, mine: Any = mine) -> Any:
+    @jax.jit
+    def run(x: Any, weight: Any, mine: Any) -> Any:
+        def of_held(x: Any, gradient: Any) -> Any:
             return product(x, replace(mine, gradient=gradient), dims, how, dims == 1)
 
         def of_weight(x: Any, weight: Any) -> Any:
@@ -164,9 +172,13 @@ def test_weights_rounded_before_give_the_same(how: MatmulQuantizer, dims: int) -
 
         wanted, pull = jax.vjp(of_weight, x, weight)
         found, pull_held = jax.vjp(of_held, x, jnp.zeros_like(weight))
-        np.testing.assert_array_equal(found, wanted)
-        for a, b in zip(pull(wanted), pull_held(wanted), strict=True):
-            np.testing.assert_array_equal(a, b)
         # One that is not trained.
-        (d_x,) = jax.vjp(lambda x, mine=mine: product(x, mine, dims, how, True), x)[1](wanted)
-        np.testing.assert_array_equal(d_x, pull(wanted)[0])
+        (d_x,) = jax.vjp(lambda x: product(x, mine, dims, how, True), x)[1](wanted)
+        return (wanted, *pull(wanted)), (found, *pull_held(wanted)), d_x
+
+    for number, weight in enumerate(stack):
+        mine = jax.tree.map(lambda leaf, at=number: leaf[at], held)
+        wanted, found, d_x = run(x, weight, mine)
+        for a, b in zip(wanted, found, strict=True):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(d_x, wanted[1])

@@ -70,7 +70,7 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
     rules = AxisRules.from_config(case.mesh)
     decoder = Decoder(case.model, rules)
     merged = Decoder(replace(case.model, adapter=None), rules)
-    params = with_changes(decoder.init(jax.random.key(0)))
+    params = jax.jit(lambda key: with_changes(decoder.init(key)))(jax.random.key(0))
     mine, batch = select_trainable(params, decoder.trainable()), batch_of(3, case=case)
     scale = adapter.alpha / adapter.rank
 

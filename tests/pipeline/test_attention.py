@@ -36,7 +36,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping(CASES, 0), ids=str)
+@pytest.mark.layouts
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_blocks_in_the_engine_equal_the_plain_loop(case: Case) -> None:
     """Windows that differ by layer, sinks, values of another size; a split backward."""
     check_gradients(replace(case, attention="blockwise"))
@@ -61,7 +62,7 @@ def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.Monkey
 
     for module in (program, prologue):
         monkeypatch.setattr(module, "empty_slots", rubbish)
-    case = Case(3, 1, 4, own=GPT_OSS, layers=5, schedule=schedule, remat="names", idle="compute")
+    case = Case(3, 1, 4, own=GEMMA, tied=True, schedule=schedule, remat="names", idle="compute")
     check_gradients(replace(case, attention="blockwise"))
 
 

@@ -30,7 +30,9 @@ CONTEXT = [
     Case(2, 2, 3, context=2, fsdp=2, gather="step", dropout=0.3),
     Case(2, 1, 3, context=3, remat="names", idle="compute"),
     Case(2, 1, 2, context=4, schedule="zb_h1", remat="none"),
-    Case(1, 2, 3, context=2, tensor=2, schedule="zb_v", fsdp=2, remat="names", tied=True),
+    Case(
+        1, 2, 3, context=2, tensor=2, schedule="zb_v", fsdp=2, remat="names", tied=True, dropout=0.3
+    ),
     Case(1, 1, 2, context=4, attends="ring", fsdp=2),
     Case(2, 1, 3, context=2, attends="ring", idle="compute", remat="names", schedule="zb_h1"),
     Case(2, 1, 2, context=2, attends="ring", idle="compute", own=GPT_OSS, tensor=2),
@@ -51,6 +53,7 @@ def test_sequences_over_several_devices(case: Case) -> None:
 
 
 FOUR = replace(QWEN3_MOE, num_experts=4)
+ALIKE = replace(ROOM, num_experts=4, num_dense_layers=0)
 EXPERT = [
     Case(1, 1, 1, expert=5, own=GROUPED, layers=3),
     Case(1, 1, 2, expert=5, own=MOE, layers=3),
@@ -60,7 +63,7 @@ EXPERT = [
     Case(2, 1, 3, expert=2, own=replace(MOE, num_experts=4), layers=4, context=2),
     Case(2, 1, 3, expert=2, own=replace(GPT_OSS, num_experts=4), layers=4, schedule="zb_h1"),
     Case(2, 1, 3, expert=2, own=FOUR, layers=4, data=2, idle="compute", remat="none"),
-    Case(2, 1, 3, expert=2, own=replace(ROOM, num_experts=4), layers=4, context=2, remat="none"),
+    Case(2, 1, 3, expert=2, own=ALIKE, layers=3, context=2, remat="none"),
     Case(2, 2, 3, expert=2, own=replace(GROUPED, num_experts=6), layers=5, gather="window"),
     Case(4, 2, 5, expert=2, own=replace(GROUPED, num_experts=6), layers=9, schedule="zb_v"),
 ]

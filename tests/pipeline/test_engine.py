@@ -16,6 +16,8 @@ import pytest
 from maxpipe.checkpoint.digests import map_named_leaves
 from maxpipe.models.adapters import LENGTH, UP
 from maxpipe.nn.decoder import Decoder, cross_entropy
+from maxpipe.parallel.axes import MeshConfig
+from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
 from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.orders import read_orders
@@ -78,18 +80,21 @@ def plain_gradients(
     return params, (mean(loss), mean(losses), statistics), mean(gradients)
 
 
-def check_gradients(case: Case, together: Any = None) -> None:
+def check_gradients(case: Case, together: Any = None, **model: Any) -> None:
     """The engine's loss and gradients equal automatic differentiation of the plain loop.
 
-    So do the losses and statistics of its layers. `together` as above.
+    So do the losses and statistics of its layers. `together` as above; `model` has changes of the
+    plain loop's model.
     """
     steps = steps_of(case, case.rows)
     parts = steps.param_layout
     drops = case.dropout or (case.adapter is not None and case.adapter.dropout)
     key = jax.random.key(7) if drops else None
     batch: Any = batch_of(case.rows, case=case)
-    config = replace(parts.decoder.config, frozen=[])
-    decoder = replace(parts.decoder, config=config)
+    # One device, so that cases that differ in their mesh share a reference.
+    decoder = Decoder(
+        replace(parts.decoder.config, frozen=[], **model), AxisRules.from_config(MeshConfig())
+    )
     plain, reported, wanted = plain_gradients(decoder, batch, key, together)
     wanted = select_trainable(wanted, parts.decoder.trainable())
     run = steps.engine.value_and_grad(steps.train_schedule)
@@ -118,7 +123,7 @@ def check_gradients(case: Case, together: Any = None) -> None:
 
 
 SHAPES = [
-    Case(1, 1, 1),
+    Case(1, 1, 1, layers=9),
     Case(1, 1, 4, fsdp=2, data=2, gather="step"),
     Case(1, 2, 3, schedule="circular", tensor=2),
     Case(1, 3, 2, dropout=0.3, fsdp=2),
@@ -136,7 +141,7 @@ SHAPES = [
     Case(4, 2, 8, fsdp=2, layers=17, remat="chunk", dropout=0.3),
     Case(4, 2, 8, fsdp=2, layers=11, gather="step", idle="compute"),
     Case(4, 3, 5, schedule="breadth_first", layers=12, data=2, tied=True),
-    Case(4, 1, 2, schedule="1f1b", fsdp=2),
+    Case(4, 1, 2, schedule="1f1b", fsdp=2, layers=9),
     Case(4, 2, 3, layers=8, fsdp=2),
     Case(8, 1, 8, schedule="1f1b", layers=8),
     Case(8, 2, 17, layers=16, gather="step"),
@@ -150,7 +155,7 @@ SHAPES = [
     Case(2, 2, 4, remat="none", fsdp=2, tensor=2, dropout=0.3),
     # Split backwards, on a loop and on a V.
     Case(2, 1, 5, schedule="zb_h1", fsdp=2, remat="none"),
-    Case(4, 1, 9, schedule="zb_h2", remat="names", dropout=0.3, tensor=2),
+    Case(4, 1, 9, schedule="zb_h2", remat="names", dropout=0.3, tensor=2, tied=True),
     Case(1, 2, 3, schedule="zb_v", fsdp=2, remat="names"),
     Case(2, 2, 5, schedule="zb_v", fsdp=2, idle="compute", tied=True),
     Case(4, 2, 8, schedule="v_half", layers=9, fsdp=2, gather="step", remat="none"),
@@ -164,7 +169,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping(SHAPES, 0, 6, 18, 24, 30, 33, 39), ids=str)
+@pytest.mark.parametrize("case", keeping(SHAPES, 0, 18, 30, 33, 39), ids=str)
 def test_gradients_equal_the_plain_loop(case: Case) -> None:
     check_gradients(case)
 
@@ -177,7 +182,7 @@ def test_a_handwritten_schedule_runs(delayed: bool) -> None:
     ring, orders = read_orders(GOLDEN / "handwritten.csv")
     count = 1 + max(action.microbatch for action in orders[0])
     case = Case(ring.num_stages, ring.num_repeats, count, schedule=HANDWRITTEN, delayed=delayed)
-    check_gradients(replace(case, layers=7, fsdp=2, remat="names"))
+    check_gradients(replace(case, layers=9, fsdp=2, remat="names"))
 
 
 @pytest.mark.slow
@@ -202,13 +207,14 @@ def test_collectives_meet_in_one_order(case: Case) -> None:
     assert len(seen) == 1
 
 
-@pytest.mark.parametrize("group", keeping([2, 3, 4, 5], 1))
+@pytest.mark.layouts
+@pytest.mark.parametrize("group", [2, 3, 4, 5])
 def test_every_group_size(group: int) -> None:
     check_gradients(Case(2, 2, 5, group=group, fsdp=2))
 
 
 VISITS = [
-    Case(2, 3, 4, fsdp=2, layers=7),
+    Case(2, 3, 5, group=3, fsdp=2, layers=9),
     Case(2, 4, 5, group=3, fsdp=2, tensor=2, layers=8, remat="names"),
     Case(3, 3, 7, fsdp=2, layers=11, dropout=0.3),
     Case(3, 4, 6, group=6, fsdp=2, layers=12),
@@ -230,7 +236,7 @@ OUTSIDE = [
     Case(1, 1, 1, outside=2),
     Case(1, 3, 3, outside=2, fsdp=2, data=2, gather="window"),
     Case(2, 2, 4, outside=1, fsdp=2, gather="step", dropout=0.3),
-    Case(2, 2, 5, outside=1, tied=True, tensor=2, fsdp=2),
+    Case(2, 2, 5, outside=1, tied=True, tensor=2, fsdp=2, dropout=0.3),
     Case(3, 1, 2, outside=2, schedule="1f1b", remat="none", data=2),
     Case(3, 2, 7, outside=3, layers=9, remat="names", dropout=0.3, fsdp=2),
     Case(3, 3, 6, outside=1, layers=11, gather="window", fsdp=2),
@@ -240,7 +246,7 @@ OUTSIDE = [
     Case(2, 2, 4, outside=1, cut=(2, 1, 1, 2), layers=7, fsdp=2),
     Case(8, 1, 9, outside=1, layers=9, dropout=0.3),
     # Forward and backward sweeps hold every round; delayed messages; split backwards, on a V.
-    Case(3, 2, 7, outside=2, schedule="circular", layers=8, delayed=True, fsdp=2),
+    Case(3, 2, 7, outside=2, schedule="circular", layers=9, delayed=True, fsdp=2),
     Case(4, 1, 9, outside=1, schedule="gpipe", data=2, gather="step"),
     Case(2, 1, 5, outside=2, schedule="zb_h1", fsdp=2, remat="names", idle="compute"),
     Case(4, 2, 8, outside=2, schedule="zb_v", layers=10, fsdp=2, remat="full", dropout=0.3),
@@ -304,7 +310,8 @@ def matrix() -> list[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", keeping(matrix()[::53], 6, 15), ids=str)
+@pytest.mark.layouts
+@pytest.mark.parametrize("case", matrix()[::53], ids=str)
 def test_sample_of_the_matrix(case: Case) -> None:
     check_gradients(case)
 

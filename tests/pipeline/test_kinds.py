@@ -287,7 +287,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping(CASES, 9, 15), ids=str)
+@pytest.mark.layouts
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_unlike_layers_equal_the_plain_loop(case: Case) -> None:
     check(case)
 
@@ -315,7 +316,7 @@ def test_memory_is_the_sum_of_what_each_kind_has() -> None:
 
 def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
     values = []
-    for count in (1, 2, 6):
+    for count in (1, 6):
         case = Case("wnwn", 2, 1, count)
         engine, schedule = engine_of(case)
         layers, _ = engine.layout.stack(parameters(case.kinds)["layers"])
@@ -325,7 +326,7 @@ def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
             batch = jax.device_put(batch_of(18), NamedSharding(engine.mesh, BATCH_SPEC))
             found = run(stacked, batch, None)
         values.append([float(found.losses[name]) for name in WEIGHTS])
-    np.testing.assert_allclose(values[1:], values[:1] * 2, rtol=TOLERANCE)
+    np.testing.assert_allclose(values[1], values[0], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,17 @@ def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
     keeping(
         [
             Case("wnnwnw", 3, 1, 4, idle="compute", data=2),
-            Case("nwpwnnwn", 2, 2, 5, outside=2, schedule="zb_v", remat="none", idle="compute"),
+            Case(
+                "nwpwnnwn",
+                2,
+                2,
+                5,
+                outside=2,
+                schedule="zb_v",
+                remat="names",
+                idle="compute",
+                tensor=2,
+            ),
         ],
         1,
     ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from maxpipe.models.resolve_auto import BLOCK_TOKENS, loss_block
 from maxpipe.pipeline.loss_head import map_token_blocks
@@ -21,7 +21,7 @@ CASES = [
     Case(1, 1, 2, loss_block=5, fsdp=2, data=2),
     Case(2, 2, 3, loss_block=4, own=GEMMA2, tied=True, layers=7, fsdp=2, tensor=2),
     Case(2, 1, 5, loss_block=3, schedule="zb_h1", remat="names", context=2, data=2),
-    Case(4, 2, 8, loss_block=7, schedule="zb_v", remat="none", tied=True, layers=9, fsdp=2),
+    Case(2, 2, 5, loss_block=7, schedule="zb_v", remat="none", tied=True, dropout=0.3, fsdp=2),
     Case(2, 2, 4, loss_block=6, ahead=2, outside=1, gather="step", tensor=2, fsdp=2),
     Case(2, 1, 3, loss_block=1, own=GRANITE, tied=True, gather="window", idle="compute"),
     Case(2, 1, 3, loss_block=8, split="sequence", tensor=4, schedule="1f1b", delayed=False),
@@ -34,36 +34,37 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping(CASES, 3, 6, 12), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 3, 12), ids=str)
 def test_a_loss_by_blocks_equals_the_plain_loop(case: Case) -> None:
     check_gradients(case)
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    rows=st.integers(1, 3),
-    length=st.integers(1, 9),
-    size=st.integers(0, 30),
-)
-def test_each_token_counts_once(rows: int, length: int, size: int) -> None:
+@pytest.mark.parametrize(("rows", "length"), [(1, 1), (2, 4), (3, 9)])
+def test_each_token_counts_once(rows: int, length: int) -> None:
     """Whatever the block: sums see each token that counts once, and arrays stay in order."""
+    tokens = rows * length
+    sizes = sorted({0, 1, 2, 3, 5, 7, tokens // 2, tokens - 1, tokens, tokens + 1})
     random = np.random.default_rng(rows * 100 + length)
     x = random.integers(1, 9, (rows, length, 2)).astype(np.float32)
     targets = random.integers(0, 50, (rows, length))
     mask = random.integers(0, 2, (rows, length)).astype(np.float32)
 
-    def run(x: jax.Array, mask: jax.Array, targets: jax.Array):
-        assert not 0 < size < rows * length or targets.size <= size
+    def run(size: int, x: jax.Array, mask: jax.Array, targets: jax.Array):
+        assert not 0 < size < tokens or targets.size <= size
         counted = x * mask[..., None]
         return (mask.sum(), (targets * mask).sum(), counted.sum((0, 1))), (counted, counted + 1)
 
-    sums, arrays = jax.jit(lambda *given: map_token_blocks(run, size, *given))(x, mask, targets)
+    @jax.jit
+    def every(*given: jax.Array) -> Any:
+        return [map_token_blocks(partial(run, size), size, *given) for size in sizes]
+
     counted = x * mask[..., None]
     wanted = mask.sum(), (targets * mask).sum(), counted.sum((0, 1))
-    for a, b in zip(sums, wanted, strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_array_equal(arrays[0], counted)
-    np.testing.assert_array_equal(arrays[1], counted + 1)
+    for sums, arrays in every(x, mask, targets):
+        for a, b in zip(sums, wanted, strict=True):
+            np.testing.assert_array_equal(a, b)
+        np.testing.assert_array_equal(arrays[0], counted)
+        np.testing.assert_array_equal(arrays[1], counted + 1)
 
 
 @pytest.mark.parametrize(("size", "mode"), keeping([(3, "auto"), (8, "explicit")], 1))
@@ -71,10 +72,11 @@ def test_evaluation_by_blocks(size: int, mode: str) -> None:
     case = Case(2, 1, 2, loss_block=size, data=2, shard_mode=mode)
     whole = replace(case, loss_block=0)
     batch, found = batch_of(case.rows), []
+    params = steps_of(case, case.rows).init().params
     for each in (case, whole):
         steps = steps_of(each, each.rows)
         placed = jax.device_put(batch, steps.batch_sharding)
-        found.append(steps.compile_eval()(steps.init().params, placed))
+        found.append(steps.compile_eval()(params, placed))
     np.testing.assert_allclose(found[0]["loss"], found[1]["loss"], rtol=TOLERANCE)
     assert found[0]["targets"] == found[1]["targets"]
 
@@ -82,10 +84,13 @@ def test_evaluation_by_blocks(size: int, mode: str) -> None:
 def test_small_runs_are_those_of_before() -> None:
     """By rule nothing is by blocks there: it is the same program."""
     case = Case(2, 1, 2)
-    texts = [
-        steps_of(replace(case, loss_block=size), case.rows).lower_train().as_text()
-        for size in (-1, 0, 16, 8)
-    ]
+    texts = []
+    for size in (-1, 0, 16, 8):
+        steps = steps_of(replace(case, loss_block=size), case.rows)
+        run = jax.jit(steps.engine.value_and_grad(steps.train_schedule))
+        with jax.set_mesh(steps.param_layout.mesh):
+            lowered = run.lower(steps.abstract_state.params, steps.abstract_batch(), None)
+        texts.append(lowered.as_text())
     assert texts[0] == texts[1] == texts[2] != texts[3]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,6 @@ from maxpipe.pipeline.remat import (
     LayerConstants,
     LayerVJP,
     RematPolicy,
-    SavedArray,
     differentiate_layer,
 )
 from tests.cases import MODEL
@@ -36,6 +36,7 @@ KEEPS = [
 ]
 
 
+@cache
 def arguments() -> tuple[Any, jax.Array, Any, jax.Array]:
     """Weights, input, constants and cotangent."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -70,60 +71,75 @@ def flops(function: Any, *inputs: Any) -> float:
     return cost["flops"]
 
 
-def shapes(kept: tuple[SavedArray, ...]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in kept]
-
-
 def name_of(keep: RematPolicy) -> str:
     return "-".join([keep.remat, *map(str, (len(keep.names), len(keep.offloaded)))])
 
 
-@pytest.mark.parametrize("keep", KEEPS, ids=name_of)
-def test_the_pieces_are_the_layer(keep: RematPolicy) -> None:
+class Run(NamedTuple):
+    """Results of the compiled pieces of a layer, and their numbers of operations."""
+
+    output: jax.Array
+    whole: Any
+    """Gradients of weights and input."""
+    halves: Any
+    """The same gradients by a split backward."""
+    flops: dict[str, float]
+
+
+@cache
+def run_pieces(keep: RematPolicy) -> Run:
+    """Each piece is compiled once for all tests."""
     weights, x, constants, cotangent = arguments()
-    pieces = pieces_of(keep)
+    pieces, costs = pieces_of(keep), {}
+
+    def run(name: str, *inputs: Any) -> Any:
+        compiled: Any = jax.jit(getattr(pieces, name)).lower(*inputs).compile()
+        costs[name] = compiled.cost_analysis()["flops"]
+        return compiled(*inputs)
+
+    output, saved, *_ = run("forward", weights, x, constants)
+    whole = run("backward", weights, saved, constants, cotangent)
+    half_x, later = run("input_grad", weights, saved, constants, cotangent)
+    return Run(output, whole, (run("weight_grad", later, constants), half_x), costs)
+
+
+@cache
+def whole_layer() -> Any:
+    """Output, and gradients of weights and input, by automatic differentiation."""
+    weights, x, constants, cotangent = arguments()
 
     @jax.jit
     def whole(weights: Any, x: jax.Array, cotangent: jax.Array) -> Any:
-        found, pullback = jax.vjp(lambda w, x: layer(w, x, constants)[0], weights, x)
-        return found, *pullback(cotangent)
+        output, pullback = jax.vjp(lambda w, x: layer(w, x, constants)[0], weights, x)
+        return output, pullback(cotangent)
 
-    wanted, wanted_weights, wanted_x = whole(weights, x, cotangent)
-    output, saved, *_ = jax.jit(pieces.forward)(weights, x, constants)
-    d_weights, d_x = jax.jit(pieces.backward)(weights, saved, constants, cotangent)
-    for a, b in zip(
-        jax.tree.leaves((wanted, wanted_weights, wanted_x)),
-        jax.tree.leaves((output, d_weights, d_x)),
-        strict=True,
-    ):
-        assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
-    # The halves do the same operations: not close, equal.
-    half_x, later = jax.jit(pieces.input_grad)(weights, saved, constants, cotangent)
-    half_weights = jax.jit(pieces.weight_grad)(later, constants)
-    for a, b in zip(
-        jax.tree.leaves((d_weights, d_x)), jax.tree.leaves((half_weights, half_x)), strict=True
-    ):
-        assert np.abs(a - b).max() <= 1e-6 * np.abs(a).max()
+    return whole(weights, x, cotangent)
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=name_of)
+def test_the_pieces_are_the_layer(keep: RematPolicy) -> None:
+    pieces = run_pieces(keep)
+    for a, b in zip(
+        jax.tree.leaves(whole_layer()), jax.tree.leaves((pieces.output, pieces.whole)), strict=True
+    ):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
+    # The halves do the same operations: not close, equal.
+    for a, b in zip(jax.tree.leaves(pieces.whole), jax.tree.leaves(pieces.halves), strict=True):
+        assert np.abs(a - b).max() <= 1e-6 * np.abs(a).max()
+
+
+@pytest.mark.parametrize("keep", [keep for keep in KEEPS if not keep.offloaded], ids=name_of)
 def test_a_split_backward_costs_no_more_than_a_whole_one(keep: RematPolicy) -> None:
     """By the compiler's count of operations; what is offloaded is not traced on the host."""
-    pieces = pieces_of(replace(keep, offloaded=()))
-    weights, x, constants, _ = arguments()
-    saved, later = shapes(pieces.saved), shapes(pieces.deferred)
-    whole = flops(pieces.backward, weights, saved, constants, x)
-    halves = flops(pieces.input_grad, weights, saved, constants, x)
-    halves += flops(pieces.weight_grad, later, constants)
-    assert halves <= 1.02 * whole
+    costs = run_pieces(keep).flops
+    assert costs["input_grad"] + costs["weight_grad"] <= 1.02 * costs["backward"]
     # The second half reads no weight matrix: it needs no gather.
-    matrices = {leaf.shape for leaf in jax.tree.leaves(weights) if leaf.ndim > 1}
-    assert not matrices & {leaf.shape for leaf in pieces.deferred}
+    matrices = {leaf.shape for leaf in jax.tree.leaves(arguments()[0]) if leaf.ndim > 1}
+    assert not matrices & {leaf.shape for leaf in pieces_of(keep).deferred}
 
 
 def test_two_pullbacks_would_cost_half_as_much_again() -> None:
     """What the cut saves: each of two plain pullbacks recomputes the layer."""
-    pieces = pieces_of(RematPolicy("full"))
     weights, x, constants, cotangent = arguments()
 
     def inputs_only(weights: Any, x: jax.Array) -> jax.Array:
@@ -133,7 +149,7 @@ def test_two_pullbacks_would_cost_half_as_much_again() -> None:
         return jax.vjp(lambda w: layer(w, x, constants)[0], weights)[1](cotangent)
 
     twice = flops(inputs_only, weights, x) + flops(weights_only, weights, x)
-    whole = flops(pieces.backward, weights, shapes(pieces.saved), constants, x)
+    whole = run_pieces(RematPolicy("full")).flops["backward"]
     assert twice > 1.3 * whole
 
 
@@ -158,16 +174,9 @@ def test_offloaded_names_are_kept_on_the_host() -> None:
 
 
 def test_keeping_names_saves_their_matmuls() -> None:
-    weights, x, constants, _ = arguments()
-
-    def cost(keep: RematPolicy) -> float:
-        pieces = pieces_of(keep)
-        return flops(pieces.backward, weights, shapes(pieces.saved), constants, x)
-
     full, names, none = (
-        cost(RematPolicy("full")),
-        cost(RematPolicy("names", ACTIVATIONS)),
-        cost(RematPolicy("none")),
+        run_pieces(keep).flops["backward"]
+        for keep in (RematPolicy("full"), RematPolicy("names", ACTIVATIONS), RematPolicy("none"))
     )
     # Gate and up of 128 x 256, query, key, value and output of 128 x 128 or half of it.
     matmuls = 2 * ROWS * TOKENS * 128 * (2 * 256 + 128 + 2 * 64)
