@@ -1,7 +1,7 @@
-"""Parse files, overrides and saved values into assignments, each with its origin.
+"""Parse config files, overrides and saved configs into assignments, and record their origins.
 
-`resolve_model` replaces `model: NAME` by the assignments of the named model. The module also
-reports which files define the shape of the model.
+`resolve_model` replaces `model: NAME` with the assignments of the named model. The module also
+reports which files change the shape of the model.
 """
 
 from __future__ import annotations
@@ -47,26 +47,27 @@ from maxpipe.io.formatting import pluralize
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A key and its unparsed value."""
+    """Assignment of an unparsed value to a config key."""
 
     path: tuple[str, ...]
-    """The section (two parts for the section of a model family), the key, and the entry if the key
-    is a mapping. For a key in a named section, the path also contains the name of that section and
-    the key inside it. Missing parts at the end are omitted."""
+    """Components of the key: the section (two components for the section of a model family), the
+    key, and the entry name if the key is a mapping. For a key in a named section, the path also
+    contains the name of that section and the key inside it. Missing trailing components are
+    omitted."""
     raw: Raw
     origin: str
     place: str
     """Location for messages: the file with the line number, or the command line."""
     option: str = ""
-    """Original text of the option, such as `--lr=1`; empty for other assignments."""
+    """Original command-line option, such as `--lr=1`; empty for other assignments."""
 
     @property
     def is_in_file(self) -> bool:
-        """Whether the assignment comes from a file."""
+        """Whether the assignment comes from a config file."""
         return self.place != "command line"
 
     def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
-        """Return a problem that concerns this assignment, with secrets redacted."""
+        """Return an error about this assignment, with secrets redacted."""
         is_secret = self.path[:2] == ("launch", "environment")
         raw = redact.redact_variable_names(self.raw) if is_secret else self.raw
         if is_secret and len(self.path) > 2:
@@ -78,7 +79,7 @@ class Assignment:
 def from_document(
     root: yaml.MappingNode, file: str, problems: list[Problem]
 ) -> Iterator[Assignment]:
-    """Yield the assignments in a parsed file."""
+    """Yield the assignments in a parsed config file."""
     for section, line, content in entries(root, file, "", problems):
         place = f"{file}:{line}"
         if not isinstance(content, yaml.MappingNode) or section not in SECTIONS:
@@ -119,7 +120,7 @@ def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assign
 
 
 def _as_raw(value: Any) -> Raw:
-    """Convert Python values to raw values, as read from a file."""
+    """Convert a Python value to its unparsed form, as if read from a config file."""
     if isinstance(value, Mapping):
         return {str(key): _as_raw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -131,7 +132,7 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     """Yield the assignments in an override, `section.key=value`."""
     key, _, text = arg.partition("=")
     section, rest = split_key(key.split("."))
-    # An entry of a mapping may contain dots.
+    # The name of a mapping entry may contain dots.
     path = (*section.split("."), *_key_path(section, rest)) if rest else (section,)
     if arg.startswith("-"):
         path = tuple(key.lstrip("-").split("."))
@@ -166,7 +167,7 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
 
 
 def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator[Assignment]:
-    """Yield one assignment, or one per entry of a mapping, so that the entries of several files are
+    """Yield one assignment, or one per mapping entry, so that mappings from several files are
     merged.
     """
     key = ".".join(path)
@@ -180,16 +181,16 @@ def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator
 
 
 def _key_path(section: str, rest: Sequence[str]) -> tuple[str, ...]:
-    """Split the path after the section into the key, and the entry (or the name and key in a named
-    section).
+    """Split the path after the section into the key and the mapping entry, or into the key, the
+    name of a named section and the key inside it.
     """
     holds_sections = f"{section}.{rest[0]}.{NAME}" in NAMED_SECTIONS
     return tuple(".".join(rest).split(".", 2 if holds_sections else 1))
 
 
 def _hint(path: Sequence[str]) -> Any:
-    """Return the declared type of an override's key, which may have an earlier name. For an entry,
-    return the type of the mapping.
+    """Return the declared type of an override's key, which may be a former name. For a mapping
+    entry, return the type of the mapping.
     """
     section, rest = split_key(upgrade_setting(".".join(path), None)[0].split("."))
     path = (section, *rest)
@@ -198,7 +199,7 @@ def _hint(path: Sequence[str]) -> Any:
 
 
 def is_mapping(hint: Any) -> bool:
-    """Whether a key of this type is a mapping whose entries can be set separately."""
+    """Return True if a key of this type is a mapping whose entries can be set separately."""
     return typing.get_origin(hint) is dict
 
 
@@ -207,9 +208,9 @@ def _is_collection(hint: Any) -> bool:
 
 
 def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
-    """Yield a warning for each assignment that uses a key of an earlier release.
+    """Yield a warning for each assignment that uses a key or value format of an earlier release.
 
-    Assignments that an earlier release saved are exempt.
+    Assignments with the origin `saved_as`, which come from a saved config, are exempt.
     """
     for each in assignments:
         new = rename_former_key(each)
@@ -219,7 +220,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
         if isinstance(new.raw, list) and new.raw != each.raw:
             items = to_yaml_line(upgrade_setting(".".join(each.path), each.raw)[1])
             setting = f"`{new.path[-1]}: {items}`" if each.is_in_file else f'"{key}={items}"'
-            rule = f"is the form of an earlier release: {key} is a list of mappings."
+            rule = f"uses the format of an earlier release: {key} is now a list of mappings."
             yield each.problem(rule, f"Write {setting}.")
             continue
         text += "" if new.raw == each.raw else f"={format_raw(new.raw)}"
@@ -227,7 +228,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """Yield a problem for each former key name if the same file also sets the current name."""
+    """Yield an error for each former key name if the same file also sets the current name."""
     first: dict[tuple[str, str], Assignment] = {}
     for each in assignments:
         key = ".".join(rename_former_key(each).path)
@@ -263,17 +264,17 @@ _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MI
 
 
 class ModelReference(NamedTuple):
-    """Assignments of a model that a file or override refers to by name."""
+    """Assignments of a bundled model that a config file or override refers to by name."""
 
     before: list[Assignment]
-    """Assignments with lower precedence than those of all files."""
+    """Assignments that all config files override."""
     after: list[Assignment]
-    """Assignments with higher precedence than those of all files."""
+    """Assignments that override all config files."""
     notes: tuple[str, ...]
 
 
 def is_reference(assignment: Assignment) -> bool:
-    """Whether the assignment is `model: NAME` or `model=NAME`."""
+    """Return True if the assignment is `model: NAME` or `model=NAME`."""
     return assignment.path == (MODEL,) and isinstance(assignment.raw, str)
 
 
@@ -284,10 +285,10 @@ def resolve_model(
     *,
     is_saved: bool,
 ) -> ModelReference:
-    """Return the assignments of the model that files or overrides refer to.
+    """Return the assignments of the bundled model that files or overrides refer to by name.
 
-    A model name in a file is only a default: a file with a complete model replaces it. A model name
-    in an override replaces the model of all files.
+    A model name in a file is only a default, which is replaced by a file that defines a complete
+    model. A model name in an override replaces the models of all files.
     """
     overrides = [each for each in from_overrides if is_reference(each)]
     in_file = [each for each in in_files if is_reference(each)]
@@ -308,7 +309,7 @@ def resolve_model(
 
 
 def _models(assignments: Sequence[Assignment]) -> list[str]:
-    """Return the origins of complete models, which set all required model keys, in order."""
+    """Return the origins, in order, whose assignments set all required model keys."""
     keys: dict[str, set[str]] = {}
     for each in assignments:
         keys.setdefault(each.origin, set()).add(".".join(each.path))
@@ -328,7 +329,7 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
         if not guess and config_files.is_hub_id(name):
             action = config_files.hub_download_action(name)
         rule = (
-            "must be a section with keys, or the name of a bundled model (`maxpipe configs list`)."
+            "must be a section with keys or the name of a bundled model (`maxpipe configs list`)."
         )
         action = action or "Write model: tiny, or the keys of a model below `model:`."
         problems.append(reference.problem(rule, action))
@@ -340,7 +341,7 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
 
 
 def shape_override_notes(assignments: Sequence[Assignment]) -> Iterator[str]:
-    """Yield notes about files that change the shape of a model that an earlier file defines."""
+    """Yield a note for each file that changes the shape of a model defined in an earlier file."""
     shape = set(_SHAPE)
     # Assignments without an origin are placeholder values for configs that need no model.
     assignments = [each for each in assignments if each.origin]

@@ -1,8 +1,8 @@
-"""Checks of a config: all rules of its sections, warnings, and requirements of training.
+"""Check a config against all section rules and training requirements, and find warnings.
 
-`check` runs all rules and reports every violation. Rules that depend on the machine, such as on the
-number of devices, are checked when the mesh is built. `check_training` applies to training, but not
-to forecasts or ahead-of-time compilation.
+`check` runs all rules and reports every violation. Rules that depend on the machine, such as the
+number of devices, are checked when the mesh is built. `check_training` applies only to training,
+not to memory forecasts or ahead-of-time compilation.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ DEFAULT = "default"
 
 
 def is_override(argument: str) -> bool:
-    """Whether a command-line argument is `section.key=value` rather than a path."""
+    """Return True if a command-line argument is an override (`section.key=value`), not a path."""
     return "=" in argument.partition("/")[0]
 
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
-    """Return the beginning of an error message: the key, and the file or option that sets it."""
+    """Return the start of an error message: the file or option that sets the key, and the key."""
     origin = origins.get(key) or origins.get(key.partition("[")[0])
     origin = origin or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
@@ -46,17 +46,18 @@ def find_warnings(config: Config) -> Iterator[Problem]:
 
 
 LARGEST_FOR_BYTES = 4096
-"""Maximum vocabulary size of a model that is trained on bytes. The limit is larger than 259 because
-the vocabulary size must be divisible by the number of shards. Vocabularies of public models have at
-least 30,000 ids."""
+"""Maximum vocabulary size of a model that is trained on bytes. The limit exceeds 259, so that the
+vocabulary size can be rounded up to a multiple of the number of shards. Published models have
+vocabularies of at least 30,000 tokens."""
 
 
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:
-    """Return problems of a valid config that would probably train on unintended data.
+    """Return errors for settings that are valid but would probably train on unintended data.
 
-    Memory forecasts and ahead-of-time compilation need neither text nor a tokenizer.
+    Not used for memory forecasts and ahead-of-time compilation, which need neither documents nor a
+    tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
     problems = [] if wrong else find_unused_path(config, origins)
@@ -69,12 +70,12 @@ def check_training(
 
 
 def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return a problem if the run length is not set. Forecasts and data commands need no run
+    """Return an error if the run length is not set. Memory forecasts and data commands need no run
     length.
     """
     if config.train.steps or config.train.tokens:
         return []
-    rule = "must be more than 0 if train.tokens is 0: one of them is the length of the run."
+    rule = "must be more than 0 if train.tokens is 0: one of the two sets the run length."
     return [
         Problem(
             error_location("train.steps", origins),
@@ -103,14 +104,14 @@ def _check_evaluation(
 
 
 def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return problems if `train.objective=sft` is set, but documents have no loss mask."""
+    """Return an error for each source without a loss mask if `train.objective=sft`."""
     if config.train.objective != "sft":
         return []
     problems = []
     for name, source in train_sources(config.data).items():
         if source.chat == "off":
             section = section_of(name)
-            rule = "must be messages or prompt with train.objective=sft, which trains only the "
+            rule = "must be messages or prompt with train.objective=sft, which trains only on "
             rule += (
                 f"responses: documents of {section}.source={source.source} do not mark responses."
             )
@@ -127,20 +128,20 @@ def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]
 def _check_adapter_base(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
-    """Return a problem if adapters have no pretrained base weights. Adapters for random weights are
-    useless.
+    """Return an error if adapters have no pretrained base weights, because adapters on randomly
+    initialized weights are useless.
     """
     key = "checkpoint.restore_from"
     if not config.adapter.rank or config.checkpoint.restore_from or key in skip:
         return []
-    rule = f"must be the base model of the adapters (adapter.rank={config.adapter.rank})."
+    rule = f"must be set to the adapters' base model (adapter.rank={config.adapter.rank})."
     action = f"Set {key}=hf:DIR, the folder of a public model, or {key}=RUN@STEP."
     return [Problem(error_location(key, origins), "''", rule, action)]
 
 
 def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return a problem for each path that the source ignores, because the run would train on
-    different text.
+    """Return an error for each path that is ignored because of its source format, so that the run
+    would train on other documents.
     """
     problems = []
     for section, source_config in named_sources(config):
@@ -167,7 +168,7 @@ def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem
 def _check_vocabulary(
     config: Config, origins: Mapping[str, str], skip: Collection[str]
 ) -> list[Problem]:
-    """Return problems with a large vocabulary that is combined with the default text or the bytes
+    """Return errors if a model with a large vocabulary uses the default documents or the bytes
     tokenizer.
     """
     vocabulary = config.model.vocab_size
@@ -182,8 +183,8 @@ def _check_vocabulary(
             Problem(
                 error_location("tokenizer.kind", origins),
                 "bytes",
-                f"has {BYTES_VOCABULARY} ids, but model.vocab_size is {vocabulary}: such a model "
-                "requires its tokenizer.",
+                f"has {BYTES_VOCABULARY} ids, but model.vocab_size is {vocabulary}: the model "
+                "requires its own tokenizer.",
                 "Set tokenizer.kind=auto and tokenizer.path=tokenizer.json (the file or folder of "
                 f"the model), or set model.vocab_size={BYTES_VOCABULARY} to train on bytes.",
             )
@@ -193,7 +194,7 @@ def _check_vocabulary(
             Problem(
                 error_location("data.source", origins),
                 config.data.source,
-                "is the default text for first runs (sources of Python's standard library), but "
+                "is the default dataset for first runs (sources of Python's standard library), but "
                 f"the model has a vocabulary of {vocabulary} ids.",
                 "Set data.source=text and data.path=data/*.txt (your own), or set "
                 "data.source=corpus if this is intended.",

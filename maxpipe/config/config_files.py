@@ -1,7 +1,7 @@
-"""Config files: bundled configs, and the file to which an argument refers.
+"""Find bundled configs and resolve command-line arguments to config files.
 
-Bundled configs are in `configs/` of a checkout or in its copy in the installed package. An argument
-is a path or the name of a bundled config.
+Bundled configs are in `configs/` of a source checkout, or in a copy of that folder in the installed
+package. An argument is a path or the name of a bundled config.
 
 This module also defines the names of files and folders in a run folder.
 """
@@ -30,12 +30,13 @@ _FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class BundledConfig:
-    """A config that commands accept by name instead of a file."""
+    """Config that commands accept by name instead of by path."""
 
     name: str
     kind: Literal["run", "model", "sft"]
-    """Type of the config. A `model` config is merged with a file or overrides that configure the
-    training. An `sft` config fine-tunes the model in the folder `base` on conversations."""
+    """Type of the config. A `model` config defines only a model, and is merged with a file or
+    overrides that configure training. An `sft` config fine-tunes the model in the folder `base` on
+    conversations."""
     path: Path
 
     @property
@@ -64,8 +65,8 @@ def bundled_folder() -> Path:
 
 @cache
 def bundled_configs() -> Mapping[str, BundledConfig]:
-    """Return the bundled configs, keyed by name: runs for beginners, then models in order of size,
-    then fine-tuning runs.
+    """Return the bundled configs, keyed by name: first runs for beginners, then models, then
+    fine-tuning runs. Models are ordered by size.
     """
     runs = [
         BundledConfig(path.stem, "run", path)
@@ -87,8 +88,8 @@ def _by_number(path: Path) -> list[str]:
 
 
 def find_config(argument: str) -> BundledConfig | None:
-    """Return the bundled config with this name. Return None if it does not exist, or if a local
-    file has the same name.
+    """Return the bundled config with this name, or None if it does not exist or a local file has
+    the same name.
     """
     if os.path.isfile(argument):
         return None
@@ -98,7 +99,7 @@ def find_config(argument: str) -> BundledConfig | None:
 
 
 def find_model(text: str) -> BundledConfig | None:
-    """Return the bundled model with this name in any spelling, such as
+    """Return the bundled model for a model name in any common spelling, such as
     `meta-llama/Llama-3.1-8B`.
     """
     if found := bundled_configs().get(text):
@@ -107,21 +108,21 @@ def find_model(text: str) -> BundledConfig | None:
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the text has the form `OWNER/NAME`, like the name of a model on the Hugging Face
-    Hub.
-    """
+    """Return True if the string has the form `OWNER/NAME` of a model ID on the Hugging Face Hub."""
     form = r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*"
     return re.fullmatch(form, text) is not None and not os.path.lexists(text.partition("/")[0])
 
 
 def hub_download_action(text: str) -> str:
-    """Return the suggested action that downloads this model from the Hub."""
+    """Return an instruction to download this model from the Hugging Face Hub."""
     folder = text.rpartition("/")[2]
-    return f"Run `hf download {text} --local-dir {folder}`, and give the folder {folder}."
+    return f"Run `hf download {text} --local-dir {folder}`, and use the folder {folder}."
 
 
 def _normalize_model_name(text: str) -> str:
-    """Return the letters and digits of a model name, without the owner and the tuning variant."""
+    """Return the lower-case letters and digits of a model name, without owner and tuning
+    variant.
+    """
     words = re.split(r"[^a-z0-9]+", text.rpartition("/")[2].lower().removesuffix(SUFFIX))
     return "".join(word for word in words if word not in _TUNED)
 
@@ -130,13 +131,13 @@ _TUNED = ("instruct", "it", "chat", "base", "hf", "pt", "meta")
 """Words in model names that do not affect the shape of the model."""
 
 _SAME_SHAPE = {"Llama-3.3-70B": "llama3.1-70b"}
-"""Maps names of models to bundled models with the same shape."""
+"""Maps model names to bundled models with the same shape."""
 
 
 @cache
 def _models() -> Mapping[str, BundledConfig]:
-    """Return the bundled models, keyed by the normalized forms of their names and of the source
-    names in their files.
+    """Return the bundled models, keyed by normalized name, including the names of the published
+    models listed in their files.
     """
     models = [each for each in bundled_configs().values() if each.kind == "model"]
     sources = {
@@ -162,21 +163,20 @@ SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")
 _DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
 FOREIGN_SUFFIXES = (".toml", ".json")
-"""Suffixes of config files of other trainers. These files can be translated but not used for
-training."""
+"""Suffixes of other trainers' config files, which can be translated but not used for training."""
 _MAX_BYTES = 1 << 20
 _LIST = "`maxpipe configs list` lists the bundled configs"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Path of a config file. The file may be missing."""
+    """Path of a config file, which may not exist."""
 
     path: Path
     origin: str
-    """Name of the file in messages and in `config print --origin`."""
+    """Name of the file as shown in messages and by `config print --origin`."""
     argument: str = ""
-    """Name on the Hugging Face Hub that selected the file, if any."""
+    """Hugging Face model ID by which the user selected the file, if any."""
 
     @property
     def run_name(self) -> str:
@@ -185,8 +185,8 @@ class ConfigFile:
 
 
 def locate(argument: str, keys: Collection[str]) -> ConfigFile:
-    """Return the config file that an argument (not an override) refers to. `keys` are all config
-    keys.
+    """Return the config file that a command-line argument other than an override refers to. `keys`
+    contains all config keys.
 
     Raises:
         ConfigError: the argument is neither a path nor the name of a bundled config.
@@ -216,8 +216,8 @@ def _check_ambiguous_name(found: BundledConfig) -> None:
     raise ConfigError.one(
         f"command line: {found.name}",
         None,
-        f"is ambiguous: it is a bundled config, and {here} in this folder has other content.",
-        f"Write {here} to use the file, or rename it.",
+        f"is ambiguous: it is a bundled config, but {here} in this folder has different content.",
+        f"Write {here} to use the local file, or rename the file.",
     )
 
 
@@ -227,7 +227,7 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
         return Problem(where, "", "has no value.", f"Write {argument}=VALUE without spaces.")
     rule = "must be a .yml or .yaml file, the name of a bundled config, or `section.key=value`."
     if os.path.isfile(argument) and os.path.splitext(argument)[1] in _DATA:
-        action = f"Give a config, and set data.path={argument} and its data.source."
+        action = f"Name a config, and set data.path={argument} and its data.source."
         return Problem(where, "", f"{rule} It is a data file.", action)
     if os.path.splitext(argument)[1] in _PROGRAMS:
         action = "Write each setting as section.key=value, such as train.batch_size=64, or edit a "
@@ -242,7 +242,9 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
         action += f"runs/NAME/{CONFIG_FILE}."
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if is_hub_id(argument) and not os.path.lexists(argument):
-        rule += " It looks like a model on the Hugging Face Hub, but maxpipe downloads nothing."
+        rule += (
+            " It looks like a model on the Hugging Face Hub, but maxpipe does not download models."
+        )
         return Problem(where, "", rule, _hub_model_action(argument))
     if guess := did_you_mean(os.path.basename(argument).lower(), bundled_configs()):
         return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
@@ -260,7 +262,7 @@ def _hub_model_action(argument: str) -> str:
 
 
 def broken_link(path: str | os.PathLike[str]) -> str:
-    """Describe a broken symbolic link. Return an empty string if the path is not a broken link."""
+    """Describe a broken symbolic link. Return an empty string for any other path."""
     if not os.path.islink(path):
         return ""
     try:
@@ -273,7 +275,9 @@ def broken_link(path: str | os.PathLike[str]) -> str:
 
 
 def _similar_folder(path: Path) -> Path | None:
-    """Return the path of a file with the same name in a folder with a similar name."""
+    """Return the path of a file with the same name in a sibling folder with a similar name, or
+    None.
+    """
     above = path.parent.parent
     try:
         folders = sorted(each.name for each in above.iterdir() if each.is_dir())
@@ -286,8 +290,8 @@ def _similar_folder(path: Path) -> Path | None:
 
 
 def missing_file_action(path: Path) -> str:
-    """Return the suggested action for a missing file. The action names a bundled config, a similar
-    file or the missing folder.
+    """Return the suggested action for a missing file, which names a bundled config, a similar file
+    or the missing folder.
     """
     if found := bundled_configs().get(path.stem):
         return (

@@ -1,4 +1,4 @@
-"""Translate config files of other trainers, and report the result for every key."""
+"""Translate other trainers' config files, and report the result for each key."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from maxpipe.io.formatting import pluralize
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""If a file has at least this number of keys of other trainers, the entire file is translated."""
+"""Minimum number of other trainers' keys in a file for the entire file to be translated."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
-"""Maximum number of unknown keys per file that are examined to detect another trainer's file."""
+"""Maximum number of unknown keys per file that are examined to detect another trainer's config."""
 _NOT_KNOWN = "unknown names"
 
 
 def read_foreign(path: Path, origin: str) -> list[Assignment]:
-    """Read the keys of a TOML or JSON file.
+    """Read the assignments in a TOML or JSON file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -50,7 +50,7 @@ def read_foreign(path: Path, origin: str) -> list[Assignment]:
         values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}."
-        action = "Give an existing YAML file; `maxpipe init DIR` writes an example."
+        action = "Use an existing YAML file; `maxpipe init DIR` writes an example."
         raise ConfigError.one(origin, None, rule, action) from error
     except (ValueError, RecursionError) as error:
         rule = f"is not a config: {path.suffix[1:]} cannot be parsed ({error})."
@@ -63,7 +63,7 @@ def read_foreign(path: Path, origin: str) -> list[Assignment]:
 
 
 def leaves(assignment: Assignment) -> Iterator[tuple[tuple[str, ...], Raw]]:
-    """Yield every key with its value, including keys of nested sections."""
+    """Yield (path, value) for each key, including keys in nested sections."""
     yield from _leaves(assignment.path, assignment.raw)
 
 
@@ -76,11 +76,13 @@ def _leaves(path: tuple[str, ...], raw: Raw) -> Iterator[tuple[tuple[str, ...], 
 
 
 _CONFIG_FILE = ("job.config_file", "job_config_file", "config_file")
-"""Names of torchtitan's option for the config file. The option may also appear in a file."""
+"""Names of torchtitan's config-file option, which may also appear as a key in a file."""
 
 
 def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] | None:
-    """Return the key that refers to a config file of another trainer, and the path of that file."""
+    """Return the key that refers to another trainer's config file and the path of that file, or
+    None.
+    """
     for assignment in assignments:
         for path, raw in leaves(assignment):
             if (name := ".".join(path)) in _CONFIG_FILE and isinstance(raw, str) and raw:
@@ -89,7 +91,7 @@ def find_config_file_key(assignments: Iterable[Assignment]) -> tuple[str, str] |
 
 
 def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bool:
-    """Whether the unknown keys of a file show that the file is a config of another trainer."""
+    """Return True if a file's unknown keys indicate that the file is another trainer's config."""
     known = 0
     for assignment in unknown:
         if _is_misspelled(assignment):
@@ -109,7 +111,7 @@ def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bo
 
 
 def _is_misspelled(assignment: Assignment) -> bool:
-    """Whether the assignment sets a maxpipe section whose name is misspelled."""
+    """Return True if the assignment sets a maxpipe section whose name is misspelled."""
     if len(assignment.path) != 1 or not isinstance(assignment.raw, dict):
         return False
     (section,) = assignment.path
@@ -118,7 +120,7 @@ def _is_misspelled(assignment: Assignment) -> bool:
 
 
 def _is_misplaced(path: Sequence[str]) -> bool:
-    """Whether the path is a maxpipe key in the wrong section."""
+    """Return True if the path is a maxpipe key in the wrong section."""
     return path[0] in SECTIONS and path[-1] in _OWN_NAMES
 
 
@@ -126,14 +128,14 @@ _OWN_NAMES = frozenset(key.rpartition(".")[2] for key in KEYS)
 
 
 class TranslationReport(NamedTuple):
-    """Result of translating one config file of another trainer."""
+    """Result of translating another trainer's config file."""
 
     problem: Problem
     origin: str
     text: str
-    """maxpipe config, as text, with the settings that could be translated."""
+    """YAML text of a maxpipe config with the settings that could be translated."""
     has_config_file_key: bool
-    """Whether a key refers to another config file, which may set required keys."""
+    """Whether a key refers to another config file, which may set the required keys."""
 
     def assignments(self, problems: list[Problem]) -> list[Assignment]:
         """Return the assignments in `text`."""
@@ -144,7 +146,7 @@ class TranslationReport(NamedTuple):
 
 
 class OtherTrainerError(Exception):
-    """Raised if config files belong to other trainers."""
+    """Raised if one or more config files belong to other trainers."""
 
     def __init__(self, reports: dict[str, TranslationReport]):
         super().__init__()
@@ -157,9 +159,9 @@ def translate_files(
     foreign: Collection[str],
     context: TranslationContext,
 ) -> dict[str, TranslationReport]:
-    """Return the translations of all files of other trainers, keyed by origin.
+    """Return the translations of all config files of other trainers, keyed by origin.
 
-    `foreign` contains the origins of files in formats that only other trainers use.
+    `foreign` contains the origins of files in a format that only other trainers use.
     """
     found = {}
     for origin in dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file):
@@ -175,7 +177,7 @@ def translate_files(
 def translate_file(
     origin: str, assignments: Sequence[Assignment], context: TranslationContext
 ) -> TranslationReport:
-    """Return the translation of all keys in a file of another trainer."""
+    """Translate all keys in another trainer's config file."""
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
     count = 0
@@ -220,7 +222,7 @@ def translate_file(
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
         f"contains {pluralize(count, 'key')} of another trainer; maxpipe has equivalents of "
-        f"{named}. A config must be YAML with sections, and keys below them."
+        f"{named}. A config must be a YAML file with sections and keys below them."
     )
     action = f"Write these lines to a .yml file, and use it instead of {origin}:\n{body}"
     problem = Problem(origin, "", rule, action)
@@ -233,19 +235,19 @@ _ACCELERATE_KEYS = ("distributed_type", "compute_environment")
 
 
 def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, ...]:
-    """Return a more specific name for a key whose meaning depends on other keys in the file."""
+    """Replace a key whose meaning depends on other keys in the file with an unambiguous name."""
     if path == ("num_processes",) and any(each in names for each in _ACCELERATE_KEYS):
         return ("num_gpus",)
     return path
 
 
 def _launcher_problem(origin: str, name: str, file: str) -> Problem:
-    rule = f"contains options of another trainer's command; {name} sets the config file {file}."
-    return Problem(origin, "", rule, f"Give {file} instead of {origin}.")
+    rule = f"contains another trainer's command-line options; {name} refers to the config {file}."
+    return Problem(origin, "", rule, f"Use {file} instead of {origin}.")
 
 
 def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: TranslationContext) -> str:
-    """Return the model family that the file sets, or an empty string."""
+    """Return the model family that the file selects, or an empty string."""
     for path, raw in given:
         if ".".join(path) == FAMILY and isinstance(raw, str):
             return raw
@@ -260,7 +262,7 @@ def _text(raw: Raw) -> str:
 
 
 def _original_setting(name: str, raw: Raw, found: Translation) -> str:
-    """Return the original name, and the original value if it differs from the translated value."""
+    """Return the original key, followed by the original value if the translation changed it."""
     text = _text(raw)
     same = any(value.lower() == text.lower() for _, value in found.settings)
     return name if same else f"{name}: {' '.join(text.split())[:40]}"
@@ -271,7 +273,9 @@ def _reason(found: Translation) -> str:
 
 
 def _yaml(lines: dict[str, tuple[str, str]]) -> Iterator[str]:
-    """Yield the settings as lines of a config file, with the original names as comments."""
+    """Yield the lines of a config file with these settings and the original key names as
+    comments.
+    """
     reference = lines.pop(MODEL, None)
     if reference:
         yield f"model: {yaml_line_of_text(reference[0])}  # {reference[1]}"

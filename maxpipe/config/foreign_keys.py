@@ -1,6 +1,6 @@
-"""Equivalents in maxpipe of keys, values and commands of other trainers.
+"""Map other trainers' keys, values and commands to their maxpipe equivalents.
 
-`foreign_keys.yml` contains the tables. It is read when the first unknown name is explained.
+The tables are in `foreign_keys.yml`, which is read only when an unknown name is found.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ from typing import Any, NamedTuple
 from maxpipe.config.rules import did_you_mean, normalize_name
 
 _PREFERRED = "model.moe."
-"""Section that is preferred if several families have the same key."""
+"""Section that is preferred if several model families have the same key."""
 
 
 class NameMatch(NamedTuple):
-    """maxpipe equivalent of a name in another trainer. Either `name` or `action` is empty."""
+    """maxpipe equivalent of another trainer's key or command. Either `name` or `action` is
+    empty.
+    """
 
     name: str = ""
-    """The equivalent key."""
+    """Equivalent maxpipe key or command."""
     why: str = ""
     action: str = ""
     is_exact: bool = True
-    """Whether a table contains this exact name rather than a similar name."""
+    """Whether the name was matched exactly rather than by similarity."""
 
 
 def match_key(path: Sequence[str], keys: Collection[str]) -> NameMatch:
-    """Return the key that an unknown key refers to. `path` contains its section (if any) and its
-    name.
+    """Return the maxpipe key that an unknown key most likely refers to. `path` contains the unknown
+    key's section (if any) and name.
     """
     guess = NameMatch(_similar_key(path, keys), is_exact=False)
     return match_exact_key(path, keys) or guess
 
 
 def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | None:
-    """Return the entry for exactly this name, ignoring similar names."""
+    """Return the match for this name, or None; only exact matches count, apart from case and
+    separators.
+    """
     full, tail = normalize_name("".join(path)), normalize_name(path[-1])
     if full in _foreign_keys():
         return _foreign_keys()[full]
@@ -65,7 +69,7 @@ def _match_pattern(path: Sequence[str]) -> NameMatch | None:
 
 
 def join_reason(rule: str, why: str) -> str:
-    """Append the reason to the rule, if the reason is not empty."""
+    """Append the reason to the rule unless the reason is empty."""
     return f"{rule.removesuffix('.')}: {why}" if why else rule
 
 
@@ -80,8 +84,8 @@ def _similar_key(path: Sequence[str], keys: Collection[str]) -> str:
 
 
 def match_exact_value(key: str, value: str, choices: Iterable[str]) -> str:
-    """Return the choice that is equivalent to a value, or an action. Return an empty string if no
-    table contains the value.
+    """Return the choice that is equivalent to another trainer's value, or a suggested action.
+    Return an empty string if the value is unknown.
     """
     exact = [choice for choice in choices if normalize_name(choice) == normalize_name(value)]
     return exact[0] if exact else _foreign_values(key).get(normalize_name(value), "")
@@ -95,12 +99,14 @@ def value_action(key: str, value: str, choices: Iterable[str]) -> str:
 
 
 def list_action(key: str) -> str:
-    """Return the suggested action for a list in place of a single text, or an empty string."""
+    """Return the suggested action if a key is set to a list instead of a string, or an empty
+    string.
+    """
     return foreign_tables()["lists"].get(key, "")
 
 
 def match_command(word: str, commands: Collection[str]) -> NameMatch:
-    """Return the command that an unknown command refers to."""
+    """Return the maxpipe command that an unknown command most likely refers to."""
     if exact := [
         command for command in commands if normalize_name(command) == normalize_name(word)
     ]:

@@ -1,9 +1,9 @@
-"""Tables of all sections and keys, including those of model families.
+"""Tables of all config sections and keys, including those of all model families.
 
-A section is a field of `Config`, or the section of a family inside `model`, such as `model.llama`.
-A config contains the keys of one family only; these tables contain the keys of all families. A key
-may contain sections with user-defined names: `data.mixture.web.path` is declared as
-`data.mixture.NAME.path`. A key may also be a list of items with fields:
+A section is a field of `Config`, or the section of a model family inside `model`, such as
+`model.llama`. A config contains the keys of one family only, but these tables contain the keys
+of all families. A key may contain sections with user-defined names: `data.mixture.web.path` is
+declared as `data.mixture.NAME.path`. A key may also be a list of items with fields:
 `optim.lr_phases[0].steps` is declared as `optim.lr_phases[].steps`.
 """
 
@@ -40,7 +40,7 @@ KEYS: dict[str, Any] = {
     for name, hint in typing.get_type_hints(declared).items()
     if (key := f"{section}.{name}") in MODEL_KEYS or section != _MODEL
 }
-"""Maps full keys to their types, in schema order."""
+"""Maps full keys to their declared types, in schema order."""
 KEYS[FAMILY] = Literal[tuple(FAMILIES)]
 
 NAME = "NAME"
@@ -48,7 +48,7 @@ NAME = "NAME"
 
 
 def _named_section_types(hint: Any) -> list[type]:
-    """Return the dataclass of the named sections that a key of this type contains, if any."""
+    """Return a list with the dataclass of the named sections inside a key of this type, if any."""
     inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
     return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
 
@@ -56,38 +56,38 @@ def _named_section_types(hint: Any) -> list[type]:
 NAMED_SECTIONS: dict[str, type] = {
     f"{key}.{NAME}": inner for key, hint in KEYS.items() for inner in _named_section_types(hint)
 }
-"""Maps declared names of named sections, such as `data.mixture.NAME`, to their dataclasses."""
+"""Maps declared section names, such as `data.mixture.NAME`, to their dataclasses."""
 
 NAMED_KEYS: dict[str, Any] = {
     f"{section}.{name}": hint
     for section, declared in NAMED_SECTIONS.items()
     for name, hint in typing.get_type_hints(declared).items()
 }
-"""Maps full keys in named sections, such as `data.mixture.NAME.path`, to their types."""
+"""Maps declared keys of named sections, such as `data.mixture.NAME.path`, to their types."""
 
 
 def item_type(hint: Any) -> type | None:
-    """Return the dataclass of the items that a list of this type contains, if any."""
+    """Return the item dataclass of a list type, or None if its items are not dataclasses."""
     inner = typing.get_args(hint)[0] if typing.get_origin(hint) is list else None
     return inner if dataclasses.is_dataclass(inner) and isinstance(inner, type) else None
 
 
 def without_none(hint: Any) -> Any:
-    """Return the type of the value of an optional field."""
+    """Return T for an optional type `T | None`; return other types unchanged."""
     return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
 
 
 ITEM_SECTIONS: dict[str, type] = {
     f"{key}{ITEM}": item for key, hint in KEYS.items() if (item := item_type(hint))
 }
-"""Maps declared names of items, such as `optim.lr_phases[]`, to their dataclasses."""
+"""Maps declared list items, such as `optim.lr_phases[]`, to their dataclasses."""
 
 ITEM_KEYS: dict[str, Any] = {
     f"{section}.{field_name(name)}": hint
     for section, declared in ITEM_SECTIONS.items()
     for name, hint in typing.get_type_hints(declared).items()
 }
-"""Maps fields of items, such as `optim.lr_phases[].steps`, to their types."""
+"""Maps fields of list items, such as `optim.lr_phases[].steps`, to their types."""
 
 ALL_SECTIONS = SECTIONS | NAMED_SECTIONS | ITEM_SECTIONS
 ALL_KEYS = KEYS | NAMED_KEYS | ITEM_KEYS
@@ -109,7 +109,7 @@ RENAMED_KEYS: dict[str, str] = {
     for field in dataclasses.fields(declared)
     for name in field.metadata.get("was", ())
 }
-"""Maps full keys of earlier releases to current full keys."""
+"""Maps full keys of earlier releases to the current full keys."""
 
 _RENAMED_VALUES: dict[str, Mapping[str, Any] | Callable[[Any], Any]] = {
     f"{section}.{field.name}": field.metadata["values"]
@@ -133,7 +133,7 @@ def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
 
 
 def split_key(path: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Split the parts of a dotted name into the section and the remaining parts."""
+    """Split the components of a dotted key into the section and the remaining components."""
     inner = ".".join(path[:2])
     return (inner, tuple(path[2:])) if inner in SECTIONS else (path[0], tuple(path[1:]))
 
@@ -166,17 +166,17 @@ def default_of(key: str) -> Any:
 
 
 def legacy_value_of(key: str) -> Any:
-    """Return the value that applies to runs saved before the key existed."""
+    """Return the value that applies to checkpoints saved before the key existed."""
     return field_of(key).metadata.get("before", default_of(key))
 
 
 def is_of_another_family(section: str, family: str) -> bool:
-    """Whether a section belongs to a different model family."""
+    """Return True if the section belongs to a model family other than `family`."""
     return section.startswith(f"{_MODEL}.") and section != family_section(family)
 
 
 def sections_of(config: Config) -> dict[str, Any]:
-    """Return all sections of a config: the common sections and the section of its model family."""
+    """Return the common sections of a config and the section of its model family, keyed by name."""
     sections: dict[str, Any] = {}
     for section, declared in SECTIONS.items():
         if section == family_section(config.model.family):
@@ -187,10 +187,9 @@ def sections_of(config: Config) -> dict[str, Any]:
 
 
 def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Flatten nested dicts, as in a config or checkpoint, to values keyed by full key.
+    """Flatten the nested dicts of a config to a dict keyed by full key.
 
-    Named sections are flattened as well. An empty mapping of named sections is kept as a single
-    value.
+    Named sections are also flattened, but an empty mapping of named sections is kept as a value.
     """
     flat: dict[str, Any] = {}
     for section, values in nested.items():
@@ -208,9 +207,9 @@ def flatten(nested: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a saved config, as nested mappings, to the keys and values of this release.
+    """Convert a saved config, given as nested mappings, to the keys and values of this release.
 
-    Values that should be mappings and are not are unchanged.
+    A section whose value is not a mapping is kept unchanged.
 
     Raises:
         ValueError: a name is both a value and a section.
@@ -232,7 +231,7 @@ def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
     return upgraded
 
 
-# Settings that may differ between processes.
+# Sections and keys whose values may differ between processes.
 OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
 
 OWN_KEYS = frozenset(
@@ -242,7 +241,7 @@ OWN_KEYS = frozenset(
 
 
 def may_differ(key: str) -> bool:
-    """Whether processes may have different values for a full key."""
+    """Return True if the value of a full key may differ between processes."""
     outer, _, inner = declared_key(key).rpartition(".")
     return (
         key.partition(".")[0] in OWN_SECTIONS

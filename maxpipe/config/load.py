@@ -1,7 +1,7 @@
 """Load a `Config` from files and overrides, and record the origin of each value.
 
 Only this module uses OmegaConf. The type of each value is determined by the schema, not by YAML:
-`name: on` is the string "on". All problems are collected and raised as one `ConfigError`.
+`name: on` is the string "on". All errors are collected and raised as one `ConfigError`.
 """
 
 from __future__ import annotations
@@ -77,25 +77,25 @@ from maxpipe.errors import ConfigError, Problem
 
 _MOST_IN_CONTEXT = 2000
 """Maximum number of unknown keys whose values affect the translation of other keys. The longest
-known config of another trainer has 700 keys."""
+known config of another trainer contains 700 keys."""
 _MAX_PROBLEMS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A valid config, with the origin of each value."""
+    """Valid config, and the origin of each value."""
 
     config: Config
     origins: dict[str, str]
     """Maps each full key to the origin of its value: "default", a file, or the text of an
     override."""
     inferred: frozenset[str] = frozenset()
-    """Full keys that had the value -1, which was replaced using the number of devices."""
+    """Full keys whose value -1 was replaced with a value computed from the number of devices."""
     warnings: tuple[Problem, ...] = ()
     """Warnings about deprecated settings that are still accepted."""
     notes: tuple[str, ...] = ()
-    """Notes to print before training, such as the origin of the model if several files set model
-    keys."""
+    """Notes to print before training, such as which file defines the model if several files set
+    model keys."""
 
 
 def load(
@@ -105,16 +105,16 @@ def load(
     *,
     to_train: bool = False,
 ) -> LoadedConfig:
-    """Load the config that files and `section.key=value` overrides define.
+    """Load a config from files and `section.key=value` overrides.
 
-    Files are merged from left to right onto `saved`, a result of `to_dict` with the origin
-    `origin`. Overrides apply after all files, regardless of their position. A file may be the name
-    of a bundled config. With `to_train`, the config must also pass the checks that apply only to
-    training.
+    Files are merged from left to right onto `saved`, a result of `to_dict` that messages call
+    `origin`. Overrides apply after all files, regardless of their position. A file may be given as
+    the name of a bundled config. If `to_train` is set, the config must also pass the checks that
+    apply only to training.
 
     Raises:
-        ConfigError: lists all problems in the files, overrides and values. For a file of another
-            trainer, the error contains the translation and its remaining problems.
+        ConfigError: lists all errors in the files, overrides and values. For another trainer's
+            file, the exception contains the translation and its remaining errors.
     """
     try:
         return _load_translated(args, saved, origin, {}, to_train=to_train)
@@ -137,8 +137,8 @@ def _load_translated(
     *,
     to_train: bool,
 ) -> LoadedConfig:
-    """Implement `load`. `translated` contains translations of other trainers' files, keyed by
-    origin.
+    """Implement `load`. `translated` maps the origins of other trainers' files to their
+    translations.
     """
     problems: list[Problem] = []
     assignments = list(from_values(saved or {}, origin))
@@ -173,12 +173,12 @@ def _load_translated(
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """Return the config that nested dicts define, with the same checks as for a file."""
+    """Build a config from nested dicts, with the same checks as for a file."""
     return load([], values, "from_dict").config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
-    """Return all sections and keys as nested dicts. The section of the model family is inside
+    """Return all sections and keys as nested dicts. The model family's section is nested in
     `model`.
     """
     nested: dict[str, dict[str, Any]] = {}
@@ -191,10 +191,9 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
-    """Return the text of a file that loads as an equal config, with one line per key in schema
-    order.
+    """Return YAML text that loads as an equal config, with one line per key in schema order.
 
-    `comment` returns the comment for the line of a full key.
+    `comment` maps a full key to the comment on its line.
     """
     lines: list[str] = []
     for section, values in sections_of(config).items():
@@ -232,8 +231,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
-    """Return the file that an argument refers to. If no such file exists, add a problem and return
-    None.
+    """Return the file that an argument refers to. If no such file exists, record an error and
+    return None.
     """
     try:
         return locate(arg, KEYS)
@@ -247,7 +246,7 @@ def _read(
     translated: Mapping[str, foreign_files.TranslationReport],
     problems: list[Problem],
 ) -> list[Assignment] | None:
-    """Return the assignments in a file. If the file cannot be read, add a problem and return
+    """Return the assignments in a file. If the file cannot be read, record an error and return
     None.
     """
     if report := translated.get(file.origin):
@@ -263,17 +262,17 @@ def _read(
 
 
 def _is_foreign(file: ConfigFile) -> bool:
-    """Whether the file has a format that only other trainers use."""
+    """Return True if the file has a format that only other trainers use."""
     return file.path.suffix in foreign_files.SUFFIXES
 
 
 def _shape_only_note(argument: str) -> str:
     name = getattr(config_files.find_model(argument), "name", argument)
-    return f"model: {name}, with the shape of {argument}; weights are not loaded"
+    return f"model: {name} has the shape of {argument}; its weights are not loaded"
 
 
 def _default_run_name(file: ConfigFile) -> Assignment:
-    """Return the assignment of the default run name, which depends on the file."""
+    """Return an assignment of the default run name, which is derived from the file name."""
     origin = f"the name of {file.origin}"
     return Assignment(("run", "name"), file.run_name, origin, file.origin)
 
@@ -343,8 +342,7 @@ def _build(
     broken = check(config, origins, skip=wrong.union(missing))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
-    # Ignore problems with default values if a file could not be read, because that file might set
-    # them.
+    # If a file could not be read, ignore errors about default values, which the file might set.
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:
         raise ConfigError(problems)
@@ -353,8 +351,8 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Return all sections without values, which no caller may change. Copying a section of the
-    cached result is four times as fast as building it again.
+    """Return all sections with unset values, which no caller may change. Copying a section of the
+    cached result is four times as fast as building it.
     """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():
@@ -370,8 +368,8 @@ def _copied(nodes: dict[str, Any], section: str) -> Any:
 
 
 def _other_family_problems(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
-    """Yield a problem for each key of another model family. If a key is assigned several times,
-    only the last assignment counts.
+    """Yield an error for each key of another model family. If a key is assigned several times, only
+    the last assignment is checked.
     """
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():
@@ -405,14 +403,14 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
 
 
 def _is_unknown(assignment: Assignment) -> bool:
-    """Whether the assigned key does not exist."""
+    """Return True if the assigned key does not exist."""
     section, (name, *entry) = (lambda at: (at[0], at[1] or (".",)))(split_key(assignment.path))
     hint = KEYS.get(f"{section}.{name}") if "." not in name else None
     return hint is None or bool(entry and not is_mapping(hint)) or bool(assignment.option)
 
 
 def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the keys that are set once the user follows the suggested translations."""
+    """Yield the keys that the suggested translations of unknown keys would set."""
     context = _context(unknown, nodes)
     for assignment in unknown[:_MOST_IN_CONTEXT]:
         for path, raw in foreign_files.leaves(assignment):
@@ -422,7 +420,7 @@ def _translated_keys(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) ->
 
 
 def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> TranslationContext:
-    """Return the current settings, including settings translated from keys of other trainers."""
+    """Return the current settings, including those translated from other trainers' keys."""
     values: dict[str, Any] = {
         key: nodes[section_of(key)][key.rpartition(".")[2]] for key in CONTEXT_KEYS
     }
@@ -435,14 +433,14 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
                 continue
             translation = translate(path, raw, context)
             for key, text in translation.settings:
-                # A model family that the key only implies is ignored.
+                # Ignore a model family that is only implied by a family-specific key.
                 if key in values and key == translation.key:
                     values[key] = READERS.get(KEYS[key], read_unchanged)(text)
     return context
 
 
 def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
-    """Store the value in its section, or return a problem."""
+    """Store the value in its section, or return an error."""
     section, names = split_key(assignment.path)
     name, *entry = names or (".",)
     if _is_unknown(assignment):
@@ -490,8 +488,8 @@ def _item_problem(assignment: Assignment, error: ItemError) -> Problem:
 def _locate_in_named_section(
     node: Any, assignment: Assignment, of_name: type, key: str, entry: Sequence[str]
 ) -> tuple[Any, tuple[str, Any]] | Problem | None:
-    """Return the node, name and type of a key in a named section. Return None if the assignment
-    only creates an empty section.
+    """Return the node, name and type of a key in a named section, or None if the assignment only
+    creates an empty section.
     """
     section = assignment.path[0]
     full = f"{section}.{key}"
@@ -518,7 +516,7 @@ def _locate_in_named_section(
         )
     if not NAME_FORM.fullmatch(name):
         return assignment.problem(
-            f"must have a name of at most 64 letters, digits, `_` and `-`, unlike {name}.",
+            f"must have a name of at most 64 letters, digits, `_` and `-`; got {name}.",
             f"Set {full}.web.{field}=... (with another name).",
         )
     if name not in node[key]:
@@ -528,7 +526,7 @@ def _locate_in_named_section(
 
 
 def _empty_section(declared: type) -> Any:
-    """Return a section without values."""
+    """Return a section with unset values."""
     node = OmegaConf.structured(declared)
     OmegaConf.set_readonly(node, False)
     return node
@@ -557,11 +555,11 @@ def type_name(hint: Any) -> str:
         return "list of mappings"
     if hint in _LISTS:
         return _LISTS[hint][0]
-    return {int: "integer", float: "number", bool: "true or false", str: "text"}[hint]
+    return {int: "integer", float: "number", bool: "true or false", str: "string"}[hint]
 
 
 def _is_too_large(raw: object) -> bool:
-    """Whether the text is an integer that exceeds the range of floats."""
+    """Return True if the value is an integer string that exceeds the range of 64-bit floats."""
     return bool(re.fullmatch(r"[-+]?\d{309,}", str(raw) if isinstance(raw, str) else ""))
 
 
@@ -582,12 +580,12 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
         example = f"[{assignment.raw}]" if is_name else _LISTS[hint][1]
         return assignment.problem(f"must be a {type_name(hint)}.", f"Set {key}={example}.")
     if hint is str and isinstance(assignment.raw, list) and (action := list_action(key)):
-        return assignment.problem("must be one text, not a list.", action)
+        return assignment.problem("must be a string, not a list.", action)
     if hint is str:
         action = f"Write {key} = '...', or leave the key out."
         if "[" in key:
             action = f"Write `{assignment.path[-1]}: ...`."
-        return assignment.problem("must be text.", action)
+        return assignment.problem("must be a string.", action)
     example = {int: "8", float: "0.1", bool: "true"}[hint]
     if bound := BOUNDS.get(declared_key(key)):
         example = str(bound.example)
@@ -635,7 +633,9 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
 
 
 def _rule(assignment: Assignment) -> tuple[str, str]:
-    """Return the rule that an unknown key violates, and the command that lists valid keys."""
+    """Return the rule that an unknown key violates, and a hint about where valid keys are
+    listed.
+    """
     section, names = split_key(assignment.path)
     if assignment.option:
         return "is not an option of this command.", "Run the command with --help."
@@ -648,8 +648,8 @@ def _rule(assignment: Assignment) -> tuple[str, str]:
 
 
 def _translate_unknown(assignment: Assignment, context: TranslationContext) -> Translation:
-    """Translate an unknown key. An option with the name of an existing key translates to that
-    key.
+    """Translate an unknown key. A command-line option with the name of an existing key is
+    translated to that key.
     """
     key = ".".join(assignment.path)
     if key in KEYS:

@@ -1,8 +1,8 @@
-"""Render the schema as explanations of keys, a reference page, a JSON schema and configs.
+"""Render the config schema as key explanations, a reference page, a JSON schema and configs.
 
 All output is generated from the declarations in `sections/` and the model families, the docstrings
-of the fields, and the ranges. Keys are documented only there. `render_first_config` renders the
-template of `maxpipe init`: a small config with a comment for each key.
+of the fields, and the value ranges. Keys are documented only there. `render_first_config` renders
+the config that `maxpipe init` writes: a small config with a comment for each key.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _SCHEDULE = "pipeline.schedule"
 
 @functools.cache
 def field_docs() -> dict[str, str]:
-    """Return the documentation of all sections and keys as single lines, keyed by section or full
-    key.
+    """Return the documentation of all sections and keys, keyed by section or full key. Each text is
+    a single line.
     """
     docs: dict[str, str] = {}
     for section, declared in ALL_SECTIONS.items():
@@ -83,8 +83,9 @@ def _paragraph(text: str) -> str:
 
 
 def explain(key: str) -> str:
-    """Return the type, default, range and documentation of a key, the keys of a section, or all
-    sections.
+    """Return an explanation of a key or section. Without a name, list all sections.
+
+    A key is explained by its type, default, range and documentation, a section by its keys.
 
     Raises:
         ConfigError: the name is neither a key nor a section.
@@ -217,7 +218,7 @@ def markdown() -> str:
 
 
 def _in_order() -> list[str]:
-    """Return all sections in order, each followed by its named sections."""
+    """Return all sections in schema order, each followed by its named sections and item types."""
     found = []
     for section in SECTIONS:
         found += [section, *(name for name in NAMED_SECTIONS if section_of(name) == section)]
@@ -232,7 +233,7 @@ def _escaped(text: str) -> str:
 def json_schema() -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a config file.
 
-    No key is required, because files are merged, and a file with only a model is valid.
+    No key is required, because files are merged, and a file may, for example, define only a model.
     """
     sections: dict[str, Any] = {}
     for section in SECTIONS:
@@ -306,14 +307,14 @@ def _type_schema(hint: Any) -> dict[str, Any]:
 
 
 def print_config(loaded: LoadedConfig, *, origin: bool) -> str:
-    """Return the config as the text of a file. With `origin`, comments contain the origin of each
+    """Return the YAML text of the config. If `origin` is set, comments show the origin of each
     value.
     """
     return to_yaml(loaded.config, loaded.origins.__getitem__ if origin else None)
 
 
 _TEMPLATE_HEAD = """\
-A first run: a small byte-level decoder, trained on the sources of Python's standard library.
+First run: a small byte-level decoder, trained on the sources of Python's standard library.
 It trains in minutes on a laptop CPU, without a download, and runs unchanged on GPUs and TPUs.
 
   {train}                  trains the run, or resumes it after a stop
@@ -342,7 +343,7 @@ _TEMPLATE_MORE = {
     "mesh.ici_data": "-1 uses all devices.",
     "data.source": "To train on your text, write `source: text` and `path: my-texts/*.txt`.",
 }
-"""Comments on values of this template, printed after the documentation from the schema."""
+"""Maps keys of the template to comments that follow the documentation from the schema."""
 
 
 _TEMPLATE_NAMED = (
@@ -353,8 +354,8 @@ _TEMPLATE_NAMED = (
 
 
 def render_first_config(name: str, train: str) -> str:
-    """Return the text of a config file for a run with this name. `train` is the command that trains
-    the run.
+    """Return the YAML text of the config that `maxpipe init` writes for a run with this name.
+    `train` is the command that trains the run.
     """
     pad = " " * max(2, len(f"{train} train.steps=600  ") - len("maxpipe board"))
     head = _TEMPLATE_HEAD.format(train=train, pad=pad)

@@ -1,10 +1,10 @@
-"""Registry of config rules and ranges, and phrases that several messages share.
+"""Registry of config rules and value ranges, and functions that format messages.
 
-A rule lists the keys that it reads, and is skipped if one of these keys is already known to be
+Each rule lists the keys that it reads, and is skipped if one of these keys is already known to be
 invalid. The files in `sections/` define the rules.
 
-The module also converts list items of earlier releases, such as the text `10% linear 0 -> 1`, to
-mappings.
+The module also converts list items in the format of earlier releases, such as the string `10%
+linear 0 -> 1`, to mappings.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 from collections.abc import Mapping
 
 ITEM = "[]"
-"""Index of an item in declared keys, such as `optim.lr_phases[].steps`."""
+"""Placeholder for the item index in declared keys, such as `optim.lr_phases[].steps`."""
 
 _ITEM_KEY = re.compile(r"(?P<key>\w+\.\w+)\[(?P<number>\d+)\](?P<names>(\..*)?)")
 
 
 def field_name(field: dataclasses.Field[Any] | str) -> str:
-    """Return the YAML name of a field: `from_` is declared with an underscore, because `from` is a
-    keyword.
+    """Return the YAML name of a field, such as `from` for `from_`, which is declared with an
+    underscore because `from` is a Python keyword.
     """
     return (field if isinstance(field, str) else field.name).removesuffix("_")
 
 
 def plain_value(value: Any) -> Any:
-    """Return a copy of the value in which named sections and items are dicts. Fields of items that
-    have their default are omitted.
+    """Return a copy of the value with dataclass instances converted to dicts. Fields of list items
+    that equal their default are omitted.
     """
     if isinstance(value, dict):
         return {name: plain_value(part) for name, part in value.items()}
@@ -63,9 +63,9 @@ def _plain_item(item: Any) -> dict[str, Any]:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Return the value of a full key, or of one entry of a mapping.
+    """Return the value of a full key or of a mapping entry.
 
-    For keys of other model families, return the default. Items of lists are dicts.
+    For a key of another model family, return its default. List items are returned as dicts.
     """
     if match := _ITEM_KEY.fullmatch(key):
         value = plain_value(value_of(config, match["key"]))[int(match["number"])]
@@ -91,13 +91,13 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def applies_to_family(config: Config, key: str) -> bool:
-    """Whether the key is common to all families or belongs to the family of this config."""
+    """Return True unless the key belongs to a different model family than that of the config."""
     section, *names = key.split(".")
     return section != "model" or len(names) == 1 or names[0] == config.model.family
 
 
 def add_nonempty_rule(key: str) -> None:
-    """Add the rule that a text is not empty."""
+    """Add a rule that a string must not be empty."""
 
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
@@ -108,7 +108,7 @@ def add_nonempty_rule(key: str) -> None:
 
 
 def add_local_folder_rule(key: str, action: str) -> None:
-    """Add the rule that a folder is not a URL."""
+    """Add a rule that a folder must be a local path, not a URL."""
 
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
@@ -121,12 +121,13 @@ MAX_FINDINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A config rule. `find` yields the violations, and reads only the keys in `keys`."""
+    """Config rule. `find` reads only the keys in `keys`, and yields the violations."""
 
     keys: tuple[str, ...]
     find: Callable[[Config], Iterator[RuleViolation]]
     is_first: bool = False
-    """Whether a violation of this rule causes other rules that read the same keys to be skipped."""
+    """Run this rule before the others; if it is violated, skip all rules that read the reported
+    keys."""
 
 
 RULES: list[Rule] = []
@@ -139,7 +140,7 @@ _NAME_CHARACTERS = 100
 def rule(
     *keys: str, is_first: bool = False
 ) -> Callable[[Callable[[Config], Iterator[RuleViolation]]], None]:
-    """Register a function as a rule that reads these keys."""
+    """Return a decorator that registers a function as a config rule that reads these keys."""
 
     def register(find: Callable[[Config], Iterator[RuleViolation]]) -> None:
         RULES.append(Rule(keys, find, is_first))
@@ -156,9 +157,9 @@ _MAX_WORD = 200
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return the choice that is most similar to the word, or an empty string.
+    """Return the choice that is most similar to the word, or an empty string if none is similar.
 
-    A choice with the same letters and digits, regardless of case and separators, is preferred.
+    A choice that differs only in case and separators is preferred.
     """
     known = list(choices)
     if len(word) > _MAX_WORD:
@@ -177,9 +178,7 @@ def normalize_name(name: str) -> str:
 
 
 def folder_name(text: str) -> str:
-    """Convert the text to a valid run name, which contains only letters, digits, `.`, `_` and
-    `-`.
-    """
+    """Convert a string to a valid run name of letters, digits, `.`, `_` and `-`."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text)[:_NAME_CHARACTERS].strip("-.") or "run"
 
 
@@ -194,9 +193,9 @@ BATCH_AXES = DEFAULT_AXIS_RULES["batch"]
 
 
 def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
-    """Return the number of batch shards over axes of known size, and descriptions of these axes.
+    """Return the number of batch shards and the names and sizes of the batch axes for messages.
 
-    The expert axis is listed only if its size is more than 1.
+    Axes of unknown size are ignored, and the expert axis is listed only if its size exceeds 1.
     """
     sizes = {axis: axis_size(mesh, axis) for axis in BATCH_AXES}
     words = [f"{axis} ({n})" for axis, n in sizes.items() if n and (n > 1 or axis != "expert")]
@@ -204,7 +203,7 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
 
 
 def format_value(value: object) -> str:
-    """Format a value as in a config file. Long values are shortened."""
+    """Format a value as in a config file, truncated to 80 characters."""
     if is_dataclass(value):
         return ""  # the key already names the section
     if isinstance(value, bool):
@@ -225,12 +224,12 @@ MAX_INT32 = 2**31 - 1
 
 
 BOUNDS: dict[str, Bound] = {}
-"""Maps full keys to the ranges of their values."""
+"""Maps full keys to their value ranges."""
 
 
 def add_ranges(*bounds: Bound) -> None:
-    """Register the ranges of keys, and a rule for each range. `add_item_rules` adds the rules for
-    ranges of items.
+    """Register value ranges, and a rule for each range. The rules for fields of list items are
+    added by `add_item_rules`.
     """
     for bound in bounds:
         BOUNDS[bound.key] = bound
@@ -248,14 +247,14 @@ def _add_range_rule(bound: Bound) -> None:
 
 
 EXAMPLES: dict[str, str] = {}
-"""Maps list keys whose items are mappings to valid values, for messages."""
+"""Maps list keys whose items are mappings to example values for messages."""
 
 
 def add_item_rules(
     key: str, example: str, one_of: Sequence[str] = (), at_most_one_of: Sequence[str] = ()
 ) -> None:
-    """Register an example of a list key, and a rule for the ranges of the fields of its items and
-    for fields that exclude each other.
+    """Register an example value for a list key, and a rule that checks the value ranges and
+    mutually exclusive fields of its items.
     """
     EXAMPLES[key] = example
     exclusive = one_of or at_most_one_of
@@ -293,8 +292,8 @@ def violations(
 ) -> Iterator[RuleViolation]:
     """Yield all rule violations. Rules that read a key in `skip` are not run.
 
-    Rules for a single key run first, in the order of the keys. If one of them fails, rules that
-    relate the key to other keys are skipped.
+    Rules that read a single key run first, sorted by the position of the key in `order`. If such a
+    rule is violated, rules that also read other keys are skipped for that key.
     """
     wrong = set(skip)
     position = {key: number for number, key in enumerate(order)}
@@ -322,7 +321,9 @@ _LENGTH = rf"\s+for\s+(?:(?P<steps>{_COUNT})\s+steps|(?P<tokens>{_COUNT})\s+toke
 
 
 def _upgrade_items(form: str, types: Mapping[str, Callable[[str], Any]]) -> Callable[[Any], Any]:
-    """Return a function that converts the texts in a list. Texts of other forms are unchanged."""
+    """Return a function that converts the strings in a list to mappings. Strings that do not match
+    `form` are kept unchanged.
+    """
     pattern = re.compile(form, re.ASCII)
 
     def upgrade(item: Any) -> Any:

@@ -1,9 +1,9 @@
-"""The complete config of a run, with one field per section.
+"""Complete config of a run, with one field per section.
 
-Each file in `sections/` contains one section: its keys with types, defaults and documentation, the
-ranges of its numbers, and its rules. The string below each field documents the field. `maxpipe
-config explain`, `docs/config.md`, the JSON schema and error messages are generated from these
-strings. Each file in `maxpipe/models` declares the keys of its model family. This package does not
+Each file in `sections/` defines one section: its keys with types, defaults and documentation, the
+valid ranges of numeric keys, and its rules. The string below each field documents that field.
+`maxpipe config explain`, `docs/config.md`, the JSON schema and error messages are generated from
+these strings. The keys of each model family are declared in `maxpipe/models`. This package does not
 import jax, so that `maxpipe --help` starts quickly.
 """
 
@@ -57,9 +57,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        """Copy the adapter section into the model section, so that the model section describes the
-        complete model.
-        """
+        """Copy section `adapter` into section `model`, which then describes the complete model."""
         adapter = self.adapter if self.adapter.rank else None
         if self.model.adapter != adapter:
             object.__setattr__(self, "model", replace(self.model, adapter=adapter))

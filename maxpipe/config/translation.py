@@ -1,4 +1,4 @@
-"""Translate names and values of settings of other trainers."""
+"""Translate keys and values of other trainers to maxpipe settings."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ from maxpipe.parallel.axes import MESH_AXES
 from maxpipe.schedule.catalog import SCHEDULES
 
 MODEL = "model"
-"""Section whose value may be the name of a bundled model."""
+"""Name of the section that accepts the name of a bundled model in place of keys."""
 
 
 class Translation(NamedTuple):
-    """Translation of a setting of another trainer to maxpipe settings."""
+    """Translation of another trainer's setting to maxpipe settings."""
 
     settings: tuple[tuple[str, str], ...] = ()
-    """Keys and the texts of their values; empty if no key needs to be set."""
+    """Pairs (key, value as text); empty if no key needs to be set."""
     why: str = ""
     action: str = ""
     """Suggested action if `settings` is empty."""
     is_exact: bool = True
-    """Whether a table contains this exact name rather than a similar name."""
+    """Whether the name was matched exactly rather than by similarity."""
     key: str = ""
-    """The equivalent key, if there is one."""
+    """Equivalent maxpipe key, or an empty string."""
 
     def action_text(self, *, in_file: bool) -> str:
-        """Return the suggested action as text, in the syntax of the command line or of a file."""
+        """Return the suggested action, in config-file syntax if `in_file`, else in command-line
+        syntax.
+        """
         if not self.settings:
             return self.action
         if in_file:
@@ -62,7 +64,7 @@ def _as_lines(key: str, text: str) -> str:
 
 
 def yaml_line_of_text(text: str) -> str:
-    """Return the text of a value as YAML that can follow its key."""
+    """Format a value as YAML that can follow its key on one line."""
     return (
         text
         if text.startswith("[")
@@ -73,7 +75,7 @@ def yaml_line_of_text(text: str) -> str:
 
 
 def _needs_no_quotes(text: str) -> bool:
-    """Whether the text would be quoted only because YAML would otherwise parse it as a number."""
+    """Return True if YAML quotes the text only because it would otherwise parse as another type."""
     return (
         to_yaml_line(text) == f"'{text}'"
         and not set(text) & set(":#{}[],&*!|>%@`\"' ")
@@ -83,7 +85,7 @@ def _needs_no_quotes(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TranslationContext:
-    """Settings on which translations depend."""
+    """Current settings on which translations depend."""
 
     values: Mapping[str, Any]
     """Current values from files and overrides, keyed by full key."""
@@ -96,7 +98,7 @@ class TranslationContext:
         return str(self.values[FAMILY])
 
     def num_devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
-        """Return the total number of devices along these axes, or None if it is unknown."""
+        """Return the total number of devices along these mesh axes, or None if unknown."""
         sizes = self.axis_sizes()
         left = [key for key, size in sizes.items() if size < 1]
         if left:
@@ -108,8 +110,8 @@ class TranslationContext:
         return math.prod(sizes[key] for key in axis_keys(*axes))
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the sizes of the mesh axes, keyed by config key. A size of -1 means that the axis
-        gets all remaining devices.
+        """Return the mesh axis sizes, keyed by config key. An axis of size -1 uses all remaining
+        devices.
         """
         return {key: int(self.values[key]) for key in axis_keys(*MESH_AXES)}
 
@@ -136,7 +138,7 @@ CONTEXT_KEYS = (
 
 
 def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Translation:
-    """Translate an unknown key, given by its section (if any) and name."""
+    """Translate an unknown key. `path` contains the key's section (if any) and name."""
     for name in (normalize_name("".join(path)), normalize_name(path[-1])):
         if name in _COMPUTED:
             return _COMPUTED[name](raw, context)
@@ -151,7 +153,7 @@ def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Tra
 
 
 def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
-    """Return the key that an unknown key refers to. Keys of this family take precedence."""
+    """Return the maxpipe key that an unknown key refers to. Keys of `family` take precedence."""
     family_keys = [key for key in KEYS if not is_of_another_family(section_of(key), family)]
     answer = match_exact_key(path, family_keys) or match_key(path, KEYS)
     own = f"{family_section(family)}.{answer.name.rpartition('.')[2]}"
@@ -160,7 +162,7 @@ def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
 
 
 def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Translation:
-    """Translate the value of a known key, if the key accepts the value."""
+    """Translate another trainer's value for a maxpipe key, or suggest an action."""
     if key == "run.dir" and isinstance(raw, str) and "://" in raw:
         return Translation((("run.dir", "runs"), ("checkpoint.dir", raw)), key=key)
     if key == "data.path" and isinstance(raw, list) and len(raw) > 1:
@@ -170,7 +172,9 @@ def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Transla
         return Translation((), *_unsaved_dataset_problem(str(raw)), key=key)
     text, action = convert_value(key, raw)
     if key.endswith(".num_experts") and text == "1":
-        return Translation((), "one expert is a dense layer.", "Leave it out.", key=key)
+        return Translation(
+            (), "a layer with one expert is a dense layer.", "Leave it out.", key=key
+        )
     if text is None:
         return Translation((), "", action, key=key)
     section = section_of(key)
@@ -183,8 +187,10 @@ def _translate_value(key: str, raw: Raw, context: TranslationContext) -> Transla
 
 
 def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
-    """Convert a value of another trainer to a text that the key accepts. If that is impossible,
-    return None and an action.
+    """Convert another trainer's value to a string that the key accepts.
+
+    Return the string and an empty action, or None and a suggested action if conversion is
+    impossible.
     """
     hint = KEYS[key]
     if isinstance(raw, dict):
@@ -216,7 +222,7 @@ def convert_value(key: str, raw: Raw) -> tuple[str | None, str]:
 
 
 def _read(key: str, text: str) -> tuple[str | None, str]:
-    """Implement `convert_value` for a single text, for keys that are not lists."""
+    """Implement `convert_value` for a string value of a key that is not a list."""
     if (reader := READERS.get(KEYS[key])) is None:
         return text, ""
     bound = BOUNDS.get(key)
@@ -244,7 +250,7 @@ def _leave_out(key: str) -> str:
 
 
 def _element(key: str, raw: Raw) -> Raw:
-    """Translate one element of a list of names."""
+    """Translate one item of a list of names."""
     return (match_exact_value(key, raw, ()) or raw) if isinstance(raw, str) else raw
 
 
@@ -265,8 +271,8 @@ def _number(raw: Raw) -> float | None:
 def _per_device_batch(
     key: str, axes: Sequence[str] = MESH_AXES
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """Convert a number of sequences per device to the total over all devices and accumulation
-    steps.
+    """Return a translator from sequences per device to the total over all devices and gradient
+    accumulation steps.
     """
     accumulates = key == "train.batch_size"
 
@@ -287,7 +293,9 @@ def _per_device_batch(
 
 
 def _example(key: str, number: float, axes: Sequence[str], context: TranslationContext) -> str:
-    """Return an example value of `key` for one possible size of the mesh axis that is set to -1."""
+    """Return an example value of `key` for one possible size of the mesh axis set to -1, or an
+    empty string.
+    """
     sizes = context.axis_sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
     for size in (2, 4, 8, 16, 32, 64, 128, 256):
@@ -302,13 +310,13 @@ def _example(key: str, number: float, axes: Sequence[str], context: TranslationC
 
 
 def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
-    key, why, number = "optim.warmup_steps", "the warm-up is a number of steps.", _number(raw)
+    key, why, number = "optim.warmup_steps", "the warm-up is set in steps.", _number(raw)
     if number is None:
         return Translation((), why, _leave_out(key), key=key)
     if not number:
         return Translation(((key, "0"),), why, key=key)
     if steps := int(context.values["train.steps"]):
-        # Round up like transformers, so that short runs also have a warm-up.
+        # Round up, as transformers does, so that short runs also have a warm-up.
         return Translation(((key, str(math.ceil(number * steps - 1e-9))),), why, key=key)
     return Translation(
         (),
@@ -319,7 +327,7 @@ def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
 
 
 def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
-    key, why = "optim.min_lr_ratio", "the final rate is a fraction of the peak."
+    key, why = "optim.min_lr_ratio", "the final learning rate is set as a fraction of the peak."
     number = _number(raw)
     share = math.inf if number is None else number / float(context.values["optim.learning_rate"])
     if not 0 <= share <= 1:
@@ -330,8 +338,8 @@ def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
 def _switch(
     key: str, when_true: str, when_false: str
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """Translate a boolean of another trainer to one of two values. If that value is empty, the key
-    is omitted.
+    """Return a translator from another trainer's boolean to one of two values of `key`. If the
+    selected value is empty, the key is left out.
     """
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:
@@ -347,18 +355,16 @@ def _switch(
 
 def _eval_steps(raw: Raw, context: TranslationContext) -> Translation:
     number = _number(raw)
-    why = "this name has two meanings in other trainers."
+    why = "this key has two meanings in other trainers."
     if number is None or number < 1:
         return Translation((), why, _leave_out("eval.every"), key="eval.every")
     every, batches = f"eval.every={number:g}", f"eval.batches={number:g}"
-    action = (
-        f"Set {every} for the steps between evaluations, or {batches} for batches per evaluation."
-    )
+    action = f"Set {every} for steps between evaluations, or {batches} for batches per evaluation."
     return Translation((), why, action)
 
 
 def _base_model(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate the name of a base model to the model shape, the initial weights and the
+    """Translate the name of a base model to settings of the model shape, initial weights and
     tokenizer.
     """
     translation = _model_name(raw, context)
@@ -390,19 +396,19 @@ def _bits(base: str) -> Callable[[Raw, TranslationContext], Translation]:
 
 
 def _rl(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate an RL objective of Axolotl."""
+    """Translate an objective from Axolotl's `rl` key."""
     name = normalize_name(raw) if isinstance(raw, str) else ""
     if name in ("dpo", "ipo", "orpo", "simpo"):
         settings = (("train.objective", "preference"), ("data.chat", "pairs"))
         return Translation(settings, key="train.objective")
     if name == "grpo":
         return Translation((("train.objective", "grpo"),), key="train.objective")
-    why = "the objectives are pretrain, sft, preference, distill and grpo."
+    why = "the supported objectives are pretrain, sft, preference, distill and grpo."
     return Translation((), why, "Leave it out, or set train.objective.")
 
 
 def _offloaded(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate the device to which DeepSpeed offloads optimizer state."""
+    """Translate DeepSpeed's device for optimizer-state offloading."""
     key = "optim.offload_state"
     if isinstance(raw, str) and normalize_name(raw) in ("cpu", "nvme"):
         return Translation(((key, "true"),), key=key)
@@ -414,9 +420,9 @@ _PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
 
 
 def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
-    """Return the rule and action for a dataset name that does not refer to a file."""
+    """Return (rule, action) for a dataset name that is not the path of a file."""
     return (
-        "maxpipe downloads nothing: data must be files.",
+        "maxpipe does not download datasets: data must be in files.",
         f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "
         "`datasets`, and set data.source=huggingface data.path=saved.",
     )
@@ -427,11 +433,11 @@ def _datasets(raw: Raw, context: TranslationContext) -> Translation:
     entries = [each for each in raw if isinstance(each, dict)] if isinstance(raw, list) else []
     paths = [str(each.get("data_files") or each.get("path") or "") for each in entries]
     if not entries or not all(paths):
-        return Translation((), "a source has several keys.", "Set data.source and data.path.")
+        return Translation((), "a source is set by several keys.", "Set data.source and data.path.")
     if len(entries) > 1:
-        why = "several sources form a mixture."
+        why = "several sources are combined in a mixture."
         settings = " ".join(f"data.mixture.part{n}.path={path}" for n, path in enumerate(paths, 1))
-        action = f"Set {settings}, and also source, weight and chat of each part."
+        action = f"Set {settings}, and also the keys source, weight and chat of each source."
         return Translation((), why, action)
     [entry] = entries
     source = infer_source(paths[0])
@@ -460,12 +466,12 @@ SOURCE_OF = {".jsonl": "jsonl", ".parquet": "parquet", ".txt": "text", ".md": "t
     ".jsonl.gz": "jsonl",
     ".jsonl.zst": "jsonl",
 }
-"""Maps file suffixes to source formats."""
+"""Maps file suffixes to values of `data.source`."""
 
 
 def infer_source(path: str) -> str:
-    """Infer the source format of a path from its file suffixes. Return an empty string if the
-    format is unclear.
+    """Infer `data.source` for a path from its file suffixes. Return an empty string if the format
+    is ambiguous or unknown.
     """
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, "dataset_info.json")):
@@ -489,7 +495,7 @@ def _model_name(raw: Raw, context: TranslationContext) -> Translation:
         return Translation(((MODEL, model.name),), key=MODEL)
     if isinstance(raw, str) and config_files.is_hub_id(raw):
         action = config_files.hub_download_action(raw)
-        return Translation((), "maxpipe downloads nothing.", action)
+        return Translation((), "maxpipe does not download models.", action)
     answer = match_exact_key(["model_name"], ())
     assert answer is not None
     return Translation((), answer.why, answer.action)
@@ -535,13 +541,15 @@ _MAIN_KEY = {
     "run": "run.name",
     "pipeline": "pipeline.schedule",
 }
-"""Maps each section to the key that `SECTION=TEXT` sets."""
+"""Maps each section to its primary key, which `SECTION=TEXT` sets."""
 
 _ACCUMULATION = {normalize_name(n) for n in ("gradient_accumulation_steps", "grad_accum_steps")}
 
 
 def is_main_key(section: str, text: str) -> bool:
-    """Whether `SECTION=TEXT` sets the main key of this section, as in `optim=adamw`."""
+    """Return True if `SECTION=TEXT` is shorthand for the section's primary key, as in
+    `optim=adamw`.
+    """
     return (
         section in _MAIN_KEY
         and re.fullmatch(r"(?i)[a-z][\w./-]*", text) is not None
@@ -552,5 +560,5 @@ def is_main_key(section: str, text: str) -> bool:
 
 
 def is_accumulation(path: Sequence[str]) -> bool:
-    """Whether the name refers to gradient accumulation, which multiplies the batch size."""
+    """Return True if the key sets gradient accumulation steps, which multiply the batch size."""
     return normalize_name(path[-1]) in _ACCUMULATION

@@ -1,8 +1,8 @@
-"""Read YAML files and overrides, and convert texts to values of their declared types.
+"""Read YAML files and overrides, and convert strings to values of their declared types.
 
-The YAML reader is restricted: no aliases, no tags, limited nesting and a limited number of values.
-A scalar remains text until the schema determines its type; YAML does not guess types. `read_items`
-reads the items of list keys, such as the phases of `optim.lr_phases`.
+The YAML reader rejects aliases, tags, deep nesting and large documents. A scalar is kept as a
+string until the schema determines its type; YAML's type inference is not used. `read_items` reads
+the items of list keys, such as the phases of `optim.lr_phases`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from maxpipe.io.formatting import format_nested
 
 MAX_DEPTH = 8
 MAX_VALUES = 20_000
-"""Maximum number of keys and values in a document. PyYAML needs about 50 us to parse each."""
+"""Maximum number of keys and values in a document. PyYAML takes about 50 us per key or value."""
 MAX_KEY = 1000
 """Maximum length of a key in characters."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Loader that rejects anything but plain nested YAML."""
+    """YAML loader that accepts only nested mappings, lists and scalars, within size limits."""
 
     depth = 0
     count = 0
@@ -55,7 +55,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         is_key = isinstance(parent, yaml.MappingNode) and index is None
         if is_key and isinstance(node, yaml.ScalarNode) and len(node.value) > MAX_KEY:
-            self.reject(f"a key has {len(node.value):,} characters, more than {MAX_KEY:,}", event)
+            self.reject(f"a key has {len(node.value):,} characters (limit: {MAX_KEY:,})", event)
         self.depth -= 1
         return node
 
@@ -64,10 +64,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def compose(text: str) -> yaml.Node | None:
-    """Parse a YAML text into a node.
+    """Parse a YAML string into a node tree.
 
     Raises:
-        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
+        yaml.YAMLError: the string is not valid YAML, or exceeds a limit.
     """
     loader = _Loader(text)
     try:
@@ -77,10 +77,10 @@ def compose(text: str) -> yaml.Node | None:
 
 
 def load_yaml(text: str | bytes) -> Any:
-    """Parse a YAML text into Python values, with YAML's own scalar types.
+    """Parse a YAML string into Python values, with scalar types inferred by YAML.
 
     Raises:
-        yaml.YAMLError: the text is not valid YAML, or exceeds a limit.
+        yaml.YAMLError: the string is not valid YAML, or exceeds a limit.
         ValueError: a number or a date cannot be represented.
     """
     loader = _Loader(text)
@@ -93,20 +93,20 @@ def load_yaml(text: str | bytes) -> Any:
 
 
 NAME_FORM = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-"""Pattern of valid user-defined names in a config. These names become parts of metric tags."""
+"""Pattern of valid user-defined names in a config. These names are part of metric tags."""
 
 Raw = str | None | list["Raw"] | dict[str, "Raw"]
-"""A value before type conversion: scalars are texts, and None is YAML's null."""
+"""Value before type conversion: scalars are strings, and None is YAML's null."""
 
 
 def find_invalid_text(text: str) -> tuple[str, str] | None:
-    """Return (rule, action) if the text contains characters that no value may contain."""
+    """Return (rule, action) if a string is not a valid config value, or None."""
     if "${" in text:
-        return "contains `${`, but values have no substitution.", "Write the value itself."
+        return "contains `${`, but variables are not expanded.", "Write the value itself."
     if "\0" in text:
-        return "contains a NUL character, which is invalid.", "Write the value without it."
+        return "contains a NUL character, which is invalid.", "Remove the NUL character."
     if text.lstrip("\\") == "???":
-        return "denotes a missing value.", "Write the value itself."
+        return "is OmegaConf's marker for a missing value.", "Write the value itself."
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -115,7 +115,7 @@ def find_invalid_text(text: str) -> tuple[str, str] | None:
 
 
 def texts(raw: Raw) -> Iterator[str]:
-    """Yield all texts in a nested value."""
+    """Yield all strings in a nested value."""
     if isinstance(raw, str):
         yield raw
     elif isinstance(raw, list):
@@ -128,7 +128,7 @@ def texts(raw: Raw) -> Iterator[str]:
 
 
 class TooLargeError(ValueError):
-    """Raised for an integer that cannot be represented exactly; the message describes the rule."""
+    """Raised for an integer that is too large; the message states the limit."""
 
 
 _THOUSANDS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}
@@ -143,7 +143,7 @@ def _read_int(raw: Raw) -> int:
             raise ValueError(text)
         raw = text = str(int(scaled))
     if digits := re.fullmatch(r"[+-]?0*([0-9]+(_[0-9]+)*)", text):
-        # Python refuses to parse integers with thousands of digits.
+        # Python raises an error for integers with thousands of digits.
         value = int(text) if len(digits[1]) < 100 else 2**63
     else:
         number = _read_float(raw)
@@ -151,7 +151,7 @@ def _read_int(raw: Raw) -> int:
         if value != number:
             raise ValueError(text)
         if 2**53 <= abs(value) < 2**63:
-            rule = "floats are not exact from 2**53 on."
+            rule = "floats from 2**53 on are inexact."
             raise TooLargeError(f"must be an integer without decimal point or exponent: {rule}")
     if not -(2**63) <= value < 2**63:
         raise TooLargeError("must be an integer from -2**63 to 2**63 - 1.")
@@ -182,7 +182,7 @@ def _scalar(raw: Raw) -> str:
 
 
 def read_unchanged(raw: Raw) -> Raw:
-    """Return the value unchanged. OmegaConf checks the types of strings, choices and mappings."""
+    """Return the value unchanged; OmegaConf checks the types of strings, choices and mappings."""
     return raw
 
 
@@ -202,19 +202,21 @@ READERS: dict[Any, Callable[[Raw], Any]] = {
     list[int]: _list_reader(_read_int),
     list[float]: _list_reader(_read_float),
 }
-"""Maps types to parsers, which raise ValueError or OverflowError."""
+"""Maps types to parsers, which raise ValueError or OverflowError for invalid values."""
 
 
 MAX_FILE_BYTES = 1 << 20
 
 
 def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | None:
-    """Return the sections of a file. If the file is invalid, add a problem and return None."""
+    """Return the top-level YAML mapping of a file. If the file is invalid, record an error and
+    return None.
+    """
     arg, path = file.origin, file.path
     try:
         root = compose(text := _read_text(path))
     except OSError as error:
-        action = missing_file_action(path) if not os.path.lexists(path) else "Give a readable file."
+        action = missing_file_action(path) if not os.path.lexists(path) else "Use a readable file."
         what = broken_link(path)
         reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
         problems.append(Problem(arg, "", reason, action))
@@ -251,7 +253,7 @@ def _read_text(path: Path) -> str:
 
 
 def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
-    """Return a problem for text that is not valid YAML."""
+    """Return an error message for a string that is not valid YAML."""
     mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
     what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
     if what and what.startswith("but "):
@@ -269,8 +271,8 @@ def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
 def entries(
     mapping: yaml.MappingNode, file: str, prefix: str, problems: list[Problem]
 ) -> Iterator[tuple[str, int, yaml.Node]]:
-    """Yield (key, line, value) for each entry of a mapping, and add a problem for each duplicate
-    key. `file` is empty for an override.
+    """Yield (key, line number, value) for each entry of a mapping, and record an error for each
+    duplicate key. `file` is empty for an override.
     """
     first: dict[str, int] = {}
     for key_node, value in mapping.value:
@@ -293,7 +295,7 @@ def entries(
 
 
 def raw_of(node: yaml.Node) -> Raw:
-    """Return the texts of a node in their nested structure, without type conversion."""
+    """Convert a YAML node to nested lists, dicts and strings, without type conversion."""
     if isinstance(node, yaml.SequenceNode):
         return [raw_of(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
@@ -307,7 +309,7 @@ def raw_of(node: yaml.Node) -> Raw:
 def find_duplicates(
     node: yaml.Node, file: str, path: str, problems: list[Problem], depth: int = 2
 ) -> None:
-    """Add a problem for each duplicate key in a mapping, or in the mappings of a list."""
+    """Record an error for each duplicate key in a mapping, or in the mappings of a list."""
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             find_duplicates(item, file, f"{path}[{number}]", problems, depth)
@@ -317,18 +319,18 @@ def find_duplicates(
 
 
 def to_yaml_line(value: Any) -> str:
-    """Format a value as it appears after its key in a config file."""
+    """Format a value as one line of YAML that follows its key in a config file."""
     flow: Any = {"default_flow_style": True, "width": math.inf, "sort_keys": False}
     text = yaml.safe_dump(value, allow_unicode=True, **flow)
     text = text.removesuffix("\n").removesuffix("\n...")
     if not text.isprintable():
-        # YAML folds line breaks in plain text, including U+0085 and U+2028, so they are escaped.
+        # YAML folds line breaks in plain scalars, including U+0085 and U+2028: escape them.
         text = yaml.safe_dump(value, default_style='"', **flow)
     return text.removesuffix("\n")
 
 
 def format_raw(raw: Raw) -> str:
-    """Format a raw value as text for a message."""
+    """Format an unparsed value for a message, truncated to 60 characters."""
     if raw is None:
         return "null"
     text = "''" if raw == "" else raw if isinstance(raw, str) else format_nested(raw)
@@ -337,17 +339,17 @@ def format_raw(raw: Raw) -> str:
 
 
 class ItemError(ValueError):
-    """Raised for an invalid item or field of an item."""
+    """Raised for an invalid list item, or an invalid field of an item."""
 
     def __init__(self, key: str, raw: Raw, rule: str = "", action: str = "", hint: Any = None):
         super().__init__(rule)
         self.key, self.raw, self.rule, self.action, self.hint = key, raw, rule, action, hint
-        """`key` is the item or field, such as `optim.lr_phases[1].steps`. Without a rule, the value
-        does not have the type `hint`."""
+        """`key` is the item or field, such as `optim.lr_phases[1].steps`. If `rule` is empty, the
+        value does not have the type `hint`."""
 
 
 def read_items(raw: Raw, key: str) -> list[Any]:
-    """Return the items of a list key.
+    """Parse the value of a list key into its items.
 
     Raises:
         ItemError: an item or a field is invalid.

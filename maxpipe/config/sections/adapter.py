@@ -1,4 +1,4 @@
-"""Ranges and rules of the section `adapter`, which `maxpipe/models/config.py` declares."""
+"""Value ranges and rules of config section `adapter`, declared in `maxpipe/models/config.py`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _adapter_keys_need_a_rank(config: Config) -> Iterator[RuleViolation]:
         if getattr(config.adapter, key) != getattr(AdapterConfig(), key):
             yield RuleViolation(
                 f"adapter.{key}",
-                "is ignored with adapter.rank = 0: all parameters are trained.",
+                "is ignored with adapter.rank = 0, which trains all parameters without adapters.",
                 f"Set adapter.rank=16, or leave adapter.{key} out.",
             )
 
@@ -81,7 +81,9 @@ def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
     for wrong in (*unknown, *useless)[:MAX_FINDINGS]:
         guess = did_you_mean(wrong, [*can, *suggestions(model)])
         guess = guess if picked(model, [guess]) & {*can} else ""
-        what = "which matches no parameter" if wrong in unknown else "which has no adapter support"
+        what = (
+            "which matches no parameter" if wrong in unknown else "which does not support adapters"
+        )
         kept = ",".join([*good, *filter(None, [guess])])
         yield RuleViolation(
             "adapter.targets",
@@ -101,7 +103,7 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
         if adapter.rank > small:
             yield RuleViolation(
                 "adapter.rank",
-                f"must be at most {small}, the smaller dimension of {name}, which limits its rank.",
+                f"must be at most {small}, the smaller dimension of {name} and its maximum rank.",
                 f"Set adapter.rank={small}, or adapter.targets to larger matrices.",
             )
             return
@@ -113,7 +115,7 @@ def _no_mtp_with_adapters(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "model.mtp_heads",
             "must be 0 with adapters: multi-token prediction heads do not support adapters.",
-            "Set model.mtp_heads=0; such heads in the base weights are ignored.",
+            "Set model.mtp_heads=0; MTP heads in the base weights are then ignored.",
         )
 
 
@@ -130,9 +132,7 @@ def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
 
 @rule(*_KEYS, *axis_keys("tensor"))
 def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
-    """Check that each shard contains only complete bytes (two 4-bit values each) and complete
-    blocks (one scale each).
-    """
+    """Reject tensor shardings that split an NF4 byte (two 4-bit values) or block (one scale)."""
     if not config.adapter.rank or config.adapter.base_quantization != "nf4":
         return
     shards = axis_size(config.mesh, "tensor") or 1

@@ -1,4 +1,4 @@
-"""Section `checkpoint`: when and where checkpoints are saved, and which are kept."""
+"""Config section `checkpoint`: when and where to save checkpoints, and which ones to keep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Saving and retention of checkpoints, and the checkpoint that starts a new run."""
+    """Saving, retention and restoring of checkpoints."""
 
     every: int = 1000
     """Number of steps between checkpoints. The last step is always saved. 0 saves only the last
@@ -28,28 +28,28 @@ class CheckpointConfig:
     """Number of newest checkpoints to keep. The keys `keep_every_steps`, `keep_every_hours` and
     `keep_best` keep additional checkpoints."""
     keep_every_steps: int = 0
-    """Interval in steps for additional checkpoints: those whose step is a multiple of this number
-    are also kept. 0 keeps no additional checkpoints."""
+    """Also keep every checkpoint whose step is a multiple of this number. 0 keeps no additional
+    checkpoints."""
     keep_every_hours: float = 0.0
-    """Interval in hours for additional checkpoints: the first checkpoint in each interval is also
-    kept. 0 keeps no additional checkpoints."""
+    """Also keep the first checkpoint in each interval of this many hours. 0 keeps no additional
+    checkpoints."""
     keep_best: int = 0
-    """Number of best checkpoints to keep in addition to the newest ones, compared by
-    `checkpoint.best_metric`. Only checkpoints of steps with an evaluation are compared."""
+    """Number of best checkpoints, ranked by `checkpoint.best_metric`, to keep in addition to the
+    newest ones. Only checkpoints of steps with an evaluation are ranked."""
     best_metric: str = "eval/loss"
-    """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` compare.
-    Examples are `eval/loss`, `eval/nats_per_byte`, `eval/NAME/loss` of a validation set, and
-    `eval/NAME/accuracy` of a task."""
+    """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` use to compare
+    checkpoints. Examples are `eval/loss`, `eval/nats_per_byte`, `eval/NAME/loss` of a validation
+    set, and `eval/NAME/accuracy` of a task."""
     best_mode: Literal["min", "max"] = field(
         default="min",
         metadata=renamed_from("best_is", values={"smallest": "min", "largest": "max"}),
     )
-    """Direction of `checkpoint.best_metric`: whether the smallest value (`min`) or the largest
-    value (`max`) is the best. Use `min` for losses and `max` for accuracies."""
+    """Whether the smallest (`min`) or the largest (`max`) value of `checkpoint.best_metric` is
+    best. Use `min` for losses and `max` for accuracies."""
     retries: int = 3
-    """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. During training,
-    a retry saves the state of a later step. A save is not retried if the disk is full or
-    read-only."""
+    """Number of retries after a failed save, with pauses of 1, 2, 4, ... seconds. Training
+    continues during these pauses, so a retry saves the state of a later step. A save is not retried
+    if the disk is full or read-only."""
     on_failure: Literal["stop", "continue"] = field(
         default="stop", metadata=renamed_from(values={"go_on": "continue"})
     )
@@ -57,27 +57,27 @@ class CheckpointConfig:
     continues training until the next checkpoint is due. The save at the end of the run must
     succeed. Multi-process runs always stop."""
     dir: str = ""
-    """Folder, or `gs://BUCKET/PATH`, for the durable checkpoints of all runs. The checkpoints of
-    each run are in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install
+    """Folder, or `gs://BUCKET/PATH`, for the durable checkpoints of all runs. Each run saves its
+    checkpoints in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install
     'maxpipe[gcs]'`. If empty, checkpoints are saved in the run folder."""
     local_dir: str = ""
-    """Folder on a fast disk for additional checkpoints between the durable ones. The folder keeps
-    only the newest checkpoint, and must be shared by all processes. A run resumes from its newest
-    checkpoint, which may be local or durable. To start from scratch, delete both checkpoints. If
-    empty, no local checkpoints are saved."""
+    """Folder on a fast disk for additional checkpoints between the durable ones. Only the newest
+    local checkpoint is kept, and all processes must share the folder. A run resumes from its newest
+    checkpoint, local or durable. To start from scratch, delete the local and the durable
+    checkpoints. If empty, no local checkpoints are saved."""
     local_every: int = 0
     """Number of steps between checkpoints in `checkpoint.local_dir`."""
     restore_from: str = ""
     """Checkpoint of another run from which this run starts: `RUN@STEP`, `RUN@newest`, `RUN@best`
     (according to that run's `checkpoint.best_metric`), or the path of a checkpoint folder. `RUN`
-    without a step means the newest checkpoint. `RUN` is a folder, the name of a run in `run.dir`,
-    or `gs://BUCKET/PATH/NAME`. `hf:DIR` starts with the weights in a Hugging Face folder. Ignored
-    if this run already has a checkpoint, because it then resumes from that checkpoint."""
+    without a step selects the newest checkpoint. `RUN` is a run folder, the name of a run in
+    `run.dir`, or `gs://BUCKET/PATH/NAME`. `hf:DIR` loads the weights in a Hugging Face folder.
+    Ignored if this run already has a checkpoint, because it then resumes from that checkpoint."""
     restore: Literal["all", "weights"] = "all"
     """State that is restored from `checkpoint.restore_from`. `all` restores parameters, optimizer
     state, step and data position. `weights` restores only parameters and starts at step 0; the data
-    and tokenizer may be different, and the vocabulary may be larger. A run that starts from a
-    source with only weights always starts at step 0."""
+    and tokenizer may be different, and the vocabulary may be larger. If the source contains only
+    weights, such as `hf:DIR`, the run always starts at step 0."""
 
 
 add_ranges(
@@ -136,7 +136,7 @@ def _local_has_folder_and_period(config: Config) -> Iterator[RuleViolation]:
     elif every and not local_dir:
         yield RuleViolation(
             "checkpoint.local_dir",
-            f"must be a folder with checkpoint.local_every={every}.",
+            f"must be set to a folder with checkpoint.local_every={every}.",
             "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",
         )
 

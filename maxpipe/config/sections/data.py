@@ -1,4 +1,4 @@
-"""Section `data`: document sources, mixtures, validation sets and packing."""
+"""Config section `data`: document sources, mixtures, validation sets and packing."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedSourceConfig(SourceConfig):
-    """A source of documents in `data.mixture`, and its share of the sequences."""
+    """Document source in `data.mixture`, and its share of the training sequences."""
 
     weight: float = 0.0
-    """Relative share of the sequences: the weight divided by the sum of all weights. If no source
-    has a weight or epochs, shares are proportional to the sizes of the sources."""
+    """Sampling weight of this source. Its share of the training sequences is its weight divided by
+    the sum of all weights. If no source has a weight or epochs, shares are proportional to source
+    size."""
     epochs: float = 0.0
-    """Number of passes over this source, relative to the passes over the other sources. Epochs
-    replace weights, and must be set for all sources or for none."""
+    """Number of passes over this source, relative to the passes over the other sources. `epochs`
+    replaces `weight`, and must be set for all sources or for none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixtureStageConfig:
-    """Stage of the run with separate mixture weights. A stage has either `steps` or `tokens`."""
+    """Stage of a run that uses different mixture weights. Set either `steps` or `tokens`."""
 
     weights: dict[str, float]
-    """Mixture weights, keyed by the name of the source. Sources that are not listed have weight
-    0."""
+    """Mixture weights, keyed by source name. Sources that are not listed have weight 0."""
     steps: int | None = None
     """Length of the stage in steps."""
     tokens: int | None = None
@@ -62,51 +62,52 @@ class MixtureStageConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(SourceConfig):
-    """Training and validation documents, mixtures, and the data loader."""
+    """Training and validation documents, mixtures, and settings of the data loader."""
 
     mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
     """Named sources that replace `data.source`, such as `data.mixture.web.path=web/*.txt`. Each
-    sequence contains documents of only one source. When a run resumes, weights may change, but
-    sources may not."""
+    sequence contains documents of only one source. On resume, the weights may differ from those of
+    the checkpoint, but the sources may not."""
     mixture_temperature: float = 1.0
-    """Sampling temperature of the mixture. Weights are raised to the power of 1 / temperature, so
-    values above 1 make the shares more equal."""
+    """Sampling temperature of the mixture. Weights are raised to the power 1 / temperature, so
+    temperatures above 1 make the shares more uniform."""
     mixture_stages: list[MixtureStageConfig] = dataclasses.field(
         default_factory=list, metadata=renamed_from(values=upgrade_mixture_stages)
     )
-    """Stages with different mixture weights at the start of the run, such as `[{weights: {web: 0.9,
-    code: 0.1}, steps: 1000}]`. A source that a stage does not list has weight 0 in that stage.
+    """Stages at the start of the run that use different mixture weights, such as `[{weights: {web:
+    0.9, code: 0.1}, steps: 1000}]`. A source that a stage does not list has weight 0 in that stage.
     After the last stage, the weights in `data.mixture` apply."""
     end: Literal["repeat", "stop", "fail"] = "repeat"
-    """Behavior when the documents are exhausted before the end of the run. `repeat` reads them
-    again in a new order, any number of times. `stop` ends the run with an evaluation and a
-    checkpoint. `fail` rejects such a run at the start. A source of a mixture is exhausted after its
-    `epochs`, or after one pass. With `stop`, the share of an exhausted source is divided among the
-    remaining sources, until all are exhausted."""
+    """Behavior when the run needs more documents than the sources contain. `repeat` reads the
+    documents again in a new order, as often as necessary. `stop` ends the run after a final
+    evaluation and checkpoint. `fail` rejects such a run before training starts. A source of a
+    mixture is exhausted after its `epochs`, or after one pass if `epochs` is not set. With `stop`,
+    the share of an exhausted source is divided among the remaining sources, until all sources are
+    exhausted."""
     max_pairs_per_sequence: int = dataclasses.field(
         default=16, metadata=renamed_from("pairs_per_row")
     )
-    """Maximum number of pairs per sequence. It determines the number of pairs in a batch. If pairs
-    are shorter than `train.sequence_length` divided by this number, sequences are padded. Ignored
-    unless `data.chat=pairs`."""
+    """Maximum number of preference pairs per sequence. This limit also determines the maximum
+    number of pairs in a batch. If pairs are shorter than `train.sequence_length` divided by this
+    number, sequences are padded. Ignored unless `data.chat=pairs`."""
     validation_fraction: float = 0.05
-    """Fraction of the documents that is reserved for evaluation. The documents are selected at
-    random with `run.seed`."""
+    """Fraction of the documents that is held out for evaluation. Held-out documents are selected at
+    random, seeded by `run.seed`."""
     validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
     """Additional validation sets by name, such as `data.validation.code.path=code/*.py`. Each set
     has a separate loss metric, such as `eval/code/loss`. `eval/loss` is the loss on the documents
     of `data.validation_fraction`, or on all sets together if that fraction is 0."""
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
-    """Handling of validation documents whose text also occurs in the training documents. Such an
+    """Handling of validation documents whose text also occurs in the training documents. This
     overlap makes the validation loss too low. `warn` prints a warning, `stop` ends the run, and
-    `ignore` disables the check. Documents are compared by a digest of their full text. If there are
-    more than a million prepared documents, only `stop` compares them, because all digests must be
-    read."""
+    `ignore` disables the check. Documents are compared by a digest of their full text. For more
+    than a million prepared documents, the check runs only with `stop`, because it must read every
+    digest."""
     allow_change: bool = False
     """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
     checkpoint was saved. Samples may then be repeated or skipped."""
     prefetch_batches: int = 4
-    """Number of batches that are prepared in advance."""
+    """Number of batches that the data loader prepares in advance."""
     threads: int = 2
     """Number of threads that read and pack documents."""
 
@@ -117,7 +118,7 @@ add_ranges(
         1.0,
         0,
         LARGEST,
-        "1 leaves weights unchanged",
+        "1 uses the weights unchanged",
         low_is_inside=False,
     ),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
@@ -139,7 +140,7 @@ add_item_rules(
 
 @rule("data.prompt_field", "data.chat")
 def _prompt_field_is_named(config: Config) -> Iterator[RuleViolation]:
-    # Both responses of a pair may be full conversations.
+    # With data.chat=pairs, each response may be a full conversation, including the prompt.
     if not config.data.prompt_field and config.data.chat != "pairs":
         yield RuleViolation(
             "data.prompt_field", "must not be empty.", "Set data.prompt_field=prompt."
@@ -153,11 +154,11 @@ _NAMED = ("data.mixture", "data.validation")
 
 
 _MOST_EPOCHS = 1e9
-"""Maximum number of epochs. The limit exists because sample numbers of a source have 63 bits."""
+"""Maximum number of epochs, so that the sample indices of a source fit into 63 bits."""
 
 
 _JOINED = ("system", "prompt", "response", "chosen", "rejected")
-"""Prefixes of the `data.*_field` keys that may be templates."""
+"""Prefixes of the `data.*_field` keys that accept a template."""
 
 
 _WITHOUT_FIELDS = ("corpus", "text", "tokens", "megatron", "synthetic")
@@ -167,13 +168,13 @@ _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """Yield (section, source) for all sources. A section is, for example, `data.mixture.NAME`."""
+    """Yield (section, source) for each source. An example of a section is `data.mixture.NAME`."""
     for name, source in all_sources(config.data).items():
         yield section_of(name), source
 
 
 def _source_rule(*keys: str) -> Callable[[_Find], None]:
-    """Register a rule that reads these keys of each source."""
+    """Register a config rule that is checked for each source and reads these keys."""
 
     def register(find: _Find) -> None:
         @rule("data.source", *_NAMED, *(f"data.{key}" for key in keys))
@@ -187,7 +188,7 @@ def _source_rule(*keys: str) -> Callable[[_Find], None]:
 @_source_rule()
 def _numbers(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if section == "data":
-        return  # the ranges above cover this section
+        return  # `add_ranges` above covers this section
     for field in dataclasses.fields(SourceConfig):
         bound = BOUNDS.get(f"data.{field.name}")
         if bound is not None and not bound.holds(getattr(source, field.name)):
@@ -204,7 +205,7 @@ def _paths(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             f"{section}.path",
             f"must not be empty with {section}.source={kind}.",
-            f"Set {section}.path={examples.get(kind, f'data/*.{kind}')} (your own), or "
+            f"Set {section}.path={examples.get(kind, f'data/*.{kind}')} (your own path), or "
             f"{section}.source=corpus.",
         )
     if path.startswith("[") and path.endswith("]") and "," in path:
@@ -222,7 +223,7 @@ def _paths(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.paths and kind in ONE_PATH:
         yield RuleViolation(
             f"{section}.paths",
-            f"is ignored with {section}.source={kind}, which has one path.",
+            f"is ignored with {section}.source={kind}, which accepts only one path.",
             f"Set {section}.path to that path.",
         )
 
@@ -246,7 +247,7 @@ def _template(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(key, f"cannot be parsed: {error}.", action)
         return
     if len(pieces) == 1:
-        rule = "must contain a column: otherwise all documents are the same."
+        rule = "must contain a column name: otherwise all documents are identical."
         yield RuleViolation(key, rule, f"{example}.")
 
 
@@ -296,7 +297,7 @@ def _pairs_are_not_split(section: str, source: SourceConfig) -> Iterator[RuleVio
     if source.chat == "pairs" and source.packing == "concatenate":
         yield RuleViolation(
             f"{section}.packing",
-            f"must not be concatenate with {section}.chat=pairs: a pair cannot be split across "
+            f"must not be concatenate with {section}.chat=pairs: pairs cannot be split across "
             "sequences.",
             f"Set {section}.packing=best_fit.",
         )
@@ -317,7 +318,7 @@ def _roles(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if not trained:
         yield RuleViolation(
             key,
-            "must not be empty: otherwise no token is trained.",
+            "must not be empty: otherwise no token contributes to the loss.",
             f"Set {key}=[assistant].",
         )
     elif others := [role for role in trained if role not in roles]:
@@ -333,7 +334,7 @@ def _one_source_or_a_mixture(config: Config) -> Iterator[RuleViolation]:
     if config.data.mixture and paths_of(config.data):
         yield RuleViolation(
             "data.path" if config.data.path else "data.paths",
-            "is ignored with data.mixture, which has the sources "
+            "is ignored with data.mixture, which defines the sources "
             f"{', '.join(sorted(config.data.mixture))}.",
             "Leave it out, or add it to the mixture under a new name: data.mixture.mine.path=...",
         )
@@ -346,8 +347,9 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
         name = sorted(data.mixture)[0]
         yield RuleViolation(
             "data.packing",
-            "is ignored with data.mixture, whose sources have separate packing keys.",
-            f"Set data.mixture.{name}.packing={data.packing}, and the same key of each source.",
+            "is ignored with data.mixture: each source has a separate packing key.",
+            f"Set data.mixture.{name}.packing={data.packing}, and the same key of every other "
+            "source.",
         )
 
 
@@ -367,14 +369,14 @@ def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
     if with_weight and with_epochs:
         yield RuleViolation(
             f"data.mixture.{with_epochs[0]}.epochs",
-            f"cannot be combined with data.mixture.{with_weight[0]}.weight: weights or epochs "
-            "define the shares, not both.",
+            f"cannot be combined with data.mixture.{with_weight[0]}.weight: shares are "
+            "defined by either weights or epochs.",
             "Set the weight of all sources, or the epochs of all sources.",
         )
     elif with_epochs and (without := [name for name in mixture if name not in with_epochs]):
         yield RuleViolation(
             f"data.mixture.{without[0]}.epochs",
-            "must be more than 0 if other sources have epochs.",
+            "must be more than 0 if another source has epochs.",
             f"Set data.mixture.{without[0]}.epochs=1, or leave the source out.",
         )
 
@@ -395,7 +397,7 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
         for other in (name for name in stage.weights if name not in data.mixture):
             guess = did_you_mean(other, data.mixture)
             action = f"Did you mean {guess}?" if guess else f"Write `{name}: 1`."
-            rule = f"is not the weight of a source in data.mixture ({known})."
+            rule = f"does not match a source in data.mixture ({known})."
             yield RuleViolation(f"{key}[{number}].weights.{other}", rule, action)
 
 
@@ -415,7 +417,7 @@ def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "data.validation_fraction",
             f"must be more than 0 if eval.batches is {batches}: evaluation uses documents that are "
-            "not trained.",
+            "not trained on.",
             "Set data.validation_fraction=0.05, or eval.batches=0, or add a validation set to "
             "data.validation.",
         )
@@ -436,8 +438,8 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
 def stage_ends(
     stages: Sequence[MixtureStageConfig], ramp: BatchRamp, sequence_length: int
 ) -> list[int]:
-    """Return the number of sequences before the end of each stage. Each stage ends with a complete
-    batch.
+    """Return the cumulative number of sequences at the end of each stage. Each stage ends with a
+    complete batch.
     """
     batch, edges = 0, []
     for stage in stages:
@@ -451,16 +453,16 @@ def stage_ends(
 
 
 def train_sources(data: DataConfig) -> Mapping[str, SourceConfig]:
-    """Return the training sources, keyed by name, in an order that does not depend on the config.
+    """Return the training sources, keyed by name and sorted by name.
 
-    Without a mixture, `data` is the only source, and its name is empty.
+    Without a mixture, section `data` is the only source, and its name is the empty string.
     """
     return {name: data.mixture[name] for name in sorted(data.mixture)} or {"": data}
 
 
 def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """Return the fraction of the sequences that each source provides. Weights are raised to the
-    power of 1 / temperature.
+    """Return each source's fraction of the training sequences. Weights are raised to the power 1 /
+    temperature and normalized.
     """
     largest = max(weights.values())
     flat = {
@@ -472,21 +474,21 @@ def mixture_shares(weights: Mapping[str, float], temperature: float) -> dict[str
 
 
 SPLITS = ("validation", "train", "all")
-"""Splits of the documents that a command can select."""
+"""Document splits that can be selected with `--split`."""
 
 
 _VALIDATION = "validation."
 
 
 def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
-    """Return the sources in `data.validation`, keyed by `validation.NAME`. These keys are unique,
-    because names in a mixture have no dots.
+    """Return the sources in `data.validation`, keyed by `validation.NAME`. These keys cannot
+    collide with mixture sources, whose names have no dots.
     """
     return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
 
 
 def validation_key(name: str) -> str:
-    """Return the key of a validation set in the mapping of all sources."""
+    """Return the key of a validation set in `all_sources`."""
     return f"{_VALIDATION}{name}"
 
 
@@ -496,7 +498,7 @@ def all_sources(data: DataConfig) -> dict[str, SourceConfig]:
 
 
 def check_split(name: str, known: Sequence[str]) -> None:
-    """Raise ConfigError if the split given on the command line does not exist."""
+    """Raise ConfigError if `--split` names a split that does not exist."""
     if name not in known:
         action = f"Write --split {did_you_mean(name, known) or known[0]}."
         rule = f"must be one of {', '.join(known)}."
@@ -504,7 +506,7 @@ def check_split(name: str, known: Sequence[str]) -> None:
 
 
 def is_synthetic(data: DataConfig) -> bool:
-    """Whether all training sources are synthetic."""
+    """Return True if all training sources are synthetic."""
     return all(source.source == "synthetic" for source in train_sources(data).values())
 
 

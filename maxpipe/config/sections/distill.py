@@ -1,4 +1,4 @@
-"""Section `distill`: the teacher of `train.objective=distill`."""
+"""Config section `distill`: the teacher model for `train.objective=distill`."""
 
 from __future__ import annotations
 
@@ -17,41 +17,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillConfig:
-    """Distillation from a teacher model into the model of this run, the student. Ignored unless
+    """Distillation from a teacher model into this run's model (the student). Ignored unless
     `train.objective=distill`.
     """
 
     teacher: str = ""
-    """Teacher model, in the same form as `checkpoint.restore_from`: `RUN@STEP`, `RUN@newest`,
+    """Teacher model, in the same format as `checkpoint.restore_from`: `RUN@STEP`, `RUN@newest`,
     `RUN@best`, the path of a checkpoint folder, an imported model, or `hf:DIR`. The teacher may
     have a different architecture, but must have the same vocabulary."""
     teacher_logits: str = field(default="", metadata=renamed_from("stored"))
     """Folder of precomputed teacher logits, written by `maxpipe distill prepare`. Replaces
     `distill.teacher`."""
     direction: Literal["forward", "reverse"] = "forward"
-    """Direction of the KL divergence between the predicted distributions. `forward` minimizes
-    KL(teacher | student), which makes the student cover all tokens that the teacher considers
-    likely. `reverse` minimizes KL(student | teacher), which concentrates the student on the
-    teacher's most likely tokens."""
+    """Direction of the KL divergence between the teacher's and the student's predictions. `forward`
+    minimizes KL(teacher | student), which makes the student cover all tokens that the teacher
+    considers likely. `reverse` minimizes KL(student | teacher), which concentrates the student on
+    the teacher's most likely tokens."""
     temperature: float = 1.0
     """Temperature that divides the logits of teacher and student. Values above 1 give less likely
     tokens more weight. The divergence is multiplied by the squared temperature, so that the scale
     of the gradients does not change."""
     top_k: int = 32
-    """Number of the teacher's most likely tokens that are compared at each position. All other
-    tokens are merged into one bucket. At most `model.vocab_size`."""
+    """Number of tokens compared at each position: those to which the teacher assigns the highest
+    probabilities. All other tokens are merged into one bucket. At most `model.vocab_size`."""
     weight: float = 0.5
-    """Weight of the divergence in the loss. The weight of the cross-entropy is 1 minus this
+    """Weight of the KL divergence in the loss. The weight of the cross-entropy is 1 minus this
     value."""
     teacher_devices: int = field(default=0, metadata=renamed_from("devices"))
     """Number of devices at the end of the device list that run only the teacher. The student uses
-    all other devices. With 0, teacher and student alternate on all devices."""
+    all other devices. If 0, teacher and student alternate on all devices."""
     teacher_layout: list[str] = field(default_factory=list, metadata=renamed_from("layout"))
-    """Settings of the teacher's mesh and pipeline, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
-    pipeline.microbatches=4]`. The teacher's pipeline runs only forward passes. If empty, and
-    teacher and student have the same number of devices, the teacher uses the student's mesh and
-    microbatches. With different numbers of devices, the teacher uses fsdp over all of its
-    devices."""
+    """Mesh and pipeline settings for the teacher, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
+    pipeline.microbatches=4]`. The teacher's pipeline runs only forward passes. If empty, the
+    teacher uses the student's mesh and microbatches if both have the same number of devices, and
+    otherwise fsdp over all of its devices."""
 
 
 add_ranges(
@@ -72,16 +71,14 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
             "distill.teacher",
             "must be set to a teacher model with train.objective=distill.",
             "Set distill.teacher=RUN@newest or hf:DIR, or set distill.teacher_logits to a folder "
-            "written "
-            "by `maxpipe distill prepare`.",
+            "written by `maxpipe distill prepare`.",
         )
     elif section.teacher and section.teacher_logits:
         yield RuleViolation(
             "distill.teacher_logits",
-            "must be empty with distill.teacher: teacher logits are computed or read, not both.",
+            "must be empty with distill.teacher: teacher logits are either computed or read.",
             "Set distill.teacher='' to read precomputed logits, or distill.teacher_logits='' to "
-            "compute "
-            "them.",
+            "compute them.",
         )
 
 
@@ -112,7 +109,7 @@ def _stored_logits_need_no_devices(config: Config) -> Iterator[RuleViolation]:
             empty = "0" if name == "teacher_devices" else "[]"
             yield RuleViolation(
                 f"distill.{name}",
-                "has no effect with distill.teacher_logits: no teacher runs.",
+                "has no effect with distill.teacher_logits, because no teacher model runs.",
                 f"Set distill.{name}={empty}.",
             )
 
@@ -124,7 +121,7 @@ def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
         if "=" not in text or not key.startswith(("mesh.", "pipeline.")):
             yield RuleViolation(
                 "distill.teacher_layout",
-                "must contain only keys of the sections mesh and pipeline with values, but has "
+                "must contain only KEY=VALUE settings of the sections mesh and pipeline; got "
                 f"{text!r}.",
                 "Set distill.teacher_layout=[mesh.ici_stage=2,pipeline.microbatches=4].",
             )
@@ -137,5 +134,7 @@ def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
 
 
 def runs_teacher(config: Config) -> bool:
-    """Whether a run computes teacher logits online instead of reading precomputed logits."""
+    """Return True if the run computes teacher logits online instead of reading precomputed
+    logits.
+    """
     return config.train.objective == "distill" and bool(config.distill.teacher)

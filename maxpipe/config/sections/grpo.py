@@ -1,4 +1,4 @@
-"""Section `grpo`: rollouts and rewards of `train.objective=grpo`."""
+"""Config section `grpo`: rollouts and rewards for `train.objective=grpo`."""
 
 from __future__ import annotations
 
@@ -26,49 +26,48 @@ class GrpoConfig:
     """
 
     prompts: str = ""
-    """File of prompts with one JSON object per line. An object has a text in `prompt`, or
-    `messages` that the chat template renders. It also has the fields that the reward function
-    reads, such as `answer`."""
+    """JSON Lines file of prompts. Each object contains either a string in `prompt`, or `messages`,
+    which are rendered by the chat template. Each object also contains the fields that the reward
+    function reads, such as `answer`."""
     group_size: int = 8
     """Number of completions per prompt. The completions of one prompt form a group. Each step has
     `train.batch_size` completions, so the number of prompts per step is `train.batch_size /
     grpo.group_size`."""
     max_tokens: int = 64
-    """Maximum number of tokens per completion. Prompt and completion together have at most
+    """Maximum number of tokens per completion. Prompt and completion together are limited to
     `train.sequence_length` tokens."""
     temperature: float = 1.0
     """Sampling temperature of completions. Logits are also divided by this temperature during
     training."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a completion. The text that ended a completion is removed before the reward is
-    computed."""
+    """Stop strings. A completion ends at the first stop string, which is removed before the reward
+    is computed."""
     reward: Literal["exact", "regex", "arithmetic"] = "exact"
-    """Reward function, with the value 1 or 0. `exact`: the completion equals the `answer` of the
-    record, ignoring surrounding white space. `regex`: the `pattern` of the record matches a part of
-    the completion. `arithmetic`: the completion is a number equal to the value of the record's
-    `expression`, or of the text before `=` in the last line of the prompt. Ignored if
-    `grpo.reward_file` is set."""
+    """Built-in reward function, which returns 1 or 0. `exact` returns 1 if the completion equals
+    the record's `answer`, ignoring surrounding whitespace. `regex` returns 1 if the record's
+    `pattern` matches anywhere in the completion. `arithmetic` returns 1 if the completion is a
+    number equal to the value of the record's `expression`, or of the expression before `=` in the
+    last line of the prompt. Ignored if `grpo.reward_file` is set."""
     reward_field: str = ""
     """Name of the record field that `grpo.reward` reads. If empty, the default field of the reward
     function is used."""
     reward_file: str = ""
     """Python reward function, as `FILE.py:FUNCTION`. Replaces `grpo.reward`. The function is called
-    once per completion. Its arguments are the completion (a string) and the record of the prompt (a
-    dict), and it must return a number. The function runs in a separate process and must be
-    deterministic."""
+    once per completion with the completion (a string) and the prompt's record (a dict), and must
+    return a number. The function runs in a separate process and must be deterministic."""
     allow_code: bool = False
     """Allow the code in `grpo.reward_file` to run. The code runs with your permissions."""
     reward_timeout_seconds: float = field(default=10.0, metadata=renamed_from("reward_seconds"))
     """Time limit in seconds for one call of the reward function."""
     advantages: Literal["std", "mean"] = "std"
-    """Normalization of the advantage, which is the reward of a completion minus the mean reward of
-    its group. `std` divides the advantage by the standard deviation of the group (GRPO,
-    arXiv:2402.03300). `mean` does not divide (Dr. GRPO, arXiv:2503.20783). Prompts that are almost
-    always or almost never solved then get no extra weight."""
+    """Normalization of the advantage, which is a completion's reward minus the mean reward of its
+    group. `std` divides the advantage by the standard deviation of the group's rewards (GRPO,
+    arXiv:2402.03300). `mean` omits this division (Dr. GRPO, arXiv:2503.20783), so that prompts that
+    are almost always or almost never solved get no extra weight."""
     loss_aggregation: Literal["sequence", "token"] = field(
         default="sequence", metadata=renamed_from("average")
     )
-    """Method that averages the loss. `sequence`: the loss is averaged over the tokens of each
+    """How the loss is averaged. `sequence`: the loss is averaged over the tokens of each
     completion, and then over completions (GRPO). `token`: the loss is averaged over all tokens of a
     step, which gives long completions more weight (DAPO, arXiv:2503.14476)."""
     clip_ratio: float = field(default=0.2, metadata=renamed_from("clip"))
@@ -78,20 +77,21 @@ class GrpoConfig:
     """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_ratio_high.
     DAPO uses 0.28. 0 selects `grpo.clip_ratio`."""
     kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
-    """Coefficient in the loss of the KL divergence from the reference model, which is the model at
-    the start of the run. With 0, no reference model is kept in memory."""
+    """Coefficient of the KL penalty in the loss. The KL divergence is measured from the reference
+    model, which is the model at the start of the run. If 0, no reference model is kept in
+    memory."""
     updates_per_rollout: int = 1
     """Number of training steps per rollout. The completions for all steps of a rollout are sampled
-    together, with the weights before the first of these steps. Checkpoints are saved only after the
-    last step of a rollout."""
+    together, using the weights before the first of these steps. Checkpoints are saved only after
+    the last step of a rollout."""
 
 
 add_ranges(
-    Bound("grpo.group_size", 8, 2, why="completions of a group are compared"),
+    Bound("grpo.group_size", 8, 2, why="the completions of a group are compared"),
     Bound("grpo.max_tokens", 64, 1),
     Bound("grpo.temperature", 1.0, 0.01, 100, "token probabilities are compared"),
     Bound("grpo.reward_timeout_seconds", 10.0, 0, 86400, low_is_inside=False),
-    Bound("grpo.clip_ratio", 0.2, 0, 1, "no probability is negative", low_is_inside=False),
+    Bound("grpo.clip_ratio", 0.2, 0, 1, "probability ratios are not negative", low_is_inside=False),
     Bound(
         "grpo.clip_ratio_high",
         0.0,
@@ -133,7 +133,7 @@ def _groups_fill_a_batch(config: Config) -> Iterator[RuleViolation]:
     if _is_grpo(config) and rows % size:
         yield RuleViolation(
             _GROUP,
-            f"must divide train.batch_size ({rows}): a step has complete groups.",
+            f"must divide train.batch_size ({rows}): each step consists of complete groups.",
             f"Set train.batch_size={round_up(rows, size)}, or grpo.group_size to "
             f"{format_choices(n for n in range(2, rows + 1) if rows % n == 0) or 2}.",
         )
@@ -159,7 +159,7 @@ def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
     if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", reward_file):
         yield RuleViolation(
             _FILE,
-            "must be a Python file and a function in the file.",
+            "must be a Python file and the name of a function in it, as FILE.py:FUNCTION.",
             "Set grpo.reward_file=rewards.py:reward.",
         )
     elif not config.grpo.allow_code:
@@ -178,7 +178,7 @@ _REQUIRED_VALUES = {
     "model.mtp_heads": (0, "multi-token prediction is not supported"),
     "model.dropout": (0.0, "completions are sampled without dropout"),
 }
-"""Maps keys to the values that this objective requires, and the reasons."""
+"""Maps config keys to the value that `train.objective=grpo` requires, and the reason."""
 
 
 def _add_required_value_rule(key: str, wanted: object, why: str) -> None:

@@ -1,4 +1,4 @@
-"""Section `guard`: reactions to bad steps and loss spikes."""
+"""Config section `guard`: response to bad steps, loss spikes and corrupted replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GuardConfig:
     """Response to non-finite values, loss spikes and corrupted replicas.
 
     A step whose loss or gradient norm is not finite never changes parameters or optimizer state,
-    regardless of these keys.
+    regardless of the settings in this section.
     """
 
     bad_steps: Literal["stop", "skip", "rollback"] = field(
@@ -26,15 +26,15 @@ class GuardConfig:
     batch that caused the bad step. `events.jsonl` lists the sequences and documents of that
     batch."""
     max_bad_steps: int = 5
-    """Maximum number of consecutive bad steps with `guard.bad_steps=skip`. One more bad step stops
-    the run."""
+    """Maximum number of consecutive bad steps with `guard.bad_steps=skip`. The next consecutive bad
+    step stops the run."""
     spike_sigmas: float = 0.0
     """Threshold of the spike detector, in standard deviations above the mean of recent steps. A
     step counts as a spike if its loss or gradient norm exceeds the threshold. A common value is 6.
     0 disables detection."""
     spike_window: int = 128
     """Number of recent updates over which the spike detector computes the mean and standard
-    deviation. Detection starts after half of this number of updates."""
+    deviation. Detection starts after half this number of updates."""
     on_spike: Literal["warn", "skip", "rollback"] = field(
         default="warn", metadata=renamed_from(values={"note": "warn", "roll_back": "rollback"})
     )
@@ -42,7 +42,8 @@ class GuardConfig:
     discards the update. `rollback` restores the newest checkpoint, as in `guard.bad_steps`. Ignored
     if `guard.spike_sigmas` is 0."""
     max_rollbacks: int = field(default=3, metadata=renamed_from("max_roll_backs"))
-    """Maximum number of rollbacks in a run. The next rollback stops the run instead."""
+    """Maximum number of rollbacks in a run. Once this limit is reached, the run stops instead of
+    rolling back."""
     replica_check_every: int = 0
     """Number of steps between bitwise comparisons of replicated parameters and optimizer state
     across devices. If replicas differ, the run stops. Replicas are also compared before each
@@ -52,7 +53,7 @@ class GuardConfig:
 add_ranges(
     Bound("guard.max_bad_steps", 5, 1),
     Bound("guard.spike_sigmas", 6.0, 0, LARGEST, "0 disables it; devices compute in float32"),
-    Bound("guard.spike_window", 128, 2, why="a deviation needs two steps"),
+    Bound("guard.spike_window", 128, 2, why="a standard deviation needs two steps"),
     Bound("guard.max_rollbacks", 3, 0),
     Bound("guard.replica_check_every", 100, 0, why="0 disables the comparison"),
 )

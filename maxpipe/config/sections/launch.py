@@ -1,4 +1,4 @@
-"""Section `launch`: clusters on which `maxpipe launch` starts a run."""
+"""Config section `launch`: the cluster on which `maxpipe launch` starts a run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class LaunchConfig:
     """Cluster on which `maxpipe launch` starts the run. Training ignores this section."""
 
     topology: str = ""
-    """Device type and size of one slice, as in `maxpipe plan`: `v5p:2x4x4`, `h100:8`. For GPUs and
-    CPUs, a slice is a group of devices that are connected by fast links, usually one node. Optional
-    for `launch local`."""
+    """Device type and topology of one slice, as in `maxpipe plan`: `v5p:2x4x4`, `h100:8`. For GPUs
+    and CPUs, a slice is a group of devices connected by fast links, usually one node. Optional for
+    `launch local`."""
     slices: int = 1
     """Number of slices, connected by the data-center network."""
     project: str = ""
@@ -32,10 +32,10 @@ class LaunchConfig:
     cluster: str = ""
     """GKE cluster. If empty, the current cluster of `kubectl` is used."""
     queue: str = ""
-    """SLURM partition, or Kueue queue in a GKE cluster. The queue is `multislice-queue` in clusters
-    that XPK created."""
+    """SLURM partition, or Kueue queue in a GKE cluster. In clusters created with XPK, the queue is
+    `multislice-queue`."""
     image: str = ""
-    """Container image that contains maxpipe, for GKE."""
+    """Container image with maxpipe installed, for GKE."""
     volume: str = ""
     """Shared storage of the GKE hosts: `gs://BUCKET`, or the name of a persistent volume claim. The
     storage is mounted at `launch.workdir`."""
@@ -44,24 +44,24 @@ class LaunchConfig:
     directory. If empty, the run starts in the current folder (SLURM), the home folder (`gcloud`) or
     /workdir (GKE)."""
     program: str = "maxpipe"
-    """The `maxpipe` command on the hosts. Must be a path if the command is not on the hosts'
+    """Command that runs maxpipe on the hosts. Must be a full path if `maxpipe` is not on the hosts'
     PATH."""
     environment: list[str] = field(default_factory=list)
     """Names of environment variables that the run needs on the hosts. The values of these variables
-    are never written to files. SLURM reads the values from the submitting shell, and GKE from a
-    secret with the same name as the job. With `gcloud`, the variables must already be defined on
-    the hosts."""
+    are never written to files. SLURM copies the values from the shell that submits the job, and GKE
+    reads the values from a secret with the same name as the job. With `gcloud`, the variables must
+    already be defined on the hosts."""
     spot: bool = False
     """Use spot capacity on Google Cloud, which Google can preempt."""
     restarts: int = 3
-    """Maximum number of consecutive restarts without a newer checkpoint, after a run was killed or
-    hung. A run that saved a checkpoint before it stopped is always restarted. GKE cannot count
-    consecutive restarts: on GKE, the total number of restarts is limited to ten times this
+    """Maximum number of consecutive restarts, after a run was killed or hung, that produce no newer
+    checkpoint. A run that saved a checkpoint before it stopped is always restarted. GKE cannot
+    count consecutive restarts: on GKE, the total number of restarts is limited to ten times this
     value."""
     grace_seconds: int = 120
-    """Time in seconds between the stop signal and the end of the job. The run saves a checkpoint
-    during this time. The signal is sent before SLURM's time limit is reached, and when GKE evicts
-    the node."""
+    """Time in seconds between the stop signal and the end of the job, during which the run saves a
+    checkpoint. The stop signal is sent before SLURM's time limit is reached, or when GKE evicts the
+    node."""
     time_limit_minutes: int = 0
     """Time limit of one SLURM job in minutes. The run resumes in the next job. 0 selects the time
     limit of the partition."""
@@ -76,8 +76,8 @@ add_ranges(
 
 
 def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
-    """Restrict a value that is inserted into scripts and manifests to characters without a special
-    meaning in them.
+    """Add a rule that restricts a value to characters without special meaning in shell scripts and
+    manifests.
     """
 
     @rule(key)
@@ -139,12 +139,12 @@ def _environment_has_names(config: Config) -> Iterator[RuleViolation]:
     if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
         yield RuleViolation(
             "launch.environment",
-            "must be names of environment variables, without values.",
+            "must contain names of environment variables, without values.",
             "Write only the names, such as launch.environment=[MY_TOKEN].",
         )
     elif len(names) > _MOST_VARIABLES or any(len(name) > _LONGEST_NAME for name in names):
         yield RuleViolation(
             "launch.environment",
-            f"must be at most {_MOST_VARIABLES} names of at most {_LONGEST_NAME} characters.",
+            f"must contain at most {_MOST_VARIABLES} names of at most {_LONGEST_NAME} characters.",
             "List fewer or shorter names, such as launch.environment=[MY_TOKEN].",
         )

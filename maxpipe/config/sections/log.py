@@ -1,4 +1,4 @@
-"""Section `log`: console output and metrics."""
+"""Config section `log`: console output and metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxpipe.models.config import Bound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogConfig:
-    """Output during training."""
+    """Console output and metrics during training."""
 
     every: int = 10
     """Number of steps between records in `metrics.jsonl`, TensorBoard and the console."""

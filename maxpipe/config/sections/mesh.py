@@ -1,4 +1,4 @@
-"""Ranges and rules of the section `mesh`, which `maxpipe/parallel/axes.py` declares.
+"""Value ranges and rules of config section `mesh`, declared in `maxpipe/parallel/axes.py`.
 
 Rules that depend on the available devices are checked when the mesh is built.
 """
@@ -67,7 +67,7 @@ def _add_single_inferred_axis_rule(link: str) -> None:
         for key in others:
             yield RuleViolation(
                 key,
-                f"is the second -1 among mesh.{link}_* ({first} is -1): only one axis can use the "
+                f"cannot also be -1 ({first} is -1): only one mesh.{link}_* axis can use the "
                 "remaining devices.",
                 f"Set {key}=1, or to the size of the axis.",
             )
@@ -108,8 +108,8 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
     if config.model.mtp_heads:
         yield RuleViolation(
             key,
-            f"must be 1 with model.mtp_heads = {config.model.mtp_heads}: the predicted tokens "
-            "would be on other devices.",
+            f"must be 1 with model.mtp_heads = {config.model.mtp_heads}: some target "
+            "tokens would be on other devices.",
             f"Set {key}=1, or model.mtp_heads=0.",
         )
 
@@ -119,8 +119,8 @@ def _collective_matmul_needs_sequence_parallel(config: Config) -> Iterator[RuleV
     if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
         yield RuleViolation(
             "mesh.collective_matmul",
-            "requires mesh.sequence_parallel=true: without sharded tokens nothing is gathered for "
-            "a matmul.",
+            "requires mesh.sequence_parallel=true: if tokens are not sharded, matmuls have no "
+            "all-gather to overlap.",
             "Set mesh.sequence_parallel=true, or mesh.collective_matmul=false.",
         )
 
@@ -132,8 +132,8 @@ def _collective_matmul_needs_idle_compute(config: Config) -> Iterator[RuleViolat
     if mesh.collective_matmul and config.pipeline.idle == "skip" and not alone:
         yield RuleViolation(
             "mesh.collective_matmul",
-            "requires pipeline.idle=compute with more than one stage: stages that skip a slot "
-            "would not join the collective, and the others would wait forever.",
+            "requires pipeline.idle=compute with more than one stage: a stage that skips a slot "
+            "would not join the collective, and all other stages would wait forever.",
             "Set pipeline.idle=compute, or mesh.collective_matmul=false.",
         )
 
@@ -147,7 +147,7 @@ def _axis_rules_are_known(config: Config) -> Iterator[RuleViolation]:
             owned = name in LOGICAL_AXES
             yield RuleViolation(
                 key,
-                "cannot be changed: the pipeline determines it."
+                "cannot be changed, because the pipeline determines the sharding of this axis."
                 if owned
                 else f"is not a logical axis with a rule: {', '.join(ALLOWED_AXIS_RULES)}.",
                 "Set mesh.axis_rules={} for the default table"
@@ -171,7 +171,7 @@ def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "mesh.axis_rules.head_dim",
             f"must be [] if {' and '.join(split)} is sharded over tensor: a weight with both "
-            "dimensions can use a mesh axis only once.",
+            "dimensions can be sharded over a mesh axis only once.",
             "Set mesh.axis_rules.head_dim=[].",
         )
 
@@ -189,7 +189,7 @@ def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 "mesh.context_attention",
                 f"requires model.{key} ({size}) to be a multiple of context ({context}) x tensor "
-                f"({tensor}): each device computes full sequences of the same number of heads.",
+                f"({tensor}): each device computes full sequences for an equal number of heads.",
                 "Set mesh.context_attention=all_gather.",
             )
 
@@ -207,13 +207,13 @@ _BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class ReplicatedWeight:
-    """A weight that is replicated over several devices, in all layers of a stage."""
+    """Weight that is replicated across several devices, in all layers of a stage."""
 
     name: str
     num_bytes: int
     """Size in bytes per device, summed over the layers."""
     axes: Mapping[str, int]
-    """Sizes of the mesh axes over which the weight is replicated; all are larger than 1."""
+    """Maps the mesh axes over which the weight is replicated to their sizes, all larger than 1."""
     logical_axis: str
     """Logical axis of the weight that the default table shards over one of these mesh axes, or an
     empty string."""
@@ -223,13 +223,15 @@ class ReplicatedWeight:
 
     @property
     def description(self) -> str:
-        """Description of the replicated weight for messages."""
+        """Devices that store identical copies of the weight, as text for messages."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
-        return f"all {math.prod(self.axes.values())} devices along {axes} store the same copy"
+        return f"all {math.prod(self.axes.values())} devices along {axes} store identical copies"
 
 
 def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
-    """Yield weights larger than `mesh.max_replicated_bytes`. Unknown axis sizes count as 1."""
+    """Yield replicated weights larger than `mesh.max_replicated_bytes`. Mesh axes of unknown size
+    are assumed to have size 1.
+    """
     sizes = {axis: axis_size(config.mesh, axis) or 1 for axis in MESH_AXES}
     shards = [axis for axis in _SHARDS if sizes[axis] > 1]
     limit = config.mesh.max_replicated_bytes
@@ -281,8 +283,8 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
         yield RuleViolation(
             key,
             f"replicates {largest.name} ({largest.num_bytes:,} bytes): "
-            f"{largest.description}. This "
-            f"exceeds {LIMIT} ({config.mesh.max_replicated_bytes:,}), and no rule [] allows it.",
+            f"{largest.description}. This exceeds {LIMIT} "
+            f"({config.mesh.max_replicated_bytes:,}), and no axis rule [] allows it.",
             f"Set {key}={default if logical else largest.num_bytes}"
             + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
         )

@@ -1,4 +1,4 @@
-"""Ranges and rules of the section `model`, which `maxpipe/models` declares."""
+"""Value ranges and rules of config section `model`, declared in `maxpipe/models`."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 FAMILY = "model.family"
 _FILLED = ("own", "adapter")
-"""Fields of the model section that are filled from other sections."""
+"""Fields of `ModelConfig` that are not keys of section `model` but hold other sections."""
 
 
 def family_section(family: str) -> str:
-    """Return the section name of a family."""
+    """Return the name of a model family's config section."""
     return f"model.{family}"
 
 
@@ -55,7 +55,7 @@ MODEL_KEYS = (
         for field in fields(family.section)
     ),
 )
-"""Full keys of the model section, including those of all model families."""
+"""Full keys of section `model`, including the family-specific keys of all model families."""
 
 
 add_ranges(
@@ -97,7 +97,7 @@ def _head_size_is_even(config: Config) -> Iterator[RuleViolation]:
     if size % 2:
         yield RuleViolation(
             "model.head_dim",
-            "must be even: rotary embedding rotates pairs of dimensions.",
+            "must be even: rotary embeddings rotate pairs of dimensions.",
             f"Set model.head_dim={size + 1}.",
         )
 
@@ -124,7 +124,7 @@ def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
     if (tokens := config.train.sequence_length) % 2:
         yield RuleViolation(
             "train.sequence_length",
-            "must be even with model.attention=cudnn, whose backward requires even lengths.",
+            "must be even with model.attention=cudnn, whose backward pass requires even lengths.",
             f"Set train.sequence_length={tokens + 1}, or model.attention=xla.",
         )
     if (size := config.model.head_dim) % 8 or size > 256:
@@ -183,20 +183,20 @@ def _vocabulary_holds_bytes(config: Config) -> Iterator[RuleViolation]:
 
 
 def layer_parts(config: Config) -> Iterator[Part]:
-    """Yield the parts of all layer types."""
+    """Yield the sublayers of all layer types, such as attention and MLP."""
     for kind in describe(config.model).layer_types.values():
         yield from kind.parts.values()
 
 
 def has_experts(config: Config) -> bool:
-    """Whether any layer has experts, which the expert axis shards."""
+    """Return True if any layer has experts, which can be sharded over the expert axis."""
     return any(isinstance(part, Experts) for part in layer_parts(config))
 
 
 def has_sequential_layers(config: Config) -> bool:
-    """Whether a part other than attention depends on other tokens of the sequence.
+    """Return True if a sublayer other than attention mixes tokens of the sequence.
 
-    Such parts need all tokens of a sequence on one device.
+    Such sublayers need all tokens of a sequence on the same device.
     """
     delta = any(isinstance(part, GatedDelta) for part in layer_parts(config))
     return delta or bool(config.model.mtp_heads)
@@ -208,8 +208,8 @@ def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
     if rings and config.model.attention not in ("auto", "blockwise"):
         yield RuleViolation(
             "model.attention",
-            "must be blockwise or auto with mesh.context_attention=ring: scores are computed in "
-            "blocks as keys arrive from other devices.",
+            "must be blockwise or auto with mesh.context_attention=ring: attention scores are "
+            "computed block by block as keys arrive from other devices.",
             "Set model.attention=blockwise, or mesh.context_attention=all_gather.",
         )
 
@@ -222,17 +222,19 @@ _NONE: Mapping[str, str] = {}
 
 
 def _sizes_over(config: Config, logical: str) -> dict[str, int]:
-    """Return the sizes of the mesh axes that shard a logical axis. Unknown sizes count as 1."""
+    """Return the sizes of the mesh axes that shard a logical axis. Axes of unknown size are assumed
+    to have size 1.
+    """
     axes = axis_table(config.mesh)[logical]
     return {axis: axis_size(config.mesh, axis) or 1 for axis in axes}
 
 
 def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] = _NONE) -> None:
-    """Add a rule that the value of `key` must be divisible by the sizes of the mesh axes that shard
-    it.
+    """Add a rule that the value of `key` must be divisible by the total size of the mesh axes that
+    shard it.
 
     `partners` maps other keys to their logical axes. The suggested value is also a multiple of the
-    values that are suggested for violations of these keys.
+    values suggested for these keys.
     """
 
     @rule(key, *partners, "mesh.axis_rules", *axis_keys(*_WEIGHT_AXES))
@@ -270,7 +272,7 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
     ways = {name: _sizes_over(config, name) for name in ("embed", "expert_embed")}
     shards = {name: math.prod(sizes.values()) for name, sizes in ways.items()}
     is_read = has_experts(config)
-    # If model.d_model is not divisible for other weights, another rule reports it.
+    # If d_model does not divide evenly over the axes of `embed`, another rule reports it.
     if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
         axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
         yield RuleViolation(
@@ -331,7 +333,7 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
     else:
         yield RuleViolation(
             _KEY,
-            "freezes every parameter: nothing would be trained.",
+            "freezes every parameter, so nothing would be trained.",
             f"Set {_KEY}=[layers.*] to train only embedding, final norm and output projection, "
             f"or {_KEY}=[] to train all parameters.",
         )
@@ -365,7 +367,7 @@ def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
     tokens //= max(1, axis_size(config.mesh, "context") or 1)
     if model.matmul_scales != "block" and tokens > _LONGEST_SUM:
         rule = (
-            f"results in sums over {tokens} tokens on a device; a 32-bit sum can hold at most "
+            f"sums over {tokens} tokens per device, but a 32-bit sum can hold at most "
             f"{_LONGEST_SUM} products of 8-bit integers."
         )
         action = "Set model.matmul_weight_gradients=default."
@@ -376,8 +378,8 @@ def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
     "mesh.sequence_parallel", *axis_keys("tensor", "context"), *MODEL_KEYS, "train.sequence_length"
 )
 def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
-    """Reject layouts that split a quantization block, because the loss would depend on the
-    layout.
+    """Reject meshes that split a quantization block, because the loss would then depend on the
+    mesh.
     """
     model, mesh, tokens = config.model, config.mesh, config.train.sequence_length
     if model.matmul == "default" or model.matmul_scales != "block":
@@ -400,13 +402,13 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 "model.matmul_scales",
                 f"has one scale for {block} {words}; {pieces} shards over mesh axis {axis} would "
-                "split such a block, and the loss would depend on the layout.",
+                "split such a block, so the loss would depend on the mesh.",
                 "Set model.matmul_scales=channel, or a mesh that does not split blocks.",
             )
 
 
 _SPLASH_BLOCK = 128
-"""Block size in tokens. The sizes of query and key blocks must be multiples of this value."""
+"""Minimum block size in tokens. Query and key block sizes must be multiples of this value."""
 
 
 @rule("model.attention", "runtime.platform", "train.sequence_length", *axis_keys("context"))
@@ -422,7 +424,7 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
     shards, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
     pieces = 2 * shards if shards > 1 else 1  # each device has an early and a late chunk
     if tokens % (pieces * _SPLASH_BLOCK):
-        each = f" in each of {pieces} pieces of a sequence" if pieces > 1 else ""
+        each = f" in each of a sequence's {pieces} chunks" if pieces > 1 else ""
         yield RuleViolation(
             "train.sequence_length",
             f"must be a multiple of {pieces * _SPLASH_BLOCK} with model.attention=splash, whose "

@@ -1,4 +1,4 @@
-"""Section `optim`: optimizer, learning-rate schedule and factors of selected parameters."""
+"""Config section `optim`: optimizer, learning-rate schedule and per-parameter overrides."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRPhaseConfig:
-    """Phase of the learning-rate schedule. Without `steps` and `percent`, a phase has the remaining
-    steps of the run.
+    """Phase of the learning-rate schedule. A phase without `steps` and `percent` covers the
+    remaining steps of the run.
     """
 
     steps: int | None = None
@@ -44,29 +44,29 @@ class LRPhaseConfig:
     percent: float | None = None
     """Length of the phase as a percentage of the run. Set either `steps` or `percent`."""
     shape: Literal["linear", "cosine"]
-    """Shape of the learning rate between `from` and `to`."""
+    """Shape of the learning-rate curve between `from` and `to`."""
     from_: float | None = None
     """Learning rate at the start of the phase, as a fraction of the peak. By default, a phase
     starts at the final value of the previous phase, and the first phase starts at the peak."""
     to: float
     """Learning rate at the end of the phase, as a fraction of the peak."""
     times: int = 1
-    """Number of times that the phase runs in succession."""
+    """Number of consecutive repetitions of the phase."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRMultiplierConfig:
-    """Learning-rate multiplier of the parameters that a pattern matches."""
+    """Learning-rate multiplier for the parameters whose names match a pattern."""
 
     pattern: str
     """Pattern of parameter names, as in `model.frozen`."""
     multiplier: float
-    """Factor of the learning rate."""
+    """Factor by which the learning rate is multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightDecayConfig:
-    """Weight decay of the parameters that a pattern matches."""
+    """Weight decay for the parameters whose names match a pattern."""
 
     pattern: str
     """Pattern of parameter names, as in `model.frozen`."""
@@ -80,22 +80,23 @@ class OptimConfig:
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     """Optimizer. `adamw` (arXiv:1711.05101) stores two moments per parameter. `lion`
-    (arXiv:2302.06675) stores one moment, and changes each entry by plus or minus the learning rate.
-    Lion needs a learning rate that is 3 to 10 times smaller than with AdamW, and a weight decay
-    that is larger by the same factor. `adafactor` (arXiv:1804.04235) has no first moment. Its
-    second moment is factored, with one value per row and one per column of each matrix. `muon`
-    (arXiv:2502.16982) orthogonalizes the update of each matrix in the layers and stores one moment.
-    AdamW updates the embedding, the output projection and all parameters that are not matrices.
-    Muon's updates are scaled to match AdamW, so the learning rate and weight decay of AdamW apply.
-    A resumed run must use the same optimizer."""
+    (arXiv:2302.06675) stores one moment, and changes each parameter by plus or minus the learning
+    rate. Lion needs a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger
+    by the same factor. `adafactor` (arXiv:1804.04235) has no first moment. Its second moment is
+    factored into one value per row and one per column of each matrix. `muon` (arXiv:2502.16982)
+    orthogonalizes the update of each matrix in the layers and stores one moment. AdamW updates the
+    embedding, the output projection and all parameters that are not matrices. Muon's updates are
+    scaled to match AdamW's, so the same learning rate and weight decay can be used. A resumed run
+    must use the same optimizer."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape of the learning-rate schedule after the warm-up. `cosine` and `linear` decay to
     `optim.min_lr_ratio` over the entire run. `constant` does not decay. `wsd` (warm-up, stable,
-    decay) is constant, followed by a linear decay in the last `optim.decay_fraction` of the run."""
+    decay) keeps the learning rate constant, and decays it linearly in the last
+    `optim.decay_fraction` of the run."""
     warmup_steps: int = 0
-    """Number of steps in which the learning rate increases from 0 to its peak."""
+    """Number of warm-up steps, in which the learning rate increases from 0 to its peak."""
     lr_phases: list[LRPhaseConfig] = field(
         default_factory=list,
         hash=False,  # a list has no hash
@@ -103,16 +104,17 @@ class OptimConfig:
     )
     """Phases of the learning-rate schedule, such as `[{percent: 10, shape: linear, from: 0, to: 1},
     {shape: cosine, to: 0.1}]`. Replaces `optim.schedule`, `optim.decay_fraction` and
-    `optim.min_lr_ratio`. Phases include the warm-up, so `optim.warmup_steps` must be 0. After the
-    last phase, the learning rate is constant."""
+    `optim.min_lr_ratio`. The phases must include the warm-up, so `optim.warmup_steps` must be 0.
+    After the last phase, the learning rate is constant."""
     decay_fraction: float = 0.2
-    """Fraction of the run, at its end, in which `wsd` decays the learning rate. Ignored unless
-    `optim.schedule` is `wsd`."""
+    """Fraction of the run over which `wsd` decays the learning rate, at the end of the run. Ignored
+    unless `optim.schedule` is `wsd`."""
     min_lr_ratio: float = field(default=0.1, metadata=renamed_from("final_fraction"))
-    """Learning rate at the end of the run, as a fraction of the peak. Ignored by `constant`."""
+    """Learning rate at the end of the run, as a fraction of the peak. Ignored if `optim.schedule`
+    is `constant`."""
     beta1: float = 0.9
-    """Decay rate of the first moment. For `lion`, the weight of the moment in the update direction.
-    Ignored by `adafactor`."""
+    """Decay rate of the first moment. For `lion`, the weight of the momentum in the update
+    direction. Ignored by `adafactor`."""
     beta2: float = 0.95
     """Decay rate of the second moment. For `lion`, the decay rate of its only moment. Ignored by
     `adafactor`, which uses 1 - t^-0.8 at step t."""
@@ -122,47 +124,49 @@ class OptimConfig:
     epsilon: float = 1e-8
     """Constant added to the square root of the second moment. Ignored by `lion` and `adafactor`."""
     weight_decay: float = 0.1
-    """Decoupled weight decay. It does not apply to normalization scales and biases."""
+    """Decoupled weight decay, which is not applied to normalization scales and biases."""
     lr_multipliers: list[LRMultiplierConfig] = field(
         default_factory=list,
         hash=False,
         metadata=renamed_from("rate_factors", values=upgrade_lr_multipliers),
     )
-    """Learning-rate multipliers of selected parameters, such as `[{pattern: embedding, multiplier:
+    """Learning-rate multipliers for selected parameters, such as `[{pattern: embedding, multiplier:
     0.1}, {pattern: '*.router', multiplier: 0}]`. If several patterns match a parameter, the last
     one applies."""
     weight_decays: list[WeightDecayConfig] = field(
         default_factory=list, hash=False, metadata=renamed_from(values=upgrade_weight_decays)
     )
-    """Weight decay of selected parameters, such as `[{pattern: embedding, weight_decay: 0}]`.
-    Overrides `optim.weight_decay`, and also applies to normalization scales and biases. If several
-    patterns match a parameter, the last one applies."""
+    """Weight decay for selected parameters, such as `[{pattern: embedding, weight_decay: 0}]`.
+    Overrides `optim.weight_decay` for these parameters, which may include normalization scales and
+    biases. If several patterns match a parameter, the last one applies."""
     clip_norm: float = 1.0
-    """Maximum gradient norm, computed over the parameters of all stages. 0 disables clipping."""
+    """Maximum global gradient norm, computed over the parameters of all stages. Larger gradients
+    are scaled down. 0 disables clipping."""
     ema_decay: float = field(default=0.0, metadata=renamed_from("average_decay"))
     """Decay rate of an exponential moving average (EMA) of the parameters, such as 0.999. The EMA
-    is stored in float32 in addition to the parameters, and starts with the initial parameters. The
-    EMA does not affect training, and can be evaluated and exported. 0 disables the EMA."""
+    is stored in float32 in addition to the parameters, and is initialized with the initial
+    parameters. The EMA does not affect training, and can be evaluated and exported. 0 disables the
+    EMA."""
     state_dtype: Literal["same", "float32", "bfloat16"] = "same"
     """Dtype of the stored moments. `same` uses `model.param_dtype`. Updates are always computed in
     float32."""
     zero1: bool = field(default=False, metadata=renamed_from("shard_over_data"))
     """Shard optimizer state and the EMA over the data axis (ZeRO-1, arXiv:1910.02054). Gradients
     are reduce-scattered, each device updates its shard of the parameters, and the updated
-    parameters are all-gathered. The state of a parameter without an evenly divisible dimension is
+    parameters are all-gathered. If no dimension of a parameter divides evenly, its state is
     replicated."""
     offload_state: bool = False
     """Offload optimizer state and the EMA to host memory. The state is copied to the device,
     updated and copied back, one layer at a time. These copies do not overlap with compute. Results
-    are bitwise identical to those without offloading."""
+    are bitwise identical to training without offloading."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of gradients in reductions across devices. Each device accumulates gradients in
-    float32."""
+    """Dtype of gradients when they are reduced across devices. Each device accumulates its
+    gradients in float32."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """Rounding of parameters and moments that are stored in bfloat16. `stochastic`
-    (arXiv:1502.02551) rounds up or down at random with the correct mean, so that small updates are
-    not lost. The random bits depend only on the seed, the step and the position in the model, so
-    they are the same for every layout."""
+    (arXiv:1502.02551) rounds up or down at random, unbiased in expectation, so that small updates
+    are not lost. The random bits depend only on the seed, the step and the position in the model,
+    so they are identical for every mesh and schedule."""
 
 
 add_ranges(
@@ -195,7 +199,9 @@ add_item_rules("optim.weight_decays", "[{pattern: embedding, weight_decay: 0}]")
 
 
 def optimizer_warnings(config: Config) -> Iterator[Problem]:
-    """Yield warnings about learning rates and other settings with which a run hardly learns."""
+    """Yield warnings about optimizer settings with which training would diverge or make little
+    progress.
+    """
     warmup, steps = config.optim.warmup_steps, total_steps(config.train)
     if warmup >= steps > 0:
         yield Problem(
@@ -222,7 +228,7 @@ def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
             format_value(phases),
             f"has {pluralize(end, 'step')}, but the run has {steps}: it ends before the last "
             f"{pluralize(late, 'phase')}.",
-            "Shorten the earlier phases, for example with `percent` in place of `steps`.",
+            "Shorten the earlier phases, for example by setting `percent` instead of `steps`.",
         )
 
 
@@ -236,14 +242,14 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"optim.{key}",
             f"{decay:g}",
-            f"subtracts {taken:.3g} times a parameter from itself in each step, with "
+            f"subtracts {taken:.3g} times each parameter's value from it in every step, with "
             f"optim.learning_rate = {optim.learning_rate:g}: the factor must be at most 1.",
             f"Set a weight decay of 0.1, or leave optim.{key} out.",
         )
 
 
 _LARGEST_RATE = 1.0
-"""Learning rate at or above which a warning is printed. Usual learning rates of these optimizers
+"""Learning rate at or above which a warning is printed. Typical learning rates for these optimizers
 are at most about 0.02."""
 
 
@@ -259,11 +265,11 @@ def _rate_is_large(config: Config) -> Iterator[Problem]:
 
 def _updates_too_small(config: Config) -> Iterator[Problem]:
     optim = config.optim
-    if optim.learning_rate < 1e-10:  # updates are about this large, and parameters about 0.01
+    if optim.learning_rate < 1e-10:  # typical updates have this size, and parameters about 0.01
         yield Problem(
             "optim.learning_rate",
             f"{optim.learning_rate:g}",
-            "is too small: float32 rounding removes all updates, and parameters do not change.",
+            "is too small: all updates are lost in float32 rounding, so parameters do not change.",
             "Set optim.learning_rate=3e-4.",
         )
     # The gradient norm is computed over more entries than the embedding table has.
@@ -272,14 +278,14 @@ def _updates_too_small(config: Config) -> Iterator[Problem]:
         yield Problem(
             "optim.epsilon",
             f"{optim.epsilon:g}",
-            f"is larger than a typical entry of the gradient ({entry:.1g} with optim.clip_norm = "
-            f"{optim.clip_norm:g}): parameters hardly change.",
+            f"is larger than a typical gradient entry ({entry:.1g} with optim.clip_norm = "
+            f"{optim.clip_norm:g}), so parameters hardly change.",
             "Set optim.epsilon=1e-8 and optim.clip_norm=1.0.",
         )
 
 
 _ROUNDS_TO_ONE = 1 - 2.0**-25
-"""Smallest value that is rounded to 1 in float32."""
+"""Smallest value that rounds to 1 in float32."""
 
 
 @rule("optim.name", "optim.beta1", "optim.beta2", "optim.epsilon")
@@ -313,10 +319,10 @@ def _one_phase_is_open(config: Config) -> Iterator[RuleViolation]:
     for number in is_open:
         place = f"optim.lr_phases[{number}]"
         if config.optim.lr_phases[number].times > 1:
-            text = "must be 1 if the phase has the remaining steps of the run."
+            text = "must be 1 if the phase covers the remaining steps of the run."
             yield RuleViolation(f"{place}.times", text, "Add `steps: ...`, or leave times out.")
         elif number != is_open[-1]:
-            text = "must have a length: another phase already has the remaining steps of the run."
+            text = "must have a length: another phase already covers the remaining steps."
             yield RuleViolation(place, text, "Add `steps: 100`, or `percent: 10`.")
 
 
@@ -334,7 +340,7 @@ def _phases_replace_the_warmup(config: Config) -> Iterator[RuleViolation]:
     if phases and steps and all(phase.start == phase.end == 0 for phase in phases if phase.steps):
         yield RuleViolation(
             "optim.lr_phases",
-            "must have a learning rate above 0 in some phase: otherwise nothing is learned.",
+            "must have a phase with a learning rate above 0: otherwise nothing is learned.",
             f'Set "optim.lr_phases={EXAMPLES["optim.lr_phases"]}".',
         )
 
@@ -371,9 +377,10 @@ class LRPhase(NamedTuple):
 
 
 def resolve_phases(phases: Sequence[LRPhaseConfig], total_steps: int) -> list[LRPhase]:
-    """Return the learning-rate phases of a run with this number of steps.
+    """Return the learning-rate phases of a run with `total_steps` steps.
 
-    Repeated phases are listed several times. After the last phase, the learning rate is constant.
+    A repeated phase is listed once per repetition. After the last phase, the learning rate is
+    constant.
     """
     listed = [phase for phase in phases for _ in range(phase.times)]
     lengths = [_phase_steps(phase, total_steps) for phase in listed]

@@ -1,4 +1,4 @@
-"""Section `pipeline`: layer partition, schedule and saved activations."""
+"""Config section `pipeline`: layer partition, schedule and saved activations."""
 
 from __future__ import annotations
 
@@ -36,42 +36,43 @@ class PipelineConfig:
     """Partition of the layers into pipeline chunks, and the schedule that runs them."""
 
     schedule: str = "interleaved"
-    """Pipeline schedule. `maxpipe schedule` draws a schedule. Schedules with unsplit backward
-    passes are `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory use of
-    `1f1b` and `interleaved` does not depend on the number of microbatches. With two or more
-    `pipeline.repeats`, both are the same schedule. Schedules with split backward passes are `zb_h1`
-    and `zb_h2`, and, with two repeats in a V-shaped placement, `zb_v`, `v_half`, `v_min` and
-    `dualpipe_v`. Split schedules are efficient only with little recomputation: set `pipeline.remat`
-    to `names` or `none`. `file:PATH` runs the schedule in a CSV file."""
+    """Pipeline schedule. The command `maxpipe schedule` draws a schedule. Schedules with unsplit
+    backward passes are `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory
+    use of `1f1b` and `interleaved` does not depend on the number of microbatches. If
+    `pipeline.repeats` is 2 or more, `1f1b` and `interleaved` are the same schedule. Schedules with
+    split backward passes are `zb_h1` and `zb_h2`, and, with two repeats in a V-shaped placement,
+    `zb_v`, `v_half`, `v_min` and `dualpipe_v`. Schedules with split backward passes are efficient
+    only with little recomputation: set `pipeline.remat` to `names` or `none`. `file:PATH` runs the
+    schedule defined in a CSV file."""
     microbatches: int = 1
-    """Number of microbatches per batch. With one stage, this is the number of gradient accumulation
-    steps."""
+    """Number of microbatches per batch. With a single stage, this is the number of gradient
+    accumulation steps."""
     repeats: int = 1
-    """Circular repeats: number of chunks per stage (virtual stages in Megatron). More repeats make
-    the pipeline bubble smaller but send more messages."""
+    """Circular repeats: number of chunks per stage (virtual stages in Megatron). More repeats
+    reduce the pipeline bubble but increase the number of messages between stages."""
     group: int = 0
     """Number of consecutive microbatches that a stage runs before it switches to the next repeat. 0
-    selects the number of stages, the value with the lowest memory use. Ignored unless
-    `pipeline.schedule` is `interleaved`."""
+    selects the number of stages, which minimizes memory use. Ignored unless `pipeline.schedule` is
+    `interleaved`."""
     delayed_forwarding: bool = False
     """Allow each message one extra tick, so that communication overlaps with compute. This doubles
     the pipeline bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication
     without extra ticks."""
     layers_per_chunk: list[int] = field(default_factory=list, metadata=renamed_from("cut"))
-    """Layer partition: the number of layers in each chunk, as a list of stages x repeats integers,
-    starting with the first layers. If empty, layers are divided as evenly as possible."""
+    """Layer partition: the number of layers in each chunk, as a list of stages x repeats integers
+    in model order. If empty, layers are divided as evenly as possible."""
     prologue_layers: int = field(default=0, metadata=renamed_from("layers_outside"))
-    """Number of prologue layers, which are the first layers of the network and run outside the
-    pipeline. All stages run the prologue layers at the same time, each on a different microbatch.
-    Use prologue layers if the number of layers is not divisible by the number of chunks. Every
-    stage stores the weights of the prologue layers."""
+    """Number of prologue layers: the first layers of the model, which run outside the pipeline. All
+    stages run the prologue layers at the same time, each on a different microbatch. Use prologue
+    layers if the number of layers is not divisible by the number of chunks. Every stage stores the
+    weights of the prologue layers."""
     weight_gather: Literal["iteration", "window", "step"] = field(
         default="iteration", metadata=renamed_from(values={"visit": "window"})
     )
     """How often weights that are sharded over fsdp are all-gathered. `iteration`: for every layer
     in every forward and backward pass (least memory). `window`: each time a stage switches to
-    another chunk. The microbatches of one `pipeline.group` then share one all-gather, and each
-    stage keeps a prefetch window of gathered chunks in memory. `step`: once per step (least
+    another chunk, so that the microbatches of one `pipeline.group` share an all-gather; each stage
+    keeps a prefetch window of gathered chunks in memory. `step`: once per step (least
     communication)."""
     remat: Literal["full", "chunk", "names", "none"] = "full"
     """Activations saved for the backward pass. `full`: the input of each layer; each layer is
@@ -80,9 +81,9 @@ class PipelineConfig:
     all activations; nothing is recomputed."""
     saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
     """Activations saved with `pipeline.remat=names`. `matmuls` saves the outputs of all matmuls;
-    `attention` and `mlp` save the matmul outputs of one part of a layer. Activations can also be
-    listed by name: `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`, and those of
-    the model family."""
+    `attention` and `mlp` save only the matmul outputs of the attention or MLP sublayer. Activations
+    can also be listed by name: `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`,
+    and activations specific to the model family."""
     offloaded_names: list[str] = field(default_factory=list)
     """Activations that `pipeline.remat=names` offloads to host memory. Accepts the names and
     presets of `pipeline.saved_names`."""
@@ -91,10 +92,11 @@ class PipelineConfig:
     `compute` runs the computation on zeros and discards the result, so that all stages have the
     same control flow."""
     loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
-    """Number of tokens per device for which the loss computes logits at once, within one
-    microbatch. 0 computes all logits of a microbatch at once. -1 selects blocks of 2048 tokens if
-    the logits exceed 512 MiB, as with long sequences or few stages, and otherwise does the same as
-    0. The block size affects memory, and changes the loss only by rounding."""
+    """Block size for computing logits and loss: the number of tokens of a microbatch, per device,
+    whose logits are computed at once. 0 computes all logits of a microbatch at once. -1 selects
+    blocks of 2048 tokens if the logits exceed 512 MiB, as with long sequences or few stages, and is
+    otherwise equivalent to 0. The block size affects memory use, but changes the loss only by
+    rounding errors."""
 
 
 add_ranges(
@@ -114,13 +116,15 @@ def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation
         yield RuleViolation(
             "pipeline.idle",
             "must be compute with mesh.context_attention=ring and several stages: devices exchange "
-            "keys in each layer, and would wait forever for a stage with fewer layers.",
+            "keys in each layer, and would wait forever for a stage that has fewer layers.",
             "Set pipeline.idle=compute, or mesh.context_attention=all_gather.",
         )
 
 
 def activations(names: Iterable[str], model: ModelConfig) -> tuple[str, ...]:
-    """Return the activations of the model that the names and presets select, without duplicates."""
+    """Return the model activations that are selected by the names and presets, without
+    duplicates.
+    """
     known = describe(model).activations
     return tuple(dict.fromkeys(activation for name in names for activation in known[name]))
 
@@ -189,8 +193,8 @@ def _layers_per_chunk_sum_matches(config: Config) -> Iterator[RuleViolation]:
         wanted += f" - pipeline.prologue_layers ({outside}) = {layers}"
     yield RuleViolation(
         "pipeline.layers_per_chunk",
-        f"must be {chunks} integers of at least 1 (stages x repeats) with the sum {wanted}: the "
-        f"list has {len(cut)} with the sum {sum(cut)}.",
+        f"must be {chunks} (stages x repeats) positive integers that sum to {wanted}; got "
+        f"{len(cut)} that sum to {sum(cut)}.",
         "Set pipeline.layers_per_chunk=[] to divide layers evenly.",
     )
 
@@ -236,7 +240,7 @@ def _each_chunk_has_a_layer(config: Config) -> Iterator[RuleViolation]:
         return
     rule = (
         f"requires at least {pluralize(stages * repeats, 'layer')} (stages {stages} x repeats "
-        f"{repeats}), but model.num_layers is {layers}: each chunk has at least one layer."
+        f"{repeats}), but model.num_layers is {layers}: each chunk needs at least one layer."
     )
     more = f"model.num_layers={stages * repeats} or more"
     if layers >= stages:
@@ -258,7 +262,7 @@ def _prologue_leaves_a_layer_per_chunk(config: Config) -> Iterator[RuleViolation
     yield RuleViolation(
         "pipeline.prologue_layers",
         f"must be at most {most} = model.num_layers ({layers}) - stages ({stages}) x repeats "
-        f"({repeats}): each chunk has at least one layer.",
+        f"({repeats}): each chunk needs at least one layer.",
         f"Set pipeline.prologue_layers={layers % (stages * repeats)} for chunks of equal size.",
     )
 
@@ -312,8 +316,8 @@ def _schedule_has_an_end(config: Config) -> Iterator[RuleViolation]:
     fewer = next((n for n in range(most, 0, -1) if microbatches % n == 0), 1)
     yield RuleViolation(
         "pipeline.microbatches",
-        f"results in {count:,} forwards with stages ({stages}) x repeats ({repeats}); a schedule "
-        f"has at most {MAX_FORWARDS:,}.",
+        f"results in {count:,} forward slots with stages ({stages}) x repeats ({repeats}), but a "
+        f"schedule can have at most {MAX_FORWARDS:,}.",
         f"Set pipeline.microbatches={fewer}.",
     )
 
@@ -340,7 +344,7 @@ _MICROBATCHES = "pipeline.microbatches"
 
 
 _MICROBATCH_RULES = [reader for reader in RULES if _MICROBATCHES in reader.keys]
-"""Rules that smaller batches of the ramp must also satisfy, because they have fewer
+"""Rules that are also checked for the smaller batches of `train.batch_ramp`, which have fewer
 microbatches."""
 
 
@@ -360,8 +364,8 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
             take = f"Use {larger}" if larger < train.batch_size else f"Leave {rows} out"
             yield RuleViolation(
                 key,
-                f"must have batch sizes that are multiples of {microbatch}, the size of a "
-                f"microbatch (train.batch_size ({train.batch_size}) / {_MICROBATCHES} "
+                f"must have batch sizes that are multiples of {microbatch}, the microbatch size "
+                f"(train.batch_size ({train.batch_size}) / {_MICROBATCHES} "
                 f"({pipeline.microbatches})), but {rows} is not.",
                 f"{take}, or set {_MICROBATCHES}={more}.",
             )
@@ -372,5 +376,5 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
             pipeline=replace(pipeline, microbatches=rows // microbatch),
         )
         for finding in (f for reader in _MICROBATCH_RULES for f in reader.find(fewer)):
-            text = f"has a batch size of {rows}, with which {finding.key} {finding.rule}"
+            text = f"has a batch size of {rows}, for which {finding.key} {finding.rule}"
             yield RuleViolation(key, text, f"Leave {rows} out, or: {finding.action}")

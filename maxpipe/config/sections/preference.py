@@ -1,4 +1,4 @@
-"""Section `preference`: losses of `train.objective=preference`."""
+"""Config section `preference`: losses for `train.objective=preference`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreferenceConfig:
-    """Preference optimization on response pairs. Ignored unless `train.objective=preference`."""
+    """Preference optimization on pairs of responses. Ignored unless
+    `train.objective=preference`.
+    """
 
     loss: Literal["dpo", "ipo", "orpo"] = "dpo"
     """Loss on a pair of responses. `dpo` (arXiv:2305.18290) increases the likelihood of the chosen
-    response relative to the rejected response. Both likelihoods are compared with those of a
+    response relative to the rejected response. Both likelihoods are measured relative to a
     reference model, which is the model at the start of the run. `ipo` (arXiv:2310.12036) regresses
-    the difference to a fixed margin. `orpo` (arXiv:2403.07691) needs no reference model, and adds
-    an odds-ratio term to the cross-entropy of the chosen response."""
+    the difference of the two log-ratios to a fixed margin. `orpo` (arXiv:2403.07691) needs no
+    reference model, and adds an odds-ratio term to the cross-entropy of the chosen response."""
     beta: float = 0.1
-    """Strength of the penalty for deviating from the reference model: beta in the paper of `dpo`,
-    tau in the paper of `ipo`. It also scales the rewards in the metrics. Ignored by `orpo`."""
+    """Strength of the penalty for deviating from the reference model: beta in the DPO paper, tau in
+    the IPO paper. The reward metrics are also scaled by this value. Ignored by `orpo`."""
     label_smoothing: float = 0.0
     """Assumed fraction of pairs with swapped labels (arXiv:2306.15479). Only for `dpo`."""
     length_normalised: Literal["auto", "on", "off"] = "auto"
     """Use the mean log-probability over the tokens of a response instead of the sum. `auto` uses
     the mean for `ipo` and `orpo`, and the sum for `dpo`."""
     odds_weight: float = 0.1
-    """Weight of the odds-ratio term relative to the cross-entropy (lambda in the paper). Ignored
-    unless `preference.loss` is `orpo`."""
+    """Weight of the odds-ratio term relative to the cross-entropy (lambda in the ORPO paper).
+    Ignored unless `preference.loss` is `orpo`."""
 
 
 add_ranges(
@@ -45,7 +47,7 @@ add_ranges(
         0.1,
         0,
         0.5,
-        "with 0.5 labels carry no information",
+        "at 0.5, labels carry no information",
         high_is_inside=False,
     ),
     Bound("preference.odds_weight", 0.1, 0, LARGEST, "devices compute in float32"),
@@ -79,7 +81,7 @@ def _no_mtp_with_preferences(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective == "preference" and config.model.mtp_heads:
         yield RuleViolation(
             "model.mtp_heads",
-            "must be 0 with train.objective=preference: these heads would also train on rejected "
+            "must be 0 with train.objective=preference: MTP heads would also train on rejected "
             "responses.",
             "Set model.mtp_heads=0.",
         )

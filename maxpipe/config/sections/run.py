@@ -1,4 +1,4 @@
-"""Section `run`: name, output folder and seed."""
+"""Config section `run`: name, output folder and random seed."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ class RunConfig:
     letters, digits, `.`, `_` and `-`. The default is the name of the last config file: `my-run` for
     `my-run.yml`."""
     dir: str = "runs"
-    """Folder that contains the run folders. If the folder of a run contains a checkpoint, the run
-    resumes from this checkpoint."""
+    """Folder that contains the run folders. If a run's folder contains a checkpoint, the run
+    resumes from that checkpoint."""
     seed: int = 0
-    """Random seed of parameters, data order and dropout. The same seed gives the same loss curve
-    for every mesh, schedule and number of processes."""
+    """Random seed for parameter initialization, data order and dropout. The same seed gives the
+    same loss curve for every mesh, schedule and number of processes."""
 
 
 add_ranges(
-    Bound("run.seed", 0, 0, 2**32 - 1, "the random generator has a 32-bit seed"),
+    Bound("run.seed", 0, 0, 2**32 - 1, "the seed must fit into 32 bits"),
 )
 
 
 MAX_NAME = 200
-"""Maximum length of a run name. File systems allow 255 characters, and names of other files contain
-the run name."""
+"""Maximum length of a run name. File systems allow 255 characters, and the run name is part of
+longer file names."""
 
 
 @rule("run.name")

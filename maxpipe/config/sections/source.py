@@ -1,4 +1,4 @@
-"""Keys of one document source, its formats, and the templates of its record fields."""
+"""Config keys of one document source, source formats, and templates that combine record fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Packing = Literal["auto", "concatenate", "first_fit", "best_fit", "pad"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
-    """A source of documents, and the conversion of its records to text."""
+    """Document source, and how its records are converted to text."""
 
     source: Literal[
         "corpus",
@@ -34,26 +34,26 @@ class SourceConfig:
     """Format of the documents. `corpus`: the source files of Python's standard library, which
     require no download. `text`: text files, one document per file. `jsonl`: one JSON object per
     line, optionally compressed. `parquet`: one document per row. `arrayrecord`: ArrayRecord files
-    with UTF-8 or JSON records. `huggingface`: a folder written by `save_to_disk`. `tfds`: a
-    TensorFlow dataset, prepared as ArrayRecord files. `tokens`: a folder written by `maxpipe data
-    prepare`. `megatron`: pairs of `.bin` and `.idx` files with token ids. `synthetic`: random
-    tokens."""
+    with UTF-8 or JSON records. `huggingface`: a Hugging Face dataset saved with `save_to_disk`.
+    `tfds`: a TensorFlow dataset, prepared as ArrayRecord files. `tokens`: a folder written by
+    `maxpipe data prepare`. `megatron`: pairs of `.bin` and `.idx` files with token ids.
+    `synthetic`: random tokens."""
     path: str = ""
     """File, folder or glob pattern, local or in `gs://BUCKET/...`; for `tfds`, the name of a
     dataset, e.g. `c4/en:3.1.0`. `huggingface` requires a folder."""
     paths: list[str] = dataclasses.field(default_factory=list, hash=False)  # a list has no hash
-    """List of paths, which are read in this order. Replaces `data.path`."""
+    """Paths to read, in this order. Replaces `data.path`."""
     tfds_dir: str = ""
-    """Folder of the prepared `tfds` datasets. If empty, the default data folder of `tfds` is
+    """Folder that contains the prepared `tfds` datasets. If empty, TFDS's default data directory is
     used."""
     text_field: str = dataclasses.field(default="text", metadata=renamed_from("field"))
     """Name of the text column in records of `jsonl`, `parquet`, JSON `arrayrecord`, `huggingface`
     and `tfds`. `a.b` denotes the field `b` of the column `a`."""
     template: str = ""
-    """Text template over several columns, such as `'{title}\\n\\n{text}'`. Replaces
-    `data.text_field`. A column name in braces is replaced by the text or number in that column.
-    `{{` and `}}` are literal braces, `\\n` is a line break, and `\\t` is a tab. Other escape
-    sequences are not supported."""
+    """Template that builds each document's text from several columns, such as
+    `'{title}\\n\\n{text}'`. Replaces `data.text_field`. A column name in braces is replaced by the
+    text or number in that column. `{{` and `}}` are literal braces, `\\n` is a line break, and
+    `\\t` is a tab. Other escape sequences are not supported."""
     bad_records: Literal["stop", "skip"] = dataclasses.field(
         default="stop", metadata=renamed_from("unreadable")
     )
@@ -71,32 +71,33 @@ class SourceConfig:
     """Format of the conversations in records. A chat template renders the conversations as text.
     `messages`: a list of messages in `data.messages_field`. The messages are objects with `role`
     and `content`, ShareGPT objects with `from` and `value`, objects with `input` and `output`, or
-    texts with alternating speakers. `prompt`: a prompt in `data.prompt_field` and a response in
-    `data.response_field`, each a text or a list of messages. `pairs`, for
+    strings that alternate between user and assistant. `prompt`: a prompt in `data.prompt_field` and
+    a response in `data.response_field`, each a string or a list of messages. `pairs`, for
     `train.objective=preference`: a prompt in `data.prompt_field`, and two responses in
-    `data.chosen_field` and `data.rejected_field`. Texts in these three fields are used without the
-    chat template."""
+    `data.chosen_field` and `data.rejected_field`. Strings in these three fields are used without
+    the chat template."""
     messages_field: str = "messages"
     """Name of the field that contains the messages. If a record has no field `messages`, the field
     `conversations` is read. Ignored unless `data.chat=messages`."""
     tools_field: str = "tools"
-    """Name of the field that contains the tools for the chat template, as a list of objects or as
-    JSON text. Records may omit this field. Ignored unless `data.chat` is set."""
+    """Name of the field that contains the tools for the chat template, as a list of objects or as a
+    JSON string. Records may omit this field. Ignored unless `data.chat` is set."""
     chat_template_kwargs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     """Variables that are passed to the chat template, by name, such as `{enable_thinking: false}`.
-    Values that are numbers, `true`, `false` or JSON are parsed. The field `chat_template_kwargs` of
-    a record takes precedence. Applies to training, samples, rollouts and `generate --chat`."""
+    Values that parse as a number, `true`, `false` or JSON are converted; all other values are kept
+    as strings. The field `chat_template_kwargs` of a record takes precedence. Applies to training,
+    samples, rollouts and `generate --chat`."""
     system_field: str = ""
     """Name of the field that contains the system message, or a template as in `data.prompt_field`.
-    Records may omit this field. The field does not replace a system message at the beginning of the
-    messages. If this key is empty, only the field `system` of ShareGPT records is read. Ignored
-    unless `data.chat` is set."""
+    Records may omit this field. The field does not override a system message that is already at the
+    start of the conversation. If this key is empty, only the `system` field of ShareGPT records is
+    read. Ignored unless `data.chat` is set."""
     prompt_field: str = "prompt"
     """Name of the field that contains the prompt, if `data.chat` is `prompt` or `pairs`. A value
     with braces is a template over several fields, as in `data.template`:
-    `'{instruction}\\n{input}'`. A line of the template is omitted if a record lacks the fields in
-    that line. With `pairs`, the value may be empty: both responses are then full conversations, and
-    their common beginning is the prompt. Also applies to `grpo.prompts`."""
+    `'{instruction}\\n{input}'`. A template line is omitted if the record lacks all fields in that
+    line. With `pairs`, this key may be empty: each response is then a full conversation, and the
+    common prefix of the two conversations is the prompt. Also applies to `grpo.prompts`."""
     response_field: str = "response"
     """Name of the field that contains the response, or a template as in `data.prompt_field`.
     Ignored unless `data.chat=prompt`."""
@@ -105,60 +106,61 @@ class SourceConfig:
     rejected_field: str = "rejected"
     """Name of the field that contains the rejected response. Ignored unless `data.chat=pairs`."""
     long_pairs: Literal["truncate", "drop", "error"] = "truncate"
-    """Handling of pairs that do not fit into one sequence. A pair has two halves: the prompt with
+    """Handling of pairs that are too long for one sequence. A pair has two halves: the prompt with
     the chosen response, and the prompt with the rejected response. `truncate` removes tokens at the
     end of the longer half, or of both halves if they have equal lengths. It drops the pair if no
-    token of a response remains. `drop` skips the pair, and `error` ends the run. The run prints the
-    number of such pairs. Ignored unless `data.chat=pairs`."""
+    token of a response remains. `drop` skips the pair, and `error` ends the run. The number of
+    pairs that are too long is printed. Ignored unless `data.chat=pairs`."""
     chat_template: str = ""
-    """File that contains the chat template, in Jinja. If empty, the template in the tokenizer's
-    folder is used."""
+    """File that contains the Jinja chat template. If empty, the template in the tokenizer's folder
+    is used."""
     chat_roles: list[str] = dataclasses.field(
         default_factory=lambda: ["system", "developer", "user", "assistant", "tool"]
     )
     """Allowed roles of messages. Records with other roles are invalid."""
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
-    """Roles whose messages contribute to the loss. All other messages are only context. With
+    """Roles whose messages contribute to the loss. Messages with other roles are only context. With
     `[assistant]`, `{% generation %}` blocks of the chat template select the trained tokens."""
     rewritten_history: Literal["last", "each_turn", "error"] = "last"
     """Handling of messages that the chat template renders differently when more messages follow.
     For example, templates of reasoning models remove the reasoning from earlier responses. `last`:
-    such a message is only context, so the model is trained only on the last response. `each_turn`:
-    every message that contributes to the loss becomes a separate sample, with the preceding
-    conversation as context. `error`: such a message ends the run. `last` and `error` are ignored
-    for templates with `{% generation %}` blocks."""
+    use these messages as context only, so that the model is trained only on the last response.
+    `each_turn`: every message that contributes to the loss becomes a separate sample, with the
+    preceding conversation as context. `error`: end the run at the first such message. `last` and
+    `error` are ignored for templates with `{% generation %}` blocks."""
     long_conversations: Literal["truncate", "drop", "split", "error"] = dataclasses.field(
         default="truncate", metadata=legacy_value("split")
     )
     """Handling of conversations longer than `train.sequence_length`. `truncate` removes tokens at
     the end, `drop` skips the conversation, and `error` ends the run. `split` splits the
     conversation across sequences, so the model may be trained on a response without its prompt. The
-    run prints the number of long conversations. Ignored for plain texts. For pairs, see
+    number of long conversations is printed. Ignored for plain text. For pairs, see
     `data.long_pairs`."""
     packing: Packing = dataclasses.field(
         default="auto",
         metadata=renamed_from(values={"cut": "concatenate"}) | legacy_value("concatenate"),
     )
-    """Packing of documents into sequences. `auto`: `best_fit` for conversations and pairs,
-    `concatenate` for plain texts. `concatenate`: documents are concatenated and split across
-    sequences. All other values do not split documents that fit into one sequence, and pad the
+    """Packing of documents into sequences. `auto`: `best_fit` for conversations and preference
+    pairs, `concatenate` for plain text. `concatenate`: documents are concatenated and split across
+    sequences. All other methods keep each document that fits into one sequence unsplit, and pad the
     remaining positions of each sequence. A document longer than a sequence fills complete
     sequences, and its remainder is packed like a separate document. `best_fit`: the longest
-    documents are packed first, each into the sequence with the least remaining space that is
-    sufficient. `best_fit` needs the fewest sequences. `first_fit`: documents are packed in shuffled
-    order, each into the first sequence with enough space. `pad`: one document per sequence."""
+    documents are packed first, each into the sequence with the least remaining space that still
+    fits the document. `best_fit` needs the fewest sequences. `first_fit`: documents are packed in
+    shuffled order, each into the first sequence with enough space. `pad`: one document per
+    sequence."""
 
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
-"""Source formats whose records can have columns."""
+"""Values of `data.source` whose records can have columns."""
 
 
 FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")
-"""Source formats that read files."""
+"""Values of `data.source` that read documents from files."""
 
 
 ONE_PATH = ("tfds", "tokens", "megatron")
-"""Source formats with a single path or dataset name."""
+"""Values of `data.source` that accept only one path or dataset name."""
 
 
 _TEMPLATE = re.compile(r"\{\{|\}\}|\{(?P<name>[^{}]*)\}|[{}]|\\[nt\\]")
@@ -168,7 +170,7 @@ _ESCAPES = {"{{": "{", "}}": "}", r"\n": "\n", r"\t": "\t", "\\\\": "\\"}
 
 
 def paths_of(config: SourceConfig) -> list[str]:
-    """Return all paths of a source, in reading order."""
+    """Return all paths of a source, in the order in which they are read."""
     return [config.path] if config.path else list(config.paths)
 
 
@@ -190,15 +192,15 @@ def _parse_template_kwarg(text: str) -> Any:
 
 
 def is_template(field: str) -> bool:
-    """Whether a field name is a template over several fields."""
+    """Return True if the value of a field key is a template rather than the name of one field."""
     return "{" in field
 
 
 def split_template(template: str) -> list[tuple[str, str]]:
-    r"""Split a template into pairs of fixed text and the column that follows the text.
+    r"""Split a template into pairs (literal text, name of the column after this text).
 
-    The column of the last pair is empty. `{name}` denotes a column, `{{` and `}}` denote braces,
-    and `\n` and `\t` denote a line break and a tab.
+    The column name in the last pair is empty. `{name}` denotes a column, `{{` and `}}` denote
+    braces, and `\n` and `\t` denote a line break and a tab.
 
     Raises:
         ValueError: a brace is unmatched, or a column has no name.

@@ -1,4 +1,4 @@
-"""Section `tokenizer`: the vocabulary that encodes documents."""
+"""Config section `tokenizer`: the tokenizer that encodes documents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BYTES_VOCABULARY = 259
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerConfig:
-    """Conversion of text to token ids."""
+    """Tokenizer that converts text to token ids."""
 
     kind: Literal["bytes", "auto", "huggingface", "sentencepiece", "tiktoken"] = "bytes"
     """Tokenizer format. `bytes`: the built-in tokenizer, with 256 byte tokens and three control
@@ -35,10 +35,11 @@ class TokenizerConfig:
         "none", "gpt2", "p50k", "cl100k", "o200k", "o200k_harmony", "llama3", "qwen"
     ] = "none"
     """Name of the published vocabulary in a `tiktoken` file. The preset defines the split pattern,
-    and the control tokens with their ids. The number of ranks in the file must match the preset."""
+    and the control tokens with their ids. The number of ranks in the file must match that of the
+    preset."""
     split_pattern: str = ""
-    """Regular expression that splits text into words. No token spans two words. Only for `tiktoken`
-    files without a preset."""
+    """Regular expression that splits text into words before tokenization. Tokens never span two
+    words. Only for `tiktoken` files without a preset."""
     special_tokens: list[str] = field(default_factory=list)
     """Control tokens, in the order of their ids. The ids follow the largest rank. Ignored unless
     `tokenizer.split_pattern` is set."""
@@ -53,7 +54,7 @@ def _path_goes_with_kind(config: Config) -> Iterator[RuleViolation]:
     if kind == "bytes" and path:
         yield RuleViolation(
             "tokenizer.path",
-            "is ignored with tokenizer.kind=bytes: the run would train on bytes.",
+            "is ignored with tokenizer.kind=bytes: the run would train on raw bytes.",
             "Set tokenizer.kind=auto, which detects the format of the file, or tokenizer.path=''.",
         )
     elif kind != "bytes" and not path:
@@ -70,7 +71,7 @@ _TIKTOKEN = {
     "tokenizer.split_pattern": "''",
     "tokenizer.special_tokens": "[]",
 }
-"""Maps keys that apply only to `tiktoken` files to the values that disable them."""
+"""Maps keys that apply only to `tiktoken` files to their default values."""
 
 
 @rule("tokenizer.kind", *_TIKTOKEN)
@@ -111,7 +112,7 @@ def _special_tokens_are_texts(config: Config) -> Iterator[RuleViolation]:
     if len(set(special)) != len(special) or "" in special:
         yield RuleViolation(
             "tokenizer.special_tokens",
-            "must be unique texts that are not empty: their order defines their ids.",
+            "must be unique, non-empty strings: their order defines their ids.",
             f"Set tokenizer.special_tokens=[{','.join(filter(None, dict.fromkeys(special)))}], or "
             "use names such as <|reserved_1|> for unused ids.",
         )

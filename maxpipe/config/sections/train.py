@@ -1,4 +1,4 @@
-"""Section `train`: objective, length of the run and batch shape."""
+"""Config section `train`: training objective, run length and batch shape."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
 MAX_STEPS = 10**11
-"""Maximum number of steps of a run. The limit exists because sequence numbers have 63 bits."""
+"""Maximum number of steps in a run, so that sequence indices fit into 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRampStageConfig:
-    """Consecutive steps at the start of the run that have a smaller batch size. A stage has either
-    `steps` or `tokens`.
-    """
+    """Stage at the start of the run with a smaller batch size. Set either `steps` or `tokens`."""
 
     batch_size: int
     """Number of sequences per step, summed over all devices."""
@@ -45,18 +43,18 @@ class BatchRampStageConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainConfig:
-    """Training objective, length of the run and batch shape."""
+    """Training objective, run length and batch shape."""
 
     objective: Literal["pretrain", "sft", "preference", "distill", "grpo"] = "pretrain"
     """Training objective. `pretrain`: next-token cross-entropy on documents. `sft`: supervised
-    fine-tuning, with the cross-entropy of the assistant's tokens in conversations. It requires
-    documents with a loss mask; see `data.chat`. `pretrain` and `sft` average the loss over all
-    trained tokens of a batch. `preference`: preference optimization on pairs of responses; see
-    `preference.loss`. `distill`: the next-token loss plus a divergence from a teacher; see the
-    section `distill`. `grpo`: reinforcement learning on completions with rewards; see the section
-    `grpo`."""
+    fine-tuning, which applies the cross-entropy only to the assistant's tokens in conversations.
+    `sft` requires documents with a loss mask; see `data.chat`. `pretrain` and `sft` average the
+    loss over all tokens of a batch that contribute to the loss. `preference`: preference
+    optimization on pairs of responses; see `preference.loss`. `distill`: the next-token loss plus a
+    divergence from a teacher; see the section `distill`. `grpo`: reinforcement learning on sampled
+    completions that a reward function scores; see the section `grpo`."""
     steps: int = 0
-    """Number of optimizer steps. With 0, `train.tokens` determines the length of the run."""
+    """Number of optimizer steps. If 0, `train.tokens` determines the length of the run."""
     tokens: int = 0
     """Number of training tokens, rounded up to complete steps. Ignored unless `train.steps` is
     0."""
@@ -70,8 +68,8 @@ class TrainConfig:
     """Batch size warm-up: stages with smaller batches at the start of the run, such as
     `[{batch_size: 16, steps: 1000}, {batch_size: 32, tokens: 50000000}]`. Batch sizes must increase
     up to `train.batch_size`. No data is skipped between stages. The microbatch size is constant, so
-    smaller batches have fewer microbatches. When a run resumes, the completed part of the ramp must
-    not change."""
+    smaller batches have fewer microbatches. On resume, stages that are already complete must be
+    unchanged."""
     sequence_length: int = 1024
     """Number of tokens per sequence."""
 
@@ -79,7 +77,7 @@ class TrainConfig:
 add_ranges(
     Bound("train.steps", 100, 0, MAX_STEPS, "0 uses train.tokens"),
     Bound("train.tokens", 1000000, 0, 10**18, "0 uses train.steps"),
-    Bound("train.batch_size", 8, 1, 2**24, "a step lists its sequences"),
+    Bound("train.batch_size", 8, 1, 2**24, "every step lists all of its sequences"),
     Bound(
         "train.sequence_length",
         1024,
@@ -87,7 +85,7 @@ add_ranges(
         MAX_INT32,
         "the last token has no target, and positions are int32",
     ),
-    Bound("train.batch_ramp[].batch_size", 4, 1, 2**24, "a step lists its sequences"),
+    Bound("train.batch_ramp[].batch_size", 4, 1, 2**24, "every step lists all of its sequences"),
     Bound("train.batch_ramp[].steps", 100, 1, MAX_STEPS),
     Bound("train.batch_ramp[].tokens", 1000000, 1, 10**18),
 )
@@ -116,7 +114,7 @@ def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
     ramp, steps = BatchRamp.from_config(config.train), total_steps(config.train)
     if wrong := check_order(ramp):
         yield RuleViolation(
-            "train.batch_ramp", wrong, "Set train.batch_ramp=[] for batches of one size."
+            "train.batch_ramp", wrong, "Set train.batch_ramp=[] for a constant batch size."
         )
     elif ramp.stages and ramp.steps >= steps > 0:
         yield RuleViolation(
@@ -133,8 +131,8 @@ def _context_divides_sequence_length(config: Config) -> Iterator[RuleViolation]:
     if size > 1 and tokens % (2 * size):
         yield RuleViolation(
             "train.sequence_length",
-            f"must be a multiple of 2 x context ({size}) = {2 * size}: to balance the load, each "
-            "device computes an early and a late piece of a sequence.",
+            f"must be a multiple of 2 x context ({size}) = {2 * size}: for load balance, each "
+            "device computes an early and a late chunk of a sequence.",
             f"Set train.sequence_length={round_up(tokens, 2 * size)}, or the context size to 1.",
         )
 
@@ -156,17 +154,17 @@ def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
 
 
 class RampStage(NamedTuple):
-    """Consecutive steps with the same batch size."""
+    """Stage of consecutive steps with the same batch size."""
 
     batch_size: int
     steps: int
 
 
 class BatchRamp(NamedTuple):
-    """Batch size as a function of the batch number, which starts at 0.
+    """Batch size as a function of the batch index, which starts at 0.
 
-    Consecutive batches use consecutive sequences of the data. The position of a batch is the number
-    of sequences in all earlier batches.
+    Consecutive batches use consecutive sequences of the dataset. The position of a batch is the
+    total number of sequences in all earlier batches.
     """
 
     stages: tuple[RampStage, ...]
@@ -175,7 +173,7 @@ class BatchRamp(NamedTuple):
 
     @classmethod
     def from_config(cls, train: TrainConfig) -> BatchRamp:
-        """Return the ramp of a config."""
+        """Return the batch ramp defined in a config."""
         stages = (
             RampStage(stage.batch_size, _stage_steps(stage, train.sequence_length))
             for stage in train.batch_ramp
@@ -188,8 +186,8 @@ class BatchRamp(NamedTuple):
         return sum(stage.steps for stage in self.stages)
 
     def stage_starts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (first batch number, number of earlier sequences, batch size) for each stage, and
-        then for the steps after the ramp.
+        """Yield (index of the first batch, number of earlier sequences, batch size) for each stage,
+        and then for the steps after the ramp.
         """
         first = front = 0
         for rows, steps in self.stages:
@@ -198,29 +196,33 @@ class BatchRamp(NamedTuple):
         yield first, front, self.batch_size
 
     def position_of(self, number: int) -> tuple[int, int]:
-        """Return the number of sequences in all earlier batches, and the size of this batch."""
+        """Return the total number of sequences in all earlier batches, and the size of this
+        batch.
+        """
         first, front, rows = next(p for p in reversed(list(self.stage_starts())) if p[0] <= number)
         return front + (number - first) * rows, rows
 
     def sequences_before(self, number: int) -> int:
-        """Return the number of sequences in all batches before this one."""
+        """Return the total number of sequences in all batches before this one."""
         return self.position_of(number)[0]
 
     def num_batches(self, rows: int) -> int:
-        """Return the minimum number of batches from the start that contain this number of
-        sequences.
+        """Return the minimum number of batches, counted from the start, that contain at least
+        `rows` sequences.
         """
         first, front, size = next(p for p in reversed(list(self.stage_starts())) if p[1] <= rows)
         return first + -(-(rows - front) // size)
 
     def sizes(self, start: int = 0) -> list[int]:
-        """Return the batch sizes from this batch number on, in order and without duplicates."""
+        """Return the distinct batch sizes used from batch `start` on, in order."""
         ends = [first for first, *_ in self.stage_starts()][1:]
         left = [s.batch_size for s, end in zip(self.stages, ends, strict=True) if end > start]
         return list(dict.fromkeys([*left, self.batch_size]))
 
     def equals_until(self, other: BatchRamp, number: int) -> bool:
-        """Whether both ramps use the same sequences in all batches before this batch number."""
+        """Return True if both ramps assign the same sequences to every batch before batch
+        `number`.
+        """
         edges = {p[0] for ramp in (self, other) for p in ramp.stage_starts()} | {number}
         return all(
             self.sequences_before(edge) == other.sequences_before(edge)
@@ -229,9 +231,9 @@ class BatchRamp(NamedTuple):
         )
 
     def metadata(self) -> dict[str, Any]:
-        """Return the ramp as JSON values for the data fingerprint. `from_metadata` is the inverse.
+        """Return the ramp as JSON values for the data fingerprint; inverse of `from_metadata`.
 
-        Without stages, the format is that of earlier releases.
+        Without stages, the result has the format of earlier releases.
         """
         ramp = [list(stage) for stage in self.stages]
         return {"batch_size": self.batch_size} | ({"batch_ramp": ramp} if ramp else {})
@@ -248,13 +250,13 @@ METADATA_KEYS = ("batch_size", "batch_ramp")
 
 
 def _stage_steps(stage: BatchRampStageConfig, sequence_length: int) -> int:
-    # Other rules reject lengths and batch sizes of 0.
+    # Other rules reject a sequence length or batch size of 0.
     batch_tokens = max(1, stage.batch_size) * max(1, sequence_length)
     return stage.steps or -(-(stage.tokens or 0) // batch_tokens)
 
 
 def check_order(ramp: BatchRamp) -> str:
-    """Return the violated rule if batch sizes do not increase, or an empty string."""
+    """Return an error message if batch sizes do not increase, or an empty string."""
     sizes: Sequence[int] = [stage.batch_size for stage in ramp.stages] + [ramp.batch_size]
     for small, large in itertools.pairwise(sizes):
         if small >= large:
