@@ -148,7 +148,7 @@ def test_version(capsys: Capture):
         ("schedule quickstrat", "Did you mean `maxpipe schedule quickstart`?"),
         ("schedule --compare foo,1f1b", "See `maxpipe schedule --help`"),
         ("schedule 1F1B", "Did you mean `maxpipe schedule 1f1b`?"),
-        ("schedule zerobubble", "  Write zb_h1 (the memory of 1f1b)"),
+        ("schedule zerobubble", "  Write zb_h1 (same memory as 1f1b)"),
         ("schedule 1f1b --write f.png", "Write --png f.png."),
         ("schedule 1f1b --output=f.svg", "Write --svg f.svg."),
         ("schedule 1f1b --stage 4", "Write --stages 4."),

@@ -124,8 +124,8 @@ MISTAKES = [
         (
             "--job.config_file=x.toml",
             "--job.config_file=x.toml",
-            "a config is a YAML file",
-            "Write x.toml on the command line, without this name.",
+            "config files are positional arguments",
+            "Write x.toml on the command line, without this option name.",
             "",
         ),
         (
@@ -145,7 +145,7 @@ MISTAKES = [
         (
             "load_parameters_path=base",
             "load_parameters_path = base",
-            "a run starts from the weights of a checkpoint",
+            "initial weights are loaded from a checkpoint",
             "Set checkpoint.restore_from=base checkpoint.restore=weights.",
             "checkpoint.restore_from=base checkpoint.restore=weights",
         ),
@@ -159,7 +159,7 @@ MISTAKES = [
         (
             "hf_path=c4",
             "hf_path = c4",
-            "downloads",
+            "not download",
             "set data.source=huggingface data.path=saved.",
             "data.source=huggingface data.path=saved",
         ),
@@ -250,7 +250,7 @@ MISTAKES = [
         (
             "!config print someone/Other-7B",
             "someone/Other-7B",
-            "downloads",
+            "not download",
             "`hf download someone/Other-7B --local-dir base`",
             "",
         ),

@@ -13,7 +13,7 @@ RANK = "adapter.rank=4"
 WRONG = [
     ((RANK, "adapter.targets=[q_proj]"), "adapter.targets", "matches no parameter"),
     ((RANK, "adapter.targets=[layers.mlp.gat]"), "adapter.targets", "[layers.mlp.gate]."),
-    ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "has no adapter support"),
+    ((RANK, "adapter.targets=[embedding]"), "adapter.targets", "does not support adapters"),
     (("adapter.rank=1000",), "adapter.rank", "the smaller dimension of layers.attention."),
     (("adapter.targets=[layers.*]",), "adapter.targets", "is ignored with adapter.rank = 0"),
     (

@@ -94,8 +94,8 @@ BROKEN: list[tuple[str, str, str]] = [
     ),
     ("mesh.ici_data=0", "mesh.ici_data", "at least 1, or -1"),
     ("mesh.dcn_stage=-2", "mesh.dcn_stage", "at least 1, or -1"),
-    ("mesh.ici_data=-1 mesh.ici_fsdp=-1", "mesh.ici_fsdp", "second -1 among mesh.ici_*"),
-    ("mesh.dcn_data=-1 mesh.dcn_stage=-1", "mesh.dcn_data", "second -1 among mesh.dcn_*"),
+    ("mesh.ici_data=-1 mesh.ici_fsdp=-1", "mesh.ici_fsdp", "only one mesh.ici_* axis"),
+    ("mesh.dcn_data=-1 mesh.dcn_stage=-1", "mesh.dcn_data", "only one mesh.dcn_* axis"),
     ("mesh.ici_expert=2 train.batch_size=64", "mesh.ici_expert", "have no experts"),
     ("mesh.ici_context=3 train.sequence_length=64", "train.sequence_length", "2 x context (3) = 6"),
     (
@@ -103,7 +103,7 @@ BROKEN: list[tuple[str, str, str]] = [
         "model.attention",
         "must be blockwise or auto with mesh.context_attention=ring",
     ),
-    ("mesh.ici_context=2 model.mtp_heads=1", "mesh.ici_context", "predicted tokens"),
+    ("mesh.ici_context=2 model.mtp_heads=1", "mesh.ici_context", "target tokens"),
     (
         "mesh.ici_tensor=4 mesh.sequence_parallel=true train.sequence_length=66",
         "train.sequence_length",
@@ -138,7 +138,11 @@ BROKEN: list[tuple[str, str, str]] = [
     ("pipeline.schedule=zb_v", "pipeline.repeats", "whose chunks form a V"),
     ("pipeline.schedule=1fb1", "pipeline.schedule", "must be one of gpipe, circular, 1f1b"),
     ("pipeline.delayed_forwarding=true", "pipeline.delayed_forwarding", "gpipe, circular and file"),
-    ("pipeline.layers_per_chunk=[1,2]", "pipeline.layers_per_chunk", "must be 1 integers"),
+    (
+        "pipeline.layers_per_chunk=[1,2]",
+        "pipeline.layers_per_chunk",
+        "must be 1 (stages x repeats) positive integers",
+    ),
     (
         "pipeline.layers_per_chunk=[8,0] mesh.ici_stage=2",
         "pipeline.layers_per_chunk",
@@ -169,7 +173,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (
         "pipeline.microbatches=100000 train.batch_size=200000 mesh.ici_stage=4",
         "pipeline.microbatches",
-        "400,000 forwards with stages (4) x repeats (1)",
+        "400,000 forward slots with stages (4) x repeats (1)",
     ),
     ("mesh.ici_data=16", "train.batch_size", "x data (16) x fsdp (1) = 16"),
     *(
@@ -220,7 +224,7 @@ BROKEN: list[tuple[str, str, str]] = [
     (
         f"{GRPO} grpo.allow_code=true grpo.reward_file=a.txt",
         "grpo.reward_file",
-        "a Python file and a function",
+        "as FILE.py:FUNCTION",
     ),
     (
         f"{GRPO} grpo.reward_file=a.py:b grpo.allow_code=false",

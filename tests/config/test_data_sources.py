@@ -22,7 +22,7 @@ def said(*given: str) -> str:
         ("data.source=parquet", "data.path", "data/*.parquet"),
         ("data.source=huggingface", "data.path", "data.path=saved"),
         ("data.source=text data.path=a data.paths=[b]", "data.paths", "must be empty"),
-        ("data.source=tfds data.paths=[a,b]", "data.paths", "has one path"),
+        ("data.source=tfds data.paths=[a,b]", "data.paths", "accepts only one path"),
         ("data.template={a}", "data.template", "with data.source=corpus"),
         ("data.source=jsonl data.path=a data.template={a", "data.template", "unmatched"),
         ("data.source=jsonl data.path=a data.template={}", "data.template", "column"),

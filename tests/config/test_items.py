@@ -101,7 +101,12 @@ def test_phases_replace_the_warmup() -> None:
         ("optim.lr_multipliers=[{pattern: head, multiplier: inf}]", "[0].mult", "inf", "finite"),
         ("optim.lr_multipliers=[{pattern: head, multiplier: -1}]", "multiplier", "-1.0", "from 0"),
         ("optim.lr_multipliers=[{multiplier: 1}]", "[0]", "{multiplier: 1}", "the field pattern"),
-        ("optim.weight_decays=[{pattern: [a], weight_decay: 1}]", "[0].pattern", "[a]", "be text"),
+        (
+            "optim.weight_decays=[{pattern: [a], weight_decay: 1}]",
+            "[0].pattern",
+            "[a]",
+            "be a string",
+        ),
         ("data.mixture_stages=[{weights: 3, steps: 3}]", "[0].weights", "3", "names to numbers"),
         ("data.mixture_stages=[{weights: {web: x}, steps: 3}]", "weights.web", "x", "finite"),
         ("data.mixture_stages=[{weights: {web: -1}, steps: 3}]", "weights.web", "-1.0", "from 0"),

@@ -32,7 +32,10 @@ def said(*arguments: str) -> str:
     [
         ("pipeline.schedule=1F1B", "Set pipeline.schedule=1f1b."),
         ("pipeline.schedule=ZB-H1", "Set pipeline.schedule=zb_h1."),
-        ("pipeline.schedule=zerobubble", "Set pipeline.schedule=zb_h1 (the memory of 1f1b), zb_h2"),
+        (
+            "pipeline.schedule=zerobubble",
+            "Set pipeline.schedule=zb_h1 (same memory as 1f1b), zb_h2",
+        ),
         ("pipeline.schedule=Interleaved1F1B", "Set pipeline.schedule=interleaved."),
         ("pipeline.schedule=1f1", "Set pipeline.schedule=1f1b."),
         ("data.source=pq", "Set data.source=parquet."),
@@ -64,7 +67,7 @@ def said(*arguments: str) -> str:
         ("optim.name=AdamW", "Set optim.name=adamw."),
         ("optim.soap=true", "AdamW, Lion, Adafactor and Muon"),
         ("optimizer=lion", "Write optim.name=lion."),
-        ("lion=true", "Set optim.name to one of them;"),
+        ("lion=true", "Set optim.name to one of these names;"),
         ("train.epochs=3", "Set train.steps or train.tokens"),
         ("train.gradient_accumulation=4", "Write pipeline.microbatches=4."),
         ("train.gradient_accumulation_steps=4", "Write pipeline.microbatches=4."),
@@ -94,7 +97,7 @@ def test_a_foreign_name_is_answered(given: str, answer: str) -> None:
 def test_a_list_of_paths_in_a_file_is_answered(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text("data:\n  source: jsonl\n  path: [a.jsonl, b.jsonl]\n")
-    assert "must be one text, not a list." in said(str(file))
+    assert "must be a string, not a list." in said(str(file))
     assert "'data/*.jsonl'" in said(str(file))
 
 

@@ -228,7 +228,7 @@ def test_a_file_that_only_names_a_config_is_recognised(tmp_path: Path, name: str
         load([*base, str(path)])
     [problem] = caught.value.problems  # no list of the keys that are missing
     assert problem.where == str(path) and "job.config_file" in problem.rule
-    assert problem.action == f"Give x.toml instead of {path}."
+    assert problem.action == f"Use x.toml instead of {path}."
 
 
 def test_a_named_config_next_to_other_keys_hides_those_that_it_may_set(tmp_path: Path):

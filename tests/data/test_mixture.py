@@ -345,7 +345,7 @@ def test_config_by_names(tmp_path: Path) -> None:
             [*WEB, *CODE, "data.mixture.web.weight=1", "data.mixture.code.epochs=1"],
             "weights or epochs",
         ),
-        ([*WEB, *CODE, "data.mixture.web.epochs=1"], "other sources have epochs"),
+        ([*WEB, *CODE, "data.mixture.web.epochs=1"], "another source has epochs"),
         ([*WEB, "data.mixture_temperature=0"], "must be more than 0"),
         (["data.mixture_temperature=2"], "requires data.mixture"),
         (["data.mixture_stages=[{weights: {web: 1}, steps: 3}]"], "requires data.mixture"),

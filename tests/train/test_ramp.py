@@ -169,7 +169,7 @@ def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: 
             ("pipeline.microbatches=1",),
             "Leave 3 out, or set pipeline.micr",
         ),
-        ("[{batch_size: 9, steps: 2}]", (), "Set train.batch_ramp=[] for batches of one size."),
+        ("[{batch_size: 9, steps: 2}]", (), "Set train.batch_ramp=[] for a constant batch size."),
     ],
 )
 def test_ramps_that_are_refused(ramp: str, others: tuple[str, ...], text: str, tiny: Path) -> None:
