@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface
+from maxpipe.models import family, huggingface, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.family import Family, MixtureConfig, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Rotary, Twice
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.mlp import ClampedSilu
+from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.spec import Model
 
 
@@ -51,15 +52,15 @@ def describe(config: ModelConfig) -> Model:
         sinks=True,
     )
     gate = ClampedSilu(own.swiglu_alpha, own.swiglu_limit)
-    experts = family.experts(config, own, function=gate, biased=True)
+    experts = moe_base.experts(config, own, function=gate, biased=True)
     windows = tuple(
         float(own.sliding_window * (1 - layer % 2)) for layer in range(config.num_layers)
     )
-    return family.moe_model(config, attention, experts, values={"window": windows})
+    return moe_base.moe_model(config, attention, experts, values={"window": windows})
 
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
-    return family.moe_rules(config, own_keys(config, GptOssConfig))
+    return moe_base.moe_rules(config, own_keys(config, GptOssConfig))
 
 
 _YARN = (
@@ -131,7 +132,7 @@ FAMILY = Family(
     GptOssConfig,
     describe,
     bounds=(
-        *family.MOE_BOUNDS,
+        *moe_base.MOE_BOUNDS,
         Bound("sliding_window", 128, 1, 2**31 - 1, "token counts are int32 on devices"),
         Bound("swiglu_alpha", 1.702, 0, LARGEST, "0 makes the gate linear"),
         Bound("swiglu_limit", 7.0, 0, LARGEST, "gates clamped to 0 have no gradient", False),

@@ -8,12 +8,13 @@ from typing import Literal
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, rope_config
+from maxpipe.models import family, huggingface, moe_base, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.family import Family, MixtureConfig, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Key, Only, Twice
 from maxpipe.models.layers.experts import Experts, Groups
 from maxpipe.models.layers.mlp import GatedMLP
+from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model, Part
 
@@ -69,9 +70,9 @@ def layered(config: ModelConfig, attention: Part) -> Model:
     `RoutedConfig`.
     """
     own = own_keys(config, RoutedConfig)
-    shared = own.num_shared_experts * family.expert_width(config, own)
+    shared = own.num_shared_experts * moe_base.expert_width(config, own)
     groups = Groups(own.num_expert_groups, own.expert_groups_per_token, own.group_scores)
-    experts = family.experts(
+    experts = moe_base.experts(
         config,
         own,
         scores=own.score_func,
@@ -81,13 +82,13 @@ def layered(config: ModelConfig, attention: Part) -> Model:
         groups=groups if own.num_expert_groups > 1 else None,
         expert_bias_update_rate=own.expert_bias_update_rate if own.expert_bias else None,
     )
-    return family.moe_model(config, attention, experts, (True,) * own.num_dense_layers)
+    return moe_base.moe_model(config, attention, experts, (True,) * own.num_dense_layers)
 
 
 def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     """Yield violations of the rules for the keys in the family's section."""
     own, section = own_keys(config, RoutedConfig), f"model.{config.family}"
-    yield from family.moe_rules(config, own)
+    yield from moe_base.moe_rules(config, own)
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
         yield RuleViolation(
@@ -169,7 +170,7 @@ _MIXTRAL = HuggingFace(
 )
 
 BOUNDS = (
-    *family.MOE_BOUNDS,
+    *moe_base.MOE_BOUNDS,
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
     Bound("routed_scaling_factor", 1.0, 0, LARGEST, "unweighted experts have no gradient", False),

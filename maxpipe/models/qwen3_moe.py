@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, rope_config
+from maxpipe.models import family, huggingface, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
-from maxpipe.models.family import Family, MixtureConfig, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Twice
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.rope_config import RopeConfig
 from maxpipe.models.spec import Model
 
@@ -36,8 +37,8 @@ def describe(config: ModelConfig) -> Model:
     own = own_keys(config, Qwen3MoeConfig)
     head_norm = RMSNorm(config.head_dim, config.norm_epsilon)
     attention = family.attention(config, rope_config.rope(config, own), head_norm=head_norm)
-    experts = family.experts(config, own, normalised=own.norm_topk_prob)
-    return family.moe_model(config, attention, experts, _dense(config, own))
+    experts = moe_base.experts(config, own, normalised=own.norm_topk_prob)
+    return moe_base.moe_model(config, attention, experts, _dense(config, own))
 
 
 def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
@@ -50,7 +51,7 @@ def _dense(config: ModelConfig, own: Qwen3MoeConfig) -> list[bool]:
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3MoeConfig)
-    yield from family.moe_rules(config, own)
+    yield from moe_base.moe_rules(config, own)
     yield from rope_config.rules(config, own)
     count = config.num_layers
     if wrong := [layer for layer in own.dense_layers if not 0 <= layer < count]:
@@ -104,7 +105,7 @@ FAMILY = Family(
     Qwen3MoeConfig,
     describe,
     bounds=(
-        *family.MOE_BOUNDS,
+        *moe_base.MOE_BOUNDS,
         *rope_config.BOUNDS,
         Bound("moe_layer_interval", 1, 1),
     ),

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface
+from maxpipe.models import family, huggingface, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.family import Family, MixtureConfig, own_keys
+from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
     HuggingFace,
@@ -27,6 +27,7 @@ from maxpipe.models.huggingface import (
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.mlp import GatedMLP, RMSNorm
+from maxpipe.models.moe_base import MixtureConfig
 from maxpipe.models.spec import Branch, LayerType, Model
 
 
@@ -94,7 +95,7 @@ def describe(config: ModelConfig) -> Model:
         gain,
         own.gdn_chunk_size,
     )
-    experts = family.experts(
+    experts = moe_base.experts(
         config,
         own,
         shared=GatedMLP(config.d_model, own.d_shared_expert, gain),
@@ -119,7 +120,7 @@ _DELTA, _FULL = "delta", "full"
 
 def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     own = own_keys(config, Qwen3NextConfig)
-    yield from family.moe_rules(config, own)
+    yield from moe_base.moe_rules(config, own)
     if own.linear_num_value_heads % own.linear_num_key_heads:
         yield RuleViolation(
             "model.qwen3_next.linear_num_value_heads",
@@ -274,7 +275,7 @@ FAMILY = Family(
     Qwen3NextConfig,
     describe,
     bounds=(
-        *family.MOE_BOUNDS,
+        *moe_base.MOE_BOUNDS,
         Bound("full_attention_interval", 4, 1),
         Bound("linear_num_key_heads", 16, 1, axis="kv_heads"),
         Bound("linear_num_value_heads", 32, 1, axis="heads"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,25 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers import attention
-from maxpipe.models.layers.attention import AUTO
-from maxpipe.nn.attention import blockwise, cudnn, splash, xla
+from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.nn.attention.context_parallel import attend
-from maxpipe.nn.attention.interface import AttentionBackend, KVCache, Mask
+from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import full_sequence_length, mark_varying
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
-
-BACKENDS: Mapping[str, AttentionBackend] = {
-    AUTO: xla.attend,  # used if the platform is unknown
-    "xla": xla.attend,
-    "blockwise": blockwise.attend,
-    "cudnn": cudnn.attend,
-    "splash": splash.attend,
-}
-"""Attention backends, keyed by the value of `model.attention`."""
-
 
 # Llama 3.1: wavelengths above the original context length are fully scaled. Wavelengths below a
 # quarter of that length are not scaled.

@@ -1,9 +1,8 @@
 """Decoder: pure functions of the parameters declared by a model spec.
 
 Parameters are a nested dict `{embedding, layers, final_norm, head, ahead}`. `layers` stacks the
-layers of each layer type in model order. `Decoder.apply` is a plain loop over layers and the
-reference implementation for pipelined runs. The pipeline calls `layer` and `norm` directly. This
-file also initializes parameters and defines `Block`, a layer of any type.
+layers of each layer type in model order. `Decoder.apply` is a plain loop over layers, the reference
+for pipelined runs. The pipeline calls `layer` and `norm`. `Block` is a layer of any type.
 """
 
 from __future__ import annotations
@@ -20,21 +19,12 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int, Key
 
+from maxpipe.models import spec
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import attention, experts, gated_delta, latent_attention, mlp
 from maxpipe.models.param_names import unflatten
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import (
-    Branch,
-    Constant,
-    Entries,
-    LayerType,
-    Made,
-    Model,
-    Normal,
-    Param,
-    Part,
-)
+from maxpipe.models.spec import Branch, LayerType, Model, Param, Part
 from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.attention_layer import Attention
 from maxpipe.nn.experts import Experts
@@ -64,9 +54,7 @@ def norm_module(part: Part) -> Any:
 
 
 class Block(nnx.Module):
-    """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each of its
-    branches.
-    """
+    """A layer: `x + scale * dropout(after(part(before(x))))` for each of its branches."""
 
     def __init__(self, layer_type: LayerType, rules: AxisRules):
         for branch in layer_type.branches:
@@ -82,8 +70,7 @@ class Block(nnx.Module):
         """Apply the layer; `key` is the layer's dropout key, or None to disable dropout."""
         branches, keys = self.layer_type.branches, None
         if key is not None and any(branch.dropout for branch in branches):
-            # Dropout keys depend on the example, so dropout does not depend on how the batch is
-            # sharded.
+            # Each example has its own key, so dropout does not depend on how the batch is sharded.
             keys = jax.vmap(
                 lambda example: jax.random.split(jax.random.fold_in(key, example), len(branches))
             )(context.inputs["example_ids"])
@@ -128,23 +115,23 @@ def init_params(
     The key of a randomly initialized parameter is derived from its index among these parameters.
     Parameters that are derived from other parameters are omitted.
     """
-    drawn = [name for name, param in params.items() if isinstance(param.init, Normal)]
+    drawn = [name for name, param in params.items() if isinstance(param.init, spec.Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
     return {
         name: _init_param(param, keys.get(name), dtype)
         for name, param in params.items()
-        if not isinstance(param.init, Made)
+        if not isinstance(param.init, spec.Made)
     }
 
 
 def _init_param(
     param: Param, key: Key[Array, ""] | None, dtype: jnp.dtype
 ) -> Float[Array, "*dims"]:
-    if isinstance(param.init, Constant):
+    if isinstance(param.init, spec.Constant):
         return jnp.full(param.shape, param.init.value, param.own_dtype or dtype)
-    if isinstance(param.init, Entries):
+    if isinstance(param.init, spec.Entries):
         return jnp.asarray(param.init.values, dtype)
-    assert isinstance(param.init, Normal) and key is not None
+    assert isinstance(param.init, spec.Normal) and key is not None
     stddev = param.init.gain * param.init.fan_in**-0.5
     return normal_approximation(key, param.shape, stddev).astype(dtype)
 
@@ -154,9 +141,8 @@ def normal_approximation(
 ) -> Float[Array, "*dims"]:
     """Return approximately normal float32 samples with mean 0, limited to 3.5 standard deviations.
 
-    Each sample is a scaled sum of four uniform 16-bit integers. Integer sums and a single
-    multiplication are exact on every device and for any sharding, unlike the usual method based on
-    the inverse error function. A seed therefore gives bitwise identical samples under every layout.
+    Each sample is a scaled sum of four uniform 16-bit integers. Unlike the inverse error function,
+    integer sums and one multiplication are bitwise identical on every device and for any sharding.
     """
     bits = jax.random.bits(key, (2, *shape), jnp.uint32)
     halves = (bits & 0xFFFF) + (bits >> 16)
@@ -204,9 +190,7 @@ class Decoder:
     # Parameters.
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Initialize all parameters. A layer's initial weights depend only on the key and the layer
-        index.
-        """
+        """Initialize all parameters; those of a layer depend only on the key and its index."""
         indices = {layer_type: [] for layer_type in self.model.layer_types}
         for number, layer_type in enumerate(self.model.layers):
             indices[layer_type].append(number)
@@ -217,9 +201,7 @@ class Decoder:
         return self.init_outer(key) | {"layers": layers}
 
     def init_layers(self, layer_type: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
-        """Initialize the layers of one type at the given indices, stacked along a new leading
-        dim.
-        """
+        """Initialize the layers of one type with these indices, stacked along the first dim."""
         base = jax.random.fold_in(key, 0)
         keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
         return jax.vmap(partial(self.init_layer, layer_type))(keys)
@@ -227,11 +209,8 @@ class Decoder:
     def init_layer(self, layer_type: str, key: Key[Array, ""]) -> Params:
         """Initialize one layer."""
         described = self.model.layer_types[layer_type]
-        return unflatten(
-            complete_params(
-                described, init_params(described.params_in_init_order, key, self._param_dtype)
-            )
-        )
+        params = init_params(described.params_in_init_order, key, self._param_dtype)
+        return unflatten(complete_params(described, params))
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
         """Initialize all parameters outside layers."""
@@ -261,8 +240,7 @@ class Decoder:
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
-        """Return the number of contracted dims for parameters that layers receive in 8 bits, and 0
-        for others.
+        """Return the contracted dims of each parameter that layers receive in 8 bits, else 0.
 
         With sequence parallelism, layers quantize their weights themselves.
         """
@@ -303,9 +281,8 @@ class Decoder:
 
         The function maps parameters, x, inputs, the layer's index and a key to the output, losses
         and statistics. The inputs contain `segment_ids` and `positions` `[B, T]`, and `example_ids`
-        `[B]`, the indices of sequences in the global batch. Dropout keys depend on the step (in the
-        key), the layer and the example, so dropout does not depend on how the batch is sharded. If
-        the key is None, dropout is disabled.
+        `[B]`, the indices of sequences in the global batch. The key depends on the step, and None
+        disables dropout. The layer and the example are folded into the key.
         """
 
         def run(
@@ -324,9 +301,8 @@ class Decoder:
     ) -> Output:
         if key is not None:
             key = jax.random.fold_in(key, context.index)
-        params = apply_adapters(
-            self.model.layer_types[layer_type], params, x.dtype, context.inputs, key
-        )
+        described = self.model.layer_types[layer_type]
+        params = apply_adapters(described, params, x.dtype, context.inputs, key)
         output = _merge_module(self._blocks[layer_type], params)(x, context, key)
         statistics = jax.tree.map(jax.lax.stop_gradient, output.statistics)
         return output._replace(statistics=statistics)
@@ -360,9 +336,7 @@ class Decoder:
         return self._projected(params, self.norm(params["final_norm"], x))
 
     def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Apply a projection-type MTP head to the final norm's output, before the output
-        projection.
-        """
+        """Apply an MTP head that is a projection to the final norm's output."""
         transform = params["transform"].astype(hidden.dtype)
         return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
 
@@ -395,10 +369,9 @@ class Decoder:
     def _mtp_losses(
         self, params: Params, x: Array, batch: Params, key: LayerKey
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the summed cross entropy in nats of each MTP head.
+        """Return the summed losses, with the cross entropy in nats of each MTP head.
 
-        If the heads are layers, also return the summed losses of these layers, and their statistics
-        `[heads, ...]`.
+        If the heads are layers, also return their statistics `[heads, ...]`.
         """
         losses: dict[str, Array] = {}
         statistics: list[Statistics] = []
@@ -419,10 +392,8 @@ class Decoder:
                 hidden, layer_losses, layer_statistics = self.mtp_layer(
                     head, hidden, later, inputs, jnp.int32(number), key
                 )
-                losses |= {
-                    loss_name: losses.get(loss_name, 0.0) + loss
-                    for loss_name, loss in layer_losses.items()
-                }
+                for loss_name, loss in layer_losses.items():
+                    losses[loss_name] = losses.get(loss_name, 0.0) + loss
                 statistics.append(layer_statistics)
                 output = hidden
             logits = self._projected(params, output[:, :-distance])
@@ -450,9 +421,7 @@ class Decoder:
         return DecoderOutput(self.logits(params, x), losses, statistics)
 
     def hidden(self, params: Params, batch: Params) -> Float[Array, "B T D"]:
-        """Return the last layer's output, computed by the plain loop, which is the input of
-        `logits`.
-        """
+        """Return the last layer's output, which is the input of `logits`."""
         return self._run_layers(params, batch, None)[0]
 
     def _run_layers(
@@ -461,9 +430,7 @@ class Decoder:
         """Return the last layer's output, and the losses and statistics of all layers."""
         x = self.embed(params["embedding"], batch["tokens"])
         losses: dict[str, Array] = {}
-        statistics: dict[str, list[Statistics]] = {
-            layer_type: [] for layer_type in self.model.layer_types
-        }
+        statistics: dict[str, list[Statistics]] = {name: [] for name in self.model.layer_types}
         for layer_type, stack, numbers in self._layer_runs(params["layers"]):
             layer = self.layer(layer_type)
 
@@ -502,9 +469,7 @@ class Decoder:
         return self.run(params, batch, key).logits
 
     def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
-        """Return the mean cross entropy in nats over the target tokens, computed by the plain
-        loop.
-        """
+        """Return the mean cross entropy in nats over the target tokens."""
         return cross_entropy(self.apply(params, batch, key), batch)
 
     def objective(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
@@ -547,9 +512,7 @@ class Decoder:
         return self._of_caching_part(layer_type, lambda module, part: module.cache_axes(part))
 
     def _of_caching_part(self, layer_type: str, read: Callable[[Any, Part], Any]) -> Any:
-        """Return `read(module, part)` for the sublayer that caches earlier tokens; None if no
-        sublayer has a cache.
-        """
+        """Return `read(module, part)` for the sublayer that has a cache, or None."""
         parts = (branch.part for branch in self.model.layer_types[layer_type].branches)
         values = (read(_MODULES[type(part)], part) for part in parts)
         return next((value for value in values if value is not None), None)
@@ -563,9 +526,7 @@ class Decoder:
         caches = []
         for number, layer_type in enumerate(self.model.layers):
             # Name of the per-layer value that limits the cache size.
-            window = self._of_caching_part(
-                layer_type, lambda module, part: module.cache_window(part) or None
-            )
+            window = self._of_caching_part(layer_type, lambda m, part: m.cache_window(part) or None)
             places = tokens
             if piece and window and (size := int(self.model.values[window][number])):
                 places = min(tokens, size - 1 + piece)

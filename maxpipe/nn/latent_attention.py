@@ -14,9 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from maxpipe.models.layers import latent_attention
+from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
-from maxpipe.nn.attention_layer import BACKENDS, rotary_frequencies, rotate
+from maxpipe.nn.attention_layer import rotary_frequencies, rotate
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel.lora_weight import LoraWeight, map_columns, merge_lora
 from maxpipe.parallel.sequence_parallel import SequenceParallel

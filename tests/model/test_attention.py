@@ -17,9 +17,10 @@ from maxpipe.config.keys import KEYS
 from maxpipe.models.layers.attention import CANNOT, Rope
 from maxpipe.models.layers.attention import Attention as Part
 from maxpipe.models.layers.mlp import RMSNorm
+from maxpipe.nn.attention.backends import BACKENDS
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention.xla import attend
-from maxpipe.nn.attention_layer import BACKENDS, Attention, rotary_frequencies, rotate
+from maxpipe.nn.attention_layer import Attention, rotary_frequencies, rotate
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
 D = 16
