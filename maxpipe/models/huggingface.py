@@ -1,8 +1,7 @@
 """Hugging Face format of a model family: tables of config keys and tensors, without jax.
 
-Each family has one table of keys and one table of tensors. Imports read both tables from left to
-right, and exports from right to left. The code that applies the tables is in `maxpipe.huggingface`.
-Several families share table rows.
+Imports read both tables from left to right, and exports from right to left. The code that applies
+the tables is in `maxpipe.huggingface`. Several families share table rows.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ Ours = Mapping[str, Any]
 
 
 class Unlike(ValueError):
-    """Error for a value that the other format cannot represent, with its key and violated rule.
-
-    `action` is the suggested fix if the default suggestion does not apply.
-    """
+    """Error for a value that the other format cannot represent, with its key and violated rule."""
 
     def __init__(self, key: str, value: Any, rule: str, action: str = ""):
         super().__init__(f"{key} = {value!r} {rule}")
@@ -38,8 +34,7 @@ class Row(Protocol):
         ...
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Convert `config.json` to maxpipe's config keys; `ours` contains the values from the
-        preceding rows.
+        """Convert `config.json` to our config keys; `ours` has the values of the preceding rows.
 
         Raises:
             Unlike: the model family does not support the value.
@@ -126,9 +121,7 @@ class Fixed:
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the first value. Null is omitted, because the mere presence of some keys changes
-        their meaning.
-        """
+        """Return the first value, or nothing for null: even a null changes some models."""
         return {} if self.values[0] is None else {self.theirs: self.values[0]}
 
 
