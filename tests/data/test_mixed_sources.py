@@ -189,7 +189,7 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
         ({"source": "jsonl"}, "path", "must not be empty with data.mixture.web.source=jsonl"),
         ({"source": "text", "path": "[a, b]"}, "path", "must be one path"),
         ({"source": "text", "path": "a", "paths": ["b"]}, "paths", "data.mixture.web.path (a)"),
-        ({"source": "tokens", "paths": ["b"]}, "paths", "which has one path"),
+        ({"source": "tokens", "paths": ["b"]}, "paths", "which accepts only one path"),
         ({"source": "text", "path": "a", "template": "{x}"}, "template", "have no columns"),
         ({"source": "jsonl", "path": "a", "template": "x"}, "template", "column"),
         ({"source": "jsonl", "path": "a", "template": "{x"}, "template", "unmatched"),

@@ -149,7 +149,7 @@ TINY = ["quickstart", "train.batch_size=16", "pipeline.microbatches=4", "train.s
         (
             "[{batch_size: 4, steps: 3}]",
             ["pipeline.group=2", "mesh.ici_stage=2", "pipeline.repeats=2"],
-            "with which pipeline.group must be 0",
+            "for which pipeline.group must be 0",
         ),
     ],
 )

@@ -120,9 +120,9 @@ def test_ids_of_the_file_as_it_is_are_refused_with_the_way_back(
         PreparedDocuments(tokens, opened(folder, tokenizer_class="LlamaTokenizer"))
     [problem] = refused.value.problems
     setting = re.match(
-        r'Set "(\w+)": "(\w+)" in the tokenizer_config.json of (\S+):', problem.action
+        r'Set "(\w+)": "(\w+)" in the tokenizer_config.json of (\S+),', problem.action
     )
-    assert setting is not None and setting[3] == str(folder)
+    assert setting is not None and setting[3] == str(folder), problem.action
     PreparedDocuments(tokens, opened(folder, **{setting[1]: setting[2]}))
     # Of a type whose own class counts first, the same setting would change nothing.
     for kind in ("qwen2", "llama"):

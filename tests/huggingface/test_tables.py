@@ -501,7 +501,7 @@ def test_layers_with_states_are_named_either_way(
 ) -> None:
     config = {**maker.SIZES, "head_dim": 8, "architectures": ["Qwen3NextForCausalLM"], **changes}
     if size is None:
-        with pytest.raises(ConfigError, match="even number of 8 entries"):
+        with pytest.raises(ConfigError, match="even number of the 8 dims"):
             said(tmp_path / "x", config)
         return
     found = said(tmp_path / "x", config)
