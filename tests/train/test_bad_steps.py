@@ -294,7 +294,7 @@ def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
     with pytest.raises(DivergenceError) as caught:
         here.train(*BACK, "guard.max_rollbacks=2")
     is_explained(caught.value)
-    facts = ["roll back 3", "guard.max_rollbacks allows 2"]
+    facts = ["rollback 3", "guard.max_rollbacks allows 2"]
     assert_error(caught.value, here.folder, names=facts, suggests="guard.max_rollbacks=5")
     assert [each["to"] for each in ledger(here.folder, "rollback")] == [4, 4]
     batches = [each["batch"] for each in ledger(here.folder, "bad_step")]
