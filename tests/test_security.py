@@ -533,7 +533,7 @@ def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPa
 # --- mutations --------------------------------------------------------------------------------
 
 MUTATIONS = 1000
-PARTS = 16
+PARTS = 8
 GARBAGE = [
     *(
         "",

@@ -457,7 +457,7 @@ SIZES = st.sampled_from([-1, 1, 1, 1, 2, 3, 4, 8])
 SMALL = st.integers(1, 12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=50)
 @given(
     st.fixed_dictionaries(
         {},

@@ -365,7 +365,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30).filter(
 RATES = st.floats(min_value=1e-30, max_value=3.4e38)
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(path="a\n b", folder="\x85\u2028\ufeff", rate=1.0, seed=0, log=True)
 @given(path=TEXT, folder=TEXT, rate=RATES, seed=st.integers(0, 2**32 - 1), log=st.booleans())
 def test_the_written_file_loads_to_an_equal_config(
@@ -387,7 +387,7 @@ WORDS = st.sampled_from(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, write: Write):
     text = to_yaml(load(VALID).config)
@@ -403,7 +403,7 @@ def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, 
         assert error.problems
 
 
-@settings(max_examples=25)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(list(KEYS)), WORDS | st.text(max_size=6)), max_size=4))
 def test_random_overrides_raise_nothing_but_config_errors(overrides: list[tuple[str, str]]):
     try:

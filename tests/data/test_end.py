@@ -58,7 +58,7 @@ MIXTURES = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(MIXTURES, st.integers(0, 2), st.integers(0, 2 * BLOCK))
 def test_how_many_samples_reach_a_count(mixture: Mixture, source: int, count: int) -> None:
     found = mixture.samples_to_reach(source, count)
@@ -70,7 +70,7 @@ def test_how_many_samples_reach_a_count(mixture: Mixture, source: int, count: in
         assert found == 0 or count == 0 or mixture.samples_before(found - 1)[source] < count
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     MIXTURES,
     st.lists(st.integers(1, 150), min_size=3, max_size=3),
@@ -108,7 +108,7 @@ def test_each_source_ends_with_its_limit(mixture: Mixture, limits: list[int], si
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(MIXTURES, st.lists(st.integers(1, 150), min_size=3, max_size=3), st.data())
 def test_going_on_is_the_same_as_never_to_have_stopped(
     mixture: Mixture, limits: list[int], data: st.DataObject
@@ -123,7 +123,7 @@ def test_going_on_is_the_same_as_never_to_have_stopped(
     assert again.stages == found.stages
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(MIXTURES, MIXTURES, st.lists(st.integers(1, 150), min_size=3, max_size=3), st.data())
 def test_more_epochs_behind_the_end(
     mixture: Mixture, other: Mixture, limits: list[int], data: st.DataObject
@@ -174,7 +174,7 @@ def built(data: DataConfig, ramp: BatchRamp) -> Loader:
     return build_loaders(data, TokenizerConfig(), seed=0, **sizes).train
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     RAMPS,
     st.lists(st.tuples(st.integers(0, 40), SHARES), min_size=1, max_size=3),

@@ -154,7 +154,7 @@ RAMPS = st.builds(
 )
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     RAMPS,
     st.lists(st.tuples(st.integers(0, 30), WEIGHTS), min_size=1, max_size=4),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -97,10 +98,19 @@ def test_the_cache_of_row_groups_is_bounded(
     monkeypatch.setattr(parquet_format, "_CACHED_BYTES", 25_000)
     rows = [{"text": f"{i:04}" * 250} for i in range(100)]
     found = source(write(tmp_path / "a.parquet", rows, use_dictionary=False))
-    cached = found.records._cached  # type: ignore[attr-defined]
+    cached = found.records._cache._values  # type: ignore[attr-defined]
     for i in [*range(0, 100, 9), 5, 95]:
         assert found[i] == rows[i]["text"]
         assert 1 <= len(cached) <= 2
+
+
+def test_a_pickled_source_reads_the_same_rows_and_carries_no_cache(tmp_path: Path) -> None:
+    rows = [{"text": f"{i:04}" * 2500} for i in range(40)]
+    records = source(write(tmp_path / "a.parquet", rows)).records
+    before = [records.read(i) for i in range(40)]
+    content = pickle.dumps(records)
+    assert len(content) < 20_000
+    assert [pickle.loads(content).read(i) for i in range(40)] == before
 
 
 def test_threads_read_the_same_rows(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", keeping(CASES, 1, 3, 4, 7))
+@pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 7))
 def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In value and in the gradient of queries, keys, values and sinks, over several blocks."""
     given = dict(CASES[name])

@@ -19,7 +19,7 @@ from maxpipe.schedule.placement import place_orders
 from maxpipe.schedule.table import IDLE, Action, ActionKind, Orders, Ring, Schedule, SlotColumns
 from maxpipe.schedule.verify import ScheduleError, verify
 
-NUM_VALID = 400
+NUM_VALID = 1000
 PER_CORRUPTION = 50
 
 Random = random.Random

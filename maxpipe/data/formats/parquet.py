@@ -10,7 +10,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -128,6 +128,29 @@ _VALUE_BYTES = 8
 """Minimum size of a value in memory in bytes, regardless of its compression in the file."""
 
 
+class _Cache:
+    """Recently used values of at most `_CACHED_BYTES`. A pickled cache is empty."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type[_Cache], tuple[()]]:
+        return _Cache, ()
+
+    def get(self, key: Hashable, read: Callable[[], tuple[Any, int]]) -> Any:
+        """Return the value for a key. `read` returns a missing value, and its size in bytes."""
+        # The lock ensures that several threads that need the same value read it only once.
+        with self._lock:
+            if key not in self._values:
+                self._values[key] = read()
+                size = sum(size for _, size in self._values.values())
+                while size > _CACHED_BYTES and len(self._values) > 1:
+                    size -= self._values.popitem(last=False)[1][1]
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+
 class ParquetRows:
     """Source with one document per row. Only the required row groups and columns are read."""
 
@@ -136,8 +159,7 @@ class ParquetRows:
     def __init__(self, files: Sequence[File], columns: list[str], moved: Heartbeat | None = None):
         import_pyarrow(self.name)
         self.files = files
-        self._lock = threading.Lock()
-        self._cached: OrderedDict[tuple[int, int, bool], Any] = OrderedDict()
+        self._cache = _Cache()
         counts: list[list[int]] = []
         largest = 0
         progress = Progress("reading parquet metadata (files)", len(files), moved)
@@ -167,12 +189,6 @@ class ParquetRows:
                 largest >> 20,
             )
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_lock": threading.Lock()})
-
     def __len__(self) -> int:
         return int(self._ends[-1])
 
@@ -182,17 +198,11 @@ class ParquetRows:
         return row_of(self._group(which, group, columns), row)
 
     def _group(self, which: int, group: int, columns: list[str] | None) -> Any:
-        key = (which, group, columns is None)
-        # The lock ensures that several threads that need the same row group read it only once.
-        with self._lock:
-            if key in self._cached:
-                self._cached.move_to_end(key)
-                return self._cached[key]
-            table = self._cached[key] = self._read_group(self.files[which], group, columns)
-            size = sum(group.nbytes for group in self._cached.values())
-            while size > _CACHED_BYTES and len(self._cached) > 1:
-                size -= self._cached.popitem(last=False)[1].nbytes
-            return table
+        def read() -> tuple[Any, int]:
+            table = self._read_group(self.files[which], group, columns)
+            return table, table.nbytes
+
+        return self._cache.get((which, group, columns is None), read)
 
     def _read_group(self, file: File, group: int, columns: list[str] | None) -> Any:
         with self._open_file(file) as content:
@@ -367,8 +377,7 @@ class SavedDataset:
     def __init__(self, paths: Sequence[str]):
         import_pyarrow(self.name)
         self.files = [file for path in paths for file in _data_files(path)]
-        self._lock = threading.Lock()
-        self._cached: OrderedDict[int, Any] = OrderedDict()
+        self._cache = _Cache()
         self._batches: list[_Batch] = []
         for number, file in enumerate(self.files):
             self._batches += _batches(number, file)
@@ -378,12 +387,6 @@ class SavedDataset:
         if not sum(rows):
             rule = "must contain rows; the dataset is empty."
             raise ConfigError.one("data.path", paths[0], rule, "Save the dataset again.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_lock": None, "_cached": OrderedDict()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({**state, "_lock": threading.Lock()})
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -404,16 +407,10 @@ class SavedDataset:
         return row_of(batch, row)
 
     def _batch(self, which: int) -> Any:
-        # The lock ensures that several threads that need the same batch read it only once.
-        with self._lock:
-            if which not in self._cached:
-                batch = self._batches[which]
-                self._cached[which] = batch.read(self.files[batch.file])
-                size = sum(self._batches[number].size_bytes for number in self._cached)
-                while size > _CACHED_BYTES and len(self._cached) > 1:
-                    size -= self._batches[self._cached.popitem(last=False)[0]].size_bytes
-            self._cached.move_to_end(which)
-            return self._cached[which]
+        batch = self._batches[which]
+        return self._cache.get(
+            which, lambda: (batch.read(self.files[batch.file]), batch.size_bytes)
+        )
 
     def where(self, index: int) -> str:
         which, row = place_of(self._ends, index)
