@@ -41,7 +41,7 @@ class MixtureConfig:
     dispatch: Literal["auto", "dense", "grouped"] = field(
         default="auto", metadata=renamed_from(values={"all": "dense"})
     )
-    """Method for dispatching tokens to experts when there is no capacity limit. `grouped` sorts
+    """Method for dispatching tokens to experts without a capacity limit. `grouped` sorts
     tokens by expert and computes only the selected experts, with a kernel on TPUs and in token
     blocks on other platforms. `dense` computes every expert for every token. `auto` uses `grouped`
     if there are at least twice as many experts as `top_k`."""

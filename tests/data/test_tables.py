@@ -106,7 +106,7 @@ def test_the_cache_of_row_groups_is_bounded(
 
 def test_a_pickled_source_reads_the_same_rows_and_carries_no_cache(tmp_path: Path) -> None:
     rows = [{"text": f"{i:04}" * 2500} for i in range(40)]
-    records = source(write(tmp_path / "a.parquet", rows)).records
+    records = source(write(tmp_path / "a.parquet", rows)).records  # type: ignore[attr-defined]
     before = [records.read(i) for i in range(40)]
     content = pickle.dumps(records)
     assert len(content) < 20_000
