@@ -329,9 +329,8 @@ def _build(
     ]
     for key in missing:
         section, _, name = key.rpartition(".")
-        _copied(nodes, section)[name] = KEYS[
-            key
-        ]()  # a placeholder value, so that the other rules can run
+        # A placeholder value, so that the other rules can run.
+        _copied(nodes, section)[name] = KEYS[key]()
     absent = [key for key in missing if key not in wrong]
     if absent and is_complete:
         problems.append(_missing_problem(absent, assignments))
@@ -351,12 +350,12 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Return all sections with unset values, which no caller may change. Copying a section of the
-    cached result is four times as fast as building it.
+    """Return all sections with unset values, read-only because they are shared. Copying a section
+    is four times as fast as building it.
     """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():
-        OmegaConf.set_readonly(node, False)
+        OmegaConf.set_readonly(node, True)
     return nodes
 
 
@@ -364,6 +363,7 @@ def _copied(nodes: dict[str, Any], section: str) -> Any:
     """Return a section that the caller may change; its first change copies it."""
     if nodes[section] is _unset()[section]:
         nodes[section] = copy.deepcopy(nodes[section])
+        OmegaConf.set_readonly(nodes[section], False)
     return nodes[section]
 
 
