@@ -152,7 +152,7 @@ def test_another_reward_is_noticed(whole: Path, run: Run, tmp_path: Path) -> Non
     forget_after(tmp_path / "run", 2)
     output = run("train", other, f"run.dir={tmp_path}", code=2)
     is_explained(output)
-    assert "the reward was reward of" in output
+    assert "the reward function was reward of" in output
 
 
 @pytest.mark.faults
