@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import typing
 from pathlib import Path
@@ -12,6 +13,7 @@ from maxpipe.config.foreign_keys import foreign_tables
 from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean, normalize_name
+from maxpipe.config.sections.data import SourceConfig
 from maxpipe.config.translation import convert_value
 from maxpipe.errors import ConfigError
 from maxpipe.schedule.catalog import SCHEDULES
@@ -119,6 +121,10 @@ def test_every_key_that_is_named_exists_and_takes_the_value() -> None:
         choices = (*choices, "file") if key == "pipeline.schedule" else choices
         assert not value or not choices or value in choices, (key, value)
     assert checked > 30
+    of_sets = set(re.findall(r"data\.validation\.held_out\.(\w+)=", " ".join(texts)))
+    fields = {field.name for field in dataclasses.fields(SourceConfig)}
+    assert of_sets
+    assert of_sets <= fields
     assert set(tables["keys"]) <= set(KEYS)
 
 

@@ -86,10 +86,10 @@ add_ranges(
         "the last token has no target, and positions are int32",
     ),
     Bound("train.batch_ramp[].batch_size", 4, 1, 2**24, "every step lists all of its sequences"),
-    Bound("train.batch_ramp[].steps", 100, 1, MAX_STEPS),
+    Bound("train.batch_ramp[].steps", 10, 1, MAX_STEPS),
     Bound("train.batch_ramp[].tokens", 1000000, 1, 10**18),
 )
-add_item_rules("train.batch_ramp", "[{batch_size: 4, steps: 100}]", one_of=("steps", "tokens"))
+add_item_rules("train.batch_ramp", "[{batch_size: 4, steps: 10}]", one_of=("steps", "tokens"))
 
 
 def total_steps(train: TrainConfig) -> int:
