@@ -138,7 +138,7 @@ def _clocks() -> None:
         seconds = times[:, 0] * 1000 + times[:, 1] / 1e6
         differences.append(float(seconds.max() - seconds.min()))
     least = min(differences)
-    words = f"{pluralize(jax.process_count(), 'process')}, clocks differ by {least:.2f} s or less"
+    words = f"{pluralize(jax.process_count(), 'process')}, clocks differ by at most {least:.2f} s"
     if least > _CLOCK_SECONDS:
         _print_check(
             "clocks", "warning", f"{words}.", "Start NTP (chrony, systemd-timesyncd) on all hosts."

@@ -337,7 +337,7 @@ def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pyt
 def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
     answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
     (found,) = doctor.check_devices(CheckTarget())
-    explained(found, "no answer within 9 s.", "End other programs")
+    explained(found, "no answer within 9 s.", "Stop other programs")
     explained(doctor.check_loopback(), "process 0: no answer within 9 s.", "no_proxy")
     assert doctor.count_device_kinds() == "no answer within 9 s."
 
