@@ -28,7 +28,7 @@ _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
 """Minimum straggler delay that is reported, in seconds and as a fraction of the step time."""
 _REPORT_EVERY_SECONDS = 10.0
 _RESEND_SECONDS = 0.05
-"""Time in seconds until unsent data is sent again."""
+"""Interval in seconds at which sending of queued data is retried."""
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 STOPPED_BEFORE_FIRST_STEP = (
     f"stopped before the first step\n  There is nothing new to save.\n{_AGAIN}"

@@ -67,7 +67,7 @@ class PeerAuthenticationError(ConnectionError):
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of several parts. For each use, all parts but the last have fixed sizes."""
+    """Return the HMAC of `parts`. In every use, all parts except the last have a fixed size."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 

@@ -104,7 +104,7 @@ class EvalTotals:
         return f"loss {found['eval/loss']:.4f}{''.join(reports)}"
 
     def metrics_for(self, name: str) -> dict[str, float]:
-        """Return the metrics of a validation set, with tags `eval/NAME/loss` if it has a name."""
+        """Return the metrics of a validation set. Tags include `name` unless it is empty."""
         inner = f"eval/{name}/" if name else "eval/"
         return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
 
@@ -525,7 +525,7 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
 
 
 def _single_axis_config(config: Config, axis: str, count: int) -> Config:
-    """Return a config with one stage and one mesh axis, whose microbatches are not larger."""
+    """Return a config with one stage and one mesh axis. Microbatches are not larger than before."""
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)

@@ -167,7 +167,7 @@ class InitialWeights(NamedTuple):
 def read_weights(
     text: str, loaded: LoadedConfig, steps: Steps, console: Notifier, tokenizer: str = ""
 ) -> InitialWeights:
-    """Read the weights at a value of `checkpoint.restore_from`.
+    """Read weights from the address `text`, which has the form of `checkpoint.restore_from`.
 
     `tokenizer` is the fingerprint of the run's tokenizer. A warning is printed if the weights were
     trained with another tokenizer.
@@ -357,7 +357,7 @@ _FREE = frozenset({"dropout", "targets"})
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
-    """Return the record of a base model that checkpoints store."""
+    """Return the record of a base model, as stored in checkpoints."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 

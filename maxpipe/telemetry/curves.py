@@ -77,7 +77,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
+            "  Give the folder of a run (default: runs/<run.name>) with its original files."
         ) from error
     if damaged:
         what = pluralize(damaged, "line")
@@ -271,7 +271,7 @@ def read_goodput(run_dir: str | Path) -> Goodput:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
+            "  Give the folder of a run (default: runs/<run.name>) with its original files."
         ) from error
     if not attempts:
         raise ConfigError.one(
