@@ -226,7 +226,7 @@ def count(text: str) -> int:
     """Parse an integer that must be at least 1."""
     found = integer(text)
     if found < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is below the minimum of 1")
     return found
 
 
