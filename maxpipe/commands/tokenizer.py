@@ -89,9 +89,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
         with wrap_section_errors(name):
             if source.chat != "off":
                 rule = "must be off: a tokenizer is trained on plain text, not on conversations."
-                action = (
-                    "Set data.chat=off, and use data.text_field or data.template to select text "
-                )
+                action = "Set data.chat=off, and set data.text_field or data.template to the text "
                 action += "columns."
                 raise ConfigError.one("data.chat", source.chat, rule, action)
             seed = seed_of(name, config.run.seed)

@@ -264,5 +264,5 @@ def test_a_tool_that_is_missing_is_named(
     assert shutil.which("sbatch") is None
     assert main(["launch", "slurm", QUICKSTART, *GPUS, "--submit"]) == 2
     err = capsys.readouterr().err
-    assert "needs sbatch, which is not on the PATH" in err
-    assert f"Run `sbatch {tmp_path}/runs/quickstart/launch/job.sh` where sbatch is installed" in err
+    assert "requires sbatch, which is not on the PATH" in err
+    assert f"Run `sbatch {tmp_path}/runs/quickstart/launch/job.sh` on a machine with sbatch" in err

@@ -111,7 +111,7 @@ def test_a_search_runs_what_it_found(
         (["compile", *RUN[1:], "--xla", "fast"], "Write --xla fast=VALUE."),
         (["compile", *RUN[1:], "--xla", "xla_no=1"], "No such compile option: 'xla_no'"),
         (["compile", *RUN[1:], "--xla", "xla_cpu_use_xnnpack=2"], "xla_cpu_use_xnnpack, '2' is"),
-        (["compile", *RUN[1:], "--xla", "a=1", "--save", "step"], "Leave out --xla, or --save."),
+        (["compile", *RUN[1:], "--xla", "a=1", "--save", "step"], "Leave out --xla or --save."),
     ],
 )
 def test_mistakes_are_explained(
