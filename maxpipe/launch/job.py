@@ -107,7 +107,9 @@ def hosts_of(topology: Topology) -> Hosts:
     else:
         per_host = chips if chips in _SINGLE_HOST_CHIPS.get(kind, ()) else _CHIPS_PER_HOST
     if chips % per_host:
-        rule = f"has {chips} chips per slice, but a {topology.hardware.name} host has {per_host}."
+        rule = (
+            f"has {chips} chips per slice, but each {topology.hardware.name} host has {per_host}."
+        )
         action = f"Set {KEY} to a size that is a multiple of {per_host}."
         raise ConfigError.one(KEY, topology.name, rule, action)
     return Hosts(topology, chips // per_host, per_host)

@@ -209,7 +209,7 @@ def start(folder: Path) -> subprocess.CompletedProcess[str]:
         (
             "launch.topology=v6e:2x3 mesh.ici_stage=3",
             "launch.topology = v6e:2x3",
-            "a TPU v6e host has",
+            "each TPU v6e host has",
         ),
         (
             "launch.topology=h100:8 runtime.platform=cuda",
