@@ -220,7 +220,7 @@ def add(commands: Commands) -> None:
     add_address(diff, "first", about="first checkpoint")
     add_address(diff, "second", about="second checkpoint")
     diff.add_argument(
-        "--exit-code", action="store_true", help="exit with 1 if the checkpoints differ"
+        "--exit-code", action="store_true", help="exit with code 1 if the checkpoints differ"
     )
     diff.set_defaults(command=_diff)
     _add_best(actions)
@@ -259,8 +259,8 @@ def _add_delete(actions: Commands) -> None:
     delete = actions.add_parser(
         "delete",
         help="delete one checkpoint",
-        description="Delete one checkpoint. The command fails if a run is using the folder. It\n"
-        "also fails for the newest intact checkpoint, unless --force is set.",
+        description="Delete one checkpoint. The command fails if a run is using the folder or,\n"
+        "unless --force is set, if the checkpoint is the newest intact one.",
         epilog="example: maxpipe checkpoints delete quickstart@120",
     )
     add_address(delete, step=True, needed=True)

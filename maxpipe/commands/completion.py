@@ -5,7 +5,7 @@ heavy imports.
 
 For bash, this module also parses and quotes words, without shell expansion. Readline replaces only
 the end of the line, and the replaced text may start inside the last word. The replacement is
-escaped for the quote that is open at its start.
+escaped according to the quote that is open where the replacement starts.
 """
 
 from __future__ import annotations

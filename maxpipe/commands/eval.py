@@ -37,7 +37,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Reject an option that has no effect, depending on whether `--choices` is set."""
+    """Reject options that have no effect with, or without, `--choices`."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
     with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}

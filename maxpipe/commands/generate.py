@@ -121,7 +121,7 @@ def _conversations(options: argparse.Namespace) -> list[ChatInput]:
 
 
 def _converse(answer: Callable[[str, int], object]) -> None:
-    """Read one prompt per line until the end of stdin. If a prompt is invalid, print the error."""
+    """Read one prompt per line from stdin. If a prompt is invalid, print the error and continue."""
     from maxpipe.data.prompts import parse_prompt
 
     number, asks = 0, sys.stdin.isatty()

@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
         """Reject the first unknown option that resembles an option of this command.
 
         Raises:
-            ConfigError: such an option exists. The error suggests the known option.
+            ConfigError: an unknown option resembles a known option, which the error suggests.
         """
         from maxpipe.config.rules import did_you_mean
 

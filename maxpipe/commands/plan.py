@@ -129,7 +129,7 @@ def _check_options(options: argparse.Namespace) -> None:
         ("measure", is_remote, "runs layouts on the devices of this machine", "Add --devices."),
         *((name, is_single, "requires --search", "Add --search.") for name in SEARCH_ONLY_OPTIONS),
         ("shardings", options.search, "shows one layout, but --search ranks several", out),
-        ("draw", options.shardings, "draws a prediction, but --shardings predicts nothing", out),
+        ("draw", options.shardings, "draws a prediction, but --shardings computes none", out),
     ]
     if options.calibrate:
         names = ("search", "shardings", "json", "draw", "slices", *SEARCH_ONLY_OPTIONS)

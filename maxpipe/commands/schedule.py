@@ -205,7 +205,7 @@ def _sizes_of_config(
 
 
 def _example_sizes(names: list[str]) -> dict[str, Any]:
-    """Return default sizes, with the stages and microbatches of a schedule file if one is named."""
+    """Return default sizes, or the stages and microbatches of a schedule file if one is given."""
     from maxpipe.schedule.catalog import FILE_PREFIX
     from maxpipe.schedule.orders import read_orders
 

@@ -169,7 +169,7 @@ def _check(job: Job) -> None:
         folder = mount / path
         if is_remote(path) or (folder.is_relative_to(mount) and ".." not in folder.parts):
             continue
-        rule = f"must be in {mount}, where launch.volume is mounted: other files are lost."
+        rule = f"must be in {mount}, where launch.volume is mounted: files elsewhere are lost."
         action = (
             "Set run.dir=runs." if key == "run.dir" else "Set checkpoint.dir=gs://my-bucket/runs."
         )

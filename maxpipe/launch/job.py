@@ -270,7 +270,7 @@ def is_interrupted(code: int) -> bool:
 
 
 def is_final(code: int) -> bool:
-    """Return whether a restart would not help: true unless the code means a stop, hang or kill."""
+    """Return whether the exit code rules out a restart: true except after a stop, hang or kill."""
     return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not is_killed(code)
 
 
@@ -345,7 +345,7 @@ class Preflight:
 
 
 def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return the error, with the file or override that set each config key."""
+    """Return the error, with the origin (file or override) of each config key added."""
     known_keys = (
         dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins
@@ -464,7 +464,10 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
 def _refuse_secrets(loaded: LoadedConfig) -> None:
     """Raise an error if the config contains secrets, because job files include the config."""
     rule = "must not contain a secret: the job files would include it."
-    action = "Remove the secret; list an environment variable of the hosts in launch.environment."
+    action = (
+        "Remove the secret, set it as an environment variable on the hosts, and add the name of "
+        "the variable to launch.environment."
+    )
     problems = [
         Problem(error_location(f"{section}.{key}", loaded.origins), str(shown), rule, action)
         for section, values in to_dict(loaded.config).items()

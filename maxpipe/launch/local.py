@@ -91,7 +91,7 @@ class ProcessLog:
         return "\n".join(lines)
 
     def follow(self) -> LogFollower:
-        """Return a follower for the output of the latest attempt."""
+        """Return a `LogFollower` for the output of the latest attempt."""
         return LogFollower(self.path, self._start)
 
 
