@@ -159,7 +159,9 @@ def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, 
     output = run(*arguments, code=2)
     where, rule, action = output.splitlines()[-3:]
     assert where == f"command line: checkpoint.dir = {tmp_path / 'new'}"
-    assert f"up to step {STEPS} in {run_dir}/checkpoints" in rule and "Copy them there" in action
+    assert (
+        f"up to step {STEPS} in {run_dir}/checkpoints" in rule and "Copy the checkpoints" in action
+    )
     (run_dir / "checkpoints").rename(tmp_path / "new" / "run" / "checkpoints")
     assert f"resuming {run_dir} after step {STEPS}" in run(*arguments)
     back = run(*arguments[:-1], code=2)
