@@ -254,7 +254,7 @@ class CheckpointFolder:
 
         Raises:
             DamagedError: the metadata cannot be read, or belongs to a different step.
-            OSError: the storage is unreachable, so the content may be intact.
+            OSError: the storage is unreachable; the metadata may be intact.
             StorageError: a newer release saved the checkpoint.
         """
         path = self / step / METADATA_ITEM / "metadata"

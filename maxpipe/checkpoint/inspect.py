@@ -41,7 +41,7 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """A checkpoint. `kept` is the reason to keep it, or empty if no retention rule matches."""
+    """Entry of one checkpoint. `kept` is the reason to retain it; empty if no rule matches."""
 
     step: int
     saved: str

@@ -151,7 +151,7 @@ class RunLock:
         if self._heart.ident is not None:
             self._heart.join()
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                # If the lock was lost, nothing is written, not even a claim, because the folder may
+                # If the lock was lost, do not write to the folder, not even a claim, because it may
                 # belong to another run.
                 if self.check_held():
                     self._release()

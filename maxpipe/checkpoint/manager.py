@@ -458,7 +458,7 @@ def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Chec
 
     Raises:
         ConfigError: the run has no checkpoints.
-        StorageError: the storage is not reachable.
+        StorageError: the storage is unreachable.
     """
     checkpoints = CheckpointManager(
         parent or find_checkpoint_home(run_dir, where or "path"), write=False
@@ -534,7 +534,7 @@ def open_address(address: Address) -> CheckpointManager:
 
     Raises:
         ConfigError: the run has no checkpoints.
-        StorageError: the storage is not reachable.
+        StorageError: the storage is unreachable.
     """
     return open_run(address.run_dir, address.where, address.parent)
 

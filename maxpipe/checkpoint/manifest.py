@@ -240,7 +240,7 @@ def verify_files(
 
     Raises:
         InterruptedError: `stopped` returned true.
-        OSError: the storage is unreachable, so the files may be intact.
+        OSError: the storage is unreachable; the files may be intact.
         StorageError: a newer release wrote the manifest.
     """
     try:

@@ -61,7 +61,7 @@ class BadStepMonitor:
         self._spikes: int = counts.get("spikes", 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts as JSON values for a checkpoint."""
+        """Return the JSON-compatible counts to save in a checkpoint."""
         found = {"roll_backs": self.num_rollbacks, "in_row": self._num_consecutive}
         # If the batch size is constant, the number of skipped sequences follows from the offset.
         more = {"rows_left_out": self.skipped_sequences} if self._loader.ramp.stages else {}
