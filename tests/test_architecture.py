@@ -33,7 +33,7 @@ LAYERS = {
     "objectives": "losses of fine-tuning",
     "step": "the compiled train and eval steps",
     "huggingface": "import from and export to Hugging Face folders",
-    "plan": "forecasts of memory and time, search of layouts, compiled reports",
+    "plan": "predictions of memory and time, layout search, compiled reports",
     "restore": "weights that a run begins with",
     "generate": "decoding",
     "posttrain": "teachers, reference models, rollouts",
