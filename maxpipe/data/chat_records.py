@@ -1,4 +1,4 @@
-"""Parse records into conversations: messages, tools, template settings and trained messages.
+"""Parse records into conversations: messages, tools, template settings and messages to train on.
 
 A record produces the same conversation regardless of its source format. Keys with null values in
 messages, tools and template settings are treated as absent, because columnar formats store the same
@@ -314,9 +314,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
-    """Yield the tool calls of a `function_call` message: `text` is the JSON of one or several
-    calls.
-    """
+    """Yield the tool calls of a `function_call` message: `text` is one or more calls in JSON."""
     rule = "must be the JSON of a call with `name` and `arguments` if the role is function_call"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:

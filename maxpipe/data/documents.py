@@ -92,8 +92,8 @@ class DocumentIndex:
     masks: np.ndarray | None = None
     """uint64 [documents]: `mask_digest` of each conversation; None for plain text."""
     first_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [documents]: for conversations, the index of the first trained token that has a
-    preceding token, or 0 if there is none.
+    """int64 [documents]: for conversations, the index of the first token that is trained on and has
+    a preceding token, or 0 if there is none.
     """
     unread_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
     """str: record keys that no setting reads."""

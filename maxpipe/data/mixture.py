@@ -32,7 +32,7 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""Second integer of the permutation key for mixtures; other permutations have other integers."""
+"""Second integer of the permutation key for mixtures; other permutations use different integers."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
 """Exclusive upper limit of sample numbers."""
@@ -268,7 +268,7 @@ def build_mixture(
                 raise ConfigError.one(
                     f"data.mixture.{name}",
                     f"a share of {share:.2g}",
-                    f"must be at least {1 / BLOCK:.2g} of all sequences: less rounds to 0.",
+                    f"must be at least {1 / BLOCK:.2g} of the total: smaller shares round to 0.",
                     "Set a larger weight, or add the path of a small source to another source.",
                 )
         if not quota_stages or quota_stages[-1].quotas != dealt:
@@ -277,7 +277,8 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second integer of the permutation key for sequences; other permutations have other integers."""
+"""Second integer of the permutation key for sequences; other permutations use different
+integers."""
 
 
 Arrays = Mapping[str, np.ndarray]

@@ -51,7 +51,7 @@ _LARGE_BYTES = 1 << 26
 
 
 class _Entry(NamedTuple):
-    """Stat of a file, and the digest of the content that the file had with this stat.
+    """Stat of a file, and the digest of its content at the time of this stat.
 
     `is_settled` is true if the file was settled when its content was read; see `Stat.is_settled`.
     """

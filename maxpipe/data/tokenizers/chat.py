@@ -44,12 +44,12 @@ class ChatInput(NamedTuple):
     settings: Mapping[str, Any] = {}
     """Additional variables for the template, such as `enable_thinking`."""
     trained: Sequence[int] = ()
-    """Zero-based indices of the trained messages."""
+    """Zero-based indices of the messages that are trained on."""
     unread: tuple[str, ...] = ()
     """Record fields that are not part of any other attribute."""
 
     def up_to(self, number: int) -> ChatInput:
-        """Return the conversation up to message `number`, which is the only trained message."""
+        """Return the conversation up to message `number`, the only message that is trained on."""
         return self._replace(messages=self.messages[: number + 1], trained=[number])
 
 
@@ -64,11 +64,11 @@ class Masking(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """Rendered text of a conversation, with its trained spans."""
+    """Rendered text of a conversation, with the spans that are trained on."""
 
     text: str
     spans: list[tuple[int, int]]
-    """Trained spans as (begin, end) in characters."""
+    """Spans that are trained on, as (begin, end) in characters."""
     rewritten: int
     """Number of messages that are not trained on because the template later rewrites them."""
     unread: tuple[str, ...]
