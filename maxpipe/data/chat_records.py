@@ -55,7 +55,7 @@ _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audi
 _MEDIA += ("video_url", "file", "input_file")
 """Types of non-text message parts, which are not supported."""
 _FLAGS = ("weight", "train", "training")
-"""Message keys that set whether a message is trained on. They are not passed to the template."""
+"""Message keys that set whether a message is trained on; not passed to the template."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
 _ARGUMENTS = "arguments"
 _MAX_JSON_DEPTH = 256

@@ -443,7 +443,7 @@ def decompress(file: File) -> Generator[bytes]:
 
 
 def _is_decompression_error(error: Exception) -> bool:
-    # bz2 has no error class. It raises OSError without an errno.
+    # bz2 has no error class: it raises OSError without an errno.
     is_bz2 = isinstance(error, OSError) and error.errno is None
     is_known = isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError))
     return is_known or is_bz2 or type(error).__name__ == "ZstdError"

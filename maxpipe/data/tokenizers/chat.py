@@ -1,10 +1,10 @@
 """Chat templates, which render a conversation as text for the model.
 
-A template is an untrusted program that is published with a model. It runs in the jinja2 sandbox in
-a separate process, because the sandbox does not limit time or memory. The process receives only the
-messages. It has no access to the environment variables (which may contain secrets) or open files of
-the parent process. A process that exceeds a limit is terminated, and the error names the
-conversation.
+A template is an untrusted program that is published with a model. Templates run in the jinja2
+sandbox in a separate process, because the sandbox does not limit time or memory. The process
+receives only the messages, and has no access to the environment variables (which may contain
+secrets) or open files of the parent process. A process that exceeds a limit is terminated, and the
+error names the conversation.
 """
 
 from __future__ import annotations
