@@ -227,8 +227,8 @@ class LengthLimitedDocuments:
     ):
         """Create the documents.
 
-        `trains(document, count)` returns whether any of the first `count` tokens is trained and has
-        a preceding token. By default, the document is read to determine this.
+        `trains(document, count)` returns whether any of the first `count` tokens is trained on and
+        has a preceding token. By default, the document is read to determine this.
         """
         self.pad_id = documents.pad_id
         self._documents = documents

@@ -159,7 +159,7 @@ def build_index(
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
-        # Reading the record counts it as unreadable, and raises if there are too many such records.
+        # Reading the record counts it as unreadable, and raises an error above the limit.
         source[document]
     return index
 

@@ -96,8 +96,8 @@ class Mixture:
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest n such that the first n samples include `count` of a source; None if
-        there is no such n.
+        """Return the smallest n such that the first n samples include `count` samples of a source;
+        None if there is no such n.
         """
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)

@@ -300,7 +300,7 @@ def pack_documents(
         return PackingPlan(np.arange(len(sizes) + 1), documents, begins)
     rows = _best_fit(sizes, capacity) if strategy == "best_fit" else _first_fit(sizes, capacity)
     num_rows = int(rows.max(initial=-1)) + 1
-    # The packing strategies place similar sequences next to each other, so they are shuffled.
+    # Packing places similar sequences next to each other, so the sequences are shuffled.
     rows = Permutation(num_rows, 0, _PACKED_ORDER)(np.arange(num_rows))[rows]
     by_row = np.argsort(rows, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])

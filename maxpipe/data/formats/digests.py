@@ -45,8 +45,8 @@ _MAX_STORED_BYTES = 1 << 28
 _MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
-"""Minimum size in bytes of a large file. Large files are read only when settled (see
-`Stat.is_settled`), so that later runs do not read them again.
+"""Minimum size in bytes of a file that is treated as large. Large files are read only when settled
+(see `Stat.is_settled`), so that later runs do not read them again.
 """
 
 

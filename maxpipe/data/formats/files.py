@@ -105,7 +105,7 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
         place = file.path if file.in_bucket else os.path.realpath(file.path)
         if place in seen and not isinstance(paths, str):
             rule = "must be matched by only one path: otherwise, its documents would be read twice."
-            action = "Remove one of the paths with this file."
+            action = "Remove one of the paths that match this file."
             raise ConfigError.one("data.paths", file.path, rule, action)
         seen.add(place)
     return matches

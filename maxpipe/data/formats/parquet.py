@@ -129,7 +129,7 @@ _VALUE_BYTES = 8
 
 
 class _Cache:
-    """Recently used values of at most `_CACHED_BYTES`. A pickled cache is empty."""
+    """Cache of recently used values, with at most `_CACHED_BYTES`. A pickled cache is empty."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -107,8 +107,8 @@ class _VerifiedFile:
 
 
 class MegatronDocuments:
-    """Documents in pairs of Megatron index and token-id files. BOS and EOS are added if the files
-    do not contain them.
+    """Documents stored as pairs of Megatron index files and token-id files. BOS and EOS are added
+    if the files do not contain them.
 
     If `digests` is set, local files without a known digest are hashed when opened, and a later
     change raises ConfigError.

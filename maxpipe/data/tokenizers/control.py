@@ -208,8 +208,7 @@ def resolve(
 ) -> ControlTokens:
     """Determine the control tokens of the vocabulary in the file `path`.
 
-    If the vocabulary has no BOS token, documents begin with EOS. If it has no padding token, EOS is
-    used for padding.
+    Without a BOS token, documents begin with EOS. Without a padding token, EOS is used for padding.
 
     Args:
         path: Vocabulary file; settings are read from its folder.
