@@ -160,7 +160,7 @@ _PASS_RECORDS = 256
 _VERSION = 2
 """Increased whenever the same records produce different ids or masks than in earlier releases."""
 REWRITTEN = 8
-"""Bit of `EncodedDocument.marks`: rewritten messages, which are therefore not trained on."""
+"""Bit of `EncodedDocument.marks`: the template rewrites messages, which are not trained on."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:

@@ -125,7 +125,7 @@ def parse_system_message(
         rule = (
             f"must be a string in data.system_field; the value is of type {type(value).__name__}."
         )
-        action = "Set data.system_field to a field with strings, or leave it empty."
+        action = "Set data.system_field to a field that contains strings, or leave it empty."
         raise BadRecord(shorten(str(value)), rule, action)
     if messages and messages[0].get("role") in (_SYSTEM, "developer"):
         return [], names if messages[0].get("content") == value else []
@@ -315,7 +315,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
     """Yield the tool calls of a `function_call` message: `text` is one or more calls in JSON."""
-    rule = "must be the JSON of a call with `name` and `arguments` if the role is function_call"
+    rule = "must be a call in JSON with `name` and `arguments` if the role is function_call"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
         calls = (
@@ -405,7 +405,7 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
             ]
     elif entries is None:
         return None
-    rule = f"must have a list of objects in {name}, or the JSON of such a list."
+    rule = f"must have a list of objects in {name}, or such a list encoded as JSON."
     action = 'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].'
     raise BadRecord(shorten(str(fields[name])), rule, action)
 

@@ -61,7 +61,7 @@ def end_of_turn_ids(
     answering: str = "assistant",
     asking: Sequence[str] = ("user",),
 ) -> list[int]:
-    """Return a list with the id of the control token that closes an assistant message; else [].
+    """Return a list with the id of the control token that closes an assistant message; [] if none.
 
     `answering` is the assistant role, and `asking` lists other roles to try for the first message.
     """
@@ -84,7 +84,7 @@ def end_of_turn_ids(
 
 
 def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[int]:
-    """Infer the end-of-turn token from the first conversations' tokens that are trained on."""
+    """Infer the end-of-turn token from the trained-on tokens of the first conversations."""
     tails = []
     # If documents are read in windows, `lengths` would load all lengths at once.
     count = getattr(documents, "num_documents", None)
@@ -245,7 +245,7 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count conversations that keep tokens or lose all; call `moved` after each chunk."""
+        """Count conversations with and without remaining tokens; call `moved` after each chunk."""
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod

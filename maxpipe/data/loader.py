@@ -44,7 +44,7 @@ SelectIndices = Callable[[int], BatchIndices | np.ndarray]
 TransformBatch = Callable[[Batch, int], Any]
 """Maps (loaded rows of a batch, number of sequences in the full batch) to the prefetched object."""
 FitTokenizer = Callable[[Tokenizer], Tokenizer]
-"""Fits a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
+"""Adapts a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
 
 
 class Batches(Iterator[Any]):

@@ -75,7 +75,7 @@ class Digests:
         self._is_stored = True
 
     def get(self, file: File) -> str | None:
-        """Return the digest of a file; None if the file was not read since its last change."""
+        """Return the digest of a file; None if the file has not been read since its last change."""
         entry = self._known.get(file.path)
         return entry.sha256 if entry is not None and entry.stat == file.stat else None
 
@@ -119,7 +119,7 @@ class Digests:
         ]
 
     def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
-        """Return digests keyed by file name, or by group of files if the source has many."""
+        """Return digests keyed by file name, or by group of files if the source has many files."""
         return _group_digests(sources, self.compute(sources, moved))
 
     def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:

@@ -43,7 +43,7 @@ _READABLE = os.R_OK | os.X_OK
 def lock_file(
     path: str, task: str, moved: Heartbeat | None, *, removes: bool = False
 ) -> Iterator[Heartbeat]:
-    """Hold a lock among processes. The lock is released when the process ends in any way.
+    """Hold a lock among processes. The lock is released when the process ends for any reason.
 
     The yielded function must be called after each part of the work. While the holder makes
     progress, waiting processes call their own `moved`, so that they are not treated as stalled.
@@ -93,7 +93,7 @@ def _open_lock_file(path: str) -> FileIO:
 
 
 def _is_same_file(path: str, stream: FileIO) -> bool:
-    """Return whether `path` is still the open file, which another holder may have removed."""
+    """Return whether `path` still refers to the open file; another holder may have removed it."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
     except FileNotFoundError:

@@ -309,7 +309,7 @@ def _describe_target(what: ReadTarget) -> str:
 
 
 def longest_active_read() -> TrackedRead | None:
-    """Return the document read that has been active for the longest time, if any."""
+    """Return the active document read that started first, if any."""
     threads = [list(reads) for reads in list(_ACTIVE_READS.values())]
     active = [
         _innermost_read(thread)

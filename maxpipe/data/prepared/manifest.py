@@ -456,7 +456,7 @@ def shorten_lines(lines: Sequence[str]) -> str:
 
 
 def short_digests(value: Any) -> Any:
-    """Return the value as text, with digests shortened to 12 digits."""
+    """Return the value as text, with digests shortened to 12 hex digits."""
     return (
         re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
         if isinstance(value, str)

@@ -2,8 +2,8 @@
 
 The normalizer and the decoder may lengthen text only up to a limit, because six chained
 replacements of `a` with `aaaaaaaaaa` would turn one character into a million. Before any text is
-encoded, an upper bound is computed from the definition: the maximum number of characters that one
-character can become. Unicode normalization (NFKC, lower case) adds little and is ignored.
+encoded, an upper bound is computed from the definition: the maximum number of characters to which
+one character can expand. Unicode normalization (NFKC, lower case) adds little and is ignored.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of(number: int, character: str) -> float:
-        """Return how many characters one character becomes in step `number` and all later steps."""
+        """Return the length to which one character expands in step `number` and all later steps."""
         if number == len(steps):
             return 1.0
         step, same = steps[number], of(number + 1, character)
