@@ -357,7 +357,7 @@ class ConversationEncoder:
 
 def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
     """Return bool [tokens]: true for tokens that overlap a span. A token without characters is
-    included if it lies inside a span.
+    included if it is inside a span.
     """
     # The tokenizer library may report arbitrary positions for tokens without characters.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
