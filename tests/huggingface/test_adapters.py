@@ -179,7 +179,7 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="digest was"):
         begun(tmp_path / "other", tmp_path, *again, saved=True)
     (tmp_path / "other").rename(own)
-    with pytest.raises(ConfigError, match="digest was"):
+    with pytest.raises(ConfigError, match="expected digest"):
         export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
     assert not (tmp_path / "out").exists()
 

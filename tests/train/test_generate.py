@@ -158,7 +158,7 @@ GENERATE_MISTAKES = {
     "{} --prompt x --seed -1": "must be from 0 to 4294967295.",
     "{} --prompt x --stop=": "must not be empty",
     "{} --prompt x --topk 3": "Write --top-k 3.",
-    "{} --prompt x runtime.num_processes=0": "must be 1, because generation uses one process",
+    "{} --prompt x runtime.num_processes=0": "must be 1, because generation runs in one process",
     "{} --prompt x tokenizer.kind=huggingface tokenizer.path=gone.json": "gone.json",
 }
 

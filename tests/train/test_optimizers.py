@@ -224,7 +224,7 @@ def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Pat
     assert abs(averaged - loss(plain, *ours)) > 1e-4
     # What has none says so.
     output = run("eval", out, "--average", code=2)
-    assert "a Hugging Face folder has no averages" in output
+    assert "a Hugging Face folder has no averaged parameters" in output
     output = run("train", *arguments[:3], "train.steps=6", "optim.name=muon", frozen[1], code=2)
     assert "optim.ema_decay = 0.0\n  must be 0.5, as in the checkpoint of step 4" in output
     run("train", *arguments[:3], "train.steps=2", "run.name=bare")
