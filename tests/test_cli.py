@@ -635,7 +635,7 @@ def test_home_folder_that_does_not_exist(
     monkeypatch.chdir(tmp_path)  # where no run has ended
     assert main(arguments) == 2
     err = capsys.readouterr().err
-    assert "home folder is unknown" in err
+    assert "no such home folder" in err
     given = [each.partition("=")[0] for each in arguments if "~" in each]
     assert given[0] in err  # the key, or the path itself
 

@@ -1,4 +1,4 @@
-"""Check a config against all section rules and training requirements, and find warnings.
+"""Check a config against all section rules and training requirements, and collect warnings.
 
 `check` runs all rules and reports every violation. Rules that depend on the machine, such as the
 number of devices, are checked when the mesh is built. `check_training` applies only to training,
@@ -140,8 +140,8 @@ def _check_adapter_base(
 
 
 def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return an error for each path that is ignored because of its source format, so that the run
-    would train on other documents.
+    """Return an error for each path that the source format ignores, because the run would then
+    train on other documents.
     """
     problems = []
     for section, source_config in named_sources(config):

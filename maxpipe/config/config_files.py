@@ -59,7 +59,7 @@ class BundledConfig:
 def bundled_folder() -> Path:
     """Return the folder of the bundled configs."""
     found = next((folder for folder in _FOLDERS if folder.is_dir()), None)
-    assert found is not None, f"configs are in none of {_FOLDERS}"
+    assert found is not None, f"no configs found in any of {_FOLDERS}"
     return found
 
 
@@ -114,7 +114,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def hub_download_action(text: str) -> str:
-    """Return an instruction to download this model from the Hugging Face Hub."""
+    """Return a message that explains how to download this model from the Hugging Face Hub."""
     folder = text.rpartition("/")[2]
     return f"Run `hf download {text} --local-dir {folder}`, and use the folder {folder}."
 
@@ -185,7 +185,7 @@ class ConfigFile:
 
 
 def locate(argument: str, keys: Collection[str]) -> ConfigFile:
-    """Return the config file that a command-line argument other than an override refers to. `keys`
+    """Return the config file named by a command-line argument that is not an override. `keys`
     contains all config keys.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The host receives the result of a step only after the update, while the next step is running.
 Therefore, the step itself compares its loss and gradient norm with those of recent steps. If the
-step is bad, parameters and optimizer state are left unchanged. `train.bad_steps` decides how the
+step is bad, parameters and optimizer state are left unchanged. `guard.bad_steps` determines how the
 host reacts.
 
 `bound_update` bounds the absolute values of the parameters after an update, without computing the
@@ -178,7 +178,7 @@ def bound_update(
 
     Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are
         much larger than the actual values, because the square root of a second moment can be 0.
-        They are only used to exclude overflow.
+        They are only used to rule out overflow.
 
     No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
     moments are averages of squared entries, which are finite because the norm is finite.

@@ -78,7 +78,7 @@ def map_layers(
     """Apply `run` to each layer's slices, and return the arrays with the new slices.
 
     If a computation uses an array in host memory, XLA can copy the full array to the device at any
-    time. In a loop whose slices are along exactly one dim, XLA copies only the slice.
+    time. In a loop that slices along exactly one dim, XLA copies only the slice.
 
     Args:
         run: (layer, slices on the device) -> new slices keyed by name, of the same shapes and
@@ -120,7 +120,7 @@ SQUARE = 1e-30
 """Constant that Adafactor adds to mean squares at the time of use, so that stored padding remains
 0."""
 HUGE = 1e15
-"""Maximum of a gradient divided by its root mean square. The square of this maximum fits in
+"""Limit on a gradient entry divided by its root mean square; the square of this limit fits in
 float32."""
 
 
@@ -365,7 +365,7 @@ class Optimizer:
         return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
-        """Return a tree for each name, which contains the result of `of` for each state array."""
+        """Return one tree per name, with the result of `of` for each state array as its leaves."""
         return {
             name: unflatten({path: of(name, path, array) for path, array in arrays.items()})
             for name, arrays in self.state_arrays.items()

@@ -80,7 +80,8 @@ def find_zero1_dim(
 
     Returns: The first dim whose size is a multiple of the data axis size. Dims sharded by the
         compiler are skipped. The vocabulary dim is also skipped, because its padding differs
-        between the forms of the train state. None means that every device holds the full state.
+        between representations of the train state. None means that every device holds the full
+        state.
     """
     if axes["data"] == 1:
         return None
@@ -192,7 +193,8 @@ class MeshConfig:
     )
     """Maximum size in bytes of a parameter, summed over all layers of a stage, that is replicated
     over the fsdp, expert and context axes. A larger replicated parameter is rejected unless an axis
-    rule `[]` replicates it explicitly; such parameters are reported. 0 disables the limit."""
+    rule set to `[]` explicitly replicates it; parameters replicated in this way are reported. 0
+    disables the limit."""
 
 
 QUANTIZATION_BLOCK = 128

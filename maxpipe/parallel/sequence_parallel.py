@@ -162,7 +162,9 @@ class SequenceParallel:
         into: bool,
         most: Array | None = None,
     ) -> list[Array]:
-        """Return the products for tokens that are unsharded or sharded by the compiler."""
+        """Return the matmul results for tokens that are unsharded or are sharded by the
+        compiler.
+        """
         if self.quantizer is not None:
             return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
         arrays = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
@@ -180,8 +182,7 @@ class SequenceParallel:
 def _flattened_matmuls(
     x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
 ) -> list[Float[Array, "B T *outside"]]:
-    """Return the products that contract the first `summed` dims of the weights, with flattened
-    tokens.
+    """Contract the first `summed` dims of each weight with `x`, whose tokens are flattened.
 
     Sequences and tokens are flattened into one dim, over which weight gradients are summed. With
     two dims, the CPU backend fuses a transpose of an operand into the operation that computes it,
@@ -203,7 +204,7 @@ def _matmuls(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array
 def _matmuls_backward(
     saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Compute weight gradients as matmuls over inner dims, which is the fastest form on CPU.
+    """Compute weight gradients as matmuls that contract inner dims, which is fastest on CPU.
 
     For each matrix, the narrower operand is transposed; `x` is transposed once for all matrices.
     Barriers prevent XLA from merging the transpose and the matmul.

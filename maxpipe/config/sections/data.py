@@ -126,7 +126,7 @@ add_ranges(
     Bound("data.max_bad_records", 100, 1),
     Bound("data.max_decompressed_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
-    Bound("data.threads", 2, 1, 1024, "all threads belong to this process"),
+    Bound("data.threads", 2, 1, 1024, "all threads run in this process"),
     Bound("data.mixture_stages[].weights", 1, 0, LARGEST),
     Bound("data.mixture_stages[].steps", 1000, 1, 10**18),
     Bound("data.mixture_stages[].tokens", 1000000, 1, 10**18),
@@ -168,7 +168,9 @@ _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """Yield (section, source) for each source. An example of a section is `data.mixture.NAME`."""
+    """Yield (section, source) for each source, where a section is a name such as
+    `data.mixture.web`.
+    """
     for name, source in all_sources(config.data).items():
         yield section_of(name), source
 
@@ -429,7 +431,7 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
         if name in config.data.validation:
             yield RuleViolation(
                 f"data.validation.{name}",
-                f"must have another name: {', '.join(SPLITS)} are reserved for splits of the "
+                f"must have a different name: {', '.join(SPLITS)} are reserved for splits of the "
                 "training documents.",
                 f"Rename it, for example to data.validation.{name}_set.",
             )

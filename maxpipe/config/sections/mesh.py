@@ -284,7 +284,7 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
             key,
             f"replicates {largest.name} ({largest.num_bytes:,} bytes): "
             f"{largest.description}. This exceeds {LIMIT} "
-            f"({config.mesh.max_replicated_bytes:,}), and no axis rule [] allows it.",
+            f"({config.mesh.max_replicated_bytes:,}), and no axis rule set to [] allows it.",
             f"Set {key}={default if logical else largest.num_bytes}"
             + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
         )

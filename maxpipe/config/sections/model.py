@@ -165,8 +165,8 @@ def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
     if heads >= tokens:
         yield RuleViolation(
             "model.mtp_heads",
-            f"must be less than train.sequence_length ({tokens}): a sequence has no tokens "
-            "further ahead.",
+            f"must be less than train.sequence_length ({tokens}): no sequence has target tokens "
+            "that far ahead.",
             f"Set model.mtp_heads={tokens - 1}, or increase train.sequence_length.",
         )
 

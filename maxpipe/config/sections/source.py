@@ -197,7 +197,7 @@ def is_template(field: str) -> bool:
 
 
 def split_template(template: str) -> list[tuple[str, str]]:
-    r"""Split a template into pairs (literal text, name of the column after this text).
+    r"""Split a template into pairs (literal text, name of the column that follows it).
 
     The column name in the last pair is empty. `{name}` denotes a column, `{{` and `}}` denote
     braces, and `\n` and `\t` denote a line break and a tab.
