@@ -75,7 +75,7 @@ def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Prob
     """
     if config.train.steps or config.train.tokens:
         return []
-    rule = "must be more than 0 if train.tokens is 0: one of the two sets the run length."
+    rule = "must be more than 0 if train.tokens is 0: one of the two must set the run length."
     return [
         Problem(
             error_location("train.steps", origins),

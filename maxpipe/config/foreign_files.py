@@ -166,8 +166,8 @@ def translate_files(
     found = {}
     for origin in dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file):
         theirs = [each for each in unknown if each.origin == origin]
-        # For values from a published config.json, the origin is the path of that file, but the
-        # keys are those of maxpipe.
+        # For values from a published config.json, the origin is the path of that file, but the keys
+        # are maxpipe keys.
         if origin in foreign or is_foreign(theirs[:_MOST_TRANSLATED], context):
             mine = [each for each in known if each.origin == origin]
             found[origin] = translate_file(origin, [*mine, *theirs], context)

@@ -121,7 +121,9 @@ def _chosen(ours: Ours) -> str:
     if ours["phi3.rope_short_factor"]:
         return "longrope"
     if ours["phi3.rope_factor"] != 1:
-        rule = "must be 1 without model.phi3.rope_short_factor and model.phi3.rope_long_factor."
+        rule = (
+            "must be 1 unless model.phi3.rope_short_factor or model.phi3.rope_long_factor is set."
+        )
         raise Unlike("model.phi3.rope_factor", ours["phi3.rope_factor"], rule)
     return "default"
 

@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Dims = tuple[tuple[int, str], ...]
-"""Size and logical axis of each dim of an array. Dims of activations omit batch and tokens."""
+"""Size and logical axis of each dim of an array. Dims of activations exclude the batch and token
+dims."""
 
 Number = float | str
 """A number, or the name of a per-layer value (`Model.values`)."""

@@ -250,7 +250,9 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the name of the window, or "" if the rotary factors depend on the cache size."""
+        """Return the name of the per-layer window, or "" if the rotary factors depend on the cache
+        size.
+        """
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod

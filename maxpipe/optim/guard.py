@@ -125,7 +125,8 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """Return (broken, spike, bounds), each the maximum over all devices, on every device.
+    """Return (broken, spike, bounds), each reduced to its maximum over all devices, on every
+    device.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
     unless a device is faulty. Even with a faulty device, the decision must be identical on all

@@ -1,7 +1,7 @@
 """Parameter updates: clipping, update direction, weight decay, learning rate and EMA.
 
 Updates are computed one parameter at a time, so that all operations on an entry are fused into one
-pass over memory. Only Muon processes several matrices together, because they are exchanged
+pass over memory. Only Muon processes several matrices together, because devices exchange them
 together.
 
 Functions such as `adam` receive the gradient and the float32 state arrays of one parameter. These
@@ -603,7 +603,8 @@ class Optimizer:
         computed.
 
         Both moments use the clipped gradients, so XLA can store the clipped gradients. Clipping
-        depends on `taken`, so that XLA cannot store them before the update has been checked.
+        depends on `taken`, so that XLA cannot store the clipped gradients before the update has
+        been checked.
         """
         limit = self.config.clip_norm
         if not limit:

@@ -2,10 +2,10 @@
 
 A layer's weights shard heads or hidden units over the tensor axis. Between the matmuls, all devices
 along this axis would otherwise repeat the same computation. With sequence parallelism, each device
-processes only a shard of the tokens there. A column-parallel projection gathers the tokens, and a
-row-parallel projection reduce-scatters them. Gradients of activations and weights are computed by
-separate equations, so that a split backward pass can defer weight gradients. Activations are saved
-in sharded form and gathered again in the backward pass.
+processes only a shard of the tokens between matmuls. A column-parallel projection gathers the
+tokens, and a row-parallel projection reduce-scatters them. Gradients of activations and weights are
+computed by separate equations, so that a split backward pass can defer weight gradients.
+Activations are saved in sharded form and gathered again in the backward pass.
 
 Source: sequence parallelism, arXiv:2205.05198.
 """

@@ -66,8 +66,8 @@ class DataConfig(SourceConfig):
 
     mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
     """Named sources that replace `data.source`, such as `data.mixture.web.path=web/*.txt`. Each
-    sequence contains documents of only one source. On resume, the weights may differ from those of
-    the checkpoint, but the sources may not."""
+    sequence contains documents of only one source. On resume, the weights may differ from those in
+    the checkpoint, but the sources must be the same."""
     mixture_temperature: float = 1.0
     """Sampling temperature of the mixture. Weights are raised to the power 1 / temperature, so
     temperatures above 1 make the shares more uniform."""
@@ -336,7 +336,7 @@ def _one_source_or_a_mixture(config: Config) -> Iterator[RuleViolation]:
     if config.data.mixture and paths_of(config.data):
         yield RuleViolation(
             "data.path" if config.data.path else "data.paths",
-            "is ignored with data.mixture, which defines the sources "
+            "is ignored if data.mixture is set, which defines the sources "
             f"{', '.join(sorted(config.data.mixture))}.",
             "Leave it out, or add it to the mixture under a new name: data.mixture.mine.path=...",
         )
@@ -349,7 +349,7 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
         name = sorted(data.mixture)[0]
         yield RuleViolation(
             "data.packing",
-            "is ignored with data.mixture: each source has a separate packing key.",
+            "is ignored if data.mixture is set: each source has a separate packing key.",
             f"Set data.mixture.{name}.packing={data.packing}, and the same key of every other "
             "source.",
         )

@@ -76,7 +76,7 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
     elif section.teacher and section.teacher_logits:
         yield RuleViolation(
             "distill.teacher_logits",
-            "must be empty with distill.teacher: teacher logits are either computed or read.",
+            "must be empty if distill.teacher is set: teacher logits are either computed or read.",
             "Set distill.teacher='' to read precomputed logits, or distill.teacher_logits='' to "
             "compute them.",
         )
@@ -109,7 +109,7 @@ def _stored_logits_need_no_devices(config: Config) -> Iterator[RuleViolation]:
             empty = "0" if name == "teacher_devices" else "[]"
             yield RuleViolation(
                 f"distill.{name}",
-                "has no effect with distill.teacher_logits, because no teacher model runs.",
+                "has no effect if distill.teacher_logits is set, because no teacher model runs.",
                 f"Set distill.{name}={empty}.",
             )
 

@@ -50,7 +50,7 @@ class EvalConfig:
     patience: int = 0
     """Patience for early stopping: the run ends after this number of consecutive evaluations
     without an improvement of `checkpoint.best_metric`. Before it ends, the run performs a final
-    evaluation and saves a checkpoint. Only the periodic evaluations of `eval.every` count. 0
+    evaluation and saves a checkpoint. Only the periodic evaluations set by `eval.every` count. 0
     disables early stopping."""
     min_delta: float = field(default=0.0, metadata=renamed_from("min_gain"))
     """Early stopping counts an evaluation as an improvement only if `checkpoint.best_metric` is

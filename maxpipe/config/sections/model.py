@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FAMILY = "model.family"
 _FILLED = ("own", "adapter")
-"""Fields of `ModelConfig` that are not keys of section `model` but hold other sections."""
+"""Fields of `ModelConfig` that hold other sections instead of keys of section `model`."""
 
 
 def family_section(family: str) -> str:

@@ -333,7 +333,7 @@ def _phases_replace_the_warmup(config: Config) -> Iterator[RuleViolation]:
     if phases and warmup:
         yield RuleViolation(
             "optim.warmup_steps",
-            "must be 0 with optim.lr_phases, which include the warm-up.",
+            "must be 0 if optim.lr_phases is set, because the phases include the warm-up.",
             "Set optim.warmup_steps=0, and write the first phase as "
             f"`{{steps: {warmup}, shape: linear, from: 0, to: 1}}`.",
         )

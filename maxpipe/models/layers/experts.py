@@ -44,7 +44,7 @@ class Experts(Part):
     """Weighted sum of the outputs of each token's experts (arXiv:1701.06538, routed as in
     arXiv:2401.04088).
 
-    Without a capacity, `dispatch` selects whether to compute only each token's selected experts, or
+    Without a capacity, `dispatch` selects whether to apply only each token's selected experts, or
     all experts, with weight 0 for those that are not selected. With a capacity, each expert accepts
     a limited number of tokens per sequence, and excess tokens are dropped.
     """
@@ -81,8 +81,8 @@ class Experts(Part):
     function: Gate = "silu"
     """Activation function of the gates."""
     dispatch: Literal["auto", "dense", "grouped"] = "auto"
-    """Whether tokens are processed by all experts or only by the selected experts. `auto` computes
-    only the selected experts if these are at most half of all experts."""
+    """Whether tokens are processed by all experts or only by the selected experts. `auto` applies
+    only the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
     """Expert groups for group-limited routing. If None, a token can select any experts."""
     load_balance_scope: BalanceOver = "sequence"
@@ -196,8 +196,8 @@ class Experts(Part):
     def operations(self) -> tuple[Operation, ...]:
         """Return the router and the projections of all experts.
 
-        A token needs only the projections of its selected experts. A bias counts as one more row of
-        its projection.
+        A token needs only the projections of its selected experts. A bias counts as one additional
+        row of its projection.
         """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
         operations = [Matmul("router")]
@@ -313,7 +313,7 @@ class Experts(Part):
 
     @property
     def rows(self) -> float:
-        """Return the mean number of experts computed per token, whether or not the token selected
+        """Return the mean number of experts applied per token, whether or not the token selected
         them.
         """
         if not self.capacity:
@@ -353,7 +353,7 @@ class Experts(Part):
 
     @property
     def note(self) -> str:
-        """Describe which experts are computed for each token, and by which method."""
+        """Describe which experts are applied to each token, and by which method."""
         if self.capacity:
             return f"{self.num_experts} experts with capacity {self.capacity:g} x an even share"
         if not self.grouped:
@@ -376,7 +376,7 @@ class Experts(Part):
         """Return the maximum number of token-expert pairs that one device sends to each of the
         `shards` devices.
 
-        The device holds `tokens` tokens of each of `rows` sequences with `whole` tokens each.
+        The device holds `tokens` of the `whole` tokens of each of `rows` sequences.
         """
         choices, local_experts = rows * tokens * self.per_token, self.num_experts // shards
         most = rows * tokens * min(self.per_token, local_experts)
@@ -392,7 +392,7 @@ class Experts(Part):
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
-        """Return arrays: `hidden` arrays of the expert width per token-expert pair, `width` arrays
+        """Return `hidden` arrays of the expert width per token-expert pair, `width` arrays
         of the model width per token, and `placed` arrays of the model width per permuted token.
         """
         arrays = Held(
