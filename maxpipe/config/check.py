@@ -33,7 +33,7 @@ def is_override(argument: str) -> bool:
 
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
-    """Return the start of an error message: the file or option that sets the key, and the key."""
+    """Return the prefix of an error message: the file or option that sets the key, and the key."""
     origin = origins.get(key) or origins.get(key.partition("[")[0])
     origin = origin or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"

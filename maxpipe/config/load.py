@@ -398,7 +398,7 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
         f"{where}: {', '.join(keys)}",
         "",
         f"{verb}",
-        f"Give a model first, such as tiny (`maxpipe configs list`), or set {keys[0]}=VALUE.",
+        f"Specify a model first, such as tiny (`maxpipe configs list`), or set {keys[0]}=VALUE.",
     )
 
 

@@ -140,7 +140,7 @@ def moe_rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation
     if own.top_k > own.num_experts:
         yield RuleViolation(
             f"{section}.top_k",
-            f"must be at most {section}.num_experts ({own.num_experts}), because the experts of a "
-            "token are distinct.",
+            f"must be at most {section}.num_experts ({own.num_experts}), because a token cannot "
+            "select an expert more than once.",
             f"Set {section}.top_k={min(2, own.num_experts)}.",
         )

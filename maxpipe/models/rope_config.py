@@ -53,11 +53,11 @@ class RopeConfig:
     They apply to sequences longer than `original_max_position_embeddings`, and to generation with a
     larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
-    """Minimum number of rotations within the original context for a wavelength to remain unscaled
+    """Wavelengths with at least this many rotations within the original context are not scaled
     (`beta_fast`, `high_freq_factor`). If 0, the published value is used: 4 for `llama3`, 32 for
     `yarn`."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
-    """Maximum number of rotations within the original context for a wavelength to be multiplied by
+    """Wavelengths with at most this many rotations within the original context are multiplied by
     the full `rope_factor` (`beta_slow`, `low_freq_factor`). If 0, the published value is used,
     which is 1."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))

@@ -166,7 +166,7 @@ Operation = Matmul | Scores | Products
 class Held:
     """Arrays that are in memory at the same time.
 
-    Each entry holds the number of copies per token and the dims of one copy.
+    Each entry holds the number of arrays per token and the dims of each array.
     """
 
     compute_dtype: tuple[tuple[float, Dims], ...] = ()

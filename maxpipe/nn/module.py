@@ -94,7 +94,7 @@ class SpecModule(nnx.Module):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
 
-        The cache is a tree that contains arrays with sequences in dim 0, and scalar token counts. A
+        The cache is a tree of arrays, whose dim 0 indexes sequences, and of scalar token counts. A
         sequence's entries can be replaced with those of a sequence from another cache if both
         caches hold the same number of tokens. Therefore, the slot of a token must depend only on
         the token count, as in a ring buffer.

@@ -290,8 +290,8 @@ class OptState(NamedTuple):
     updates: Int[Array, ""]
     """int32 number of updates so far."""
     trees: dict[str, Tree]
-    """State arrays, keyed by the names in `state_arrays`. Each tree is a nested dict structured
-    like the parameters that contains only the parameters with this array."""
+    """State arrays, keyed by the names in `state_arrays`. Each tree is a nested dict with the
+    structure of the parameter tree, restricted to the parameters that have this array."""
 
 
 class _UpdateContext(NamedTuple):
@@ -350,7 +350,7 @@ class Optimizer:
     config: OptimConfig
     rate: optax.Schedule
     trainable_params: Mapping[KeyPath, TrainableParam]
-    """Trainable parameters, keyed by their paths in trees of trainable parameters."""
+    """Trainable parameters, keyed by their paths in the tree of trainable parameters."""
     param_dtype: str = "float32"
     seed: int = 0
     mesh: Mesh = field(default_factory=lambda: Mesh(np.array(jax.devices()[:1]), ("stage",)))

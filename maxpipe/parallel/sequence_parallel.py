@@ -356,7 +356,7 @@ class _ShardedMatmul:
 
 
 def _psum_scatter_tokens(x: Array, axis: str) -> Array:
-    """Return this device's tokens of the sum over the axis, computed by a reduce-scatter.
+    """Return the sum over the axis for this device's tokens, computed by a reduce-scatter.
 
     XLA for TPU lowers this operation to a reduce-scatter for matrices, but to an all-reduce for 3D
     arrays.

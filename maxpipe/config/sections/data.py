@@ -98,11 +98,11 @@ class DataConfig(SourceConfig):
     has a separate loss metric, such as `eval/code/loss`. `eval/loss` is the loss on the documents
     of `data.validation_fraction`, or on all sets together if that fraction is 0."""
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
-    """Handling of validation documents whose text also occurs in the training documents. This
-    overlap makes the validation loss too low. `warn` prints a warning, `stop` ends the run, and
-    `ignore` disables the check. Documents are compared by a digest of their full text. For more
-    than a million prepared documents, the check runs only with `stop`, because it must read every
-    digest."""
+    """Handling of validation documents whose text also occurs in the training documents. Such
+    overlap makes the validation loss misleadingly low. `warn` prints a warning, `stop` ends the
+    run, and `ignore` disables the check. Documents are compared by a digest of their full text. For
+    more than a million prepared documents, the check runs only with `stop`, because it must read
+    every digest."""
     allow_change: bool = False
     """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
     checkpoint was saved. Samples may then be repeated or skipped."""
@@ -289,7 +289,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.bad_records == "skip":
         yield RuleViolation(
             f"{section}.bad_records",
-            f"must be stop with {section}.chat: records without messages cannot be skipped.",
+            f"must be stop if {section}.chat is set: records without messages cannot be skipped.",
             f"Set {section}.bad_records=stop, and correct or remove the reported records.",
         )
 
@@ -409,8 +409,8 @@ def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
     if data.validation and not batches:
         yield RuleViolation(
             "eval.batches",
-            f"must be more than 0 with data.validation ({', '.join(data.validation)}): otherwise "
-            "nothing is evaluated.",
+            f"must be more than 0 if data.validation is set ({', '.join(data.validation)}): "
+            "otherwise nothing is evaluated.",
             "Set eval.batches=8, or leave data.validation out.",
         )
         return
@@ -484,7 +484,7 @@ _VALIDATION = "validation."
 
 def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
     """Return the sources in `data.validation`, keyed by `validation.NAME`. These keys cannot
-    collide with mixture sources, whose names have no dots.
+    collide with mixture sources, whose names contain no dots.
     """
     return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
 

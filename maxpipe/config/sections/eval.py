@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """Multiple-choice task that is scored in each evaluation, as by `maxpipe eval --choices`."""
+    """Multiple-choice task that is scored in each evaluation, in the same way as by `maxpipe eval
+    --choices`.
+    """
 
     path: str = ""
     """JSON Lines file with the fields `context`, `choices` and `answer`. The file is read once, at

@@ -146,8 +146,8 @@ class Norm(Part):
     def residuals_of(self, each: Dims, over: Dims) -> Held:
         """Return the scaled array and, in float32, two copies of the input and two statistics.
 
-        `over` are the dims over which the norm reduces. The norm is applied separately to each
-        index of the dims `each`.
+        `over` are the dims over which the norm reduces. The norm is applied separately for each
+        index along the dims `each`.
         """
         dims = (*each, *over)
         return Held(float32=((2.0, dims), (2.0, each))) + self._scaled(dims)
