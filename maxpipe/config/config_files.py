@@ -236,9 +236,9 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
     if os.path.isfile(argument):  # pathlib raises an error for a name that is too long
         return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
     if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):
-        return Problem(where, "", f"{rule} It is a run folder.", f"Give {inside}.")
+        return Problem(where, "", f"{rule} It is a run folder.", f"Use {inside}.")
     if os.path.isfile(os.path.join(argument, "config.json")):
-        action = f"Run `maxpipe import {argument} --out runs/NAME` first, and give "
+        action = f"Run `maxpipe import {argument} --out runs/NAME` first, and use "
         action += f"runs/NAME/{CONFIG_FILE}."
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if is_hub_id(argument) and not os.path.lexists(argument):
@@ -257,7 +257,7 @@ def _hub_model_action(argument: str) -> str:
     similar = f"Write {guess} for a model of similar shape, or run" if guess else "Run"
     return (
         f"{similar} `hf download {argument} --local-dir base` and `maxpipe import base --out "
-        f"runs/base`, and give runs/base/{CONFIG_FILE}."
+        f"runs/base`, and use runs/base/{CONFIG_FILE}."
     )
 
 

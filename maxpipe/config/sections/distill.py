@@ -44,8 +44,8 @@ class DistillConfig:
     """Weight of the KL divergence in the loss. The weight of the cross-entropy is 1 minus this
     value."""
     teacher_devices: int = field(default=0, metadata=renamed_from("devices"))
-    """Number of devices, taken from the end of the device list, that run only the teacher. The
-    student uses all other devices. If 0, teacher and student alternate on all devices."""
+    """Number of devices that run only the teacher; these are the last devices in the device list.
+    The student uses all other devices. If 0, teacher and student alternate on all devices."""
     teacher_layout: list[str] = field(default_factory=list, metadata=renamed_from("layout"))
     """Mesh and pipeline settings for the teacher, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
     pipeline.microbatches=4]`. The teacher's pipeline runs only forward passes. If empty, the
