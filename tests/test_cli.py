@@ -202,7 +202,7 @@ def test_version(capsys: Capture):
         ("config print TINY train.steps", "has no value"),
         ("config print TINY train.steps = 5", "has no value"),
         ("train", "are required"),
-        ("train TINY", "one of the two sets the run length"),
+        ("train TINY", "one of the two must set the run length"),
         ("train TINY train.steps=x", "must be an integer"),
         ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Add --stages"),
     ],
@@ -635,7 +635,7 @@ def test_home_folder_that_does_not_exist(
     monkeypatch.chdir(tmp_path)  # where no run has ended
     assert main(arguments) == 2
     err = capsys.readouterr().err
-    assert "home folder is unknown" in err
+    assert "no such home folder" in err
     given = [each.partition("=")[0] for each in arguments if "~" in each]
     assert given[0] in err  # the key, or the path itself
 

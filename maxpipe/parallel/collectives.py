@@ -88,7 +88,7 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """Return a count summed over the axes that shard tokens, without gradient.
+    """Return a count summed over the axes that shard tokens, with gradients stopped.
 
     If all axes are auto axes, the count already covers all sequences.
     """
@@ -266,7 +266,8 @@ _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 
 
 def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return a batch of full sequences reduced to this device's tokens, with all segment IDs added.
+    """Reduce a batch of full sequences to this device's tokens, and add the full sequences' segment
+    IDs.
 
     `by_row` contains the names of additional arrays without a token dim.
     """

@@ -197,7 +197,7 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
         (
             {"source": "jsonl", "path": "a", "chat": "prompt", "bad_records": "skip"},
             "bad_records",
-            "must be stop with data.mixture.web.chat",
+            "must be stop if data.mixture.web.chat is set",
         ),
         (
             {"source": "jsonl", "path": "a", "chat_template": "x"},

@@ -82,7 +82,7 @@ BAD = {
     "300 digits": (made({"a": entry(shape=[10**299])}), "lists of integers"),
     "6000 digits": (
         made(b'{"a":{"dtype":"F32","shape":[%s],"data_offsets":[0,4]}}' % (b"7" * 6000)),
-        "an integer of 6,000 digits, 777777777777..., more than 308",
+        "an integer of 6,000 digits, 777777777777..., but at most 308 digits",
     ),
     "a name of a megabyte": (made({"n" * 1_000_000: entry(dtype="F31")}), "unknown dtype 'F31'"),
     "a type of a megabyte": (made({"a": entry(dtype="F" * 1_000_000)}), "unknown dtype 'FFF"),

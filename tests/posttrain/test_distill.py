@@ -251,7 +251,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ),
     (("distill.teacher=absent",), "distill.teacher = absent"),
     (("distill.teacher=hf:absent",), "absent"),
-    (("distill.teacher_logits=answers",), "must be empty with distill.teacher"),
+    (("distill.teacher_logits=answers",), "must be empty if distill.teacher is set"),
 ]
 
 
