@@ -632,7 +632,7 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
     "part", [0, *(pytest.param(each, marks=pytest.mark.long) for each in range(1, PARTS))]
 )
 def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path, capsys: Capture):
-    from maxpipe.config.keys import KEYS
+    from maxpipe.config.schema import KEYS
 
     draw, count = random.Random(part), MUTATIONS // PARTS
     lines = Path(TINY).read_text(encoding="utf-8").splitlines()

@@ -18,14 +18,7 @@ from etils import epath
 from maxpipe.checkpoint import manifest
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.digests import diff_trees, iter_named_arrays, tree_digest
-from maxpipe.checkpoint.folder import (
-    BestMetric,
-    CheckpointFolder,
-    CheckpointInfo,
-    RetentionRules,
-    local_time,
-    select_retained,
-)
+from maxpipe.checkpoint.folder import CheckpointFolder, local_time
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import (
     find_best_step,
@@ -35,6 +28,12 @@ from maxpipe.checkpoint.manager import (
     resolve_step_on_all,
 )
 from maxpipe.checkpoint.manifest import read_expected_digests, verify_arrays
+from maxpipe.checkpoint.retention import (
+    BestMetric,
+    CheckpointInfo,
+    RetentionRules,
+    select_retained,
+)
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, exists, files, in_bucket
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path

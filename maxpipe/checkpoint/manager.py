@@ -28,13 +28,7 @@ from etils import epath
 
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.digests import num_bytes
-from maxpipe.checkpoint.folder import (
-    BestMetric,
-    CheckpointFolder,
-    CheckpointMetadata,
-    RetentionRules,
-    select_retained,
-)
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.reader import (
     Agree,
@@ -46,6 +40,7 @@ from maxpipe.checkpoint.reader import (
     translate_storage_errors,
     unwritable_error,
 )
+from maxpipe.checkpoint.retention import BestMetric, RetentionRules, select_retained
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
     DamagedError,

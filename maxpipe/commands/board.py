@@ -216,13 +216,13 @@ def add_goodput(commands: Commands) -> None:
 
 def _goodput(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse_run_address
-    from maxpipe.telemetry import curves
+    from maxpipe.telemetry import goodput
 
-    goodput = curves.read_goodput(parse_run_address(options.run).run_dir)
+    found = goodput.read_goodput(parse_run_address(options.run).run_dir)
     if options.json:
         import json
 
-        print(json.dumps(curves.goodput_to_dict(goodput), indent=2))
+        print(json.dumps(goodput.goodput_to_dict(found), indent=2))
     else:
-        print(redact.redact_for_terminal(curves.format_goodput(goodput)))
+        print(redact.redact_for_terminal(goodput.format_goodput(found)))
     return ExitCode.DONE

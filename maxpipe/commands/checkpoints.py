@@ -16,7 +16,7 @@ from maxpipe.io.formatting import capitalize_first
 from maxpipe.telemetry.console import print_line
 
 if TYPE_CHECKING:
-    from maxpipe.checkpoint.folder import RetentionRules
+    from maxpipe.checkpoint.retention import RetentionRules
 
 DIFFERENT = 1
 """Exit code of `diff --exit-code` if the checkpoints differ."""
@@ -75,15 +75,15 @@ def _print_report(options: argparse.Namespace) -> int:
 def _best(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import parse_run_address
-    from maxpipe.checkpoint.folder import BestMetric
+    from maxpipe.checkpoint.retention import BestMetric
 
     _use_cpu_only()
     run, better = parse_run_address(options.run), None
     if options.metric is not None:
-        better = BestMetric(options.metric, options.largest)
-    elif options.largest:
+        better = BestMetric(options.metric, options.mode == "max")
+    elif options.mode is not None:
         rule = "requires --metric: checkpoint.best_metric is ranked by checkpoint.best_mode."
-        raise ConfigError.one("command line: --largest", None, rule, "Leave out --largest.")
+        raise ConfigError.one("command line: --mode", options.mode, rule, "Leave out --mode.")
 
     def best() -> dict[str, Any]:
         address, step, metric, value = inspect.find_best_checkpoint(run, better)
@@ -108,7 +108,7 @@ def _delete(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import parse_run_address
-    from maxpipe.checkpoint.folder import RetentionRules
+    from maxpipe.checkpoint.retention import RetentionRules
     from maxpipe.config.config_files import CONFIG_FILE
 
     _use_cpu_only()
@@ -161,7 +161,7 @@ def _use_cpu_only() -> None:
 
 def _rules(run_dir: str) -> RetentionRules | None:
     """Return the retention rules in the run's config, or None if the config cannot be read."""
-    from maxpipe.checkpoint.folder import RetentionRules
+    from maxpipe.checkpoint.retention import RetentionRules
     from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.config_files import CONFIG_FILE
     from maxpipe.config.load import load
@@ -237,11 +237,11 @@ def _add_best(actions: Commands) -> None:
         epilog="example: maxpipe checkpoints best quickstart --metric eval/nats_per_byte",
     )
     add_address(best, step=False)
+    best.add_argument("--metric", metavar="NAME", help="rank the checkpoints by another metric")
     best.add_argument(
-        "--metric", metavar="NAME", help="use another metric; the smallest value is best"
-    )
-    best.add_argument(
-        "--largest", action="store_true", help="treat the largest value of --metric as best"
+        "--mode",
+        choices=("min", "max"),
+        help="whether the smallest or the largest value of --metric is best (default: min)",
     )
     best.add_argument("--json", action="store_true", help="print one JSON object")
     best.set_defaults(command=_best)

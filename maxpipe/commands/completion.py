@@ -311,7 +311,7 @@ def _values(action: argparse.Action, current: str) -> list[str]:
     if shown in (RUN, CHECKPOINT, STEP):
         return _runs(current, with_step=shown != RUN)
     if shown == "KEY":
-        from maxpipe.config.keys import KEYS, SECTIONS
+        from maxpipe.config.schema import KEYS, SECTIONS
 
         return _filter_prefix(current, (f"{key} " for key in (*SECTIONS, *KEYS)))
     if shown == "NAME":
@@ -334,7 +334,7 @@ def _bundled_names() -> Iterator[str]:
 
 def _assignments(current: str) -> list[str]:
     """Return completions for `section.key=value`: sections, then keys, then known values."""
-    from maxpipe.config.keys import KEYS, SECTIONS
+    from maxpipe.config.schema import KEYS, SECTIONS
 
     key, sign, value = current.partition("=")
     if not sign:

@@ -70,7 +70,7 @@ class Parser(argparse.ArgumentParser):
     def _is_key(self, option: str) -> bool:
         """Return whether the option is a config key and this command accepts overrides."""
         from maxpipe.config.foreign_keys import match_exact_key
-        from maxpipe.config.keys import KEYS
+        from maxpipe.config.schema import KEYS
 
         takes = any(action.dest == "inputs" for action in self._actions)
         return takes and match_exact_key(option.lstrip("-").split("."), KEYS) is not None

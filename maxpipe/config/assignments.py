@@ -16,7 +16,8 @@ import yaml
 
 from maxpipe.config import config_files
 from maxpipe.config.config_files import ConfigFile
-from maxpipe.config.keys import (
+from maxpipe.config.rules import did_you_mean
+from maxpipe.config.schema import (
     KEYS,
     NAME,
     NAMED_KEYS,
@@ -27,7 +28,6 @@ from maxpipe.config.keys import (
     split_key,
     upgrade_setting,
 )
-from maxpipe.config.rules import did_you_mean
 from maxpipe.config.translation import MODEL, is_main_key
 from maxpipe.config.yaml_values import (
     Raw,

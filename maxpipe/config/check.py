@@ -10,9 +10,8 @@ from __future__ import annotations
 import glob
 from collections.abc import Collection, Iterator, Mapping
 
-from maxpipe.config.keys import KEYS
 from maxpipe.config.rules import format_value, value_of, violations
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import KEYS, Config
 from maxpipe.config.sections.data import is_synthetic, named_sources, section_of, train_sources
 from maxpipe.config.sections.eval import check_eval_during_training
 from maxpipe.config.sections.mesh import replication_warnings

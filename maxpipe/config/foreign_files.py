@@ -14,8 +14,8 @@ import yaml
 
 from maxpipe.config.assignments import Assignment, from_document, from_values
 from maxpipe.config.config_files import FOREIGN_SUFFIXES, bundled_configs
-from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.schema import KEYS, SECTIONS
 from maxpipe.config.sections.model import FAMILY
 from maxpipe.config.translation import (
     MODEL,

@@ -34,12 +34,14 @@ from maxpipe.config.assignments import (
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.foreign_keys import join_reason, list_action, value_action
-from maxpipe.config.keys import (
+from maxpipe.config.rules import BOUNDS, did_you_mean, plain_value
+from maxpipe.config.schema import (
     KEYS,
     NAME,
     NAMED_KEYS,
     NAMED_SECTIONS,
     SECTIONS,
+    Config,
     declared_key,
     is_of_another_family,
     item_type,
@@ -49,8 +51,6 @@ from maxpipe.config.keys import (
     split_key,
     without_none,
 )
-from maxpipe.config.rules import BOUNDS, did_you_mean, plain_value
-from maxpipe.config.schema import Config
 from maxpipe.config.sections.model import FAMILY, family_section
 from maxpipe.config.translation import (
     CONTEXT_KEYS,

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe.config.foreign_keys import match_key
-from maxpipe.config.keys import (
+from maxpipe.config.load import LoadedConfig, to_yaml, type_name
+from maxpipe.config.rules import BOUNDS, ITEM, did_you_mean, field_name
+from maxpipe.config.schema import (
     ALL_KEYS,
     ALL_SECTIONS,
     ITEM_SECTIONS,
@@ -35,8 +37,6 @@ from maxpipe.config.keys import (
     section_of,
     without_none,
 )
-from maxpipe.config.load import LoadedConfig, to_yaml, type_name
-from maxpipe.config.rules import BOUNDS, ITEM, did_you_mean, field_name
 from maxpipe.config.translation import MODEL
 from maxpipe.config.yaml_values import NAME_FORM, to_yaml_line
 from maxpipe.errors import ConfigError

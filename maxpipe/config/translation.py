@@ -20,8 +20,8 @@ from maxpipe.config.foreign_keys import (
     match_exact_value,
     match_key,
 )
-from maxpipe.config.keys import KEYS, default_of, is_of_another_family, section_of
 from maxpipe.config.rules import BATCH_AXES, BOUNDS, axis_keys, format_value, normalize_name
+from maxpipe.config.schema import KEYS, default_of, is_of_another_family, section_of
 from maxpipe.config.sections.model import FAMILY, family_section
 from maxpipe.config.yaml_values import READERS, Raw, to_yaml_line
 from maxpipe.io.files import accelerators

@@ -20,8 +20,8 @@ from typing import Any, Literal
 import yaml
 
 from maxpipe.config.config_files import ConfigFile, broken_link, missing_file_action
-from maxpipe.config.keys import ITEM_KEYS, ITEM_SECTIONS, names_in, without_none
 from maxpipe.config.rules import EXAMPLES, ITEM, did_you_mean, field_name
+from maxpipe.config.schema import ITEM_KEYS, ITEM_SECTIONS, names_in, without_none
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.formatting import format_nested

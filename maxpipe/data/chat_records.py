@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from maxpipe.config.keys import default_of
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.schema import default_of
 from maxpipe.config.sections.source import (
     SourceConfig,
     is_template,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
-from maxpipe.checkpoint.folder import BestMetric
+from maxpipe.checkpoint.retention import BestMetric
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.io.formatting import pluralize

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maxpipe.config.keys import KEYS, names_in
 from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean
+from maxpipe.config.schema import KEYS, names_in
 from maxpipe.config.sections.model import family_section
 from maxpipe.errors import ConfigError
 from maxpipe.io.files import read

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float, Int
 
 from maxpipe.models.layers import attention
-from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention import BACKENDS
 from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Float
 
 from maxpipe.models.layers import latent_attention
-from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention import BACKENDS
 from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention_layer import rotary_frequencies, rotate

@@ -29,9 +29,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from maxpipe.config.check import check
-from maxpipe.config.keys import KEYS, default_of
 from maxpipe.config.load import LoadedConfig, parse_setting
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import KEYS, Config, default_of
 from maxpipe.config.sections.model import has_experts, has_sequential_layers
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import Hardware

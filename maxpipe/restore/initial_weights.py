@@ -26,7 +26,9 @@ from maxpipe.checkpoint.manager import RestoredCheckpoint, open_address, resolve
 from maxpipe.checkpoint.reader import content_digest
 from maxpipe.checkpoint.storage import DamagedError, in_bucket
 from maxpipe.config.check import error_location
-from maxpipe.config.keys import (
+from maxpipe.config.load import LoadedConfig, to_dict
+from maxpipe.config.rules import format_value
+from maxpipe.config.schema import (
     KEYS,
     default_of,
     flatten,
@@ -36,8 +38,6 @@ from maxpipe.config.keys import (
     section_of,
     upgrade_setting,
 )
-from maxpipe.config.load import LoadedConfig, to_dict
-from maxpipe.config.rules import format_value
 from maxpipe.config.sections.model import FAMILY
 from maxpipe.errors import ConfigError, Problem, StorageError
 from maxpipe.huggingface.folder import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of

@@ -21,9 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 
 import maxpipe
 from maxpipe.config.check import check
-from maxpipe.config.keys import flatten, may_differ
 from maxpipe.config.load import LoadedConfig, to_dict
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import Config, flatten, may_differ
 from maxpipe.config.sections.distill import runs_teacher
 from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.config.sections.guard import GuardConfig

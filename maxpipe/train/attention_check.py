@@ -25,7 +25,7 @@ from maxpipe.io.files import read_json_lines
 from maxpipe.models.layers.attention import AUTO, Attention
 from maxpipe.models.layers.latent_attention import LatentAttention
 from maxpipe.models.spec import Model
-from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention import BACKENDS
 from maxpipe.nn.attention.interface import AttentionBackend, Mask
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh

@@ -25,10 +25,9 @@ from maxpipe.checkpoint.storage import (
     run_folder,
 )
 from maxpipe.config.check import error_location
-from maxpipe.config.keys import flatten, legacy_value_of, may_differ
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.rules import format_value
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import Config, flatten, legacy_value_of, may_differ
 from maxpipe.config.sections.source import paths_of
 from maxpipe.config.sections.train import BatchRamp, total_steps
 from maxpipe.data.corpus import compare_fingerprints

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 
 import maxpipe
-from maxpipe.config.keys import flatten
 from maxpipe.config.load import to_dict, to_yaml
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import Config, flatten
 from maxpipe.io import redact
 from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.draw import OVERVIEW_WIDTH, Box, Canvas, Label, summary

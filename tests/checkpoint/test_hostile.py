@@ -21,7 +21,7 @@ from maxpipe.cli import main
 from maxpipe.errors import MaxpipeError
 from maxpipe.launch.job import newest_step
 from maxpipe.launch.local import ProcessLog
-from maxpipe.telemetry import curves
+from maxpipe.telemetry import goodput
 from maxpipe.telemetry.writers import EventLog, MetricWriter
 
 Capture = pytest.CaptureFixture[str]
@@ -282,11 +282,11 @@ def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
     ]
     lines = [json.dumps({"time": TIME} | record).encode() + b"\n" for record in good]
     (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
-    expected = curves.goodput_to_dict(curves.read_goodput(tmp_path))
+    expected = goodput.goodput_to_dict(goodput.read_goodput(tmp_path))
     bad = b"".join(text.rstrip(b"\n") + b"\n" for text in TEXTS.values())
     (tmp_path / "events.jsonl").write_bytes(bad.join(lines))
-    assert curves.goodput_to_dict(curves.read_goodput(tmp_path)) == expected
-    assert re.search(r"productive steps", curves.format_goodput(curves.read_goodput(tmp_path)))
+    assert goodput.goodput_to_dict(goodput.read_goodput(tmp_path)) == expected
+    assert re.search(r"productive steps", goodput.format_goodput(goodput.read_goodput(tmp_path)))
 
 
 def test_a_year_of_records_takes_seconds(tmp_path: Path):
@@ -297,4 +297,4 @@ def test_a_year_of_records_takes_seconds(tmp_path: Path):
             record = {"time": TIME, "event": "time", "step": step, "seconds": {"step": 1.0}}
             file.write(json.dumps(record) + "\n")
     with at_most(20):
-        assert curves.read_goodput(tmp_path).seconds[curves.PRODUCTIVE] == 20_000
+        assert goodput.read_goodput(tmp_path).seconds[goodput.PRODUCTIVE] == 20_000

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxpipe.checkpoint.folder import BestMetric, CheckpointInfo, RetentionRules, select_retained
+from maxpipe.checkpoint.retention import BestMetric, CheckpointInfo, RetentionRules, select_retained
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 
 HOUR = 3600.0

@@ -12,9 +12,9 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import config_files
-from maxpipe.config.keys import KEYS
 from maxpipe.config.load import load
 from maxpipe.config.render import field_docs
+from maxpipe.config.schema import KEYS
 from tests.errors import assert_error
 
 Capture = pytest.CaptureFixture[str]

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxpipe.config import check, rules
-from maxpipe.config.keys import ITEM_KEYS, KEYS, section_of, without_none
 from maxpipe.config.load import load
 from maxpipe.config.rules import BOUNDS, ITEM
-from maxpipe.config.schema import Config
+from maxpipe.config.schema import ITEM_KEYS, KEYS, Config, section_of, without_none
 from maxpipe.config.sections.train import TrainConfig, total_steps
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.models.param_names import declared

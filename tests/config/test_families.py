@@ -11,7 +11,8 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config import render
 from maxpipe.config.assignments import from_override
-from maxpipe.config.keys import (
+from maxpipe.config.load import from_dict, load, to_dict, to_yaml
+from maxpipe.config.schema import (
     KEYS,
     RENAMED_KEYS,
     SECTIONS,
@@ -19,7 +20,6 @@ from maxpipe.config.keys import (
     upgrade_config,
     upgrade_setting,
 )
-from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.llama import LlamaConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from maxpipe.config.keys import flatten, upgrade_config, upgrade_setting
 from maxpipe.config.load import load, to_dict
+from maxpipe.config.schema import flatten, upgrade_config, upgrade_setting
 
 RUN = ["tiny", "train.steps=2"]
 MIXTURE = ["data.mixture.web.source=synthetic"]

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from maxpipe.config import check
-from maxpipe.config.keys import ITEM_SECTIONS, upgrade_config, upgrade_setting
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.config.render import explain, json_schema, markdown
 from maxpipe.config.rules import BOUNDS, EXAMPLES, ITEM, format_value
+from maxpipe.config.schema import ITEM_SECTIONS, upgrade_config, upgrade_setting
 from maxpipe.config.sections.data import MixtureStageConfig
 from maxpipe.config.sections.optim import (
     LRMultiplierConfig,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from maxpipe.config.keys import KEYS, flatten, sections_of
 from maxpipe.config.load import from_dict, load, to_dict, to_yaml
+from maxpipe.config.schema import KEYS, flatten, sections_of
 from maxpipe.config.yaml_values import MAX_FILE_BYTES
 from maxpipe.errors import ConfigError
 from tests.errors import assert_error

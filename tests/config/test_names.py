@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config.foreign_keys import foreign_tables
-from maxpipe.config.keys import KEYS, SECTIONS
 from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean, normalize_name
+from maxpipe.config.schema import KEYS, SECTIONS
 from maxpipe.config.sections.data import SourceConfig
 from maxpipe.config.translation import convert_value
 from maxpipe.errors import ConfigError

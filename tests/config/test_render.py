@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from maxpipe.config import render, schema
-from maxpipe.config.keys import ALL_KEYS, ALL_SECTIONS, SECTIONS
 from maxpipe.config.load import load, to_dict
+from maxpipe.config.schema import ALL_KEYS, ALL_SECTIONS, SECTIONS
 from maxpipe.errors import ConfigError
 from maxpipe.models.count import num_params
 from maxpipe.models.registry import describe

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from maxpipe.config import translation
-from maxpipe.config.keys import KEYS, flatten
 from maxpipe.config.load import load, parse_setting, to_dict
+from maxpipe.config.schema import KEYS, flatten
 from maxpipe.config.sections.model import FAMILY
 from maxpipe.config.translation import CONTEXT_KEYS, Translation, TranslationContext, translate
 from maxpipe.errors import ConfigError, Problem

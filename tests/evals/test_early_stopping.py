@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.checkpoint.folder import BestMetric
+from maxpipe.checkpoint.retention import BestMetric
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.evals.early_stopping import EarlyStopping

@@ -389,7 +389,8 @@ def test_imported_logits_are_those_of_transformers(
     import jax.numpy as jnp
 
     from maxpipe.models.count import even_blocks, unrolled_blocks
-    from maxpipe.nn.attention import backends, blockwise, splash
+    from maxpipe.nn import attention
+    from maxpipe.nn.attention import blockwise, splash
     from maxpipe.nn.decoder import Decoder
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.sharding import AxisRules
@@ -400,7 +401,7 @@ def test_imported_logits_are_those_of_transformers(
     monkeypatch.setattr(blockwise, "unrolled_blocks", short)
     monkeypatch.setattr(blockwise, "even_blocks", lambda tokens, block=0: even_blocks(tokens, 8))
     interpreted = partial(splash.attend, interpret=True)
-    monkeypatch.setitem(backends.BACKENDS, "splash", interpreted)
+    monkeypatch.setitem(attention.BACKENDS, "splash", interpreted)
     named: dict[str, Any] = {"compute_dtype": "float32", "attention": backend}
     job = folders[name]
     config = dataclasses.replace(open_folder(job["folder"]).config, **named)

@@ -13,8 +13,8 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config import config_files
-from maxpipe.config.keys import flatten
 from maxpipe.config.load import load
+from maxpipe.config.schema import flatten
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface.config_json import read_description, table_for, to_json, values
 from maxpipe.huggingface.mapping import (

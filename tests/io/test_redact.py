@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.config.keys import KEYS
 from maxpipe.config.load import load, to_dict, to_yaml
+from maxpipe.config.schema import KEYS
 from maxpipe.errors import ConfigError
 from maxpipe.io import redact
 from maxpipe.io.redact import REDACTED

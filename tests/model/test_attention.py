@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.config.keys import KEYS
+from maxpipe.config.schema import KEYS
 from maxpipe.models.layers.attention import CANNOT, Rope
 from maxpipe.models.layers.attention import Attention as Part
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention import BACKENDS
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention.xla import attend
 from maxpipe.nn.attention_layer import Attention, rotary_frequencies, rotate

@@ -11,7 +11,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
-from maxpipe.telemetry import curves
+from maxpipe.telemetry import goodput
 
 MIDNIGHT = datetime(2026, 3, 1, 23, 59, 30, tzinfo=UTC)
 
@@ -50,7 +50,7 @@ def killed_once(tmp_path: Path) -> Path:
 
 @pytest.mark.fault("F20")
 def test_every_second_has_a_cause(killed_once: Path) -> None:
-    found = curves.read_goodput(killed_once)
+    found = goodput.read_goodput(killed_once)
     assert found.seconds == pytest.approx(
         {
             "productive": 85 + 45 + 45,  # steps 11 to 15 of the second record count
@@ -80,7 +80,7 @@ def test_a_clock_that_was_set_back_takes_no_time_away(killed_once: Path) -> None
         earlier = datetime.fromisoformat(record["time"]) - timedelta(hours=5)
         lines[place] = json.dumps(record | {"time": earlier.isoformat()})
     (killed_once / "events.jsonl").write_text("\n".join(lines))
-    found = curves.read_goodput(killed_once)
+    found = goodput.read_goodput(killed_once)
     assert "down" not in found.seconds and found.total == pytest.approx(298)
 
 
@@ -95,7 +95,7 @@ def test_a_finished_run_that_is_started_again_does_no_step_again(tmp_path: Path)
     ledger.write("start", 3, step=20, seconds={"start": 3})
     ledger.write("time", 2, step=20, seconds={"loop": 2})
     ledger.write("done", step=20)
-    found = curves.read_goodput(tmp_path)
+    found = goodput.read_goodput(tmp_path)
     assert found.seconds == {"productive": 11, "save": 1, "start": 4 + 3 + 2}
 
 
@@ -107,7 +107,7 @@ def test_steps_before_a_rollback_do_not_count(tmp_path: Path, event: str) -> Non
     ledger.write("time", 10, step=10, seconds={"step": 10})
     ledger.write(event, step=10, to=5)
     ledger.write("time", 10, step=15, seconds={"step": 10})
-    assert curves.read_goodput(tmp_path).seconds == pytest.approx({"productive": 15, "redone": 5})
+    assert goodput.read_goodput(tmp_path).seconds == pytest.approx({"productive": 15, "redone": 5})
 
 
 def test_the_command(killed_once: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,24 +121,24 @@ def test_the_command(killed_once: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_folder_without_records(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must contain the file events.jsonl"):
-        curves.read_goodput(tmp_path)
+        goodput.read_goodput(tmp_path)
 
 
 def test_half_a_record_is_left_out(killed_once: Path) -> None:
     with (killed_once / "events.jsonl").open("a") as file:
         file.write('{"time": "2026-03')
-    assert curves.read_goodput(killed_once).total == pytest.approx(358)
+    assert goodput.read_goodput(killed_once).total == pytest.approx(358)
 
 
 @pytest.mark.parametrize("number", ["NaN", "1e308", "-1e400", "9" * 400, "9" * 5000, "1e11"])
 @pytest.mark.parametrize("key", ["uptime", "step", "seconds", "to"])
 def test_odd_numbers_in_events_are_no_records(key: str, number: str, killed_once: Path) -> None:
-    before = curves.read_goodput(killed_once)
+    before = goodput.read_goodput(killed_once)
     value = f'{{"step": {number}}}' if key == "seconds" else number
     event = "rollback" if key == "to" else "time"
     fields = {"time": '"2026-03-01T23:59:30+00:00"', "event": f'"{event}"', "step": "20"}
     line = ", ".join(f'"{name}": {given}' for name, given in (fields | {key: value}).items())
     with (killed_once / "events.jsonl").open("a") as file:
         file.write(f"{{{line}}}\n")
-    assert curves.read_goodput(killed_once) == before
+    assert goodput.read_goodput(killed_once) == before
     assert main(["goodput", str(killed_once)]) == 0

@@ -15,8 +15,7 @@ from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
-from maxpipe.nn.attention import blockwise, cudnn
-from maxpipe.nn.attention.backends import BACKENDS
+from maxpipe.nn.attention import BACKENDS, blockwise, cudnn
 from maxpipe.train import attention_check
 from maxpipe.train.attention_check import (
     AttentionDeviation,
@@ -172,9 +171,9 @@ def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
 
 
 BROKEN = """
-from maxpipe.nn.attention import backends
-right = backends.BACKENDS["blockwise"]
-backends.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
+from maxpipe.nn import attention
+right = attention.BACKENDS["blockwise"]
+attention.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
 """
 
 

@@ -25,7 +25,7 @@ from maxpipe.errors import DivergenceError, Preemption, ReplicaError
 from maxpipe.step import build
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
-from maxpipe.telemetry import curves
+from maxpipe.telemetry import goodput
 from maxpipe.train import run, set_up
 from maxpipe.train.loop import train
 from tests.errors import assert_error
@@ -240,7 +240,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
     found = recorded(here.folder)
     assert list(found) == list(range(1, last + 1))
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
-    spent = curves.read_goodput(here.folder).seconds
+    spent = goodput.read_goodput(here.folder).seconds
     assert spent["redone"] > 0 and spent["restore"] > 0
     data = saved(here.folder).metadata.data
     assert data["step"] == last + 2 + 4

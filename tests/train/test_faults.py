@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from maxpipe.checkpoint.manager import open_run
-from maxpipe.telemetry import curves
+from maxpipe.telemetry import goodput
 from tests.train.runs import (
     SAME,
     Run,
@@ -302,14 +302,14 @@ time.time, time.time_ns, datetime.datetime = now, lambda: int(now() * 1e9), Cloc
     times = [record["time"] for record in ledger(tmp_path / "run")]
     assert times[0].startswith("2027-01-14T23:0") and times[-1].startswith("2027-01-14T20:0")
     assert any(time.startswith("2027-01-15T01:0") for time in times)
-    found = curves.read_goodput(tmp_path / "run")
+    found = goodput.read_goodput(tmp_path / "run")
     assert [each.ended for each in found.attempts] == ["done"] and 0 < found.total < seconds
     assert saved_steps(tmp_path / "run") == [20, 24]
     forget_after(tmp_path / "run", 20)
     run(*arguments)
     assert losses(tmp_path / "run") == losses(unbroken)
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
-    assert curves.read_goodput(tmp_path / "run").total > found.total
+    assert goodput.read_goodput(tmp_path / "run").total > found.total
 
 
 @pytest.mark.fault("O1")

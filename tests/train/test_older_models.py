@@ -15,8 +15,8 @@ import pytest
 
 from maxpipe.checkpoint.folder import CheckpointFolder
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER
-from maxpipe.config import keys
 from maxpipe.config import load as load_module
+from maxpipe.config import schema
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
 from maxpipe.io.typed_json import legacy_value
@@ -114,7 +114,7 @@ def test_a_run_with_former_values_resumes(tmp_path: Path) -> None:
 
 def test_former_values_in_a_checkpoint_are_upgraded() -> None:
     metadata = CheckpointFolder(FORMER_VALUES / CHECKPOINTS_FOLDER).read_metadata(2)
-    values = keys.flatten(metadata.config)
+    values = schema.flatten(metadata.config)
     for key, (_, current) in RENAMED_VALUES.items():
         assert values[key] == current
     assert "packing" not in metadata.data["fingerprint"]
@@ -181,10 +181,10 @@ class _Wider(LlamaConfig):
 def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the section of Llama: one means today what runs did before, the other does not."""
     load_module._unset.cache_clear()
-    for sections in (keys.SECTIONS, keys.ALL_SECTIONS):
+    for sections in (schema.SECTIONS, schema.ALL_SECTIONS):
         monkeypatch.setitem(sections, "model.llama", _Wider)
-    monkeypatch.setitem(keys.KEYS, "model.llama.new", int)
-    monkeypatch.setitem(keys.KEYS, "model.llama.changed", float)
+    monkeypatch.setitem(schema.KEYS, "model.llama.new", int)
+    monkeypatch.setitem(schema.KEYS, "model.llama.changed", float)
     yield
     load_module._unset.cache_clear()
 

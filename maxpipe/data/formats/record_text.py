@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from maxpipe.config.keys import default_of
+from maxpipe.config.schema import default_of
 from maxpipe.config.sections.source import split_template
 from maxpipe.io.typed_json import parse_json
 
