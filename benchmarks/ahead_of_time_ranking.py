@@ -1,4 +1,4 @@
-"""Predicted order of layouts compared with the order from the TPU compiler.
+"""Predicted ranking of layouts compared with the ranking by TPU compiler estimates.
 
     python benchmarks/ahead_of_time_ranking.py                     # prints the table
     python benchmarks/ahead_of_time_ranking.py --write             # and ahead_of_time_ranking.md
@@ -8,10 +8,10 @@ No TPU is used. libtpu compiles the train step of llama3-8b for 32 chips in diff
 on this machine (`pip install '.[tpu]'`). The compiler time of a layout is the sum of two parts. The
 first part is the compiler's cycle estimate on the busiest stages. The second part is the exposed
 time of collectives, for which the compiler has no estimate. It is computed from their bytes at the
-published link rate. A synchronous collective counts in full. An asynchronous collective counts for
-the time that exceeds the estimated cycles between its start and done operations. Two collectives of
-one group never overlap with the same cycles. Each program is compiled in a separate process.
-Results are cached in `--cache` by source and settings.
+published link rate. The full time of a synchronous collective is counted. For an asynchronous
+collective, only the time that exceeds the estimated cycles between its start and done operations is
+counted. Two collectives of one group never overlap with the same cycles. Each program is compiled
+in a separate process. Results are cached in `--cache` by source and settings.
 """
 
 from __future__ import annotations
@@ -234,8 +234,8 @@ def page_of(rows: Sequence[Row]) -> str:
     place = by_compiler.index(by_forecast[0]) + 1
     correlation, _ = spearmanr(predicted, seconds)
     lines = [
-        f"Spearman correlation of the two orders: {correlation:.3f} (required: at least {LEAST}). "
-        f"The layout that is predicted to be fastest has compiler rank {place} "
+        f"Spearman correlation of the two rankings: {correlation:.3f} (required: at least "
+        f"{LEAST}). The layout that is predicted to be fastest has compiler rank {place} "
         f"(required: at most {AMONG}).",
         "",
         "| predicted rank | predicted ms | compiler rank | compiler ms | compute ms "

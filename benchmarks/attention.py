@@ -3,8 +3,8 @@
     python benchmarks/attention.py            # prints the tables
     python benchmarks/attention.py --write    # and writes benchmarks/attention.md
 
-The attention has 8 query heads and 4 key/value heads of size 64, in float32. Sequences contain
-packed documents or a single document. All programs of a table row run alternately, so that other
+Attention uses 8 query heads and 4 key/value heads of size 64, in float32. Sequences contain
+packed documents or a single document. All programs in a table row run alternately, so that other
 load on the machine affects all of them. Times are medians of the ratios to plain attention in the
 same round, for wall time and for processor time. Processor time excludes other processes. Memory is
 the temporary memory of the compiled program, without arguments and results.
@@ -126,7 +126,7 @@ def main() -> None:
         [
             "# Blockwise attention",
             f"`python benchmarks/attention.py --write`, JAX {jax.__version__} on {device}. The "
-            f"test is the forward and backward pass in float32 with {HEADS} query heads and "
+            f"benchmark runs the forward and backward pass in float32 with {HEADS} query heads and "
             f"{KV_HEADS} key/value heads of size {SIZE}. `blockwise` and `xla` run alternately, "
             "and a ratio is the time of `blockwise` divided by that of `xla`. Times and ratios are "
             "in processor time over all cores unless stated otherwise. The document column is the "

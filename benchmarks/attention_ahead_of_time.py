@@ -3,8 +3,8 @@
     python benchmarks/attention_ahead_of_time.py          # prints the table
     python benchmarks/attention_ahead_of_time.py --write  # and writes attention_ahead_of_time.md
 
-The programs are those of `tpu_ahead_of_time.py`, and no TPU is used. The compilation of each
-of the eight programs needs a few minutes. Results are cached in `--cache`.
+The programs are those of `tpu_ahead_of_time.py`, and no TPU is used. Each of the eight programs
+compiles in a few minutes. Results are cached in `--cache`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Tensor and sequence parallelism in estimates of the TPU compiler, without a TPU.
+"""TPU compiler estimates for tensor and sequence parallelism, without a TPU.
 
     python benchmarks/collective_matmul.py          # prints the table
     python benchmarks/collective_matmul.py --write  # and writes collective_matmul.md
 
 libtpu compiles the train step of an 8B-class model (32 layers, 8 key/value heads) for 32 chips
-(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). No TPU is used. Each program is
-compiled in a separate process, and needs several minutes.
+(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). No TPU is used. Each program is compiled in a
+separate process, which runs for several minutes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
                 "head_dim": 128,
                 "d_mlp": 14336,
                 "vocab_size": 128256,
-                "attention": "xla",  # the compiler estimates cycles of matmuls, but not of kernels
+                "attention": "xla",  # the compiler estimates cycles for matmuls, not for kernels
             },
             "mesh": {"ici_stage": STAGES, "ici_fsdp": fsdp, "ici_tensor": tensor} | switches,
             "pipeline": {"microbatches": MICROBATCHES, "repeats": 2, "idle": "compute"},

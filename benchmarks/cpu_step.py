@@ -266,9 +266,9 @@ def main() -> None:
             f"Model: {MODEL['num_layers']} layers, D {MODEL['d_model']}, F {MODEL['d_mlp']}, "
             f"{MODEL['num_heads']} heads, T {TOKENS}, V {MODEL['vocab_size']}, float32, {ROWS} "
             f"sequences. Layouts with stages use the interleaved schedule with 2 repeats and 8 "
-            f"microbatches. Times are the processor time of a step, as medians of "
-            f"{options.steps - 1} steps. The last column is the largest relative difference of the "
-            f"losses of {options.steps} steps, with a limit of {MOST:.0e}.\n\n"
+            f"microbatches. Times are the processor time per step, as medians of "
+            f"{options.steps - 1} steps. The last column is the largest relative difference "
+            f"between the losses of {options.steps} steps, with a limit of {MOST:.0e}.\n\n"
             "| layout | before | after | ratio | limit | loss difference |\n"
             "| --- | --- | --- | --- | --- | --- |\n"
         )

@@ -3,12 +3,12 @@
     DATASETS=.../bin/python python benchmarks/data.py           # prints the tables
     DATASETS=.../bin/python python benchmarks/data.py --write   # and writes data.md
 
-`DATASETS` is a Python interpreter with datasets, tokenizers and transformers. Both sides read the
-same JSON lines, which are made from the files of the Python standard library. They use the same
-tokenizer, which was trained on these lines, and the same number of processes. Repetitions
-alternate, and a ratio is the median of the ratios of pairs. For maxpipe, the full command is
-measured, from its start to the checksummed files. For datasets, only `map` is measured, without the
-conversion of JSON before it.
+`DATASETS` is a Python interpreter with datasets, tokenizers and transformers. Both programs read
+the same JSON Lines file, which is generated from the source files of the Python standard library.
+They use the same tokenizer, which was trained on this file, and the same number of processes.
+Repetitions alternate, and a ratio is the median over pairs of repetitions. For maxpipe, the full
+command is measured, from its start to the checksummed files. For datasets, only `map` is measured,
+excluding the JSON conversion before it.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def compare(folder: Path) -> list[str]:
         few.writelines(line for number, line in enumerate(all_lines) if number % 8 == 0)
     options = ["--vocab-size", str(VOCABULARY), "--out", str(tokenizer)]
     run(command("tokenizer", "train", str(sample), *options))
-    python = os.environ.get("DATASETS") or sys.exit("DATASETS must name a Python with datasets")
+    python = os.environ.get("DATASETS") or sys.exit(
+        "DATASETS must name a Python interpreter with datasets"
+    )
     times: dict[str, list[float]] = {name: [] for name in ("maxpipe", *WAYS)}
     for number in range(REPEATS):
         seconds, tokens = prepared(folder, lines, tokenizer, number)
@@ -121,7 +123,7 @@ def compare(folder: Path) -> list[str]:
 
 
 def start(folder: Path) -> list[str]:
-    """Return the table for the start of a run with 100 GB of data."""
+    """Return the table of startup times for a run with 100 GB of data."""
     large = folder / "large"
     large.mkdir()
     write_sparse(large)

@@ -5,9 +5,9 @@
 
 `ORACLE` is a Python interpreter with torch and transformers, as for `make test-oracle`. It creates
 a model with random weights in a folder that both programs load, and generates tokens on request.
-Both use float32, a KV cache and the same cores. The default of `--cores` is one, because threads of
-two alternating programs would measure the load of the machine. Repetitions alternate, and a ratio
-is computed from the times of each pair. The generated tokens of both programs are compared.
+Both use float32, a KV cache and the same cores. `--cores` defaults to 1, because with more threads,
+two alternating programs would mainly measure the load on the machine. Repetitions alternate, and a
+ratio is computed from the times of each pair. The generated tokens of both programs are compared.
 """
 
 from __future__ import annotations

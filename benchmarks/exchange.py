@@ -6,7 +6,7 @@
 
 The script creates a folder with random bfloat16 weights in files of at most 5 GB. It then runs five
 steps: copy the folder, import it, copy it again, export the imported checkpoint, and copy the
-folder a third time. A copy computes SHA-256 of each byte and flushes the files to disk. The
+folder a third time. A copy hashes all data with SHA-256 and flushes the files to disk. The
 exported files must equal the original files. Each command is compared with the copies directly
 before and after it, because disk speed and other load change. Files are dropped from the page cache
 before they are read. Memory is the sampled peak of the resident set of a process. The script needs

@@ -4,8 +4,8 @@
     python benchmarks/gpu_ahead_of_time.py --write    # and writes gpu_ahead_of_time.md
 
 `maxpipe compile` compiles the real train step of each row for GPUs ahead of time
-(`pip install '.[gpu-aot]'`), and `maxpipe plan` computes a prediction. No GPU is used. The
-script runs for five minutes on two cores.
+(`pip install '.[gpu-aot]'`), and `maxpipe plan` computes a prediction. No GPU is used. The script
+runs for five minutes on two cores.
 """
 
 from __future__ import annotations

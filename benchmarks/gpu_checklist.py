@@ -5,9 +5,9 @@
     python benchmarks/gpu_checklist.py --tiny --out ...          # small sizes, also on a CPU
     python benchmarks/gpu_checklist.py --write results.jsonl     # tables of gpu_checklist.md
 
-The script requires the GPU, jax's CUDA plugin, torch and transformers, and needs fifteen minutes.
-Every row is a separate process with a time limit, and every result is written to the file
-immediately. During each row, the process of the next row imports its packages, and waits before it
+The script requires the GPU, jax's CUDA plugin, torch and transformers, and runs for fifteen
+minutes. Every row is a separate process with a time limit, and every result is written to the file
+immediately. While a row runs, the process of the next row imports its packages and waits before it
 uses the GPU.
 """
 
@@ -139,7 +139,7 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 
 def results_of(process: subprocess.Popen[str], limit: int) -> Iterator[dict[str, Any]]:
-    """Signal the measurement of a process, yield its results, and kill it after `limit` seconds."""
+    """Signal a process to start measuring, yield its results, and kill it after `limit` seconds."""
     assert process.stdin is not None and process.stdout is not None
     timer = threading.Timer(limit, stop, [process])
     timer.start()
@@ -232,7 +232,7 @@ def decode_cells(found: dict[str, Any]) -> list[str]:
 
 
 def write_page(results: Sequence[dict[str, Any]]) -> None:
-    """Replace the tables of gpu_checklist.md, which are between pairs of HTML comments."""
+    """Replace the tables of gpu_checklist.md, which are delimited by pairs of HTML comments."""
     measured = [found for found in results if "seconds" in found or "seconds_per_token" in found]
     failed = [[found["row"]] for found in results if found.get("code", 0) != 0]
     tables = {

@@ -1,7 +1,7 @@
 """Measurement functions of gpu_checklist.py. They run in the child process of a row.
 
-Each function is a generator. It imports packages, yields once, and does not use the GPU before that
-point. Then it yields its results.
+Each function is a generator that imports packages, yields once before it uses the GPU, and then
+yields its results.
 """
 
 from __future__ import annotations

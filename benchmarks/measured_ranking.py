@@ -64,8 +64,8 @@ def config_of(name: str) -> Config:
 def measured(layouts: list[Candidate]) -> list[float]:
     """Return the median step time of each layout in seconds, measured in separate processes.
 
-    In a shared process, the heap that one program leaves determines which other programs must
-    allocate new memory in every step.
+    In a shared process, the state of the heap after one program determines which other programs
+    must allocate new memory in every step.
     """
     spawned, runs = multiprocessing.get_context("spawn"), []
     for candidate in layouts:
@@ -121,7 +121,7 @@ class Ranking:
     """Excess time of the layout that is predicted to be fastest, relative to the fastest layout."""
     layouts: int
     correlation: float
-    """Spearman correlation of the predicted and the measured order."""
+    """Spearman correlation between the predicted and the measured ranking."""
 
 
 def correlation(orders: list[int]) -> float:
@@ -179,14 +179,14 @@ The differences between layouts near the top are smaller than the variation of a
 time, so their order changes between runs of this benchmark. The correlations cover only the best
 few percent of the layouts in a search. The predictions have the following known errors:
 
-- Predictions for tensor parallelism without sequence parallelism (`sequence_parallel=False`) are up
-  to 25% too slow. The cost of splitting layers is measured with sequence parallelism and also used
-  without it.
-- Predictions with one gather per small layer are too fast (`deep`,
-  `ici_fsdp=8 weight_gather=iteration`). With 2 and 4 microbatches, the error is 20%. Devices that
-  share CPU cores wait for each other at each gather, but the calibration measures only the wait
-  times of complete ticks.
-- Predictions with `remat=none` are up to 10% too slow.
+- For tensor parallelism without sequence parallelism (`sequence_parallel=False`), predicted times
+  are up to 25% too long. The cost of splitting layers is measured only with sequence parallelism,
+  but is also used without it.
+- With one gather per small layer, predicted times are too short (`deep`, `ici_fsdp=8
+  weight_gather=iteration`). With 2 and 4 microbatches, the error is 20%. Devices that share CPU
+  cores wait for each other at each gather, but the calibration measures only the wait times of
+  complete ticks.
+- With `remat=none`, predicted times are up to 10% too long.
 - The loss head is not measured separately.
 """
 

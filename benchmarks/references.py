@@ -8,8 +8,8 @@ stages. praxis and MaxText run their circular pipelines in this way.
 
 `sharded_loss` has no pipeline. It processes the full batch at once, with every layer under
 `jax.checkpoint`, and shards sequences and parameters over all devices. Each device gathers a
-layer's weights where it computes the layer. Differentiation turns these gathers into reductions.
-Without explicit gathers, XLA for CPU would reduce unsharded gradients on every device.
+layer's weights immediately before it computes the layer. Differentiation turns these gathers into
+reductions. Without explicit gathers, XLA for CPU would reduce unsharded gradients on every device.
 """
 
 from __future__ import annotations

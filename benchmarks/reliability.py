@@ -96,7 +96,7 @@ def seconds_of_guard(config: Config) -> float:
     guarded = build_synthetic_step(build_steps(config, device))
     jax.block_until_ready(guarded())
     added = []
-    for turn in range(PAIRS):  # both programs run first equally often
+    for turn in range(PAIRS):  # each program runs first equally often
         if turn % 2:
             seconds = _taken(guarded)
             added.append(seconds - _taken(without))

@@ -186,7 +186,8 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value whose reshaped copy this value is, or the value itself."""
+        """Return the value before any reshapes; the value itself if it is not the result of a
+        reshape."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -202,7 +203,7 @@ class FlatJaxpr:
         return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
-        """Return a dict from value numbers to arrays, including the constants."""
+        """Return a dict that maps value numbers to arrays, including the constants."""
         return {**self.constants, **dict(zip(names, values, strict=True))}
 
     def run(self, equations: Sequence[int], env: dict[int, Any]) -> None:
@@ -225,7 +226,7 @@ class FlatJaxpr:
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Return whether a value already varies over the axes of `mark`, as kept values do."""
+    """Return whether a value varies over the axes of `mark`, which is true of kept values."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)

@@ -50,7 +50,7 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
-    """Return the full tree with leaves replaced by those of a partial tree.
+    """Return the full tree, with every leaf that also exists in the partial tree replaced.
 
     An 8-bit weight is kept, and its `gradient` is set to the new leaf.
     """
@@ -137,7 +137,7 @@ class WeightSharding:
 
     @property
     def stacked(self) -> WeightSharding:
-        """Return the sharding of such weights stacked along a new leading dim."""
+        """Return the sharding of weights like this one, stacked along a new leading dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
         automatic = (None, *self.auto_axes)
         return replace(self, dim=dim, auto_axes=automatic, num_stacked=self.num_stacked + 1)

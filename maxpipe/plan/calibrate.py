@@ -213,7 +213,8 @@ def fit_hardware(
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
-        # A transfer that is as fast as an almost empty collective does not determine the bandwidth.
+        # If a transfer is as fast as an almost empty collective, the bandwidth cannot be
+        # determined.
         rates = [
             sent / (seconds - found.latency)
             for seconds, sent in moved
@@ -231,7 +232,7 @@ def fit_hardware(
 def _fit_size_figures(
     measured: Sequence[tuple[float, float]], predicted: Sequence[float]
 ) -> dict[str, float]:
-    """Fit the dependence of the time per token on the microbatch size, relative to the prediction.
+    """Fit how the time per token depends on the microbatch size, relative to the prediction.
 
     The prediction already includes the cost per microbatch of reading weights and accumulating
     gradients.

@@ -203,7 +203,7 @@ def profile_program(
             windows.
         regions: patterns for `op_name`, keyed by region name. Called computations belong to the
             region of their caller.
-        copy_bytes: minimum size in bytes of copies inside loops for them to be listed.
+        copy_bytes: copies inside loops are listed only if they are at least this many bytes.
     """
     walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
     walk.visit(module.entry, 1.0, "", 0)

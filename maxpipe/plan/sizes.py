@@ -44,7 +44,7 @@ _balanced_partition = lru_cache(maxsize=256)(balance_layers)
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Numbers of layers of each type in the chunks, the prologue and the MTP heads."""
+    """Number of layers of each type in the chunks, the prologue and the MTP heads."""
 
     model: Model
     described: Model

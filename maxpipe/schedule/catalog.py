@@ -1,4 +1,4 @@
-"""Catalog of schedules, keyed by name, and their construction.
+"""Catalog of schedules, keyed by name, and the functions that construct them.
 
 Each entry defines a generator of execution orders, the ring's shape, and metadata. `make_schedule`
 places and verifies the execution orders, and the engine runs the resulting table.
@@ -242,6 +242,6 @@ def _check_sizes(
 
 
 def repeats_rule(name: str, spec: ScheduleSpec) -> str:
-    """Return the message for the rule of a schedule with a fixed number of repeats."""
+    """Return the error message that states the number of repeats required by a schedule."""
     reason = "which has one chunk per stage" if spec.repeats == 1 else "whose chunks form a V"
     return f"must be {spec.repeats} with pipeline.schedule={name}, {reason}."

@@ -363,7 +363,7 @@ def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
 
 
 def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:
-    """Return one list for each event e that contains the e-th run of every stage."""
+    """Return one list per event; list e contains the e-th run of every stage."""
     longest = max(map(len, runs), default=0)
     return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
 

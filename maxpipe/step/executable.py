@@ -33,7 +33,7 @@ PROGRAM_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.o
 
 
 class Provenance(TypedDict):
-    """Content of a program's metadata file."""
+    """Contents of a program's metadata file."""
 
     sha256: str
     facts: dict[str, str]
