@@ -211,9 +211,9 @@ PREAMBLE = f"""\
 are medians. For each comparison, the two programs run alternately, {REPEATS} times each. In the
 comparison of `data prepare`, both programs read the same JSON Lines file, which is generated from
 the source files of the Python standard library. Both use the same byte-level BPE tokenizer with a
-vocabulary of {VOCABULARY}. maxpipe encodes with tiktoken if a tokenizer of this type gives
-identical ids. For all other tokenizer types, both programs use the same library, so only the
-surrounding code differs.
+vocabulary of {VOCABULARY}. For such tokenizers, maxpipe encodes with tiktoken if the resulting
+token IDs are identical. For all other tokenizer types, both programs use the same library, so only
+the surrounding code differs.
 """
 
 if __name__ == "__main__":

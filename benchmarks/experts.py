@@ -191,7 +191,7 @@ LISTED = "\n".join(
     for each in SHAPES
 )
 PREAMBLE = f"""\
-# MoE layers in estimates of the TPU compiler
+# TPU compiler estimates for MoE layers
 
 `python benchmarks/experts.py --write`. No TPU was used. The forward and backward pass of one
 bfloat16 layer is compiled for one chip of {TOPOLOGY}. The backward pass computes the gradients of

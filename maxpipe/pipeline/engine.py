@@ -329,5 +329,5 @@ def _sum_sources(sums: jax.Array) -> jax.Array:
 
 
 def _from_first_stage(loss: jax.Array) -> jax.Array:
-    """Return the loss of this device's sequences from stage 0; all stages compute the same loss."""
+    """Return stage 0's loss for this device's sequences; all stages compute the same loss."""
     return broadcast_from(loss, STAGE, 0)

@@ -122,7 +122,7 @@ class LossGradients(NamedTuple):
 
 
 class _Logits(NamedTuple):
-    """Float32 logits for this stage's columns of the vocabulary."""
+    """Float32 logits for this stage's vocabulary columns."""
 
     values: Float[Array, "B T v"]
     slope: Float[Array, "B T v"] | float | None

@@ -8,8 +8,8 @@ identified by data flow, not by shape.
 A split backward pass divides the traced program into two parts: input gradients first, weight
 gradients later. Both parts come from the same program, so shared intermediates are computed once,
 in the first part. Intermediates that the second part needs are saved between the parts; a minimum
-cut of the data flow minimizes their size in bytes. Cheap elementwise operations can be recomputed
-in the second part; matmuls are never recomputed.
+cut of the data-flow graph minimizes their size in bytes. Cheap elementwise operations can be
+recomputed in the second part; matmuls are never recomputed.
 
 Source: JaxPP partitions the jaxpr of the backward pass for zero-bubble schedules
 (arXiv:2412.14374). The minimum cut follows arXiv:2206.11719, which uses it to select the values to
@@ -186,8 +186,7 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value before any reshapes; the value itself if it is not the result of a
-        reshape."""
+        """Return the value before any reshapes that produced this value."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":

@@ -92,7 +92,7 @@ class WeightSharding:
     reduce_dtype: str = "float32"
     """Dtype in which gradients are communicated in reductions."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of the weight, which is then gathered in 8 bits. None if the weight is not
+    """Quantizer for the weight, which is then gathered in 8-bit form. None if the weight is not
     quantized."""
     contracted_dims: int = 0
     """Number of leading dims contracted by the matmul, not counting the `num_stacked` stacked

@@ -78,7 +78,7 @@ FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 MiB)."""
 NUM_STREAMED_PARAMS = 2**25
 """Number of parameters in the timed update. With moments and gradients, they occupy 512 MiB, which
-exceeds the caches. This is the count per device, or in total if the devices share the memory of one
+exceeds the caches. The count is per device, or the total if the devices share the memory of one
 machine."""
 _MAX_MEMORY_SHARE = 0.9
 """Maximum fraction of a layer's time that can be attributed to memory traffic."""

@@ -200,7 +200,7 @@ class CostModel:
         """Return the time in seconds of the MTP layers for one microbatch, including their
         embedding lookup.
 
-        The forward pass of MTP layers runs twice for every `pipeline.remat` mode.
+        The forward pass of MTP layers runs twice in every `pipeline.remat` mode.
         """
         if not (layers := self.sizes.layers.mtp):
             return 0.0

@@ -60,8 +60,8 @@ class InstructionCost:
     count: float
     """Number of executions per run of the program."""
     flops: float = 0.0
-    """FLOP of the matmuls in one execution; a multiply-add counts as 2. For a kernel, the FLOP come
-    from its scope name or its cost estimate."""
+    """FLOP of the matmuls in one execution; a multiply-add counts as 2. For a kernel, the count is
+    read from its scope name or its cost estimate."""
     fused: Computation = field(default_factory=dict)
     """Instructions in a fusion; empty for other instructions."""
 
@@ -108,7 +108,7 @@ class Collective:
     flops_between: float = 0.0
     """FLOP of the matmuls and kernels in these instructions, including loops."""
     between_slices: bool = False
-    """Whether hosts send the data between slices. If so, `group` contains device IDs."""
+    """Whether the hosts transfer the data between slices. If so, `group` contains device IDs."""
 
     @property
     def total_bytes(self) -> float:

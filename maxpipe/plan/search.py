@@ -229,7 +229,7 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
             raise ConfigError.one(
                 f"command line: --fix {key}",
                 value,
-                "must be a number of devices that is at least 1.",
+                "must be a device count of at least 1.",
                 f"Write --fix {key}=2, or remove it to search over all values.",
             )
     return fixed

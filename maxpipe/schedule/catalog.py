@@ -50,8 +50,7 @@ class ScheduleSpec:
     supports_delay: bool = False
     """Whether the schedule supports delayed messages, which need two ticks."""
     idle: Callable[[int, int, int], float] | None = None
-    """Idle fraction in closed form, as a function of (stages, repeats, microbatches), for F = I =
-    W."""
+    """Closed-form idle fraction as a function of (stages, repeats, microbatches), for F = I = W."""
 
     @property
     def uses_group(self) -> bool:

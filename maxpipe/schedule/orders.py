@@ -362,7 +362,7 @@ def read_orders(
 
 
 class _CsvCell(NamedTuple):
-    """A CSV cell with an action, and its column."""
+    """A CSV cell that contains an action, and its column."""
 
     chunk: int
     kind: ActionKind
@@ -468,7 +468,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
             f"{path}: line {line.number}, cell {cell.column}",
             cell,
             f"chunk {cell.chunk} of {num_chunks} belongs to line {home} in a {shape} over "
-            f"{pluralize(len(lines), 'stage')}, the shape closest to this file.",
+            f"{pluralize(len(lines), 'stage')}, the shape that best matches this file.",
             f"Move this action to line {home}.",
         )
     return ring

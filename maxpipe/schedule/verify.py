@@ -1,5 +1,4 @@
-"""Statically verify that a schedule computes the network. The check runs in milliseconds and does
-not need JAX.
+"""Statically verify that a schedule computes the network, in milliseconds and without JAX.
 
 The table is simulated on strings, using the engine's rules for messages and buffers. Every read
 must return exactly the value that the unpipelined network has at that point. A violated dependency,

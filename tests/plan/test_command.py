@@ -101,7 +101,7 @@ def test_a_search_runs_what_it_found(
             [*RUN, "--search", "--fix", "mesh.context_attention=x"],
             "must be one of auto, all_gather",
         ),
-        ([*RUN, "--search", "--fix", "mesh.ici_context=-1"], "must be a number of devices"),
+        ([*RUN, "--search", "--fix", "mesh.ici_context=-1"], "must be a device count"),
         ([*RUN, "--calibrate"], "not allowed with argument --topology"),
         (
             ["plan", "configs/quickstart.yml", "--topology", "cpu:4"],
