@@ -250,7 +250,7 @@ _INFINITE_CAPACITY = 2**31 - 1
 def _min_cut(
     flat: FlatJaxpr, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the values to keep between the two parts, and the early equations to recompute.
+    """Return the values to keep between the two parts, and the first-part equations to recompute.
 
     Every value is an edge whose capacity is its size in bytes; cutting the edge means keeping the
     value. Values that must not be recomputed are connected to the source, and values that the

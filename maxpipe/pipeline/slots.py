@@ -190,8 +190,8 @@ class Reports(NamedTuple):
 class LayerSlots:
     """Run the layers of a stage's chunks.
 
-    Trees of weights, gradients and saved arrays are dicts keyed by layer type. The argument `held`
-    of the methods is the weight tree: all weights of the stage, or the prefetch window.
+    Trees of weights, gradients and saved arrays are dicts keyed by layer type. The methods' `held`
+    argument is the weight tree: all weights of the stage, or the prefetch window.
     """
 
     layers: dict[str, LayerFn]

@@ -77,7 +77,7 @@ class WeightSharding:
     axes: tuple[str, ...] = ()
     """Mesh axes over which this dim is sharded, including fsdp."""
     ungathered_axes: tuple[str, ...] = ()
-    """Mesh axes over which another dim is sharded that is never gathered. Each device uses its
+    """Mesh axes that shard another dim, which is never gathered. Each device uses its
     shard to process the tokens of all devices along these axes."""
     auto_axes: tuple[Any, ...] = ()
     """Auto axes over which each dim is sharded, in the format of a PartitionSpec."""

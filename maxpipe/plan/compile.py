@@ -152,8 +152,8 @@ class CompileReport:
     buffers: dict[str, int]
     """Size in bytes of the buffers carried by the tick loop; included in `working_bytes`."""
     beside_bytes: int = 0
-    """Calculated size in bytes of device memory outside the step's arguments: the reference
-    parameters of GRPO."""
+    """Calculated size in bytes of device memory that is not part of the step's arguments: GRPO's
+    reference parameters."""
     entries: list[ProfileLine] = field(default_factory=list)
     """Operations on the busiest stages in descending order of cycles; empty without cycle
     estimates."""

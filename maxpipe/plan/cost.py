@@ -229,7 +229,7 @@ class LayerCost:
 
     @cached_property
     def traffic(self) -> LayerTraffic:
-        """Return the communication of the layer."""
+        """Return the layer's communication."""
         return LayerTraffic(self.model.sizes, self.name)
 
     @cached_property

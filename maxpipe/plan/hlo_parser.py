@@ -127,7 +127,7 @@ def parse_hlo(text: str) -> Module:
         elif _INSTRUCTION.match(line):
             current.append(line)
         elif current:
-            # The metadata of a kernel contain line breaks. The cycle estimate and the origin are on
+            # A kernel's metadata contains line breaks. The cycle estimate and the origin are on
             # the last line.
             current[-1] += f"\n{line}"
     if not entry:

@@ -77,7 +77,7 @@ class InstructionCost:
 
     @property
     def num_bytes(self) -> float:
-        """Return the size in bytes of the largest result, times the number of executions."""
+        """Return the size in bytes of the largest result, times the execution count."""
         return max(array_bytes(self.instruction.shape), default=0) * self.count
 
 

@@ -337,7 +337,7 @@ def _with_float32(sizes: Sizes) -> Sizes:
 
 @cache
 def _has_older_cpu_compiler() -> bool:
-    """Return whether the installed jax has an older CPU compiler, without importing jax."""
+    """Return whether the installed jax has the older CPU compiler; does not import jax."""
     try:
         major, minor, *_ = importlib.metadata.version("jax").split(".")
     except importlib.metadata.PackageNotFoundError:

@@ -464,7 +464,7 @@ PARAM_STREAM, DROPOUT_STREAM = 0, 1
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout on a mesh of a model's and an optimizer's train state."""
+    """Layout on a mesh of the train state of a model and its optimizer."""
 
     param_layout: ParamLayout
     optimizer: Optimizer
