@@ -1,11 +1,12 @@
-# Everything a fresh machine with Python and pip needs: `make quickstart`, `make test`.
-# Another interpreter: `make PYTHON=python3.12 test`.
+# On a new machine with Python and pip, run `make quickstart` or `make test`.
+# To use another interpreter, run `make PYTHON=python3.12 test`.
 
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist worksteal
 
-# 311 or 312: which pinned set fits this Python. The environment is rebuilt when it changes.
+# Version of the constraints file for this Python: 311 or 312. The environment is rebuilt when the
+# version changes.
 LANE := $(shell $(PYTHON) -c 'import sys; print(311 if sys.version_info < (3, 12) else 312)')
 CONSTRAINTS := constraints/py$(LANE).txt
 BIN := $(VENV)/bin
@@ -21,35 +22,35 @@ help:  ## list the targets
 quickstart: $(BASE)  ## install, then train a small model on this machine
 	@$(BIN)/maxpipe train configs/quickstart.yml
 
-test: $(DEV)  ## run all tests but those of the targets below
+test: $(DEV)  ## run all tests except the optional test groups below
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-fast: $(DEV)  ## run the tests that take seconds
+test-fast: $(DEV)  ## run only tests that take a few seconds
 	@$(BIN)/python -m pytest -m "not slow and not multihost and not layouts and not long and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
 
-test-timing: $(DEV)  ## what compares times; leave the machine alone (three minutes)
+test-timing: $(DEV)  ## run tests that compare measured times, on an idle machine (3 minutes)
 	@$(BIN)/python -m pytest -m timing tests/plan
 
-test-layouts: $(DEV)  ## more meshes, schedules and families than `make test` (half an hour to an hour)
+test-layouts: $(DEV)  ## test more meshes, schedules and model families than `make test` (30 to 60 minutes)
 	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/huggingface $(LAYOUTS_ARGS) $(PYTEST_ARGS)
 
-test-long: $(DEV)  ## whole examples of the docs, and runs that take long (ten minutes)
+test-long: $(DEV)  ## run complete examples from the docs, and other long tests (10 minutes)
 	@$(BIN)/python -m pytest -m long $(LONG_ARGS) $(PYTEST_ARGS)
 
-test-matrix: $(DEV)  ## every schedule x gather x remat x idle x stages (an hour)
+test-matrix: $(DEV)  ## test all combinations of schedule, gather, remat, idle mode and stages (1 hour)
 	@$(BIN)/python -m pytest -m matrix tests/pipeline tests/step/test_step.py -n 2
 
-test-faults: $(DEV)  ## runs that are killed, hang and go on (half an hour)
+test-faults: $(DEV)  ## test runs that are killed, hang and resume (30 minutes)
 	@$(BIN)/python -m pytest -m faults -n 2
 
-test-wheel: $(DEV)  ## install the wheel on every Python that is here, and train (minutes)
+test-wheel: $(DEV)  ## install the wheel with every available Python, and train (a few minutes)
 	@$(BIN)/python -m pytest -m wheel tests/test_wheel.py $(WHEEL_ARGS)
 
-# Transformers and torch may live in an environment of their own: make ORACLE=.../bin/python ...
-test-oracle: $(DEV)  ## logits of Hugging Face folders against transformers, where it is installed
+# transformers and torch may be in a separate environment: make ORACLE=.../bin/python test-oracle
+test-oracle: $(DEV)  ## compare logits of Hugging Face folders with those of transformers, if installed
 	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/huggingface tests/data
 
-check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
+check: $(DEV)  ## check formatting, lint, types, prose, and that generated docs are up to date
 	@$(BIN)/ruff format --check --quiet --output-format concise . || \
 	  { echo "run: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
@@ -57,30 +58,30 @@ check: $(DEV)  ## format, lint, types, and whether generated docs are up to date
 	@$(BIN)/maxpipe config docs --check
 	@$(BIN)/python scripts/prose.py
 
-docs: $(DEV)  ## write what is generated in docs/ and README.md
+docs: $(DEV)  ## regenerate the generated parts of docs/, README.md and CONTRIBUTING.md
 	@$(BIN)/maxpipe config docs
 	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py
 
-bench: $(DEV)  ## measure the schedules against their references on this machine
+bench: $(DEV)  ## benchmark the schedules against reference implementations on this machine
 	@$(BIN)/python benchmarks/schedules.py
 
-clean:  ## remove the environment, caches and build output; runs/ stays
+clean:  ## remove the environment, caches and build output; keep runs/
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python-$(LANE):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
-	  "maxpipe needs Python 3.11 or newer. Name one: make PYTHON=python3.12 ...")'
+	  "maxpipe requires Python 3.11 or newer. Select one: make PYTHON=python3.12 ...")'
 	@echo "creating $(VENV)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@touch $@
 
 $(BASE): pyproject.toml $(CONSTRAINTS) | $(VENV)/python-$(LANE)
-	@echo "installing maxpipe into $(VENV) (minutes, the first time)"
+	@echo "installing maxpipe into $(VENV) (takes minutes the first time)"
 	@$(PIP_INSTALL) -e .
 	@touch $@
 
 $(DEV): pyproject.toml $(CONSTRAINTS) | $(VENV)/python-$(LANE)
-	@echo "installing maxpipe and its development tools into $(VENV) (minutes, the first time)"
+	@echo "installing maxpipe and its development tools into $(VENV) (takes minutes the first time)"
 	@$(PIP_INSTALL) -e '.[dev]'
 	@touch $(BASE) $@

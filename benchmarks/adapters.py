@@ -1,9 +1,9 @@
-"""Memory and compute of adapters: Llama 3 8B on eight TPU v5e chips, from the TPU compiler.
+"""Report compiled memory and FLOPs of Llama 3 8B with adapters on eight TPU v5e chips.
 
     python benchmarks/adapters.py            # prints the table
     python benchmarks/adapters.py --write    # and writes adapters.md
 
-`maxpipe compile` compiles the train step with libtpu (`pip install '.[tpu]'`), without a TPU.
+`maxpipe compile` compiles each train step with libtpu (`pip install '.[tpu]'`), without a TPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ device.
 
 
 def table(cache: Path) -> str:
-    """Return the body of the page."""
+    """Return the page content below the preamble."""
     head = ["trained", "parameters", "state", "gradients", "arguments", "peak"]
     head += ["predicted peak", "TFLOP of a step"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

@@ -1,17 +1,17 @@
-"""Predicted ranking of layouts compared with the ranking by TPU compiler estimates.
+"""Compare the predicted order of layouts with the order from the TPU compiler.
 
     python benchmarks/ahead_of_time_ranking.py                     # prints the table
     python benchmarks/ahead_of_time_ranking.py --write             # and ahead_of_time_ranking.md
     python benchmarks/ahead_of_time_ranking.py --keep /tmp/texts   # also keeps the programs
 
-No TPU is used. libtpu compiles the train step of llama3-8b for 32 chips in different layouts
-on this machine (`pip install '.[tpu]'`). The compiler time of a layout is the sum of two parts. The
-first part is the compiler's cycle estimate on the busiest stages. The second part is the exposed
-time of collectives, for which the compiler has no estimate. It is computed from their bytes at the
-published link rate. The full time of a synchronous collective is counted. For an asynchronous
-collective, only the time that exceeds the estimated cycles between its start and done operations is
-counted. Two collectives of one group never overlap with the same cycles. Each program is compiled
-in a separate process. Results are cached in `--cache` by source and settings.
+No TPU is used. libtpu compiles the train step of llama3-8b for 32 chips in different layouts on
+this machine (`pip install '.[tpu]'`). The compiler time of a layout is the compiler's cycle
+estimate on the busiest stages, plus the exposed time of collectives. The compiler has no estimate
+for collectives, so their time is computed from their bytes at the published link bandwidth. A
+synchronous collective is fully exposed. An asynchronous collective is exposed for the time that
+exceeds the estimated cycles between its start and done operations. Two collectives of the same
+device group never overlap with the same cycles. Each program is compiled in a separate process.
+Results are cached in `--cache` by a digest of sources and settings.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 TOPOLOGY, MODEL = "v5p:2x4x4", "llama3-8b"
 ROWS, TOKENS = 128, 4096
 LEAST, AMONG = 0.9, 3
-"""Required correlation, and required rank of the layout that is predicted to be fastest."""
+"""Minimum rank correlation, and maximum compiler rank of the layout predicted to be fastest."""
 
 
 class Layout(NamedTuple):
-    """A layout (one row of the table)."""
+    """A layout, which is one row of the table."""
 
     stage: int
     data: int
@@ -56,7 +56,7 @@ class Layout(NamedTuple):
 
     @property
     def arguments(self) -> list[str]:
-        """Command-line arguments of the layout."""
+        """Command-line arguments that select the layout."""
         mesh = [f"mesh.ici_{name}={getattr(self, name)}" for name in self._fields[:4]]
         pipeline = [f"pipeline.{name}={getattr(self, name)}" for name in self._fields[4:]]
         run = [f"train.batch_size={ROWS}", f"train.sequence_length={TOKENS}", "train.steps=10"]
@@ -105,9 +105,9 @@ class Compiled(NamedTuple):
     """Time and memory of a layout, as reported by the compiler."""
 
     busy: float
-    """Compute time in seconds, including kernels at their assumed rate."""
+    """Compute time in seconds, including kernels at their assumed FLOP rate."""
     exposed: float
-    """Time of collectives that does not overlap with compute, in seconds."""
+    """Time in seconds of collectives that is not overlapped with compute."""
     peak: float
     capacity: float
     by_region: dict[str, float]
@@ -116,7 +116,7 @@ class Compiled(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Time of a step in seconds."""
+        """Step time in seconds."""
         return self.busy + self.exposed
 
 
@@ -158,7 +158,7 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
 
 
 def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[float]]]:
-    """Return the exposed time of collectives in seconds, in total and per collective kind."""
+    """Return the exposed seconds of collectives, in total and by kind, region and group size."""
     from maxpipe.plan import instruction_costs
 
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
@@ -171,7 +171,7 @@ def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[f
 
 
 def result(layout: Layout, cache: Path, keep: Path | None) -> Compiled:
-    """Return the report of a layout from the cache, or compile it in a new process.
+    """Return the cached report of a layout, or compile the layout in a new process.
 
     Raises:
         RuntimeError: the layout does not compile.
@@ -198,7 +198,7 @@ FORECAST = (
 
 
 def sources() -> str:
-    """Return a digest of all sources that affect the program or its profile."""
+    """Return a digest of all source files that affect the program or its profile."""
     package = Path(__file__).parents[1] / "maxpipe"
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(package.rglob("*.py")):
@@ -208,7 +208,7 @@ def sources() -> str:
 
 
 class Row(NamedTuple):
-    """A layout with its prediction and its compiler report."""
+    """A layout, its prediction and its compiler report."""
 
     layout: Layout
     predicted: float
@@ -217,7 +217,7 @@ class Row(NamedTuple):
 
 
 def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
-    """Return the predicted time of a step in seconds, in total and per cause."""
+    """Return the predicted step time in seconds, in total and per component."""
     from maxpipe.plan.search import evaluate
     from maxpipe.plan.topology import parse_topology
 
@@ -226,7 +226,7 @@ def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
 
 
 def page_of(rows: Sequence[Row]) -> str:
-    """Return the body of the page: the correlation and the table."""
+    """Return the page content below the preamble: the correlation and the table."""
     predicted = [row.predicted for row in rows]
     seconds = [row.compiled.seconds for row in rows]
     by_compiler = sorted(range(len(rows)), key=seconds.__getitem__)
@@ -260,7 +260,7 @@ def page_of(rows: Sequence[Row]) -> str:
 
 
 def details(row: Row) -> str:
-    """Return the predicted and the compiled time of each component of a layout."""
+    """Return the predicted and the compiler-estimated time of each component of a layout."""
     lines = [row.layout.words]
     parts = {name: 1e3 * each for name, each in row.parts.items()}
     regions = {name or "else": 1e3 * each for name, each in row.compiled.by_region.items()}

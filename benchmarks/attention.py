@@ -1,13 +1,13 @@
-"""Blockwise attention compared with plain attention, forward and backward, on one device.
+"""Compare blockwise with plain attention on one device, in the forward and backward pass.
 
     python benchmarks/attention.py            # prints the tables
     python benchmarks/attention.py --write    # and writes benchmarks/attention.md
 
-Attention uses 8 query heads and 4 key/value heads of size 64, in float32. Sequences contain
-packed documents or a single document. All programs in a table row run alternately, so that other
-load on the machine affects all of them. Times are medians of the ratios to plain attention in the
-same round, for wall time and for processor time. Processor time excludes other processes. Memory is
-the temporary memory of the compiled program, without arguments and results.
+Attention has 8 query heads and 4 key/value heads of size 64, in float32. Sequences contain packed
+documents or a single document. In each round, all programs of a table row run once, so that other
+load on the machine affects all of them. Ratios of wall time and of CPU time are relative to plain
+attention in the same round, and medians over rounds are reported. CPU time excludes other
+processes. Memory is the temporary memory of the compiled program, excluding arguments and results.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ HEADS, KV_HEADS, SIZE, TURNS = 8, 4, 64, 9
 TOKENS = (128, 256, 512, 1024, 2048, 4096)
 BLOCKS, TOKENS_OF_BLOCKS = (64, 128, 256, 512), (1024, 4096)
 DOCUMENTS = (500, 0)
-"""Average number of tokens per document; 0 means one document per sequence."""
+"""Average numbers of tokens per document. 0 means one document per sequence."""
 
 
 def program(attend: AttentionBackend, tokens: int, document: int) -> tuple[Callable[[], None], int]:
-    """Return a function that computes loss and gradients, and its temporary memory in bytes."""
+    """Return a compiled loss and gradient function, and its temporary memory in bytes."""
     keys = jax.random.split(jax.random.key(0), 3)
     query = jax.random.normal(keys[0], (1, tokens, HEADS, SIZE))
     key, value = (jax.random.normal(each, (1, tokens, KV_HEADS, SIZE)) for each in keys[1:])
@@ -55,7 +55,7 @@ def program(attend: AttentionBackend, tokens: int, document: int) -> tuple[Calla
 
 
 class Found(NamedTuple):
-    """Median results of one program, with ratios relative to the first program."""
+    """Median results of one program, and its time ratios to the first program."""
 
     processor_ms: float
     processor_ratio: float
@@ -66,7 +66,7 @@ class Found(NamedTuple):
 def side_by_side(
     attends: dict[str, AttentionBackend], tokens: int, document: int
 ) -> dict[str, Found]:
-    """Return the measurements, keyed by the name of the attention function."""
+    """Return the results, keyed by the name of the attention function."""
     programs = {name: program(attend, tokens, document) for name, attend in attends.items()}
     clocks = (time.process_time, time.perf_counter)
     seconds: dict[str, list[list[float]]] = {name: [] for name in programs}

@@ -1,9 +1,9 @@
-"""Memory and cycles of a train step with plain and with splash attention, from the TPU compiler.
+"""Compare a train step's compiled memory and cycles with plain and with splash attention.
 
     python benchmarks/attention_ahead_of_time.py          # prints the table
     python benchmarks/attention_ahead_of_time.py --write  # and writes attention_ahead_of_time.md
 
-The programs are those of `tpu_ahead_of_time.py`, and no TPU is used. Each of the eight programs
+The programs are those of `tpu_ahead_of_time.py`, compiled without a TPU. Each of the eight programs
 compiles in a few minutes. Results are cached in `--cache`.
 """
 
@@ -28,14 +28,14 @@ ROWS = [
 
 
 def hidden_share(tokens: int) -> float:
-    """Return the fraction of masked pairs in the blocks that kernels compute."""
+    """Return the fraction of masked query-key pairs in the blocks that kernels compute."""
     size = attention_block_size(tokens, 128)
     count = tokens // size
     return 1 - (tokens + 1) * tokens / (count * (count + 1) * size**2)
 
 
 def table(cache: Path) -> str:
-    """Return the table of the page."""
+    """Return the Markdown table."""
     head = ["mode", "T", "key/value heads", "M", "attention", "temporary GiB", "peak GiB"]
     head += ["Gcycles", "kernel Gcycles", "Gcycles by needed pairs", "TFLOP"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]

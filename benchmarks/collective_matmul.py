@@ -1,11 +1,11 @@
-"""TPU compiler estimates for tensor and sequence parallelism, without a TPU.
+"""Compare tensor and sequence parallelism by the TPU compiler's estimates, without a TPU.
 
     python benchmarks/collective_matmul.py          # prints the table
     python benchmarks/collective_matmul.py --write  # and writes collective_matmul.md
 
 libtpu compiles the train step of an 8B-class model (32 layers, 8 key/value heads) for 32 chips
-(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). No TPU is used. Each program is compiled in a
-separate process, which runs for several minutes.
+(v5p:2x4x4) on this machine (`pip install '.[tpu]'`). Each program is compiled in a separate
+process, which runs for several minutes.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from typing import Any
 
 TOPOLOGY, STAGES, MICROBATCHES = "v5p:2x4x4", 4, 16
 SHAPES = ((1, 8, 2048), (2, 4, 8192))
-"""Tuples (size of fsdp, size of tensor, sequence length)."""
+"""Tuples (fsdp axis size, tensor axis size, sequence length)."""
 SWITCHES = {
     "all-reduce": {},
     "sequence parallel": {"sequence_parallel": True},
     "rings": {"sequence_parallel": True, "collective_matmul": True},
 }
 LINK_BYTES_PER_CYCLE = 2 * 90e9 / 1.75e9
-"""Bandwidth of one axis of a v5p torus in both directions, used for the time of exposed traffic."""
+"""Bidirectional bandwidth of one v5p torus axis, from which exposed traffic time is computed."""
 GIB = 2**30
 
 
@@ -53,7 +53,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
                 "head_dim": 128,
                 "d_mlp": 14336,
                 "vocab_size": 128256,
-                "attention": "xla",  # the compiler estimates cycles for matmuls, not for kernels
+                "attention": "xla",  # the compiler has no cycle estimates for kernels
             },
             "mesh": {"ici_stage": STAGES, "ici_fsdp": fsdp, "ici_tensor": tensor} | switches,
             "pipeline": {"microbatches": MICROBATCHES, "repeats": 2, "idle": "compute"},
@@ -90,7 +90,7 @@ def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) 
 
 
 def row(name: str, found: dict[str, Any]) -> str:
-    """Return a row of the table."""
+    """Return the table row for one compiled program."""
     kinds = ("all-reduce", "all-gather", "reduce-scatter", "collective-permute")
     sent = " | ".join(f"{found['sent'].get(kind, 0.0):.1f}" for kind in kinds)
     numbers = (f"{found[key]:.2f}" for key in ("stage", "gigacycles", "exposed"))

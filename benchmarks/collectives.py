@@ -1,11 +1,12 @@
-"""Collectives of compiled train steps compared with closed-form expressions.
+"""Compare the collectives of compiled train steps with closed-form expressions.
 
-    python benchmarks/collectives.py          # prints the table; on CPUs, a few minutes
+    python benchmarks/collectives.py          # prints the table after a few minutes on CPUs
     python benchmarks/collectives.py --write  # and writes collectives.md
 
-Each run has one model and one or more mesh axes. Nothing is trained. The bytes that a device sends
-are read from the program that XLA compiled for 8 devices, with the loop trip counts of the
-schedule. They are compared with the bytes that `maxpipe.plan.traffic` computes from sizes alone.
+Each run combines a model with one or more mesh axes. Steps are compiled but never executed. The
+bytes that a device sends are computed from the program that XLA compiles for up to 8 devices, with
+loop trip counts from the schedule. They are compared with the bytes that `maxpipe.plan.traffic`
+predicts from model and mesh sizes alone.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import count_collectives, step_traffic
 
 NUMBERS = 1100
-"""Maximum size of collectives that are omitted (losses, statistics, norms), in bytes per step."""
+"""Maximum bytes per step of a collective that is omitted, such as losses, statistics and norms."""
 DENSE = {
     "num_layers": 4,
     "d_model": 64,
@@ -50,7 +51,7 @@ WINDOWS = DENSE | {"family": "mistral", "mistral": {"window": 5}}
 
 @dataclass(frozen=True)
 class Run:
-    """A mesh with the model and pipeline settings of a run."""
+    """Mesh, model and pipeline settings of a run."""
 
     name: str
     mesh: dict[str, Any]
@@ -59,7 +60,7 @@ class Run:
 
     @property
     def config(self) -> Config:
-        """Config with two sequences of 32 tokens per device and microbatch."""
+        """Run config with two sequences of 32 tokens per device and microbatch."""
         mesh = {f"ici_{axis}" if axis in MESH_AXES else axis: n for axis, n in self.mesh.items()}
         pipeline = {"microbatches": 2 * self.mesh.get("stage", 1)} | self.pipeline
         shards = math.prod(self.mesh.get(axis, 1) for axis in ("data", "fsdp", "expert"))
@@ -131,7 +132,7 @@ def rows_of(run: Run) -> list[list[str]]:
 
 
 def table() -> str:
-    """Return the table of the page."""
+    """Compile all runs and return the Markdown table."""
     head = [
         "run",
         "axes",

@@ -1,10 +1,10 @@
-"""Reports of `maxpipe compile` for large runs, with compile time and memory on this machine.
+"""Print `maxpipe compile` reports for large runs, with the compile time and host memory.
 
     python benchmarks/compile_reports.py            # prints the reports
     python benchmarks/compile_reports.py --write    # and writes compile_reports.md
 
-The four runs are also in `predicted_memory.py`, and both scripts share cached compilations. They
-need libtpu (`pip install ".[tpu]"`) but no TPU.
+The four runs are also rows of `predicted_memory.py`, and the two scripts share cached compilations.
+They require libtpu (`pip install ".[tpu]"`), but no TPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RUNS = {
     "405B on 4096 chips": ("llama3-405b v5p:16x16x16:", "", ""),
     "405B on two slices of 512 chips, stages across dcn": ("llama3-405b v5p:8x8x8 x 2:", "", ""),
 }
-"""Maps headings of the page to the beginning, middle and end of a row's name."""
+"""Start, middle and end of the name of a row in `predicted_memory.py`, keyed by page heading."""
 PREAMBLE = """\
 # Compile reports of large runs
 
@@ -37,7 +37,7 @@ PREAMBLE = """\
 
 
 def row_of(start: str, middle: str, end: str) -> Row:
-    """Return the only row whose name matches."""
+    """Return the row whose name matches; exactly one row must match."""
     (found,) = [
         row
         for row in ROWS
@@ -47,7 +47,7 @@ def row_of(start: str, middle: str, end: str) -> Row:
 
 
 def page(name: str, row: Row, cache: Path) -> str:
-    """Return the command with its output, time and memory."""
+    """Return Markdown with the command, its output, its run time and its host memory use."""
     values = compiled(row, cache)
     assert values is not None, f"{row.name} was not compiled"
     took = (

@@ -1,12 +1,12 @@
-"""A train step on CPUs before and after a change: processor time and losses.
+"""Compare a train step's CPU time and losses before and after a change.
 
     python benchmarks/cpu_step.py                  # prints the table
     python benchmarks/cpu_step.py --write          # and writes benchmarks/cpu_step.md
     python benchmarks/cpu_step.py --before REV     # compares with another git revision
 
-Each of the two revisions runs in a separate process with 8 virtual CPU devices. The processes run
-their steps alternately, so that other load on the machine affects both. Times are the processor
-time of a process over all cores. A ratio is the median of the ratios of adjacent steps.
+Each of the two revisions runs in a separate process with 8 virtual CPU devices. The two processes
+alternate steps, so that other load on the machine affects both. Times are CPU times of a process,
+summed over all cores. A ratio is the median over pairs of adjacent steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], float]] = {
     "stage 4 x fsdp 2, activations saved": ({"ici_stage": 4, "ici_fsdp": 2}, _KEPT, 0.70),
     REFERENCE: ({"ici_fsdp": 8}, {}, 1.0),
 }
-"""Maps layout names to mesh sizes, `pipeline` keys and the maximum ratio."""
+"""Mesh sizes, `pipeline` keys and the maximum ratio of after to before, keyed by layout name."""
 
 
 NOTE = """
@@ -61,7 +61,7 @@ ratios exceeded its limit.
 
 
 def processor() -> str:
-    """Return the processor name and whether it has AVX-512."""
+    """Return the CPU model name and whether the CPU supports AVX-512."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = next(
         (line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line), ""
@@ -69,11 +69,11 @@ def processor() -> str:
     return f"{name or 'unknown'}, {'with' if 'avx512f' in text else 'without'} AVX-512"
 
 
-# Functions that run in the child process of a revision.
+# Functions that run in the child process of one revision.
 
 
 def work(platform_devices: int) -> None:
-    """Serve requests on standard input: the name of a layout to compile, or `step`."""
+    """Serve requests from standard input: the name of a layout to compile, or `step`."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -81,14 +81,14 @@ def work(platform_devices: int) -> None:
     import maxpipe
 
     tree = str(Path(maxpipe.__file__).parents[1])
-    sys.path.insert(0, f"{tree}/benchmarks")  # import the references of this revision
+    sys.path.insert(0, f"{tree}/benchmarks")  # import `references` from this revision
     step: Any = None
     for line in sys.stdin:
         asked = json.loads(line)
         if asked != "step":
             try:
                 step = _compiled(asked)
-            except TypeError as error:  # no support for the old decoder
+            except TypeError as error:  # `references` does not support this revision's decoder
                 print(json.dumps({"error": str(error)}), flush=True)
                 continue
             print(json.dumps({"tree": tree}), flush=True)
@@ -110,7 +110,7 @@ def _compiled(name: str) -> Any:
     from maxpipe.parallel.sharding import AxisRules
     from maxpipe.step.build import build_steps
 
-    # Other revisions declare the sections in other modules.
+    # The modules that declare the config sections differ between revisions.
     sections = typing.get_type_hints(Config)
     mesh, pipeline, _ = LAYOUTS[name]
     sizes, vocab = MeshConfig(**mesh), MODEL["vocab_size"]
@@ -142,7 +142,9 @@ def _compiled(name: str) -> Any:
 
     if name == REFERENCE:
         known = {name: getattr(steps.param_layout, name) for name in ("decoder", "mesh", "specs")}
-        asked = inspect.signature(sharded_loss).parameters  # early revisions pass only the decoder
+        asked = inspect.signature(
+            sharded_loss
+        ).parameters  # early revisions accept only the decoder
         loss = jax.value_and_grad(
             partial(sharded_loss, *(known[name] for name in asked if name in known))
         )
@@ -165,7 +167,7 @@ def _compiled(name: str) -> Any:
 
 
 class Tree:
-    """A process that runs one revision."""
+    """A child process that runs one git revision."""
 
     def __init__(self, folder: Path):
         self.process = subprocess.Popen(
@@ -188,7 +190,7 @@ class Tree:
         return json.loads(line)
 
     def compile(self, layout: str) -> bool:
-        """Compile the layout for later steps and return whether this revision can run it."""
+        """Compile a layout for later steps, and return whether this revision supports it."""
         found = self.ask(layout)
         if error := found.get("error"):
             print(f"{self.folder}: {error}", file=sys.stderr)
@@ -199,7 +201,7 @@ class Tree:
 
 
 def checked_out(revision: str, folder: Path) -> Path:
-    """Extract a git revision into a folder and return the folder."""
+    """Extract a git revision into a folder, and return that folder."""
     archive = subprocess.run(
         ["git", "archive", revision, "maxpipe", "benchmarks"],
         cwd=ROOT,
@@ -211,7 +213,7 @@ def checked_out(revision: str, folder: Path) -> Path:
 
 
 def row(layout: str, before: Tree, after: Tree, steps: int) -> tuple[str, bool]:
-    """Return a row of the table, and whether the row exceeds a limit."""
+    """Measure a layout, and return its table row and whether a limit is exceeded."""
     seconds: list[tuple[float, float]] = []
     worst = 0.0
     if not after.compile(layout):

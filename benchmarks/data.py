@@ -1,14 +1,14 @@
-"""Data loading: preparation compared with `datasets.map`, start-up, seeks and input rates.
+"""Measure data loading: preparation (against `datasets.map`), start-up, seeks and input rates.
 
     DATASETS=.../bin/python python benchmarks/data.py           # prints the tables
     DATASETS=.../bin/python python benchmarks/data.py --write   # and writes data.md
 
-`DATASETS` is a Python interpreter with datasets, tokenizers and transformers. Both programs read
-the same JSON Lines file, which is generated from the source files of the Python standard library.
-They use the same tokenizer, which was trained on this file, and the same number of processes.
-Repetitions alternate, and a ratio is the median over pairs of repetitions. For maxpipe, the full
-command is measured, from its start to the checksummed files. For datasets, only `map` is measured,
-excluding the JSON conversion before it.
+`DATASETS` is a Python interpreter with datasets, tokenizers and transformers. maxpipe and datasets
+read the same JSON Lines file, which is generated from the source files of the Python standard
+library. They use the same tokenizer, trained on this file, and the same number of processes.
+Repetitions alternate, and each ratio is the median over pairs of repetitions. For maxpipe, the full
+command is measured, from its start until the checksums are written. For datasets, only `map` is
+measured, excluding the JSON conversion before it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STEPS = 60
 
 
 def write_lines(path: Path) -> int:
-    """Write documents of about 3000 characters and return their total size in bytes."""
+    """Write documents of about 3000 characters each, and return their total size in bytes."""
     size = 0
     with path.open("w") as out:
         while size < MEGABYTES * 1e6:
@@ -71,7 +71,7 @@ def run(arguments: list[str], **variables: str) -> str:
 
 
 def prepared(folder: Path, lines: Path, tokenizer: Path, number: int) -> tuple[float, int]:
-    """Return the time of `data prepare` in seconds, and the token count without BOS and EOS."""
+    """Return the time of `data prepare` in seconds, and the token count excluding BOS and EOS."""
     out = folder / f"tokens-{number}"
     start = time.perf_counter()
     keys = ["data.source=jsonl", f"data.path={lines}", "tokenizer.kind=huggingface"]
@@ -83,7 +83,7 @@ def prepared(folder: Path, lines: Path, tokenizer: Path, number: int) -> tuple[f
 
 
 def compare(folder: Path) -> list[str]:
-    """Return the table that compares preparation with `datasets.map`."""
+    """Return the table that compares `maxpipe data prepare` with `datasets.map`."""
     lines, tokenizer = folder / "documents.jsonl", folder / "tokenizer"
     size = write_lines(lines)
     sample = folder / "sample.jsonl"
@@ -123,7 +123,7 @@ def compare(folder: Path) -> list[str]:
 
 
 def start(folder: Path) -> list[str]:
-    """Return the table of startup times for a run with 100 GB of data."""
+    """Return the table of start-up times for a run with 100 GB of data."""
     large = folder / "large"
     large.mkdir()
     write_sparse(large)
@@ -166,7 +166,7 @@ print(json.dumps(count / (time.perf_counter() - start)))
 
 
 def rates(folder: Path) -> list[str]:
-    """Return the input rates of the quickstart config, from text and from prepared tokens."""
+    """Return the input rates of the quickstart config, from raw text and from prepared tokens."""
     tokens = folder / "corpus-tokens"
     run(command("data", "prepare", "quickstart", "--out", str(tokens), "--workers", "2"))
     rows = ["| data source | input, tokens/s | training, tokens/s | ratio | required |"]

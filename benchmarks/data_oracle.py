@@ -1,4 +1,4 @@
-"""Time tokenization with `map`; benchmarks/data.py runs this script in a Python with `datasets`.
+"""Time tokenization with `datasets.map`. benchmarks/data.py runs this script.
 
 python data_oracle.py LINES TOKENIZER_FOLDER PROCESSES library|transformers
 """

@@ -1,13 +1,13 @@
-"""Greedy decoding compared with transformers on the same CPU, in tokens per second.
+"""Compare greedy decoding with transformers on the same CPU, in tokens per second.
 
     ORACLE=.../bin/python python benchmarks/decode.py           # prints the table
     ORACLE=.../bin/python python benchmarks/decode.py --write   # and writes decode.md
 
 `ORACLE` is a Python interpreter with torch and transformers, as for `make test-oracle`. It creates
-a model with random weights in a folder that both programs load, and generates tokens on request.
-Both use float32, a KV cache and the same cores. `--cores` defaults to 1, because with more threads,
-two alternating programs would mainly measure the load on the machine. Repetitions alternate, and a
-ratio is computed from the times of each pair. The generated tokens of both programs are compared.
+a model folder with random weights, which both programs load, and generates tokens on request. Both
+programs use float32, a KV cache and the same cores. `--cores` defaults to one, because two
+alternating multithreaded programs would measure the load of the machine. Repetitions alternate, and
+a ratio is computed from the times of each pair. The two programs must generate the same tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ prefilling the prompts. Both programs generated the same tokens.
 
 @dataclass(frozen=True)
 class Shape:
-    """Model sizes, with the keys of Llama's config.json."""
+    """Model sizes, named as in Llama's config.json."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -65,7 +65,7 @@ SHAPES = [Shape(256, 6, 8, 4, 704, 4096), Shape(512, 8, 8, 4, 1408, 16384)]
 
 @contextmanager
 def peer(python: str, shape: Shape, folder: Path) -> Iterator[Callable[[], tuple[float, Any]]]:
-    """Start a transformers process and return a function that yields (seconds, token ids)."""
+    """Start a transformers process, and yield a function that returns (seconds, token ids)."""
     task = {
         "config": {**vars(shape), "max_position_embeddings": 2 * (PROMPT + MORE)},
         "folder": str(folder),
@@ -97,7 +97,7 @@ def prompts(shape: Shape) -> np.ndarray:
 
 
 def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
-    """Load the folder in maxpipe and return a function that yields (seconds, token ids)."""
+    """Load the folder in maxpipe, and return a function that returns (seconds, token ids)."""
     from maxpipe.generate.decoding import DecodeShape, Sampling
     from maxpipe.generate.load_model import open_model
 
@@ -120,12 +120,14 @@ def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
 
 
 def measured(python: str, shape: Shape) -> str:
-    """Return a row of the table."""
+    """Measure one model size and return its table row."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "model"
         with peer(python, shape, folder) as theirs:
             mine = ours(folder, shape)
-            found = [(mine(), theirs()) for _ in range(REPEATS + 1)][1:]  # the first run compiles
+            found = [(mine(), theirs()) for _ in range(REPEATS + 1)][
+                1:
+            ]  # the first run includes compilation
     for (_, wanted), (_, tokens) in found:
         assert (wanted == tokens).all(), "maxpipe and transformers generate different tokens"
     rates = [ROWS * MORE / statistics.median(each[at][0] for each in found) for at in (0, 1)]

@@ -1,10 +1,10 @@
-"""Memory of a decoding step of a 70B model on 32 chips, from the TPU compiler, without a TPU.
+"""Report the compiled memory use of a 70B model's decode step on 32 TPU chips, without a TPU.
 
     python benchmarks/decode_ahead_of_time.py           # prints the table
     python benchmarks/decode_ahead_of_time.py --write   # and writes decode_ahead_of_time.md
 
-libtpu compiles the step of `maxpipe generate llama3-70b` in bfloat16 for v5e:4x8 on this machine
-(`pip install '.[tpu]'`). The arguments of the step are the parameters and the KV caches of all
+libtpu compiles the bfloat16 decode step of `maxpipe generate llama3-70b` for v5e:4x8 on this
+machine (`pip install '.[tpu]'`). The step's arguments are the parameters and the KV caches of all
 sequences. Each program is compiled in a separate process.
 """
 

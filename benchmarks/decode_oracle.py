@@ -1,7 +1,7 @@
 """Create a Llama model and generate tokens on request, in an environment with transformers.
 
-`decode.py` runs `decode_oracle.py TASK`. The script prints `ready`. For each line on standard input
-it then prints one line of JSON with `seconds` and `tokens`.
+`decode.py` runs `decode_oracle.py TASK`. The script first prints `ready`. For each line on standard
+input, it then prints one line of JSON with `seconds` and `tokens`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     torch.manual_seed(task["seed"])
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**task["config"])).eval()
     model.save_pretrained(task["folder"])
-    model.generation_config.eos_token_id = None  # generate all tokens
+    model.generation_config.eos_token_id = None  # never stop before the requested number of tokens
     prompts = torch.tensor(task["prompts"])
     mask = torch.ones_like(prompts)
     print("ready", flush=True)

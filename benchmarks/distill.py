@@ -1,10 +1,10 @@
-"""Compare students trained with and without a teacher, for the same number of steps.
+"""Compare students that are trained with and without a teacher for the same number of steps.
 
     python benchmarks/distill.py           # prints the table
     python benchmarks/distill.py --write   # and writes distill.md and docs/pictures/distill.svg
 
-The teacher is trained once. Students use three seeds, which determine the initial parameters and
-the order of the documents. All computations are in float32 on one virtual device.
+The teacher is trained once. Each kind of student is trained with three seeds, which determine the
+initial parameters and the document order. All computations are in float32 on one virtual device.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def maxpipe(folder: Path, *arguments: str) -> None:
 
 
 def loss(run: Path) -> float:
-    """Return the loss of the last evaluation, in nats per token."""
+    """Return the loss of a run's last evaluation, in nats per token."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [each["eval/loss"] for each in records if "eval/loss" in each][-1]
 
 
 def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
-    """Return the losses of the teacher and, for each training method, of all seeds."""
+    """Return the teacher's loss, and each training method's loss for every seed."""
     for name, text in (("common", COMMON), ("teacher", TEACHER), ("student", STUDENT)):
         (folder / f"{name}.yml").write_text(text)
     maxpipe(folder, "train", "common.yml", "teacher.yml", "run.name=teacher")

@@ -1,4 +1,4 @@
-"""Memory and time of imports and exports of Hugging Face folders, compared with a hashed copy.
+"""Measure memory and time of Hugging Face imports and exports, compared with a checksummed copy.
 
     python benchmarks/exchange.py                        # prints the table
     python benchmarks/exchange.py --model llama3-1b      # measures a smaller model
@@ -6,11 +6,11 @@
 
 The script creates a folder with random bfloat16 weights in files of at most 5 GB. It then runs five
 steps: copy the folder, import it, copy it again, export the imported checkpoint, and copy the
-folder a third time. A copy hashes all data with SHA-256 and flushes the files to disk. The
-exported files must equal the original files. Each command is compared with the copies directly
-before and after it, because disk speed and other load change. Files are dropped from the page cache
-before they are read. Memory is the sampled peak of the resident set of a process. The script needs
-disk space for three times the size of the model.
+folder a third time. A copy computes the SHA-256 of each file and flushes the files to disk. The
+exported files must be identical to the original files. Each command is compared with the copies
+directly before and after it, because disk speed and other load vary. Files are dropped from the
+page cache before they are read. Memory is the sampled peak resident set size of a process. The
+script requires disk space for three times the size of the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _POOL = 1 << 25
 
 @dataclass(frozen=True)
 class Measured:
-    """Wall time and CPU time over all cores in seconds, and peak memory in bytes."""
+    """Wall time and CPU time (summed over cores) in seconds, and peak memory in bytes."""
 
     seconds: float
     cores: float
@@ -82,7 +82,7 @@ def make(model: str, folder: Path) -> None:
 
 
 def copied(source: Path, target: Path) -> tuple[Measured, dict[str, str]]:
-    """Copy the weights and return the times and the digests of the files."""
+    """Copy the weights, and return the times and the SHA-256 of each file."""
     with cold(source):
         begin, before, digests = time.monotonic(), used(resource.RUSAGE_SELF), {}
         target.mkdir()
@@ -134,7 +134,7 @@ def cold(folder: Path) -> Iterator[None]:
 
 
 def measured(model: str, base: Path) -> str:
-    """Return the body of the page."""
+    """Run all steps and return the page content."""
     source, copy, checkpoint, out = (base / name for name in ("hf", "copy", "ckpt", "out"))
     make(model, source)
     sizes = {path.name: path.stat().st_size for path in source.glob("*.safetensors")}

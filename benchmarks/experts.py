@@ -1,12 +1,12 @@
-"""Cycles of an MoE layer compared with a dense layer, from the TPU compiler, without a TPU.
+"""Compare the TPU compiler's cycle estimates for an MoE layer and a dense layer, without a TPU.
 
     python benchmarks/experts.py            # prints the table
     python benchmarks/experts.py --write    # and writes experts.md
 
-The forward and backward pass of a layer is compiled for one v5p chip as the body of a loop. It
-computes gradients of the input and of all weights. This is repeated for each MoE implementation and
-for a dense layer with the same number of active parameters. The script needs libtpu
-(`pip install '.[tpu]'`), and no TPU is used.
+The forward and backward passes of a layer are compiled for one v5p chip as the body of a loop. The
+backward pass computes gradients of the input and of all weights. Each MoE implementation is
+compared with a dense layer that has the same number of active parameters. The script requires
+libtpu (`pip install '.[tpu]'`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOPOLOGY = "v5p:2x2x1"
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a layer, and the number of tokens in a microbatch on one device."""
+    """Layer sizes, and the number of tokens per device in a microbatch."""
 
     name: str
     d_model: int
@@ -139,7 +139,7 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
 
 
 def visits(shape: Shape) -> float:
-    """Return the number of row tiles that a kernel processes, divided by the total number."""
+    """Return the number of row tiles that a kernel processes per row tile of the matrix."""
     from maxpipe.nn.grouped_matmul import outer_tiles
 
     rows = shape.tokens * shape.per_token

@@ -1,10 +1,10 @@
-"""Memory that `maxpipe plan` predicts for GPUs compared with the memory that XLA reports.
+"""Compare the GPU memory that `maxpipe plan` predicts with the memory that XLA reports.
 
     python benchmarks/gpu_ahead_of_time.py            # prints the table
     python benchmarks/gpu_ahead_of_time.py --write    # and writes gpu_ahead_of_time.md
 
-`maxpipe compile` compiles the real train step of each row for GPUs ahead of time
-(`pip install '.[gpu-aot]'`), and `maxpipe plan` computes a prediction. No GPU is used. The script
+For each row, `maxpipe compile` compiles the real train step for GPUs ahead of time
+(`pip install '.[gpu-aot]'`), and `maxpipe plan` predicts its memory. No GPU is used. The script
 runs for five minutes on two cores.
 """
 

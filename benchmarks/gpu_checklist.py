@@ -1,14 +1,14 @@
-"""Checklist on one NVIDIA GPU: train steps, experts, gated delta, decoding and a complete run.
+"""Benchmark one NVIDIA GPU: train steps, MoE, gated delta rule, decoding and a complete run.
 
     python benchmarks/gpu_checklist.py --out results.jsonl       # runs every row
     python benchmarks/gpu_checklist.py --only '^step' --out ...  # rows whose name matches
     python benchmarks/gpu_checklist.py --tiny --out ...          # small sizes, also on a CPU
     python benchmarks/gpu_checklist.py --write results.jsonl     # tables of gpu_checklist.md
 
-The script requires the GPU, jax's CUDA plugin, torch and transformers, and runs for fifteen
-minutes. Every row is a separate process with a time limit, and every result is written to the file
-immediately. While a row runs, the process of the next row imports its packages and waits before it
-uses the GPU.
+The script requires a GPU, JAX's CUDA plugin, torch and transformers, and runs for fifteen minutes.
+Each row runs in a separate process with a time limit, and each result is written to the file
+immediately. While a row runs, the process of the next row imports its packages, and then waits for
+a signal before it uses the GPU.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ XLA = {
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the checklist, measured in a separate process."""
+    """A benchmark row, measured in a separate process."""
 
     name: str
     work: str
@@ -62,12 +62,12 @@ class Row:
 def step_row(
     name: str, *keys: str, model: str = "llama3-8b", limit: int = 80, **options: Any
 ) -> Row:
-    """Return a row that measures a train step of maxpipe."""
+    """Return a row that measures maxpipe's train step."""
     return Row(f"step: {name}", "train_step", {"model": model, "keys": keys, **options}, limit)
 
 
 def torch_step_row(name: str, *keys: str, batches: Sequence[int]) -> Row:
-    """Return a row that measures PyTorch's train step with the first of `batches` that fits."""
+    """Return a row that measures PyTorch's train step with the first batch size that fits."""
     options = {"model": "llama3-8b", "keys": keys, "batches": list(batches)}
     return Row(f"step: {name}", "torch_step", options, 110)
 
@@ -104,7 +104,7 @@ ROWS = [
 
 
 def run_row(text: str) -> None:
-    """Import packages, wait for a line on standard input, and print each result."""
+    """Import packages, wait for a line on standard input, then print each result."""
     task = json.loads(text)
     results = WORK[task["work"]](task["options"])
     next(results)
@@ -118,7 +118,7 @@ def run_row(text: str) -> None:
 
 
 def start(row: Row, tiny: bool) -> subprocess.Popen[str]:
-    """Start the child process of a row. It waits for a signal before it uses the GPU."""
+    """Start the child process of a row, which waits for a signal before it uses the GPU."""
     task = asdict(row) | {"options": row.options | {"tiny": tiny}}
     memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
     memory["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -133,13 +133,13 @@ def start(row: Row, tiny: bool) -> subprocess.Popen[str]:
 
 
 def stop(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its children."""
+    """Kill a process and all its children."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def results_of(process: subprocess.Popen[str], limit: int) -> Iterator[dict[str, Any]]:
-    """Signal a process to start measuring, yield its results, and kill it after `limit` seconds."""
+    """Start a process's measurement and yield its results; kill it after `limit` seconds."""
     assert process.stdin is not None and process.stdout is not None
     timer = threading.Timer(limit, stop, [process])
     timer.start()
@@ -160,7 +160,7 @@ def results_of(process: subprocess.Popen[str], limit: int) -> Iterator[dict[str,
 
 
 def run_all(rows: Sequence[Row], out: Path, tiny: bool) -> None:
-    """Run all rows, and append their results to a file."""
+    """Run all rows and append their results to a file."""
     began, waiting = time.perf_counter(), start(rows[0], tiny)
     with out.open("a", encoding="utf-8") as file:
         for number, row in enumerate(rows):
@@ -201,7 +201,7 @@ def gib(found: dict[str, Any], name: str) -> str:
 
 
 def step_cells(found: dict[str, Any]) -> list[str]:
-    """Return the table cells of a train step."""
+    """Return the table cells for a train step."""
     seconds, used = found["seconds"], found["bytes"]
     predicted = found.get("predicted_bytes", 0) / used
     return [
@@ -217,7 +217,7 @@ def step_cells(found: dict[str, Any]) -> list[str]:
 
 
 def layer_cells(found: dict[str, Any]) -> list[str]:
-    """Return the table cells of a layer's forward and backward pass."""
+    """Return the table cells for the forward and backward pass of a layer."""
     low, high = (f"{seconds * 1e3:.2f}" for seconds in found["spread"])
     kind, by = found["row"].split(": ")
     name = f"{kind}, {by}: {found['form']}"
@@ -225,14 +225,14 @@ def layer_cells(found: dict[str, Any]) -> list[str]:
 
 
 def decode_cells(found: dict[str, Any]) -> list[str]:
-    """Return the table cells of a decoding measurement."""
+    """Return the table cells for a decoding measurement."""
     milliseconds = [f"{found[name] * 1e3:.2f}" for name in ("seconds_per_token", "first_seconds")]
     rate = f"{found['tokens_per_second']:,.0f}"
     return [found["row"].partition(": ")[2], str(found["batch"]), rate, *milliseconds]
 
 
 def write_page(results: Sequence[dict[str, Any]]) -> None:
-    """Replace the tables of gpu_checklist.md, which are delimited by pairs of HTML comments."""
+    """Replace the tables in gpu_checklist.md, which are delimited by pairs of HTML comments."""
     measured = [found for found in results if "seconds" in found or "seconds_per_token" in found]
     failed = [[found["row"]] for found in results if found.get("code", 0) != 0]
     tables = {

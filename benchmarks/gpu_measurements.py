@@ -1,6 +1,6 @@
-"""Measurement functions of gpu_checklist.py. They run in the child process of a row.
+"""Measurement functions of gpu_checklist.py, which run in the child process of a row.
 
-Each function is a generator that imports packages, yields once before it uses the GPU, and then
+Each function is a generator that imports packages, yields once, and only then uses the GPU and
 yields its results.
 """
 
@@ -38,7 +38,7 @@ DECODE = {"prompt": 128, "more": 128, "repeats": 3}
 
 
 def train_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure a train step of maxpipe."""
+    """Measure maxpipe's train step."""
     import jax  # noqa: F401
 
     import maxpipe.plan.compile
@@ -51,7 +51,7 @@ def train_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def torch_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure a train step of PyTorch with the first batch size that fits in memory."""
+    """Measure PyTorch's train step with the first batch size that fits in memory."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -113,7 +113,7 @@ def experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def experts_size(tiny: bool) -> dict[str, int]:
-    """Return the sizes of an MoE layer, and the shape of its input."""
+    """Return the MoE layer sizes and the input shape."""
     if tiny:
         small = {"d_model": 128, "d_expert": 128, "num_experts": 8, "per_token": 2}
         return small | {"rows": 2, "tokens": 128}
@@ -128,7 +128,7 @@ def normal(seed: int, shape: Sequence[int]) -> Any:
 
 
 def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Return a jitted function that computes a scalar loss and its gradients, and its arguments."""
+    """Return the arguments of, and a jitted function for, a scalar loss and its gradients."""
     import jax
     import jax.numpy as jnp
 
@@ -155,7 +155,7 @@ def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, 
             getattr(module, name)[...] = weight
         context = LayerContext({"segment_ids": ids, "positions": places}, jnp.int32(0))
         out = module(x, context).x
-        # With a plain sum, all cotangents would be equal.
+        # A plain sum as the loss would make all cotangents equal.
         return (out.astype(jnp.float32) ** 2).mean()
 
     body = jax.shard_map(
@@ -170,7 +170,7 @@ def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, 
 
 
 def measured_layer(part: Any, kind: Any, x: Any) -> dict[str, Any]:
-    """Return time, memory and slowest kernels of the forward and backward pass."""
+    """Measure time, memory and the slowest kernels of the forward and backward pass."""
     import jax
 
     run, arguments = forward_and_backward(part, kind, x)
@@ -184,7 +184,7 @@ def measured_layer(part: Any, kind: Any, x: Any) -> dict[str, Any]:
 
 
 def timed_calls(call: Callable[[], Any]) -> dict[str, Any]:
-    """Return the median, minimum and maximum time of a call in seconds."""
+    """Return the median, minimum and maximum time per call in seconds."""
     seconds = []
     for _ in range(gpu_step.WARM_UP + TIMED):
         start = time.perf_counter()
@@ -195,7 +195,7 @@ def timed_calls(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure the PyTorch versions of the layers in `experts`, with and without `torch.compile`."""
+    """Measure the layers of `experts` in PyTorch, with and without `torch.compile`."""
     import torch  # pyright: ignore[reportMissingImports]
 
     from maxpipe.models.layers import experts  # noqa: F401
@@ -220,7 +220,9 @@ def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
         gate, value = grouped(flat[order // k], up, offs=ends).chunk(2, dim=-1)
         hidden = torch.nn.functional.silu(gate) * value * shares.reshape(-1)[order, None]
         rows = grouped(hidden, down, offs=ends)
-        out = torch.empty_like(rows).index_copy(0, order, rows)  # undo the sort by expert
+        out = torch.empty_like(rows).index_copy(
+            0, order, rows
+        )  # restore the order before the sort by expert
         return out.reshape(-1, k, width).sum(1).reshape(x.shape)
 
     def dense(x: Any, up: Any, down: Any) -> Any:
@@ -243,7 +245,7 @@ def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
             run = partial(torch_gradients, compiled, x, weights)
             try:
                 found = timed_calls(run)
-            except Exception as error:  # continue with the other variant
+            except Exception as error:  # continue with the next variant
                 print(f"{form}, {name}: {error}", file=sys.stderr, flush=True)
                 continue
             kernels = gpu_step.torch_kernels(run, 15) if device == "cuda" else []
@@ -251,14 +253,14 @@ def torch_experts(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def torch_device() -> str:
-    """Return the device type, `cuda` or `cpu`."""
+    """Return the PyTorch device type, `cuda` or `cpu`."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def torch_peak() -> int:
-    """Return the peak size of allocated GPU memory in bytes."""
+    """Return the peak GPU memory allocated by PyTorch in bytes."""
     import torch  # pyright: ignore[reportMissingImports]
 
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -298,7 +300,7 @@ def delta(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def delta_size(tiny: bool) -> dict[str, int]:
-    """Return the sizes of a gated delta layer, and the shape of its input."""
+    """Return the gated delta layer sizes and the input shape."""
     if tiny:
         small = {"d_model": 64, "key_heads": 2, "value_heads": 4, "size": 16, "kernel": 4}
         return small | {"rows": 2, "tokens": 128}
@@ -306,7 +308,7 @@ def delta_size(tiny: bool) -> dict[str, int]:
 
 
 def torch_delta(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure the gated delta layer of transformers, without the kernels of `fla`."""
+    """Measure the gated delta layer of transformers without the `fla` kernels."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import Qwen3NextConfig  # pyright: ignore[reportMissingImports]
     from transformers.models.qwen3_next import (  # pyright: ignore[reportMissingImports]
@@ -339,7 +341,7 @@ def torch_delta(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure greedy decoding of maxpipe with random bfloat16 weights."""
+    """Measure maxpipe's greedy decoding with random bfloat16 weights."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -382,7 +384,7 @@ def decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def decoded(calls: Sequence[Sequence[float]], batch: int) -> dict[str, Any]:
-    """Return decoding rates from the timestamps of each call: its start, then each token."""
+    """Return decoding rates, given each call's start time followed by the time of each token."""
     tokens = len(calls[0]) - 1
     whole = statistics.median(times[-1] - times[0] for times in calls)
     one = statistics.median((times[-1] - times[2]) / (tokens - 2) for times in calls)
@@ -397,7 +399,7 @@ def decoded(calls: Sequence[Sequence[float]], batch: int) -> dict[str, Any]:
 
 
 def torch_decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure `generate` of transformers with a static cache and a compiled decoding step."""
+    """Measure transformers `generate` with a static cache and a compiled decode step."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -443,7 +445,7 @@ def torch_decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def whole_run(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Compare an uninterrupted run with a run that is stopped by Ctrl-C and resumed."""
+    """Compare an uninterrupted run with a run that is interrupted by Ctrl-C and resumed."""
     yield {}
     shared = Path("/dev/shm")
     parent = shared if shared.is_dir() and shutil.disk_usage(shared).free > 60 * GIB else None
@@ -455,9 +457,9 @@ def whole_run(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def stopped_and_resumed(folder: Path, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the results of `whole_run`, with run folders in `folder`."""
+    """Yield the results of `whole_run`, with run folders created in `folder`."""
     steps, stop = (12, 5) if options["tiny"] else (100, 50)
-    # The byte tokenizer has 259 ids. The model's vocabulary size would require its tokenizer.
+    # The byte tokenizer has 259 ids. A larger vocabulary would require the model's own tokenizer.
     keys = ["tokenizer.kind=bytes", "model.vocab_size=259", "data.source=corpus"]
     keys += [f"run.dir={folder}", f"train.steps={steps}", "log.every=1", "checkpoint.keep=1"]
     keys += ["train.batch_size=4", "train.sequence_length=2048"]

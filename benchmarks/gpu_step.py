@@ -5,11 +5,11 @@
     python benchmarks/gpu_step.py --only names   # rows whose name matches the pattern
     python benchmarks/gpu_step.py --kernels 30   # and the 30 slowest kernels of each step
 
-The script requires the GPU, jax's CUDA plugin, torch and transformers, and runs for six minutes.
-Every row runs in a separate process, which compiles its step, runs it a few times on random tokens
-and reports the median time. Both programs store parameters and moments in float32, use bfloat16
-matmuls, clip gradients and update with AdamW. For both, MFU uses the FLOPs of causal attention over
-full sequences, including attention between documents.
+The script requires a GPU, JAX's CUDA plugin, torch and transformers, and runs for six minutes. Each
+row runs in a separate process, which compiles the step, runs it a few times on random tokens and
+reports the median time. maxpipe and PyTorch store parameters and moments in float32, use bfloat16
+matmuls, clip gradients and update with AdamW. In both cases, MFU is based on the FLOPs of causal
+attention over full sequences, including attention between documents.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ SIZE = ("train.batch_size=8", "train.sequence_length=4096", "train.steps=1000")
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: one measured train step."""
+    """A table row: one measured train step."""
 
     name: str
     keys: tuple[str, ...] = ()
     """Config overrides of the row."""
     torch: str = ""
-    """PyTorch attention: `causal`, a dense document `mask`, or `flex` (FlexAttention).
+    """PyTorch attention: `causal`, `mask` (dense document mask) or `flex` (FlexAttention).
 
-    maxpipe is measured if this field is empty."""
+    If empty, maxpipe is measured instead of PyTorch."""
     documents: int = 1
     """Number of documents in each sequence."""
     model: str = MODEL
@@ -129,14 +129,14 @@ changed the time by less than 1%: no command buffers, concurrent command buffers
 
 
 def tokens(rows: int, length: int, vocabulary: int) -> Any:
-    """Return random token ids `[rows, length + 1]`."""
+    """Return random token ids of shape `[rows, length + 1]`."""
     import numpy as np
 
     return np.random.default_rng(0).integers(0, vocabulary, (rows, length + 1), dtype=np.int32)
 
 
 def segments(rows: int, length: int, documents: int) -> Any:
-    """Return segment ids `[rows, length]`, numbered from 1, with random document boundaries."""
+    """Return 1-based segment ids `[rows, length]` with random document boundaries."""
     import numpy as np
 
     cuts = np.random.default_rng(1).integers(1, length, (rows, documents - 1))
@@ -144,7 +144,7 @@ def segments(rows: int, length: int, documents: int) -> Any:
 
 
 def timed(step: Callable[[], float]) -> tuple[float, list[float]]:
-    """Return the median time of a step in seconds, and the losses of all steps."""
+    """Return the median step time in seconds, and the losses of all steps."""
     losses, seconds = [], []
     for _ in range(WARM_UP + STEPS):
         start = time.perf_counter()
@@ -213,7 +213,7 @@ def prepared(
 
 
 def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[str, Any]:
-    """Return the measurements of maxpipe's train step."""
+    """Measure maxpipe's train step and return the results."""
     import jax
 
     _, step, found = prepared(row, size, xla)
@@ -226,7 +226,7 @@ def ours(row: Row, size: list[str], kernels: int, xla: dict[str, str]) -> dict[s
 
 
 def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, int]]:
-    """Profile one step, and return (kernel, milliseconds, calls) of the slowest kernels."""
+    """Profile one step, and return (kernel, milliseconds, calls) for the slowest kernels."""
     import tempfile
 
     import jax
@@ -250,7 +250,7 @@ def most_time(step: Callable[[], float], count: int) -> list[tuple[str, float, i
 
 
 def torch_llama(model: Any, device: str, length: int, **options: Any) -> Any:
-    """Return a randomly initialized transformers Llama model with the sizes of a `ModelConfig`."""
+    """Return a randomly initialized transformers Llama with the sizes of a `ModelConfig`."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -271,7 +271,7 @@ def torch_llama(model: Any, device: str, length: int, **options: Any) -> Any:
 
 
 def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
-    """Return the measurements of a PyTorch train step with the model from transformers."""
+    """Measure a PyTorch train step of the transformers model and return the results."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -331,7 +331,7 @@ def with_torch(row: Row, size: list[str], kernels: int) -> dict[str, Any]:
 
 
 def _mask(kind: str, numbers: Any, device: str) -> Any:
-    """Return the attention mask in the format of the backend, or None for causal attention."""
+    """Return the attention mask in the attention backend's format, or None if causal."""
     import torch  # pyright: ignore[reportMissingImports]
     from torch.nn.attention.flex_attention import (  # pyright: ignore[reportMissingImports]
         create_block_mask,
@@ -442,7 +442,7 @@ COLUMNS = (
 
 
 def cells(row: Row, found: dict[str, Any]) -> list[str]:
-    """Return the table cells of a row."""
+    """Return the table cells for the result of one row."""
     seconds = found["seconds"]
     stated, predicted = (
         f"{found[name] / GIB:.2f}" if name in found else ""

@@ -1,12 +1,11 @@
-"""int8 and fp8 matmuls: losses of 500 steps, and cycles from the TPU compiler.
+"""Measure int8 and fp8 matmuls: losses over 500 steps, and cycles estimated by the TPU compiler.
 
     python benchmarks/low_precision.py            # prints the tables
     python benchmarks/low_precision.py --write    # and writes benchmarks/low_precision.md
 
-Losses are those of the quickstart's model and text, trained on virtual devices with
-`maxpipe train`. libtpu compiles steps of four layers of Llama-3-8B for TPUs on this machine
-(`pip install '.[tpu]'`), and no TPU is used. Each run and each compilation uses a separate
-process.
+Losses are from `maxpipe train` on virtual devices, with the model and data of the quickstart
+config. Cycles are from train steps of four Llama-3-8B layers, which libtpu compiles on this machine
+(`pip install '.[tpu]'`) without a TPU. Each run and each compilation has a separate process.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ CHIPS += ("train.batch_size=32", "train.sequence_length=4096", "pipeline.weight_
 
 
 def losses(keys: Sequence[str]) -> dict[int, float]:
-    """Train a model and return its losses by step, averaged since the previous logged step."""
+    """Train a model and return the mean loss since the previous logged step, keyed by step."""
     with tempfile.TemporaryDirectory() as folder:
         given = [f"run.dir={folder}", f"train.steps={STEPS}", "train.batch_size=8"]
         given += ["pipeline.microbatches=4", "eval.every=0", "checkpoint.every=0", *keys]
@@ -57,7 +56,7 @@ def losses(keys: Sequence[str]) -> dict[int, float]:
 
 
 def cycles(topology: str, keys: Sequence[str]) -> tuple[float, float]:
-    """Return the cycles of a step on one device, and of its layers in both passes."""
+    """Return the cycles of a step on one device, and of its layers (forward plus backward)."""
     call = [sys.executable, "-m", "maxpipe", "compile", "llama3-8b", "--json"]
     call += ["--topology", topology, *CHIPS, *keys]
     done = subprocess.run(call, check=True, capture_output=True, text=True)

@@ -1,13 +1,13 @@
-"""Ranking of layouts by `maxpipe plan --search` compared with the ranking by measured steps.
+"""Compare how `maxpipe plan --search` ranks layouts with their ranking by measured step time.
 
     python benchmarks/measured_ranking.py            # prints the tables
     python benchmarks/measured_ranking.py --write    # and writes measured_ranking.md
     python benchmarks/measured_ranking.py --only wide
 
 The script uses 8 virtual CPU devices and three models. For each model, it calibrates the devices
-with the model's layers, ranks all layouts, and runs a search with `--measure 8`. It then runs the
-layouts at some ranks and the layouts that the search measured, each in a separate process. Steps of
-the layouts alternate, and the median of each layout is used.
+with the model's layers, ranks all layouts, and runs a search with `--measure 8`. It then measures
+the layouts at selected ranks and the layouts that the search measured, each in a separate process.
+The layouts alternate steps, and the median step time of each layout is compared.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ NUM_DEVICES = 8
 ROUNDS = 9
 """Number of timed steps per layout."""
 MEASURED = 8
-"""Number of layouts that the search measures."""
+"""Number of layouts that the search itself measures."""
 RANKS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233)
-"""Predicted ranks of layouts that always run."""
+"""Predicted ranks of the layouts that are always measured."""
 MODELS = {
     "deep": {
         "model": {"num_layers": 16, "d_model": 128, "d_mlp": 384, "vocab_size": 512},
@@ -64,14 +64,14 @@ def config_of(name: str) -> Config:
 def measured(layouts: list[Candidate]) -> list[float]:
     """Return the median step time of each layout in seconds, measured in separate processes.
 
-    In a shared process, the state of the heap after one program determines which other programs
+    In a shared process, the heap state that one program leaves would determine which other programs
     must allocate new memory in every step.
     """
     spawned, runs = multiprocessing.get_context("spawn"), []
     for candidate in layouts:
         parent, child = spawned.Pipe()
         spawned.Process(target=_serve, args=(child, candidate.config), daemon=True).start()
-        parent.recv()  # wait until the step is compiled
+        parent.recv()  # wait until the process has compiled its step
         runs.append(parent)
     taken: list[list[float]] = [[] for _ in runs]
     for _ in range(ROUNDS):
@@ -84,7 +84,7 @@ def measured(layouts: list[Candidate]) -> list[float]:
 
 
 def _serve(requests: Connection, config: Config) -> None:
-    """Run one step of this config for each request."""
+    """Run one step of this config for each request on standard input."""
     _on_virtual_devices()
     step = build_synthetic_step(build_steps(config, jax.devices()))
     for _ in range(2):
@@ -102,7 +102,7 @@ def _on_virtual_devices() -> None:
 
 
 def calibrated(config: Config) -> Hardware:
-    """Calibrate the devices with this model's layers and four sequences per microbatch."""
+    """Calibrate the devices with the model's layers and four sequences per microbatch."""
     rows = NUM_DEVICES * 4
     train = replace(config.train, batch_size=rows)
     mesh = replace(config.mesh, ici_data=NUM_DEVICES)
@@ -112,27 +112,27 @@ def calibrated(config: Config) -> Hardware:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Measured ranks of the layouts that a search selects, among all layouts that ran."""
+    """Measured ranks, among all measured layouts, of the layouts that a search selects."""
 
     predicted: int
     chosen: int
-    """Rank of the layout that `--measure` selects."""
+    """Measured rank of the layout that a search with `--measure` selects."""
     over: float
-    """Excess time of the layout that is predicted to be fastest, relative to the fastest layout."""
+    """Excess step time of the layout predicted to be fastest, relative to the fastest layout."""
     layouts: int
     correlation: float
-    """Spearman correlation between the predicted and the measured ranking."""
+    """Spearman correlation between the predicted and the measured order."""
 
 
 def correlation(orders: list[int]) -> float:
-    """Return the Spearman correlation of these ranks with ascending ranks."""
+    """Return the Spearman correlation between these ranks and ascending ranks."""
     count = len(orders)
     apart = sum((rank - order) ** 2 for rank, order in enumerate(orders, 1))
     return 1 - 6 * apart / (count * (count**2 - 1))
 
 
 def table(name: str) -> tuple[str, Ranking]:
-    """Return the table of a model, and the measured ranks of the selected layouts."""
+    """Return a model's table, and the measured ranks of the selected layouts."""
     config = config_of(name)
     hardware = calibrated(config)
     ranked = search(config, hardware, num_devices=NUM_DEVICES, keep=CANDIDATES)

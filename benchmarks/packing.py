@@ -1,12 +1,12 @@
-"""Sequence packing: efficiency, and time and memory of the plan.
+"""Measure sequence packing: its efficiency, and the time and memory to compute a packing plan.
 
     python benchmarks/packing.py           # prints the tables
     python benchmarks/packing.py --write   # and writes packing.md
 
-Document lengths are sampled from a log-normal distribution (median 403 tokens, mean 829). The
-second data set consists of the file sizes of the Python standard library in bytes. Each plan is
-computed in a separate process. Time is the processor time of one core. Memory is the increase in
-the peak memory of the process.
+In the first dataset, document lengths are sampled from a log-normal distribution (median 403
+tokens, mean 829). In the second dataset, they are the file sizes in bytes of the Python standard
+library. Each plan is computed in a separate process. Time is CPU time on one core, and memory is
+the increase in the process's peak memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE = Path(__file__).with_suffix(".md")
 PACKINGS = ("concatenate", "first_fit", "best_fit", "pad")
 DOCUMENTS = 10_000_000
 SECONDS = 60
-"""Maximum time for a plan of all documents, in seconds."""
+"""Maximum time in seconds for planning all documents."""
 
 MEASURED = """
 import json, resource, sys, time

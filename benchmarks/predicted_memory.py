@@ -1,15 +1,15 @@
-"""Memory that `maxpipe plan` predicts compared with the memory that the TPU compiler reports.
+"""Compare the memory that `maxpipe plan` predicts with the memory that the TPU compiler reports.
 
     python benchmarks/predicted_memory.py            # prints the table
     python benchmarks/predicted_memory.py --write    # and writes predicted_memory.md
     python benchmarks/predicted_memory.py --only 70b # only rows whose name contains 70b
     python benchmarks/predicted_memory.py --terms    # and the terms of each prediction
 
-With `--write` and `--only`, the page keeps the compiler results of all other rows.
+If `--write` is combined with `--only`, the page keeps the compiler results of all other rows.
 
-Every row combines a config of `configs/model/` with a topology. `maxpipe compile` compiles the real
-train step with libtpu (`pip install '.[tpu]'`), without a TPU, and `maxpipe plan` computes a
-prediction. Compiler results are cached in `--cache` by row and by the source of the package.
+Each row combines a config from `configs/model/` with a topology. `maxpipe compile` compiles the
+real train step with libtpu (`pip install '.[tpu]'`), without a TPU, and `maxpipe plan` predicts its
+memory. Compiler results are cached in `--cache` by row and by a digest of the package's source.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the table: a config and a topology."""
+    """A table row: a config and a topology."""
 
     model: str
     topology: str
     slices: int
     keys: str
-    """Config keys. The section names `mesh`, `pipeline` and `train` are omitted."""
+    """Config keys, without the section names `mesh`, `pipeline` and `train`."""
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def arguments(self) -> list[str]:
-        """Command-line arguments of `maxpipe plan` and `maxpipe compile`."""
+        """Command-line arguments for `maxpipe plan` and `maxpipe compile`."""
         fixed = "train.steps=10 tokenizer.kind=huggingface tokenizer.path=none"
         placed = ["--topology", self.topology, "--slices", str(self.slices)]
         names = [(key, key.partition("=")[0]) for key in self.keys.split()]
@@ -328,7 +328,7 @@ ROWS = [
 
 
 def compiled(row: Row, cache: Path) -> dict[str, Any] | None:
-    """Return the compiler report from the cache or a new process, or None if it failed."""
+    """Return the cached report, or compile the row in a new process. Return None on failure."""
     key = hashlib.sha256(f"{_sources()}{row}".encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
     if not path.exists():
@@ -351,7 +351,7 @@ def _maxpipe(command: str, row: Row) -> list[str]:
 
 
 def _sources() -> str:
-    """Return a digest of all sources that affect the program."""
+    """Return a digest of all source files that affect the compiled program."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "maxpipe").rglob("*.py")):
         if FOLDERS.intersection(path.parts) or path.name in PROGRAM:
@@ -360,7 +360,7 @@ def _sources() -> str:
 
 
 def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
-    """Return the body of the page; results of rows not in `rows` come from `page`."""
+    """Return the new page content. Results of rows that are not in `rows` are read from `page`."""
     head = ["run", "arguments", "arguments + temp", "peak", "predicted", "ratio"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     ratios, details = [], []
@@ -396,7 +396,7 @@ def _said(row: Row, cache: Path) -> tuple[float, ...] | None:
 
 
 def _written(row: Row, page: str) -> tuple[float, ...] | None:
-    """Return the same three sizes, read from the existing page."""
+    """Return the same three compiled sizes of a row, read from the existing page."""
     for line in page.splitlines():
         if line.startswith(f"| {row.name} | "):
             return tuple(map(float, line.split(" | ")[1:4]))

@@ -1,14 +1,14 @@
-"""Reference losses for comparison with the engine, with the layers of the decoder.
+"""Reference loss functions that use the decoder's layers, for comparison with the engine.
 
-`circular_loss` is the circular pipeline as published, differentiated through its scan. One scan
-over M * R + P - 1 ticks runs the forward pass of a ring of stages, with each tick under
-`jax.checkpoint`. Reverse-mode differentiation of this scan is the backward pass. The compiler
-controls fsdp. Embedding and loss head are outside the scan, and their batch is also split over the
-stages. praxis and MaxText run their circular pipelines in this way.
+`circular_loss` is the published circular pipeline, as in praxis and MaxText. One scan over
+M * R + P - 1 ticks runs the forward pass of a ring of stages, with each tick under
+`jax.checkpoint`. The backward pass is the reverse-mode derivative of this scan. The compiler
+partitions the fsdp axis. Embedding and loss head are outside the scan, and their batch is also
+sharded over the stages.
 
 `sharded_loss` has no pipeline. It processes the full batch at once, with every layer under
 `jax.checkpoint`, and shards sequences and parameters over all devices. Each device gathers a
-layer's weights immediately before it computes the layer. Differentiation turns these gathers into
+layer's weights immediately before the layer. In the backward pass, these gathers become
 reductions. Without explicit gathers, XLA for CPU would reduce unsharded gradients on every device.
 """
 
@@ -40,10 +40,10 @@ def circular_loss(
     params: Tree,
     batch: Tree,
 ) -> jax.Array:
-    """Return the mean loss over the target tokens; `params` are stacked `[R, P, L]`."""
+    """Return the mean loss over target tokens; `params` are stacked as `[R, P, L]`."""
     dtype = jnp.dtype(decoder.config.compute_dtype)
     rows = batch["tokens"].shape[0] // num_microbatches
-    # Microbatch m has sequences m, m + M, ..., so it remains sharded over the batch axes.
+    # Microbatch m consists of sequences m, m + M, ..., so it stays sharded over the batch axes.
     cut = lambda leaf: leaf.reshape(rows, num_microbatches, *leaf.shape[1:]).swapaxes(0, 1)  # noqa: E731
     inputs = {name: cut(batch[name]) for name in ("segment_ids", "positions", "example_ids")}
     embedded = _spread(params["embedding"].astype(dtype)[cut(batch["tokens"])], 1)
@@ -57,7 +57,7 @@ def circular_loss(
     hidden = _spread(ring(_of_one_kind(decoder, params), embedded, inputs), 1)
     hidden = lax.with_sharding_constraint(
         hidden, PartitionSpec(None, BATCH_AXES, STAGE)
-    )  # the computation of the loss head is also split over the stages
+    )  # also shard the loss head over the stages
     hidden = decoder.norm(params["final_norm"], hidden)
     logits = jnp.einsum(
         "mbtd,dv->mbtv", hidden, params["head"].astype(dtype), preferred_element_type=jnp.float32
@@ -69,7 +69,7 @@ def circular_loss(
 
 
 def sharded_loss(decoder: Decoder, mesh: Mesh, specs: Tree, params: Tree, batch: Tree) -> jax.Array:
-    """Return the mean loss over target tokens; `params` `[1, 1, L]` are sharded by `specs`."""
+    """Return the mean loss over target tokens for `params` `[1, 1, L]`, sharded as in `specs`."""
     is_spec = lambda node: isinstance(node, PartitionSpec)  # noqa: E731
     divisions = jax.tree.map(WeightSharding.from_spec, specs, is_leaf=is_spec)
     axes = manual_axes_of(mesh)
@@ -91,7 +91,9 @@ def _of_own_rows(decoder: Decoder, divisions: Tree, params: Tree, batch: Tree) -
     of_layer = jax.tree.map(lambda each: each.unstacked(3), _of_one_kind(decoder, divisions))
     run = decoder.layer(*decoder.model.layer_types)
 
-    @partial(jax.checkpoint, prevent_cse=False)  # forward and backward passes are separate loops
+    @partial(
+        jax.checkpoint, prevent_cse=False
+    )  # no CSE: forward and backward passes are separate loops
     def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, None]:
         weights = jax.tree.map(lambda leaf, each: gather_weight(leaf, each, dtype), layer, of_layer)
         return run(weights, x, batch, jnp.int32(0))[0], None
@@ -119,7 +121,7 @@ def _ring(
     embedded: jax.Array,
     inputs: Tree,
 ) -> jax.Array:
-    """Return the outputs of the last stage `[M, B, T, D]`, with B sequences per microbatch."""
+    """Return the last stage's outputs `[M, B, T, D]`, where B is sequences per microbatch."""
     stages = layout.ring.num_stages
     stage = lax.axis_index(STAGE)
     layers = jax.tree.map(lambda leaf: leaf[:, 0], layers)
@@ -144,7 +146,7 @@ def _ring(
     empty = lax.pcast(jnp.zeros_like(embedded), (STAGE,), to="varying")
     body = jax.checkpoint(tick, policy=jax.checkpoint_policies.nothing_saveable)
     _, made = lax.scan(body, (empty[0], empty), jnp.arange(work + stages - 1))
-    outputs = made[-num_microbatches:]  # the last stage's last repeat ends the scan
+    outputs = made[-num_microbatches:]  # the scan ends with the last repeat of the last stage
     return lax.psum(jnp.where(stage == stages - 1, outputs, 0), STAGE)
 
 

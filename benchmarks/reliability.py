@@ -1,12 +1,13 @@
-"""Cost of fault tolerance: monitoring, the guard, checkpoints, and the first batch on resume.
+"""Measure fault-tolerance costs: monitoring, the update guard, checkpoints and resume.
 
     python benchmarks/reliability.py            # prints the table
     python benchmarks/reliability.py --write    # and writes reliability.md
 
-The model has 100 M parameters and runs on the CPU. The host work during a step is timed separately,
-over many repetitions. The cost of the guard depends on the number of parameters, not tokens. Short
-steps with and without the guard alternate, and the result is the median difference of the pairs.
-The first batch is timed for a run that resumes after few and after many steps.
+The model has 100 M parameters and runs on the CPU. The host work of a step is timed separately,
+over many repetitions. The cost of the guard, which skips updates that are not finite, depends on
+the parameter count but not on the token count. Short steps with and without the guard alternate,
+and the reported cost is the median difference within pairs. The time to the first batch is measured
+for a run that resumes after few steps and for one that resumes after many steps.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from maxpipe.telemetry.writers import EventLog
 
 ROUNDS, PAIRS = 3, 60
 FAR = (10, 10_000_000)
-"""Step counts after which a run resumes."""
+"""Steps from which a run is resumed."""
 HEADS = {"num_heads": 12, "num_kv_heads": 12, "head_dim": 64, "compute_dtype": "float32"}
 CONFIG = {
     "model": {"num_layers": 12, "d_model": 768, "d_mlp": 2048, "vocab_size": 10240, **HEADS},
@@ -56,7 +57,7 @@ SHORT = {"batch_size": 1, "sequence_length": 64, "steps": 1}
 
 
 def host_seconds(folder: Path) -> float:
-    """Return the host time per step for phases, the control channel and 0.1 event records."""
+    """Return the host time per step for phase timing, control channel and 0.1 event records."""
     phases, events = Phases(), EventLog(folder)
     with ControlChannel(phases, Timeouts()) as link, phases.enter(LOOP):
 
@@ -84,7 +85,7 @@ def _per_call(call: Callable[[], object], number: int) -> float:
 
 
 def seconds_of_guard(config: Config) -> float:
-    """Return the additional time per step that the guard needs, in seconds."""
+    """Return the additional time per step in seconds with the guard."""
     device = jax.devices()[:1]
     with (
         patch("maxpipe.step.step.check_step", lambda _config, _mesh, state, *_: (np.True_, state)),
@@ -96,7 +97,7 @@ def seconds_of_guard(config: Config) -> float:
     guarded = build_synthetic_step(build_steps(config, device))
     jax.block_until_ready(guarded())
     added = []
-    for turn in range(PAIRS):  # each program runs first equally often
+    for turn in range(PAIRS):  # each program runs first in half of the pairs
         if turn % 2:
             seconds = _taken(guarded)
             added.append(seconds - _taken(without))
@@ -113,7 +114,7 @@ def _taken(call: Callable[[], object]) -> float:
 
 
 def first_batches(config: Config) -> list[float]:
-    """Return the time to the first batch in seconds, for runs that resume at the steps in `FAR`."""
+    """Return the time in seconds to the first batch after resuming at each step in `FAR`."""
     seconds, train = [], config.train
     sizes = {"batch_size": train.batch_size, "sequence_length": train.sequence_length}
     with contextlib.closing(build_loaders(config.data, config.tokenizer, seed=0, **sizes)) as data:
@@ -126,9 +127,9 @@ def first_batches(config: Config) -> list[float]:
 
 
 def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digesting]:
-    """Return the blocking time, the total time and the digest times of a save, in seconds.
+    """Return the blocking time, total time and digest times of a checkpoint save in seconds.
 
-    The blocking part includes the copy of the state.
+    The blocking time includes copying the state.
     """
     state = steps.init()
     jax.block_until_ready(steps.to_saved(state))
@@ -145,7 +146,7 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digestin
         for number in range(1, ROUNDS + 1):
             start = time.perf_counter()
             checkpoints.save(number, copied, {"run": {}}, {"step": number})
-            jax.block_until_ready(copies)  # the next step waits for these copies
+            jax.block_until_ready(copies)  # the next step must wait for these copies
             blocking.append(time.perf_counter() - start)
             checkpoints.wait()
             whole.append(time.perf_counter() - start)
@@ -155,7 +156,7 @@ def seconds_of_saves(steps: Steps, folder: Path) -> tuple[float, float, Digestin
 
 @dataclass(frozen=True)
 class Digesting:
-    """Single-threaded time of each digest method on the same arrays, in seconds."""
+    """Single-threaded time in seconds of each digest method on the same arrays."""
 
     in_memory: float
     sha256: float
@@ -164,7 +165,7 @@ class Digesting:
     num_bytes: int
 
     def row(self, what: str, seconds: float) -> str:
-        """Return a row of the table."""
+        """Return the table row for one digest method."""
         return f"| {what}, {self.num_bytes / seconds / 1e9:.2f} GB/s | {seconds:.2f} | |"
 
 
@@ -186,7 +187,7 @@ def _digesting(state: Any, step: epath.Path) -> Digesting:
 
 
 def table() -> str:
-    """Return the body of the page."""
+    """Return the page content below the preamble."""
     config = from_dict(CONFIG)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

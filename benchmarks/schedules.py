@@ -1,11 +1,11 @@
-"""Table-driven schedules compared with a circular autodiff pipeline and with no pipeline.
+"""Compare table-driven schedules with a circular autodiff pipeline and with no pipeline.
 
     python benchmarks/schedules.py            # prints the table
     python benchmarks/schedules.py --write    # and writes benchmarks/schedules.md
 
 All programs run in one process with 8 virtual CPU devices and the same model. Their steps
-alternate, so that other load on the machine affects all of them. Times are medians of ratios.
-Memory and collectives are from the compiler.
+alternate, so that other load on the machine affects all programs. Times are medians of ratios to a
+reference program. Memory and collectives are read from the compiled programs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ NO_PIPELINE = "no pipeline, fsdp 8, autodiff"
 
 @dataclass(frozen=True)
 class Choice:
-    """A program, shown as a row of the table."""
+    """A program, which is one row of the table."""
 
     name: str
     schedule: str = "interleaved"
@@ -86,7 +86,7 @@ GROWING = [CHOICES[0], CHOICES[3], CHOICES[4], CHOICES[6], CHOICES[8]]
 
 @dataclass
 class Program:
-    """A compiled gradient computation with its inputs."""
+    """A compiled gradient computation and its inputs."""
 
     name: str
     run: Callable[[], Any]
@@ -167,7 +167,7 @@ def _batch(steps: Steps) -> dict[str, jax.Array]:
 
 
 def measure(programs: list[Program], rounds: int) -> dict[str, dict[str, float]]:
-    """Return median wall and CPU times, relative to both references in the same round."""
+    """Return median wall and CPU times relative to the two reference programs in each round."""
     for each in programs:
         each.run()
     ratios: dict[str, list[tuple[float, float, float]]] = {each.name: [] for each in programs}
@@ -189,7 +189,7 @@ def measure(programs: list[Program], rounds: int) -> dict[str, dict[str, float]]
 
 
 def agree(programs: list[Program]) -> float:
-    """Return the largest gradient difference from the reference, relative to its maximum."""
+    """Return the largest gradient error, relative to the maximum of the reference gradient."""
     wanted = jax.jit(programs[0].layout.unstack)(programs[0].run()[1])
     worst = 0.0
     for each in programs[1:]:

@@ -1,15 +1,15 @@
-"""Memory, estimated cycles and traffic of gather and remat modes, from the TPU compiler.
+"""Compare gather and remat modes by the TPU compiler's memory, cycle and traffic estimates.
 
     python benchmarks/tpu_ahead_of_time.py              # prints the table
     python benchmarks/tpu_ahead_of_time.py --write      # and writes tpu_ahead_of_time.md
     python benchmarks/tpu_ahead_of_time.py --entries 8  # and the largest HLO entries
 
 No TPU is used. libtpu compiles the train step of an 8B-class model for 32 chips (v5p:2x4x4,
-4 stages x 8 fsdp shards) on this machine (`pip install '.[tpu]'`). The script sums the compiler's
-memory analysis and per-instruction cycle estimates in the same way as `maxpipe compile`. The
-compiler has no estimate for synchronous collectives, so their traffic is a separate column. Each
-program is compiled in a separate process. Results are cached in `--cache` by source and settings,
-so an interrupted script can resume.
+4 stages x 8 fsdp shards) on this machine (`pip install '.[tpu]'`). The script aggregates the
+compiler's memory analysis and per-instruction cycle estimates in the same way as `maxpipe compile`.
+The compiler does not estimate synchronous collectives, so their traffic is a separate column. Each
+program is compiled in a separate process. Results are cached in `--cache` by a digest of sources
+and settings, so an interrupted script can resume.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ LAYERS, TOKENS, WIDTH = 32, 2048, 4096
 MICROBATCHES = (16, 64)
 GIB = 2**30
 ACTIVATION = TOKENS * WIDTH * 2
-"""Size in bytes of the activations that a stage sends; buffers hold at least two of them."""
+"""Size in bytes of the activations that a stage sends. Buffers hold at least two such arrays."""
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A gather and remat mode, shown as a row of the table."""
+    """A gather and remat mode, which is one row of the table."""
 
     weight_gather: str
     remat: str
@@ -52,7 +52,7 @@ class Mode:
 
     @property
     def pipeline(self) -> dict[str, Any]:
-        """Config keys of the section `pipeline`."""
+        """Keys of the `pipeline` config section."""
         names = ("weight_gather", "remat", "schedule", "repeats", "group")
         return {name: getattr(self, name) for name in names}
 
@@ -128,7 +128,9 @@ def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
 
 
 def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
-    """Return a result from the cache or a new process, or None with a message if it failed."""
+    """Return a cached result, or compile the program in a new process. On failure, print the reason
+    and return None.
+    """
     key = hashlib.sha256(f"{sources()}{mode}{microbatches}".encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
     if not path.exists():
@@ -148,7 +150,7 @@ def result(mode: Mode, microbatches: int, cache: Path) -> dict[str, Any] | None:
 
 
 def sources() -> str:
-    """Return a digest of all sources that affect the program."""
+    """Return a digest of all source files that affect the compiled program."""
     package = Path(__file__).parents[1] / "maxpipe"
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(package.rglob("*.py")):
@@ -157,7 +159,7 @@ def sources() -> str:
 
 
 def table(modes: list[Mode], cache: Path, num_entries: int) -> str:
-    """Return the table of the page."""
+    """Return the Markdown table."""
     head = ["arguments GiB", *(f"temp GiB M = {m}" for m in MICROBATCHES)]
     head += [*(f"peak GiB M = {m}" for m in MICROBATCHES), "flat"]
     head += [*(f"Gcycles M = {m}" for m in MICROBATCHES), "fsdp GiB", "stage GiB"]

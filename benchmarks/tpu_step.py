@@ -1,13 +1,13 @@
-"""Cycles of a train step on TPUs by operation, and the optimizations that were tested.
+"""List the estimated TPU cycles of a train step by operation, and the tested optimizations.
 
     python benchmarks/tpu_step.py                # prints the page
     python benchmarks/tpu_step.py --write        # and writes tpu_step.md
     python benchmarks/tpu_step.py --only "8B"    # compiles only rows whose name contains 8B
 
-No TPU is used. Each row is one run of `maxpipe compile --entries` with libtpu on this
-machine (`pip install '.[tpu]'`), in a separate process that runs for a few minutes. Reports are
-cached in `--cache` by row and libtpu version. Rows of a libtpu version that is not installed come
-from the cache or are omitted.
+No TPU is used. Each row is one run of `maxpipe compile --entries` with libtpu on this machine
+(`pip install '.[tpu]'`), in a separate process that runs for a few minutes. Reports are cached in
+`--cache` by row and libtpu version. Rows for a libtpu version that is not installed are read from
+the cache, or omitted if the cache does not contain them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maxpipe.plan.compile import CompileReport
 
 GIB = 2**30
 OLD, NEW = "0.0.42", "0.0.50"
-"""Versions of libtpu for JAX 0.10.2 and 0.12.0."""
+"""libtpu versions that JAX 0.10.2 and 0.12.0 require."""
 DENSE = (
     "model.num_kv_heads=32 model.attention=splash mesh.ici_stage=4 mesh.ici_fsdp=8 "
     "pipeline.schedule=interleaved pipeline.microbatches=16 train.batch_size=128 "
@@ -63,13 +63,13 @@ FUSED = (*NO_SPARSE_CORES, "xla_tpu_enable_async_collective_fusion_fuse_all_gath
 
 @dataclass(frozen=True)
 class Row:
-    """A compilation, shown as a row of a table."""
+    """A compilation, which is one row of a table."""
 
     name: str
     arguments: str
     topology: str = "v5p:2x4x4"
     options: tuple[str, ...] = ()
-    """Compiler options that replace those of a run (`--xla`)."""
+    """Compiler options that override maxpipe's own options (`--xla`)."""
     version: str = OLD
 
 
@@ -78,7 +78,7 @@ MODELS = [
     Row("70B's widths, 16 layers, step + names", LARGE, "v5p:4x4x4"),
     Row("Mixtral, 8 layers, step + names", EXPERTS),
 ]
-"""Models whose entries the page lists."""
+"""Models for which the page lists the HLO entries with the most cycles."""
 TRIED = [
     Row("iteration + full, fused gathers", SMALL, options=FUSED),
     Row("iteration + full, no overlap options", SMALL, options=NO_SPARSE_CORES),
@@ -99,7 +99,9 @@ HOST = [
 
 
 def report_of(row: Row, cache: Path) -> CompileReport | None:
-    """Return a report from the cache or a new process, or None with a message if it failed."""
+    """Return the cached report, or compile the row in a new process. On failure, print the reason
+    and return None.
+    """
     key = hashlib.sha256(repr(row).encode()).hexdigest()[:24]
     path = cache / f"{key}.json"
     if not path.exists():
@@ -121,13 +123,13 @@ def report_of(row: Row, cache: Path) -> CompileReport | None:
 
 
 def exposed(report: CompileReport) -> float:
-    """Return the number of cycles for which the step waits for collectives."""
+    """Return the number of cycles that the step spends waiting for collectives."""
     waits = ("waited for", "left over")
     return sum(each.cycles for each in report.entries if each.kind.endswith(waits))
 
 
 def figures(report: CompileReport) -> list[str]:
-    """Return the table cells of a report."""
+    """Return the table cells for a compilation report."""
     hidden = [each for each in report.collectives if each.asynchronous]
     sent = sum(each.total_bytes for each in report.collectives)
     return [
@@ -147,7 +149,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def page(cache: Path, number: int) -> str:
-    """Return the body of the page."""
+    """Return the page content below the preamble."""
     models = [(row, report_of(row, cache)) for row in MODELS]
     tried = [(row, report_of(row, cache)) for row in TRIED]
     host = [(row, report_of(row, cache)) for row in HOST]

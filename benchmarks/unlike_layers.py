@@ -1,11 +1,11 @@
-"""Cost of several layer types in the engine, as estimated by the TPU compiler, without a TPU.
+"""Estimate the cost of multiple layer types in the engine with the TPU compiler, without a TPU.
 
     python benchmarks/unlike_layers.py            # prints the table
     python benchmarks/unlike_layers.py --write    # and writes unlike_layers.md
 
-The model of `tpu_ahead_of_time.py` is compiled unchanged, and with the same layers declared as
-several types. The arithmetic is the same, so the difference is the cost of layer types. Results are
-cached in `--cache`, as in that script.
+The model of `tpu_ahead_of_time.py` is compiled twice: unchanged, and with the same layers declared
+as several types. The arithmetic is the same, so the difference is the overhead of layer types.
+Results are cached in `--cache`, as in `tpu_ahead_of_time.py`.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ This increases the size of the arguments.
 
 
 def as_kinds(model: Model, pattern: str) -> Model:
-    """Declare the same layers with one type for each letter of the pattern."""
+    """Redeclare the layers with one layer type for each distinct letter of the pattern."""
     (kind,) = model.layer_types.values()
     layers = tuple(pattern[number % len(pattern)] for number in range(len(model.layers)))
     return Model(dict.fromkeys(layers, kind), layers, model.ends, model.values)
 
 
 def as_units(model: Model) -> Model:
-    """Declare each pair of layers as one layer, the repeated unit."""
+    """Redeclare each pair of layers as one layer, which is the repeated unit."""
     (kind,) = model.layer_types.values()
     second = tuple(
         replace(branch, name=f"second_{branch.name}", part=_second(branch.part))
@@ -70,7 +70,7 @@ def as_units(model: Model) -> Model:
 
 
 def _second(part: Any) -> Any:
-    """Rename the activations of `part`, because names must be unique within a layer."""
+    """Rename the activations of a sublayer, because names must be unique within a layer."""
     same = type(part)
 
     class Second(same):
@@ -97,8 +97,8 @@ def measure(pattern: str, mode: Mode) -> dict[str, Any]:
 
 
 def in_process(pattern: str, mode: Mode, cache: Path) -> dict[str, Any]:
-    """Return a result from the cache, or compile it in a new process."""
-    if pattern == "a":  # this row is also on the page of tpu_ahead_of_time.py
+    """Return a cached result, or compile the program in a new process."""
+    if pattern == "a":  # this row is also in tpu_ahead_of_time.md
         found = result(mode, MICROBATCHES, cache)
         assert found is not None, f"{mode.name} does not compile"
         return found

@@ -10,24 +10,24 @@ import sys
 from types import FrameType
 
 _SUPPRESSED_CALLBACKS = {"_xla_gc_callback", "__del__"}
-"""Functions that Python may call between any two lines, and whose exceptions it discards."""
+"""Functions that Python may call between any two lines. Python discards their exceptions."""
 _UNSAFE_CODE = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
-"""Code in which an exception crashes Python: imports of native modules, and the compiler of jax,
-whose incomplete programs crash when the traceback is released."""
+"""Code in which an exception crashes Python: imports of native modules, and jax's compiler, whose
+partially compiled programs crash when the traceback is released."""
 _RESUMABLE = (["train"], ["data", "prepare"])
-"""Commands that resume after a stop."""
+"""Commands that resume when they are run again after a stop."""
 
 
 def main() -> int:
-    """Run the command. Ctrl-C ends the process without a traceback at any point."""
+    """Run the command and return its exit code. Ctrl-C never prints a traceback."""
     code = 128 + signal.SIGINT
     ends: list[int] = []
     atexit.register(_end_now, ends)  # registered first, so it runs last
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else it is ignored
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else SIGINT is ignored
         signal.signal(signal.SIGINT, handle_interrupt)
     if any(sys.argv[1 : 1 + len(words)] == words for words in _RESUMABLE):
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # else it is ignored
+            if signal.getsignal(number) == signal.SIG_DFL:  # else the signal is ignored
                 signal.signal(number, handle_stop)
     try:
         from maxpipe import cli
@@ -36,14 +36,14 @@ def main() -> int:
     except KeyboardInterrupt:
         pass
     if signal.getsignal(signal.SIGINT) == handle_interrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # or Python prints a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # otherwise, Python prints a traceback
     if code == 128 + signal.SIGINT:
         ends.append(code)
     return code
 
 
 def _end_now(codes: list[int]) -> None:
-    """Exit immediately with the first of `codes`, if there are any.
+    """Exit immediately with the first exit code in `codes`, unless the list is empty.
 
     After an interrupt, jax leaves objects that crash Python when modules are unloaded at exit.
     """
@@ -52,9 +52,9 @@ def _end_now(codes: list[int]) -> None:
 
 
 def handle_stop(number: int, frame: FrameType | None) -> None:
-    """Exit with code 75: the command has not started its work yet, or has finished it.
+    """Exit with code 75 if a signal arrives before the command starts its work or after it ends.
 
-    At the start of its work, the command installs its own handlers.
+    While the command works, its own signal handlers are active.
     """
     text = b"stop requested\n  No work is lost. Run the same command again to resume.\n"
     with contextlib.suppress(OSError):

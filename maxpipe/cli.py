@@ -1,7 +1,6 @@
-"""The `maxpipe` command: parses arguments and returns an exit code.
+"""Parse the `maxpipe` command line, run the selected command, and return its exit code.
 
-Commands import heavy modules when they run, so that `--help`, `config` and `schedule` start without
-jax.
+Commands import heavy modules lazily, so that `--help`, `config` and `schedule` do not import jax.
 """
 
 from __future__ import annotations
@@ -63,19 +62,19 @@ def _run_and_report(argv: list[str]) -> int:
     except MemoryError as error:
         _complain(redact.redact_for_terminal(str(out_of_memory_error(error))))
         return int(ExitCode.CONFIG)
-    except BaseException as error:  # a Rust panic is not an `Exception`
+    except BaseException as error:  # Rust panics are not `Exception`s
         if isinstance(error, OSError) and (trouble := _flush_error(sys.stdout, "\n")):
             return _report_write_error(trouble)
         _complain(redact.redact_text(traceback.format_exc()).rstrip("\n"))
         _complain(
             f"maxpipe {maxpipe.__version__}: this is a bug in maxpipe. The traceback above shows "
-            "where."
+            "where it occurred."
         )
         return int(ExitCode.BUG)
 
 
 def _open_streams() -> None:
-    """Open closed standard streams on /dev/null, so that no other file gets their descriptors."""
+    """Reopen closed standard streams on /dev/null, so that no other file uses their descriptors."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -91,7 +90,7 @@ def _complain(text: str) -> None:
 
 
 def _flush_error(stream: TextIO, text: str = "") -> Exception | None:
-    """Write and flush the stream; return the error if that fails."""
+    """Write `text` and flush the stream. If that fails, return the exception."""
     try:
         stream.write(text)
         stream.flush()
@@ -103,13 +102,16 @@ def _flush_error(stream: TextIO, text: str = "") -> Exception | None:
 def _report_write_error(trouble: Exception) -> int:
     _complain(
         f"standard output: cannot be written\n  {getattr(trouble, 'strerror', None) or trouble}.\n"
-        "  Free space there, or redirect the output."
+        "  Free disk space, or redirect the output to another file."
     )
     return int(ExitCode.STORAGE)
 
 
 def _flush_output(code: object) -> Any:
-    """Flush all output and return the exit code. Python would otherwise report an error twice."""
+    """Flush stdout and stderr, and return the exit code.
+
+    Otherwise, Python would report a failed flush a second time at exit.
+    """
     for stream in (sys.stdout, sys.stderr):
         if trouble := _flush_error(stream):
             _discard(stream)
@@ -119,7 +121,7 @@ def _flush_output(code: object) -> Any:
 
 
 def _discard(stream: TextIO) -> None:
-    """Redirect the stream to /dev/null, and discard its unwritten output."""
+    """Redirect the stream to /dev/null, and discard its buffered output."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -137,8 +139,8 @@ def _run(argv: list[str]) -> int:
         options, rest = parser.parse_known_args(options.parser.join_option_values(argv))
         options.parser.reject_unknown([each for each in rest if each.startswith("-")])
     if hasattr(options, "inputs"):
-        # argparse ends a list of positional arguments at the first option. `load` separates
-        # files from overrides.
+        # argparse ends a list of positional arguments at the first option, so later arguments are
+        # appended here. `load` separates files from overrides.
         options.inputs += rest
     elif rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -156,7 +158,7 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.train.loop import train
 
     code = train(loaded)
-    if _flush_error(sys.stdout):  # an unwritable standard output is not a failure of the run
+    if _flush_error(sys.stdout):  # the run succeeded even if stdout cannot be written
         _discard(sys.stdout)
     return code
 
@@ -169,9 +171,9 @@ def _parser() -> Parser:
         prog="maxpipe",
         description="Train decoder language models with pipeline parallelism in JAX.",
         epilog="Exit codes: 0 success; 2 error in the config or command line, out of memory, or\n"
-        "divergence (change the config first); 70 bug in maxpipe; 71 hang or lost\n"
-        "process; 74 storage error, damaged checkpoint or corrupted replica; 75 stopped\n"
-        "by SIGTERM or SIGHUP and saved; 130 stopped by Ctrl-C and saved. After 75 and\n"
+        "divergence (fix the cause before restarting); 70 bug in maxpipe; 71 hang or lost\n"
+        "process; 74 storage error, damaged checkpoint or corrupted replica; 75 checkpoint\n"
+        "saved after SIGTERM or SIGHUP; 130 checkpoint saved after Ctrl-C. After 75 or\n"
         "130, run the same command again to resume.",
     )
     parser.add_argument("--version", action="version", version=f"maxpipe {maxpipe.__version__}")
@@ -180,7 +182,7 @@ def _parser() -> Parser:
     train = commands.add_parser(
         "train",
         help="train or resume a run",
-        description="Train the run that config files and overrides describe. If the run folder\n"
+        description="Train the run defined by config files and overrides. If the run folder\n"
         "contains a checkpoint, training resumes from it.",
         epilog="example: maxpipe train quickstart train.steps=100",
     )

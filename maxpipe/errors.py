@@ -33,8 +33,8 @@ _MAX_PROBLEMS = 120
 
 
 def truncate_middle(text: str, limit: int) -> str:
-    """Return `text`, shortened if it has more than `limit` characters. A shortened text keeps only
-    its beginning and end, with its length inserted between them.
+    """Return `text`, shortened if it has more than `limit` characters. A shortened string keeps
+    only its beginning and end, with its original length inserted between them.
     """
     if len(text) <= limit:
         return text
@@ -58,7 +58,7 @@ class Problem:
         object.__setattr__(self, "where", truncate_middle(self.where, _MAX_WHERE))
         object.__setattr__(self, "value", truncate_middle(self.value, MAX_VALUE_CHARS))
         object.__setattr__(self, "rule", truncate_middle(self.rule, _MAX_PROSE))
-        # Only an action that contains a translated config file can have several lines.
+        # Only an action that contains a translated config file can span several lines.
         longest = _MAX_TABLE if "\n" in self.action else _MAX_PROSE
         object.__setattr__(self, "action", truncate_middle(self.action, longest))
 

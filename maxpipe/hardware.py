@@ -114,9 +114,9 @@ class Hardware:
     """Rate in GB/s at which a step's temporary memory is allocated and cleared. 0 if devices keep
     this memory allocated between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
-    """Largest size in MiB of temporary memory that the process keeps allocated between steps. From
-    twice this size, all temporary memory is reallocated in every step. Between the two sizes, the
-    reallocated fraction grows quadratically."""
+    """Largest size in MiB of temporary memory that the process keeps allocated between steps. At
+    twice this size and above, all temporary memory is reallocated in every step. Between the two
+    sizes, the reallocated fraction grows quadratically."""
     measured: str = ""
     """Date and machine of the calibration; empty for published specifications."""
 

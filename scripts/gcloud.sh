@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 3 8B on two v5p slices of 16 chips, as TPU VMs: prints the scripts.
+# Print launch scripts for Llama 3 8B on two v5p slices of 16 chips each, as TPU VMs.
 #
 #   scripts/gcloud.sh launch.zone=ZONE launch.program=/opt/venv/bin/maxpipe run.dir=/mnt/runs --submit
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 3 8B on a v5p slice of 32 chips in Kubernetes: prints the JobSet.
+# Print the Kubernetes JobSet for Llama 3 8B on one v5p slice of 32 chips.
 #
 #   scripts/gke.sh launch.image=REGISTRY/maxpipe:TAG launch.volume=gs://BUCKET --submit
 set -euo pipefail

@@ -4,8 +4,8 @@
     python scripts/prose.py maxpipe/data docs   # only these files and folders
     python scripts/prose.py --counts            # matches by pattern and by file, and their share
 
-Docstrings, comments, messages and Markdown are split into sentences. Inline code, code blocks,
-addresses of links and text in double quotes are left out: they quote programs or other projects.
+Docstrings, comments, messages and Markdown are split into sentences. Inline code, code blocks, link
+URLs and text in double quotes are not checked, because they quote programs or other projects.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NOT_USE = (
     r"(\d|(an? |one |two |half an? )?(second|minute|hour|day)|(as )?long|time|place|effect|part|"
     r"precedence|into account)"
 )
-"""Words after a correct "take": durations, and phrases such as "take place"."""
+"""Words that may follow "take": durations, and the ends of phrases such as "take place"."""
 _COMPARATIVE = r"more|less|fewer|longer|shorter|slower|faster|larger|smaller|worse|better|different"
 PATTERNS = {
     'a clause with "what" in place of a noun': r"\bwhat\b(?!.*\?$)",
@@ -71,7 +71,7 @@ _STRING_OR_COMMENT = re.compile(
     r"""|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'|#[^\n]*""",
     re.DOTALL,
 )
-"""The strings and comments of a Python file. Strings are matched first, as they may contain "#"."""
+"""Matches strings and comments in Python. Strings come first, because they may contain "#"."""
 OPENING = "a docstring that begins with a preposition, a pronoun or no noun"
 _COMPILED = {name: re.compile(text, re.IGNORECASE) for name, text in PATTERNS.items()}
 _COMPILED_OPENING = re.compile(_OPENING, re.IGNORECASE)
@@ -90,7 +90,7 @@ class Match(NamedTuple):
 
 
 def sentences_of(path: Path) -> list[Sentence]:
-    """Return the sentences of a Python or Markdown file that have `MIN_WORDS` words or more."""
+    """Return the sentences with at least `MIN_WORDS` words in a Python or Markdown file."""
     text = path.read_text(encoding="utf-8")
     parts = _python_texts(text) if path.suffix == ".py" else _markdown_texts(text)
     result = []
@@ -105,7 +105,7 @@ def sentences_of(path: Path) -> list[Sentence]:
 
 
 def matches_of(sentence: Sentence) -> list[Match]:
-    """Return one match for each pattern that occurs in the sentence."""
+    """Return a match for each pattern that occurs in the sentence."""
     text = re.sub(r'"[^"]*"|“[^”]*”|«[^»]*»', "Q", sentence.text)
     names = [name for name, pattern in _COMPILED.items() if pattern.search(text)]
     if sentence.opens_docstring and _COMPILED_OPENING.match(text):
@@ -114,7 +114,7 @@ def matches_of(sentence: Sentence) -> list[Match]:
 
 
 def files_of(paths: list[str]) -> list[Path]:
-    """Return the Python and Markdown files below the paths, in order."""
+    """Return the Python and Markdown files among the paths and below them, in order."""
     files: list[Path] = []
     for each in paths:
         path = ROOT / each
@@ -123,7 +123,7 @@ def files_of(paths: list[str]) -> list[Path]:
 
 
 def _python_texts(source: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, text, whether it is a docstring) of docstrings, comments and messages."""
+    """Yield (line, text, is docstring) for each docstring, comment and message."""
     nodes = [*ast.walk(ast.parse(source))]
     docstrings = {
         id(node.value)
@@ -162,7 +162,7 @@ def _is_regex(text: str) -> bool:
 
 
 def _markdown_texts(text: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield (line, text, False) of paragraphs, list items, headings and table cells."""
+    """Yield (line, text, False) for each paragraph, list item, heading and table cell."""
     text = re.sub(r"<!--.*?-->", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
     paragraph: list[str] = []
     start, fence = 1, ""
@@ -186,7 +186,7 @@ def _markdown_texts(text: str) -> Iterator[tuple[int, str, bool]]:
 
 
 def _split(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (line offset, sentence), without inline code, links' addresses and URLs."""
+    """Yield (line offset, sentence), with inline code and URLs replaced by placeholders."""
     text = re.sub(r"```.*?```", lambda m: "\n" * m[0].count("\n"), text, flags=re.DOTALL)
     text = re.sub(r"`[^`]*`", "C", text)
     text = re.sub(r"\]\([^)]*\)", "]", text)

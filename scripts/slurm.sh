@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 3 8B on four nodes of eight H100: prints the SLURM job.
+# Print the SLURM job for Llama 3 8B on four nodes with eight H100 GPUs each.
 #
 #   scripts/slurm.sh launch.queue=PARTITION launch.program=/shared/venv/bin/maxpipe --submit
 set -euo pipefail

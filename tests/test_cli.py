@@ -202,7 +202,7 @@ def test_version(capsys: Capture):
         ("config print TINY train.steps", "has no value"),
         ("config print TINY train.steps = 5", "has no value"),
         ("train", "are required"),
-        ("train TINY", "one of the two sets the run length"),
+        ("train TINY", "one of the two must set the run length"),
         ("train TINY train.steps=x", "must be an integer"),
         ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Add --stages"),
     ],
@@ -456,7 +456,7 @@ def test_output_that_cannot_be_written_is_found_before_a_search(option: str, cap
     given = ["plan", "quickstart", "--topology", "cpu:8", "--search", option, "/nowhere/x.svg"]
     assert main(given) == 74
     told = capsys.readouterr()
-    assert not told.out and "No such file or directory.\n  Name a file in a folder" in told.err
+    assert not told.out and "No such file or directory.\n  Name a file in an existing" in told.err
 
 
 @pytest.mark.fault("H5")
@@ -635,7 +635,7 @@ def test_home_folder_that_does_not_exist(
     monkeypatch.chdir(tmp_path)  # where no run has ended
     assert main(arguments) == 2
     err = capsys.readouterr().err
-    assert "home folder is unknown" in err
+    assert "no such home folder" in err
     given = [each.partition("=")[0] for each in arguments if "~" in each]
     assert given[0] in err  # the key, or the path itself
 

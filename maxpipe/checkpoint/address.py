@@ -1,10 +1,10 @@
-"""Addresses of runs and checkpoints in commands and config keys.
+"""Run and checkpoint addresses, as given to commands and in config keys.
 
     RUN          the name of a run in `run.dir`, the path of its folder, or gs://BUCKET/PATH/NAME
-    RUN@STEP     one checkpoint of a run; STEP is a number, `newest` or `best`
+    RUN@STEP     one checkpoint of a run; STEP is a step number, `newest` or `best`
     PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
 
-This module does not open files or send requests to buckets.
+Parsing an address opens no files and sends no requests to buckets.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _SHOWN_RUNS = 8
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Address of a run and, optionally, of one checkpoint. `given` is the original text."""
+    """Address of a run and, optionally, of one checkpoint. `given` is the unparsed string."""
 
     given: str
     run_dir: str
     step: Step = None
     parent: str = ""
-    """The parent of the checkpoint folder, if `given` is a path inside that folder."""
+    """Parent of the checkpoint folder if `given` is that folder or a checkpoint in it, else ""."""
     where: str = ""
-    """The config key that contains the address, or empty for a command-line argument."""
+    """Config key whose value is the address; empty for a command-line argument."""
     average: bool = False
     """Whether to load the EMA parameters (`optim.ema_decay`) instead of the trained parameters."""
 
@@ -54,12 +54,12 @@ class Address:
         """
         has_any = isinstance(optim, Mapping) and bool(optim.get("ema_decay"))
         if self.average and not has_any:
-            rule = "was trained with optim.ema_decay = 0, so there are no averaged parameters."
+            rule = "was trained with optim.ema_decay = 0, so it has no EMA parameters."
             raise self.error(rule, "Remove --average.")
 
     @property
     def home(self) -> str:
-        """The parent of the checkpoint folder.
+        """Parent of the checkpoint folder.
 
         Raises:
             ConfigError: the run's config.yml is needed to find the folder but cannot be read.
@@ -76,13 +76,13 @@ class Address:
 
 
 def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path()) -> Address:
-    """Return the address that `text` names.
+    """Parse the address of a run or checkpoint.
 
-    `where` is the config key that contains the text. `runs` is the parent folder of all runs.
-    `begin` is the base of relative paths.
+    `where` is the config key whose value is `text`. `runs` is the parent folder of all runs
+    (default: the default of `run.dir`). Relative paths are resolved against `begin`.
 
     Raises:
-        ConfigError: the run does not exist, or the text is ambiguous.
+        ConfigError: the run does not exist, or the checkpoint address is ambiguous.
     """
     if in_bucket(text):
         return _in_bucket(text, where)
@@ -96,7 +96,7 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
     run = finder.find(before)
     if found and run and _step(step) is not None:
         finder.refuse(
-            f"is both the folder {found.run_dir} and step {step} of {run.run_dir}.",
+            f"is ambiguous: the folder {found.run_dir} and step {step} of {run.run_dir} exist.",
             f"Write {text}@newest to select the folder, or {before}/{CHECKPOINTS_FOLDER}/{step} "
             "to select the step.",
         )
@@ -108,10 +108,10 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
 
 
 def parse_run_address(text: str) -> Address:
-    """Return the address for a command that accepts a run but not a step.
+    """Parse the argument of a command that accepts a run but not a step.
 
     Raises:
-        ConfigError: `text` is not a valid address, or names a step.
+        ConfigError: `text` is not a valid address, or includes a step.
     """
     address = parse_address(text)
     if address.step is not None:
@@ -128,8 +128,8 @@ def is_run(path: Path) -> bool:
 def check_outside_checkpoints(path: str | Path, option: str) -> None:
     """Check that an output path is outside the checkpoint folder of every run.
 
-    A file inside that folder would look like checkpoint damage, or would be deleted with a
-    checkpoint.
+    `maxpipe checkpoints verify` could report such a file as damage, and deleting a checkpoint could
+    delete the file.
 
     Raises:
         ConfigError: the path is inside a checkpoint folder.
@@ -142,9 +142,9 @@ def check_outside_checkpoints(path: str | Path, option: str) -> None:
                     option,
                     path,
                     f"must be outside {folder}, which may contain only checkpoints.",
-                    f"Name another path, such as {os.path.basename(whole)} in this folder."
+                    f"Choose another path, such as ./{os.path.basename(whole)}."
                     if folder != target
-                    else "Name a new path in this folder.",
+                    else "Choose a path in the current folder.",
                 )
 
 
@@ -175,7 +175,7 @@ def run_names(folder: str | Path) -> list[str]:
 
 
 def _has_begun(path: Path) -> bool:
-    """Return whether a run folder contains more than the files of a failed start."""
+    """Return whether a run folder contains more files than a failed start creates."""
     checkpoints = path / CHECKPOINTS_FOLDER
     if any(os.path.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE)):
         return True
@@ -209,7 +209,10 @@ class _Finder:
     # These methods use os.path because pathlib raises an error for names that are too long.
 
     def find(self, text: str) -> Address | None:
-        """Return the run or checkpoint that `text` names, or None if it does not exist."""
+        """Return the address of the run or checkpoint that `text` names, or None without a match.
+
+        The step of a checkpoint need not exist.
+        """
         folders = [path for path in self._candidates(text) if os.path.isdir(path)]
         runs = [path for path in folders if is_run(path)]
         if len(runs) > 1 and not runs[0].samefile(runs[1]):
@@ -242,7 +245,7 @@ class _Finder:
         return Address(self.given, str(path), where=self.where)
 
     def with_step(self, run: Address, step: str, before: str) -> Address:
-        """Return the address of the run, with the step after the `@`."""
+        """Return the run's address with the step that follows the `@`."""
         if run.step is not None:
             self.refuse("names a step twice.", f"Give {before}.")
         number = _step(step)
@@ -287,7 +290,7 @@ def _above(path: Path, count: int) -> Path:
 
 
 def _in_bucket(text: str, where: str) -> Address:
-    """Return the address of a run in a bucket. There, `@STEP` always names a step."""
+    """Return the address of a run in a bucket, where `@STEP` always names a step."""
     plain, step = text.rstrip("/"), None
     if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
         plain, step = suffix["run"].rstrip("/"), found

@@ -1,12 +1,12 @@
-"""Array digests that do not depend on the sharding, and the orbax item that records them.
+"""Sharding-independent array digests, and the orbax item that stores them.
 
 The digest of an array is a sum over all elements, modulo 2**64. Every element contributes its bits
 as an unsigned integer, multiplied by one key per dimension. The key depends on the element's index
 in that dimension. All keys are odd, so a change of one element always changes the digest. Other
 changes, such as swapped rows or blocks, remain undetected with probability about 2**-60, at worst
 2**-32 (two flipped signs). The digests of disjoint shards add up to the digest of the full array.
-The digest does not protect against forgery. numpy computes the digest two to three times faster
-than SHA-256, and releases the GIL during the computation.
+The digest does not protect against forgery. Computing it with numpy is two to three times faster
+than SHA-256 and releases the GIL.
 
 During a save, the shards of every process are copied to host memory while training waits. The
 digests are computed from these copies in the background, while orbax writes the copies to disk.
@@ -14,7 +14,7 @@ The digests detect any change between memory and disk without a second copy. Eve
 the digests of its shards to `digests/<process>.json`. orbax commits a step after all processes have
 written their digests.
 
-The module also computes digests, sizes and differences of trees, keyed by dotted leaf names.
+The module also computes digests, sizes and differences of pytrees whose leaves have dotted names.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ _MAX_BYTES = 1 << 26
 
 _MODULO = 2**64
 _BLOCK = 1 << 18
-"""Number of elements per block. Larger blocks do not fit in the CPU cache. Smaller blocks wait for
-the GIL more often."""
+"""Number of elements per block. Larger blocks do not fit in the CPU cache. With smaller blocks,
+threads wait for the GIL more often."""
 _SHORT = 64
 """Rows with fewer elements than this are merged, to limit the number of numpy calls."""
-# In a non-finite value, all exponent bits are set.
+# All exponent bits of NaN and infinity are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
     "bfloat16": np.uint16(0x7F80),
@@ -71,7 +71,7 @@ class ArrayEntry(TypedDict):
 
 
 class PartEntry(ArrayEntry):
-    """JSON entry of a shard, including the number of elements and of non-finite elements."""
+    """JSON entry of a shard, including its counts of all elements and of non-finite elements."""
 
     elements: int
     non_finite: int
@@ -104,7 +104,7 @@ class ArrayDigest:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the number of added elements equals the array size."""
+        """Return whether the added shards cover the array, assuming that they do not overlap."""
         return self.elements == math.prod(self.shape)
 
     def entry(self) -> ArrayEntry:
@@ -156,7 +156,7 @@ def digest_array(array: np.ndarray) -> ArrayDigest:
 def diff_digests(
     expected: Mapping[str, ArrayDigest], actual: Mapping[str, ArrayDigest]
 ) -> list[str]:
-    """Return one line for every array that changed or exists on one side only, sorted by name."""
+    """Return one line for every array that changed, is missing or was added, sorted by name."""
     lines = []
     for name in sorted(expected.keys() | actual.keys()):
         if name not in actual:
@@ -188,14 +188,15 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
     """Merge the digests of several processes.
 
     Raises:
-        ValueError: the dtypes or shapes of an array differ, or its shards do not cover the array.
+        ValueError: processes recorded different dtypes or shapes of an array, or the shards do not
+            cover the array.
     """
     total: dict[str, ArrayDigest] = {}
     for part in parts:
         for name, digest in part.items():
             merged = total.setdefault(name, ArrayDigest(digest.dtype, digest.shape))
             if (merged.dtype, merged.shape) != (digest.dtype, digest.shape):
-                raise ValueError(f"processes recorded different types or shapes of {name}")
+                raise ValueError(f"processes recorded different dtypes or shapes of {name}")
             merged.merge(digest)
     for name, one in total.items():
         if not one.is_complete:
@@ -205,7 +206,7 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
 
 
 def _words(part: np.ndarray, start: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return the elements as unsigned integers of at most 32 bits.
+    """Return the elements as unsigned integers of at most 32 bits, and their start index.
 
     Larger elements are split along an additional last dimension, because two flipped signs would
     not be detected in 64-bit integers.
@@ -222,8 +223,8 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # `row` contains one product of keys for each element of the trailing dimensions. These are the
-    # dimensions whose elements fit in one block.
+    # `row` contains the product of the keys of each element in the trailing dimensions. As many
+    # dimensions count as trailing as fit together in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -248,7 +249,7 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
 
 
 def _dot(words: np.ndarray, along: np.ndarray, row: np.ndarray, wide: np.ndarray) -> int:
-    """Return the sum of the elements of a matrix, each times the keys of its row and column.
+    """Return the sum of a matrix's elements, each multiplied by the keys of its row and column.
 
     `wide` is scratch memory. For 64-bit integers, einsum uses vector instructions but dot does not.
     """
@@ -316,7 +317,7 @@ def num_bytes(tree: Tree) -> int:
 
 
 def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
-    """Return one line for every leaf that is missing in one tree or has different shapes."""
+    """Return one line for every leaf that is missing from one tree or whose shapes differ."""
     before, now = leaves_by_name(saved), leaves_by_name(wanted)
     lines = []
     for name in sorted(before.keys() | now.keys()):
@@ -337,17 +338,19 @@ def diff_trees(first: Tree, second: Tree) -> list[str]:
     left, right = dict(iter_named_arrays(first)), dict(iter_named_arrays(second))
     for name in sorted(left.keys() | right.keys()):
         if name not in left or name not in right:
-            lines.append(f"{name}  only in the {'first' if name in left else 'second'}")
+            lines.append(f"{name}  exists only in the {'first' if name in left else 'second'}")
             continue
         a, b = left[name], right[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            lines.append(f"{name}  {a.dtype} {_shape(a)}, and {b.dtype} {_shape(b)}")
+            lines.append(
+                f"{name}  {a.dtype} {_shape(a)} in the first, {b.dtype} {_shape(b)} in the second"
+            )
         elif a.tobytes() != b.tobytes():
             # numpy cannot subtract bfloat16 arrays.
             apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
             share = np.count_nonzero(apart) / max(apart.size, 1)
             lines.append(
-                f"{name}  {_shape(a)}, {100 * share:.4g}% of its values differ, "
+                f"{name}  {_shape(a)}, {100 * share:.4g}% of the elements differ, "
                 f"by at most {apart.max():.6g}"
             )
     return lines
@@ -368,11 +371,10 @@ class _DigestFile(TypedDict):
 
 @contextlib.contextmanager
 def distribute_replicas(state: Tree) -> Iterator[Tree]:
-    """Yield the state with replicated arrays divided over the devices that hold their replicas.
+    """Yield the state with each replicated array sharded over the devices that hold its replicas.
 
-    Every device then copies a part of such an array to the host. The parts are those that orbax
-    selects for replicated arrays, so orbax copies nothing else. The device memory of the parts is
-    released at the end.
+    Every device then copies only one shard of such an array to the host. orbax would select the
+    same shards, so it makes no further copies. The shards' device memory is released on exit.
     """
     parts = jax.tree.map(_divide, state)
     try:
@@ -395,7 +397,7 @@ def _divide(leaf: Any) -> Any:
     dim = next((dim for dim, size in enumerate(local) if size % replicas == 0), None)
     if replicas == 1 or dim is None or not leaf.size:
         return leaf
-    # orbax divides only these arrays in pinned host memory.
+    # In pinned host memory, orbax shards only these replicated arrays.
     is_divisible = leaf.ndim >= 2 and math.prod(local) % 1024 == 0 and local[-1] % 128 == 0
     if sharding.memory_kind == "pinned_host" and not is_divisible:
         return leaf
@@ -410,7 +412,7 @@ def copy_to_host(state: Tree) -> HostCopies:
     """Copy this process's device shards to the host. Replicated shards are copied only once.
 
     jax caches the copies, so a save of the same arrays does not copy them again. Every process has
-    all numpy arrays, so only process 0 includes them.
+    complete numpy arrays, so only process 0 includes them.
     """
     shards = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
@@ -457,7 +459,7 @@ def digest_local_shards(state: Tree) -> dict[str, ArrayDigest]:
 
 
 def metadata_digest(facts: Mapping[str, Any]) -> str:
-    """Return the digest of config, data position and other metadata, independent of formatting."""
+    """Return a digest of a checkpoint's metadata that does not depend on the JSON formatting."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -505,9 +507,9 @@ async def _write_item(directory: epath.Path, args: DigestSaveArgs) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecordedDigests:
-    """Digests of the arrays in memory and of the metadata, recorded at a save.
+    """Digests of the in-memory arrays and of the metadata, recorded during a save.
 
-    `metadata_digest` is empty for steps of older releases.
+    `metadata_digest` is empty for checkpoints of older releases.
     """
 
     arrays: dict[str, ArrayDigest]
@@ -518,7 +520,7 @@ def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
     """Read the digests that all processes wrote for a step.
 
     Raises:
-        ValueError: a digest file is not valid, or some digests are missing.
+        ValueError: a digest file is invalid, or some digests are missing.
         OSError: a digest file cannot be read.
     """
     parts: list[dict[str, ArrayDigest]] = []
@@ -533,7 +535,7 @@ def read_digest_item(folder: epath.Path, step: int) -> RecordedDigests:
                 {n: ArrayDigest.from_part_entry(one) for n, one in content["arrays"].items()}
             )
         except ValueError as error:
-            raise ValueError(f"{name} cannot be used: {error}") from error
+            raise ValueError(f"{name} is invalid: {error}") from error
         if content["step"] != step:
             raise ValueError(f"{name} belongs to step {content['step']}")
         if number == 0:

@@ -1,8 +1,8 @@
-"""The checkpoint folder of a run: its steps, their content, quarantine and retention rules.
+"""A run's checkpoint folder: its layout, metadata, quarantine and retention rules.
 
 `<folder>/<step>/` contains the arrays (`state/`, written by orbax), the config and data position
 (`facts/metadata`, JSON), the in-memory digests of the arrays (`digests/`) and a manifest. A
-checkpoint exists once orbax has committed it, by a rename or, in a bucket, by `commit_success.txt`.
+checkpoint exists once orbax has committed it: by a rename, or in a bucket by `commit_success.txt`.
 maxpipe and orbax ignore entries with other names: `<step>.orbax-checkpoint-tmp` is an unfinished
 save, `<step>.corrupt` is a damaged checkpoint, and `<step>.deleting` is an unfinished deletion.
 """
@@ -54,7 +54,7 @@ _HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """Input of the retention rules: save `time` in Unix seconds, and evaluation `metrics`."""
+    """Checkpoint properties that retention rules use. `time` is the save time in Unix seconds."""
 
     step: int
     time: float
@@ -70,7 +70,7 @@ class BestMetric:
 
     @classmethod
     def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> BestMetric:
-        """Return the metric of a `checkpoint` config section. Saved configs may lack the keys."""
+        """Return the metric in a `checkpoint` config section. Saved configs may lack its keys."""
         if isinstance(section, CheckpointConfig):
             return cls(section.best_metric, section.best_mode == "max")
         metric = str(section.get("best_metric") or cls().metric)
@@ -78,7 +78,7 @@ class BestMetric:
 
     @property
     def description(self) -> str:
-        """A description such as `smallest eval/loss`."""
+        """Ranking rule for messages, such as `smallest eval/loss`."""
         return f"{'largest' if self.is_largest else 'smallest'} {self.metric}"
 
     def sort_key(self, metrics: Mapping[str, float]) -> float | None:
@@ -93,8 +93,9 @@ class BestMetric:
 class RetentionRules:
     """Retention rules. A checkpoint is retained if any rule matches. A value of 0 disables a rule.
 
-    The rules retain the `newest` checkpoints, steps divisible by `every_steps`, the first
-    checkpoint in every period of `every_hours`, and the `best` checkpoints by `better`.
+    The rules retain the last `newest` checkpoints, checkpoints whose step is divisible by
+    `every_steps`, the first checkpoint in every period of `every_hours` hours, and the `best`
+    checkpoints that rank highest by `better`.
     """
 
     newest: int
@@ -111,7 +112,7 @@ class RetentionRules:
 
 
 def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> dict[int, str]:
-    """Return the retained steps of `saved`, each with the reason to keep it."""
+    """Return the steps to retain, mapped to the reasons for retaining them."""
     ordered = sorted(saved, key=lambda info: info.step)
     reasons: dict[int, list[str]] = {info.step: [] for info in ordered}
     for info in ordered[-rules.newest :] if rules.newest else []:
@@ -136,10 +137,10 @@ def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> d
 Tree = Any
 
 FORMAT = 3
-"""The checkpoint format of this release.
+"""Checkpoint format version of this release.
 
-Format 1 has no manifest, time or metrics. Format 2 has no array digests. Both formats can still be
-read.
+Format 1 has no manifest, save time or metrics. Format 2 has no array digests. This release can read
+formats 1 and 2.
 """
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
@@ -147,7 +148,7 @@ _COMMITTED = "commit_success.txt"
 
 
 class _MetadataFile(TypedDict):
-    """Content of the metadata file. Code that reads `config` and `data` validates the values."""
+    """Content of the metadata file. `config` and `data` are validated where they are used."""
 
     format: int
     step: int
@@ -174,7 +175,7 @@ class AdapterBase(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
-    """Metadata of a checkpoint. `metrics` are the evaluation metrics of its step."""
+    """Metadata of a checkpoint. `metrics` contains the evaluation metrics of its step."""
 
     step: int
     config: dict[str, Any]
@@ -195,7 +196,7 @@ class CheckpointMetadata:
 
 
 class CheckpointFolder:
-    """A checkpoint folder in a file system or bucket. `key` is the config key for its path."""
+    """A local or bucket folder that contains checkpoints. `key` is the config key for its path."""
 
     def __init__(self, path: epath.PathLike, key: str = "run.dir"):
         self.path, self.key = to_epath(path), key
@@ -224,9 +225,9 @@ class CheckpointFolder:
         ]
 
     def unfinished(self) -> list[str]:
-        """Return the names of the entries that an unfinished save or deletion left.
+        """Return the names of the remains of unfinished saves and deletions.
 
-        In a bucket, such entries are step folders because there is no atomic rename.
+        In a bucket, they include incomplete step folders, because buckets have no atomic rename.
         """
         return [
             entry.name
@@ -253,8 +254,8 @@ class CheckpointFolder:
 
         Raises:
             DamagedError: the metadata cannot be read, or belongs to a different step.
-            OSError: the storage is not reachable, so the state of the content is unknown.
-            StorageError: a later release saved the checkpoint.
+            OSError: the storage is unreachable; the metadata may be intact.
+            StorageError: a newer release saved the checkpoint.
         """
         path = self / step / METADATA_ITEM / "metadata"
         try:
@@ -267,7 +268,7 @@ class CheckpointFolder:
                     f"{self / step}: cannot be read\n"
                     f"  the checkpoint has format {number}; this release reads formats 1 to "
                     f"{FORMAT}.\n"
-                    "  Use the release of maxpipe that saved it, or a later one."
+                    "  Use the release of maxpipe that saved the checkpoint, or a newer one."
                 )
             facts = CheckpointMetadata(
                 step,
@@ -284,13 +285,13 @@ class CheckpointFolder:
             ) from error
         if content["step"] != step:
             raise DamagedError(
-                f"the metadata is for step {content['step']}, but the folder's name must be the "
-                "saved step"
+                f"the metadata belongs to step {content['step']}, which differs from the step in "
+                "the folder's name"
             )
         return facts
 
     def read_info(self, step: int) -> CheckpointInfo | None:
-        """Return the input of the retention rules, or None if the step no longer exists.
+        """Return a checkpoint's properties for the retention rules, or None if it was deleted.
 
         If the metadata is damaged, the time is the modification time of the folder.
         """
@@ -306,18 +307,18 @@ class CheckpointFolder:
     def arrays(self, step: int, abstract: Tree | None = None) -> Tree:
         """Read the saved arrays with the shardings of `abstract` (default: as numpy arrays).
 
-        Arrays that `abstract` does not contain are not read.
+        Arrays that are missing from `abstract` are not read.
 
         Raises:
             DamagedError: an array cannot be read.
-            OSError: the storage is not reachable.
+            OSError: the storage is unreachable.
         """
         saved = read_shapes(self / step) if abstract is None else None
 
         def read_arrays() -> Tree:
             check_regular_files(self / step / STATE_ITEM)
             target = abstract
-            if target is None:  # an array with a damaged shape may not fit in memory
+            if target is None:  # allocate first: an array with a damaged shape may not fit
                 target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=True)
@@ -326,7 +327,7 @@ class CheckpointFolder:
         return call_detecting_damage(read_arrays)
 
     def quarantine(self, step: int, why: str = "corrupt") -> str:
-        """Rename a step so that it is no longer a checkpoint, and return the new name."""
+        """Rename a step's folder so that it is no longer a checkpoint, and return the new name."""
         name, number = f"{step}.{why}", 1
         while exists(self.path / name):
             number += 1

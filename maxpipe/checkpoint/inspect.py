@@ -1,6 +1,7 @@
 """List, describe, verify, compare, prune and delete the checkpoints of a run.
 
-Only `prune_checkpoints` and `delete_checkpoint` change files. The functions do not use devices.
+Only `prune_checkpoints` and `delete_checkpoint` change files. None of the functions requires an
+accelerator.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """A checkpoint. `kept` is the reason to keep it, or empty if no retention rule matches."""
+    """Entry of one checkpoint. `kept` is the reason to retain it; empty if no rule matches."""
 
     step: int
     saved: str
@@ -152,10 +153,10 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
 
 
 def verify_checkpoints(address: Address) -> Iterator[str]:
-    """Read every file of all checkpoints, or of the named step, and yield a verdict per step.
+    """Verify every file of all checkpoints, or of the addressed step; yield a result per step.
 
     Raises:
-        StorageError: a checkpoint is damaged. The error is raised after all steps were checked.
+        StorageError: a checkpoint is damaged; raised after all steps were checked.
     """
     checkpoints, damaged = open_address(address), []
     folder = checkpoints.durable
@@ -205,9 +206,9 @@ def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
 def prune_checkpoints(
     run_dir: str, rules: RetentionRules, *, dry_run: bool, elsewhere: bool = False
 ) -> Iterator[str]:
-    """Delete the checkpoints that no rule keeps, and yield one line per checkpoint.
+    """Delete the checkpoints that no rule retains, and yield one line per checkpoint.
 
-    The newest intact checkpoint is always kept.
+    The newest intact checkpoint is always retained.
 
     Raises:
         ConfigError: the checkpoints are outside the run folder and `elsewhere` is not set.
@@ -226,7 +227,7 @@ def prune_checkpoints(
 def check_own(run_dir: str, folder: CheckpointFolder) -> None:
     """Check that the checkpoints to delete are inside the run folder.
 
-    The config.yml of a run folder, or a link in it, may point to the checkpoints of another run.
+    A run folder's config.yml, or a link in the folder, may refer to the checkpoints of another run.
 
     Raises:
         ConfigError: the checkpoints are outside the run folder.
@@ -236,12 +237,12 @@ def check_own(run_dir: str, folder: CheckpointFolder) -> None:
     own = os.path.join(expand_path(run_dir), CHECKPOINTS_FOLDER)
     real = folder.path if in_bucket(folder.path) else os.path.realpath(folder.path)
     if os.fspath(real) != os.path.join(os.path.realpath(expand_path(run_dir)), CHECKPOINTS_FOLDER):
-        by = "is a link" if os.path.islink(own) else "its config.yml has checkpoint.dir"
+        by = "its checkpoint folder is a link" if os.path.islink(own) else "checkpoint.dir is set"
         raise ConfigError.one(
             f"run folder {run_dir}",
             None,
             f"must contain the checkpoints to delete; {by}, and the checkpoints are in {real}.",
-            "Check their run with `maxpipe checkpoints list`, then add --elsewhere.",
+            "Review them with `maxpipe checkpoints list`, then add --elsewhere.",
         )
 
 
@@ -285,7 +286,7 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
             only = "only" if len(folder.steps()) == 1 else "newest"
             raise address.error(
                 f"is the {only} intact checkpoint; without it, the run "
-                + ("starts again at step 0." if only == "only" else "loses steps."),
+                + ("restarts at step 0." if only == "only" else "resumes from an earlier step."),
                 "Add --force to delete it anyway.",
             )
         size = _num_bytes(folder / step) or 0
@@ -298,7 +299,7 @@ def find_best_checkpoint(
 ) -> tuple[str, int, str, float]:
     """Return address, step, metric and value of the best checkpoint.
 
-    The default metric is the `checkpoint.best_metric` of the run.
+    The default metric is the run's `checkpoint.best_metric`.
 
     Raises:
         ConfigError: no checkpoint has the metric.
@@ -331,7 +332,9 @@ def diff_checkpoints(first: Address, second: Address) -> list[str]:
         now = dict(_flat(getattr(right.metadata, section)))
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key):
-                lines.append(f"{section} {key}  {before.get(key)}, and {now.get(key)}")
+                lines.append(
+                    f"{section} {key}  {before.get(key)} in the first, {now.get(key)} in the second"
+                )
     return lines
 
 

@@ -1,23 +1,23 @@
 """A lock that allows one run per folder and expires when its process dies.
 
-`lock.json` names run, host and process. A heartbeat thread updates the file's modification time,
-or its size if the file system does not allow setting times. A new process may replace the lock if
-the holder is a dead process of this host, or a process of another host without a heartbeat for
-`STALE_SECONDS`. A starting run waits for a heartbeat of the holder, so a run whose host was lost
-can be restarted immediately.
+`lock.json` names the run, host and process. A heartbeat thread updates the file's modification
+time, or its size if the file system does not allow setting times. A new process may replace the
+lock if the holder was a process on the same host and is dead, or if a holder on another host has
+sent no heartbeat for `STALE_SECONDS`. A starting run waits until the holder sends a heartbeat or
+the lock expires, so the command of a run whose host was lost can be repeated at once.
 
 The initial age of a lock is measured with the clock of the file system, because the clocks of hosts
-may differ. From then on, the waiting process uses its monotonic clock, so a lock with a time in the
-future does not prolong the wait.
+may differ. From then on, the waiting process uses its monotonic clock, so a lock file with a
+modification time in the future does not prolong the wait.
 
-A run loses its lock if the folder or the lock is moved, deleted or replaced, and then stops
-writing. The folder is identified by device and inode, which the system does not reuse while the
-folder is open; the lock is identified by its token.
+If a run's folder or lock file is moved, deleted or replaced, the run has lost the lock and stops
+writing. The folder is identified by device and inode, and the inode is not reused while the folder
+is open. The lock is identified by its token.
 
 A process replaces or releases a lock only while it holds a claim. A claim is a file that is named
 after the lock's token and that only one process can create. If two processes try to replace the
-same dead lock, exactly one process succeeds. `maxpipe.io.files.lock` is not used here, because
-locks of the operating system do not exist in buckets and may not be visible to other hosts.
+same expired lock, exactly one process succeeds. `maxpipe.io.files.lock` is not used here, because
+operating-system locks do not exist in buckets and may not be visible to other hosts.
 
 Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
 the folder has no inode to compare.
@@ -56,7 +56,7 @@ from maxpipe.io.typed_json import parse_json
 FILE = "lock.json"
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 150.0
-"""The duration of five missed heartbeats."""
+"""Age of the last heartbeat after which a lock expires: five missed heartbeats."""
 
 _LOG = logging.getLogger(__name__)
 _CLAIM_SECONDS = 60.0
@@ -92,9 +92,9 @@ class RunLock:
     """Context manager that holds the lock of a run folder.
 
     `key` is the config key that sets the folder. Commands that delete files set `to_free`: if the
-    disk is full and no live lock exists, they continue without a lock. `note` is a message about
-    the previous holder. `lost` is the reason why the lock was lost, as of the last check, or an
-    empty text.
+    disk is full and no live process holds the lock, they continue without a lock. `note` is a
+    message about the previous holder. `lost_reason` is an error message once a check has found that
+    the lock was lost, and empty before.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RunLock:
         stale_seconds: float = STALE_SECONDS,
     ):
         folder = to_epath(run_dir)
-        # The path of a bucket has the methods of Path that are used here.
+        # A bucket path has all methods of `Path` that this class calls.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
         self.note = self.lost_reason = ""
@@ -132,9 +132,9 @@ class RunLock:
         except _NotALockError as error:
             self._close_folder()
             raise StorageError(
-                f"{self.path}: is not the lock of a run\n"
+                f"{self.path}: is not a valid lock file\n"
                 f"  {root_cause_text(error)}.\n"
-                "  Remove it if no run uses the folder, and start again."
+                "  Remove the file if no run uses the folder, and start again."
             ) from error
         except OSError as error:
             self._close_folder()
@@ -151,7 +151,7 @@ class RunLock:
         if self._heart.ident is not None:
             self._heart.join()
             with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                # If the lock was lost, nothing is written, not even a claim, because the folder may
+                # If the lock was lost, do not write to the folder, not even a claim, because it may
                 # belong to another run.
                 if self.check_held():
                     self._release()
@@ -165,10 +165,10 @@ class RunLock:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            self.path.unlink()  # no other process can claim or replace it on a full disk
+            self.path.unlink()  # on a full disk, no other process can claim or replace the lock
 
     def _is_free(self) -> bool:
-        """Return whether there is no lock, or its process died on this host."""
+        """Return whether no lock exists, or its holder was a process on this host and is dead."""
         try:
             holder = _read(self.path)
         except FileNotFoundError:
@@ -176,7 +176,7 @@ class RunLock:
         return _is_on_this_host(holder) and bool(_dead_reason_on_this_host(holder))
 
     def _open_folder(self) -> None:
-        """Create the folder and record its identity. Later calls do not create the folder again."""
+        """Create the folder and record its identity. No other method creates the folder."""
         folder = self.path.parent
         folder.mkdir(parents=True, exist_ok=True)
         check_regular_files(folder, [FILE])
@@ -189,7 +189,7 @@ class RunLock:
         self._folder = -1
 
     def check_held(self) -> bool:
-        """Check with a few system calls whether this run still has its folder and lock.
+        """Return whether this run still has its folder and lock; makes only a few system calls.
 
         Temporary storage failures are ignored. A lost lock is never regained.
         """
@@ -222,16 +222,16 @@ class RunLock:
         except _GONE:
             return self._why_folder_lost() or (
                 f"{self.path}: no longer exists\n"
-                "  the lock was moved or deleted while the run was using it. Another run could "
-                "have started, so this run has written nothing more.\n"
+                "  the lock was moved or deleted while the run was using it. Another run may have "
+                "started, so this run stopped writing.\n"
                 "  Do not remove the lock of a running run. Start the same command again to "
                 "resume from the newest checkpoint."
             )
         except _NotALockError as error:
             return self._why_folder_lost() or (
                 f"{self.path}: is no longer the lock of this run\n"
-                f"  {root_cause_text(error)}. The run has written nothing more.\n"
-                "  Remove it, and start the same command again to resume from the newest "
+                f"  {root_cause_text(error)}. The run stopped writing.\n"
+                "  Remove the file, and start the same command again to resume from the newest "
                 "checkpoint."
             )
         if (why := self._why_folder_lost()) or _token(holder) == self._token:
@@ -254,8 +254,8 @@ class RunLock:
             what = "was moved or deleted while the run was using it"
         return (
             f"{self.path.parent}: {what}\n"
-            "  the folder of a run must not be moved. The run has written nothing more to either "
-            "folder.\n"
+            "  a run's folder must not be moved during the run. The run stopped writing to the old "
+            "and the new folder.\n"
             f"  Move the original folder back, or set {self._key} to its new path, and start the "
             "same command again to resume from the newest checkpoint."
         )
@@ -278,7 +278,7 @@ class RunLock:
         try:
             _write(candidate, self._token)
             holder = _read(self.path)
-            if _token(holder) == self._token:  # an earlier, repeated request succeeded
+            if _token(holder) == self._token:  # an earlier attempt of a retried write succeeded
                 return True
             if not (reason := self._why_dead(holder, candidate)):
                 return False
@@ -289,7 +289,7 @@ class RunLock:
                     self.path.write_text(candidate.read_text())
                 else:
                     os.replace(candidate, self.path)
-        except FileNotFoundError:  # released meanwhile
+        except FileNotFoundError:  # the holder has released the lock in the meantime
             return False
         finally:
             candidate.unlink(missing_ok=True)
@@ -297,10 +297,10 @@ class RunLock:
         return True
 
     def _why_dead(self, holder: LockContent, candidate: Path) -> str:
-        """Return why the holder is dead, or an empty text if another process has acquired the lock.
+        """Return why the holder counts as dead, or "" if another process has acquired the lock.
 
-        Waits until it is known whether the holder is alive. The modification time of
-        `candidate` is the current time of the file system.
+        Waits until it is known whether the holder is alive. The modification time of `candidate`
+        provides the current time of the file system's clock.
 
         Raises:
             StorageError: the holder is alive.
@@ -325,7 +325,7 @@ class RunLock:
                 is_logged = True
                 _LOG.warning(
                     "%s is held by %s, last heartbeat %.0f s ago; waiting for the next heartbeat, "
-                    "or until none was sent for %.0f s",
+                    "or until there was no heartbeat for %.0f s",
                     self.path,
                     _describe_holder(holder),
                     age,
@@ -450,12 +450,12 @@ def _dead_reason_on_this_host(holder: LockContent) -> str:
     if start == "" or (start is None and not _is_alive(pid)):
         return "that process is dead"
     if start != holder.get("process_start"):
-        return "that process is dead, and another process reused its id"
+        return "that process is dead, and another process reused its PID"
     return ""
 
 
 def _namespace() -> str | None:
-    """Return the PID namespace, because containers on one host may share the host name."""
+    """Return the PID namespace, which distinguishes containers with the same host name."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -465,7 +465,7 @@ def _namespace() -> str | None:
 def _process_start(pid: int) -> str | None:
     """Return the start time of a process in ticks since boot.
 
-    The result is empty if the process does not exist, and None if this cannot be determined.
+    The result is "" if the process does not exist, and None if the start time cannot be determined.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -492,9 +492,9 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
     path = lock.with_name(f"{FILE}.claim-{token}")
     try:
         with contextlib.suppress(FileNotFoundError):
-            # A live process releases its claim within milliseconds. A claim with a time in the
-            # future was created before the file system's clock was set back. Host clocks
-            # may differ, so the current time is the modification time of a new file.
+            # A live process releases its claim within milliseconds. A claim whose modification time
+            # is in the future was created before the file system's clock was set back. Host clocks
+            # may differ, so the current time is read from the modification time of a new file.
             probe = lock.with_name(f"{FILE}.time-{secrets.token_hex(8)}")
             _write(probe, "now")
             try:

@@ -1,12 +1,12 @@
 """Save and restore the checkpoints of a run, and resolve addresses to steps.
 
-The manager decides when a save is due and handles failed saves. The manager works on trees in the
-saved layout, independent of models and pipelines. A checkpoint can therefore be restored on any
-layout. `maxpipe.checkpoint.reader` handles damaged checkpoints.
+The manager decides when a save is due and handles failed saves. It saves pytrees in a layout that
+does not depend on the mesh, stages or schedule, so a checkpoint can be restored with different
+ones. `maxpipe.checkpoint.reader` handles damaged checkpoints.
 
-The manager also checks the records of a run for lost checkpoints. A run that stopped before its
-first save restarts at step 0. A run whose checkpoints were lost does not restart, because the user
-may be able to restore the checkpoints.
+The manager also detects lost checkpoints from a run's event and metric records. A run that stopped
+before its first save restarts at step 0. A run whose checkpoints were lost does not restart,
+because the user may be able to restore the checkpoints.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
 
 
 def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
-    """Check that the run's records contain no save; called if the folder has no checkpoints.
+    """Check that a run whose folder has no checkpoints has never recorded a save.
 
     Raises:
         StorageError: the run saved a checkpoint in this folder or in a previous folder.
@@ -122,7 +122,7 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
 def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
     """Return the largest recorded step (0 if there are no records) and its checkpoint folder.
 
-    Checkpoints in `checkpoint.local_dir` do not count, because a local disk may be lost.
+    Checkpoints in `checkpoint.local_dir` are ignored, because a local disk may be lost.
     """
     last, where = 0, ""
     with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ def _lost_checkpoints_error(
     action = action or "Restore the folder, or mount the disk that contains it."
     return StorageError(
         f"{folder}: {what}\n"
-        f"  {rule}. Nothing was changed.\n"
+        f"  {rule}. No file was changed.\n"
         f"  {action} To start over, delete {os.fspath(run_dir)}, or set run.name to a new name."
     )
 
@@ -160,10 +160,11 @@ _FIRST_PAUSE_SECONDS = 1.0
 
 
 class CheckpointManager:
-    """The checkpoints of one run.
+    """Saves and restores the checkpoints of one run.
 
-    `record(event, step=..., ...)` receives events. `agree` broadcasts a text to all processes.
-    Every process verifies a share of the files. Without `write`, no files or folders are changed.
+    `record(event, step=..., ...)` is called for every event. `agree` returns the first nonempty
+    string of all processes. Every process verifies a share of the files. If `write` is false, no
+    file or folder is changed.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class CheckpointManager:
             path.write_text("all processes must see this file")
         self._agree("there" if self._primary else "")
         process = f"process {jax.process_index()} on {platform.node()}"
-        # On a network file system, the file may appear after seconds.
+        # On a network file system, the file may become visible only after several seconds.
         is_visible = any(exists(path) or time.sleep(1.0) for _ in range(5))
         missing = self._agree("" if is_visible else process)
         if self._primary:
@@ -255,7 +256,7 @@ class CheckpointManager:
         abstract: Tree | None = None,
         accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
     ) -> RestoredCheckpoint:
-        """Restore one checkpoint of the run's folder. See `CheckpointReader`."""
+        """Restore one checkpoint of the run's folder; see `CheckpointReader.restore_step`."""
         return self._reader.restore_step(step, abstract, accept)
 
     # Save.
@@ -285,11 +286,12 @@ class CheckpointManager:
         *,
         last: bool = False,
     ) -> None:
-        """Start to save the state that `state()` returns, in the background.
+        """Start saving the state that `state()` returns in the background.
 
         The arrays may be changed as soon as this method returns. If `step` is already the newest
-        checkpoint, nothing is saved. With `last`, this method blocks until everything is on disk,
-        retries failures immediately, and always raises the last failure.
+        checkpoint, nothing is saved. If `last` is set, this method blocks until the checkpoint is
+        on disk, retries failed attempts before it returns, and raises the error of the last attempt
+        for any `checkpoint.on_failure`.
 
         Raises:
             StorageError: the save failed and `checkpoint.on_failure` is `stop`.
@@ -300,8 +302,8 @@ class CheckpointManager:
         if step < self._newest:
             raise StorageError(
                 f"{self.durable.path}: step {step} was not saved\n"
-                f"  a checkpoint of step {self._newest} already exists.\n"
-                "  Set run.name to a new name, or move the folder to another place."
+                f"  there is already a checkpoint of a later step, {self._newest}.\n"
+                "  Set run.name to a new name, or move the folder to another path."
             )
         facts = CheckpointMetadata(step, dict(config), dict(data), time.time(), dict(metrics or {}))
         folder = self.durable if last else self._target(step) or self.durable
@@ -341,7 +343,7 @@ class CheckpointManager:
             self._handle_result(self._writer.take_result(wait=False))
 
     def wait(self) -> None:
-        """Wait until everything is on disk.
+        """Wait until the checkpoint that is being saved is on disk.
 
         Raises:
             StorageError: a background save failed.
@@ -372,7 +374,7 @@ class CheckpointManager:
                 lock.check()
 
     def _agree_on(self, error: BaseException | None) -> BaseException | None:
-        """Return the error of the first process that has an error. This is a collective call."""
+        """Return the error of this process or of the first failed process. Collective call."""
         if self._alone:
             return error
         number = getattr(error, "errno", None) or 0
@@ -451,12 +453,12 @@ class CheckpointManager:
 def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> CheckpointManager:
     """Open the checkpoints of a run read-only.
 
-    `where` names the config key that sets the folder. `parent` contains the checkpoint folder; by
-    default, it is read from the run's config.
+    `where` names the config key that sets the folder. `parent` is the parent of the checkpoint
+    folder (default: read from the run's config).
 
     Raises:
         ConfigError: the run has no checkpoints.
-        StorageError: the storage is not reachable.
+        StorageError: the storage is unreachable.
     """
     checkpoints = CheckpointManager(
         parent or find_checkpoint_home(run_dir, where or "path"), write=False
@@ -487,7 +489,9 @@ def _prepare(folder: CheckpointFolder, primary: bool) -> None:
         with translate_bucket_errors(folder.path):
             probe_writable(folder.path)
             for name in folder.delete_unfinished() if primary else ():
-                _LOG.warning("%s was removed: the save was not finished", folder.path / name)
+                _LOG.warning(
+                    "%s was removed: its save or deletion was interrupted", folder.path / name
+                )
     except OSError as error:
         raise unwritable_error(folder, error) from error
 
@@ -530,7 +534,7 @@ def open_address(address: Address) -> CheckpointManager:
 
     Raises:
         ConfigError: the run has no checkpoints.
-        StorageError: the storage is not reachable.
+        StorageError: the storage is unreachable.
     """
     return open_run(address.run_dir, address.where, address.parent)
 
@@ -579,7 +583,7 @@ def read_best_metric(folder: CheckpointFolder) -> BestMetric:
 def find_best_step(
     folder: CheckpointFolder, address: Address, better: BestMetric
 ) -> tuple[int, float]:
-    """Return the step with the best value of a metric, and that value. Ties go to the newest step.
+    """Return the step with the best value of a metric, and that value; the newest step wins ties.
 
     Raises:
         ConfigError: no checkpoint has the metric.
@@ -604,6 +608,7 @@ def find_best_step(
         )
     guess = did_you_mean(better.metric, known) or BestMetric().metric
     raise address.error(
-        f"has no checkpoint with metric {better.metric}; recorded are {', '.join(sorted(known))}.",
+        f"has no checkpoint with metric {better.metric}; the recorded metrics are "
+        f"{', '.join(sorted(known))}.",
         f"Use --metric {guess}.",
     )

@@ -1,12 +1,13 @@
-"""The content of a checkpoint step: its arrays, their recorded digests, and the manifest.
+"""Verify the content of a checkpoint: its files, arrays, recorded digests and manifest.
 
-The size and SHA-256 of every file detect changes on disk and identify the changed file. Neither the
-file system nor orbax detects a flipped bit in an array. Array digests are computed in memory at the
-save. The manifest is written last, by atomic replacement, after the arrays were read back and
-compared. The manifest contains its own checksum. Version 1 listed only files.
+The manifest lists the size and SHA-256 of every file, to detect and locate changes on disk. Neither
+the file system nor orbax detects a flipped bit in an array, so array digests are computed in memory
+during the save. The manifest is written last, by atomic replacement, after the arrays were read
+back and compared. The manifest contains its own checksum. Version 1 of the manifest listed files
+but no arrays.
 
-A checkpoint is intact if its decoded arrays have the digests recorded in memory when it was
-saved, and its metadata is unchanged. These conditions are checked before the manifest is written
+A checkpoint is intact if its decoded arrays match the digests that were computed in memory during
+the save, and its metadata is unchanged. Both conditions are checked before the manifest is written
 and by `maxpipe checkpoints verify`. Every restore checks them for the arrays that it reads.
 """
 
@@ -66,7 +67,7 @@ _MAX_INDEX_BYTES = 1 << 30
 # Number of chunks that are read in parallel. A chunk can be as large as one process's shard of an
 # array.
 _NUM_CHUNK_THREADS = 2
-# Digesting spends most of its time reading, in particular on network file systems.
+# Computing digests spends most of its time on reads, in particular on network file systems.
 _NUM_THREADS = 16
 # Files that must be listed in every manifest.
 _REQUIRED_FILES = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
@@ -89,9 +90,9 @@ class _ManifestContent(TypedDict):
 class BackgroundDigester:
     """Digests the files of a local folder in the background while other files are being written.
 
-    Each file must be written by one call inside `writing`, which several threads may use at once.
-    A digested file is flushed to disk and dropped from the page cache, so later reads are from
-    disk.
+    Each file must be written entirely inside one `writing` context. Several threads may enter
+    `writing` concurrently. A digested file is flushed to disk and dropped from the page cache, so
+    that later reads come from disk.
     """
 
     def __init__(self, folder: epath.Path):
@@ -137,7 +138,7 @@ class BackgroundDigester:
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return (possibly not all) sizes and digests by file name.
+        """Wait for pending digests, and return the sizes and digests of most files by file name.
 
         Raises:
             OSError: a file cannot be read or flushed to disk.
@@ -176,7 +177,7 @@ def digest_files(
 
 
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
-    """Read the listed files again and return their differences from the digests.
+    """Read the listed files again and return their differences from the listed digests.
 
     Without the second read, a bit that flips while a file is digested would permanently
     mark an intact checkpoint as damaged.
@@ -219,9 +220,9 @@ def read_arrays(folder: epath.Path, step: int) -> dict[str, ArrayEntry] | None:
     """Return the array entries of a manifest, or None for version 1.
 
     Raises:
-        ValueError: the manifest is not valid.
+        ValueError: the manifest is invalid.
         OSError: the manifest cannot be read.
-        StorageError: a later release wrote the manifest.
+        StorageError: a newer release wrote the manifest.
     """
     return _read(folder, step).get("arrays")
 
@@ -232,15 +233,15 @@ def verify_files(
     share: tuple[int, int] = (0, 1),
     stopped: Callable[[], bool] = lambda: False,
 ) -> list[str]:
-    """Compare the files of `folder` with its manifest, and return each fault as file and reason.
+    """Compare the files of `folder` with its manifest; return one line per fault: file and reason.
 
     `share` (i, n) restricts the check to every n-th file, starting at file i, so that n processes
     can divide the work. Other processes may read the files at the same time.
 
     Raises:
         InterruptedError: `stopped` returned true.
-        OSError: the storage is not reachable, so the state of the files is unknown.
-        StorageError: a later release wrote the manifest.
+        OSError: the storage is unreachable; the files may be intact.
+        StorageError: a newer release wrote the manifest.
     """
     try:
         expected = _read(folder, step)["files"]
@@ -250,7 +251,7 @@ def verify_files(
             raise
         return [f"{FILE} cannot be read: {error.strerror or error}"]
     except ValueError as error:
-        return [f"{FILE} cannot be used: {error}"]
+        return [f"{FILE} is invalid: {error}"]
     wrong = [f"{name} is missing" for name in expected if name not in present]
     for name in sorted(present.keys() - expected.keys() - {FILE, _PARTIAL}):
         # Unknown files are harmless, unless they are in a folder that orbax reads.
@@ -277,7 +278,7 @@ def _read(folder: epath.Path, step: int) -> _ManifestContent:
         raise StorageError(
             f"{folder}: cannot be read\n"
             f"  {FILE} has version {version}; this release reads versions 1 to {_VERSION}.\n"
-            "  Use the release of maxpipe that saved the checkpoint, or a later one."
+            "  Use the release of maxpipe that saved the checkpoint, or a newer one."
         )
     content = check_type(values, _ManifestContent)
     if content["step"] != step:
@@ -318,7 +319,7 @@ def _digests(
 ) -> list[ManifestFile | OSError]:
     """Return the size and SHA-256 of every file, or the error that occurred.
 
-    With `flush`, every file is first flushed to disk and then read from disk.
+    If `flush` is set, every file is first flushed to disk and then read from disk.
     """
 
     def digest(name: str) -> ManifestFile | OSError:
@@ -336,7 +337,7 @@ def _digests(
 
 
 def _digest(path: epath.Path, drop: bool) -> ManifestFile:
-    """Return the size and SHA-256 of a file. With `drop`, bypass the page cache."""
+    """Return the size and SHA-256 of a file. If `drop` is set, bypass the page cache."""
     with translate_read_errors(path):
         if drop:
             _drop(path)
@@ -371,7 +372,7 @@ def _flush_folder(path: epath.Path) -> None:
 
 
 class SaveVerificationError(ValueError):
-    """The saved content differs from memory; the message names the file or array and the reason."""
+    """Raised if saved content differs from memory; the message names the file or array."""
 
 
 def read_shapes(folder: epath.Path) -> Tree:
@@ -379,7 +380,7 @@ def read_shapes(folder: epath.Path) -> Tree:
 
     Raises:
         DamagedError: the array metadata cannot be read.
-        OSError: the storage is not reachable.
+        OSError: the storage is unreachable.
     """
 
     def read() -> Tree:
@@ -396,7 +397,7 @@ def check_regular_files(folder: epath.Path) -> None:
     Opening a pipe would block orbax.
 
     Raises:
-        DamagedError: an entry is of another type, or the index is too large.
+        DamagedError: an entry is neither a regular file nor a folder, or the index is too large.
     """
     if in_bucket(folder):
         return
@@ -410,12 +411,12 @@ def check_regular_files(folder: epath.Path) -> None:
 
 
 def call_detecting_damage(read: Any) -> Any:
-    """Return the result of a call that reads arrays, with retries.
+    """Call a function that reads arrays, retry after storage failures, and return its result.
 
     Raises:
         DamagedError: the content is not a valid checkpoint.
-        OSError: the storage failed repeatedly.
-        Exception: errors that are unrelated to storage are re-raised unchanged.
+        OSError: the storage failed at every attempt.
+        Exception: an error that is unrelated to storage.
     """
     try:
         return call_with_retries(read)
@@ -430,11 +431,11 @@ def call_detecting_damage(read: Any) -> Any:
 
 
 def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | None:
-    """Return the in-memory digests recorded at the save, or None for steps of older releases.
+    """Return the digests recorded during the save, or None for checkpoints of older releases.
 
     Raises:
-        DamagedError: the recorded digests are not valid.
-        OSError: the storage is not reachable.
+        DamagedError: the recorded digests are invalid.
+        OSError: the storage is unreachable.
     """
     try:
         if has_manifest(folder) and (listed := read_arrays(folder, step)) is not None:
@@ -456,7 +457,7 @@ def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
 
     Raises:
         DamagedError: an array cannot be decoded.
-        OSError: the storage is not reachable.
+        OSError: the storage is unreachable.
     """
     with ThreadPoolExecutor(_NUM_CHUNK_THREADS) as pool:
         return call_detecting_damage(
@@ -512,7 +513,7 @@ def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | Non
     """Compare a step's arrays and metadata with the recorded digests; return the differences.
 
     Raises:
-        OSError: the storage is not reachable.
+        OSError: the storage is unreachable.
     """
     try:
         stored = compute_stored_digests(folder)
@@ -524,7 +525,7 @@ def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | Non
 
 
 def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
-    """Return the faults of the metadata, or nothing if no digest of the metadata is known."""
+    """Return the faults of the metadata; an empty list if no metadata digest was recorded."""
     if not expected.metadata_digest:
         return []
     path = folder / METADATA_ITEM / "metadata"
@@ -585,7 +586,7 @@ def verify_and_write_manifest(
 
 
 def write_missing_manifest(folder: epath.Path, step: int) -> None:
-    """Write the manifest of a step that has none, after all content of the step was read.
+    """Read all content of a step that has no manifest, and write its manifest.
 
     Raises:
         SaveVerificationError: the files differ from the recorded in-memory digests.

@@ -4,15 +4,15 @@
   the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined as
   `<step>.corrupt`, with a warning.
 - Two consecutive damaged checkpoints indicate a storage failure: the run stops and nothing is
-  renamed. The same applies if the storage fails, because only content that was read twice counts
-  as damaged.
-- A checkpoint without a manifest comes from an older release, or from a run that was killed
-  between commit and manifest. The reader compares its arrays with the recorded digests, or warns
-  if there are none, and then writes a manifest.
-- If a run has checkpoints but none of them is usable, the run does not start from scratch.
+  renamed. The run also stops without renaming if a read fails, because a checkpoint counts as
+  damaged only if two reads returned wrong content.
+- A checkpoint without a manifest was saved by an older release, or by a run that was killed after
+  the commit and before the manifest was written. The reader compares its arrays with the recorded
+  digests, or logs a warning if there are none, and then writes a manifest.
+- If a run has checkpoints but none of them is usable, the run stops. It never starts from scratch.
 
 A restore compares the files with the manifest, and the restored arrays in memory with the digests
-recorded at the save. All processes agree on the result. A damaged checkpoint is read a second
+recorded during the save. All processes agree on the result. A damaged checkpoint is read a second
 time, because a bit may have flipped during the first read.
 
 The module also classifies failed saves as temporary or permanent.
@@ -61,9 +61,9 @@ from maxpipe.errors import StorageError, exception_chain
 _PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
 _PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
-_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # errors of buckets
+_PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # bucket errors
 # Errors that orbax and tensorstore raise for unexpected files or content. A flipped bit in their
-# metadata can cause errors of many types. A save runs no user code.
+# metadata can cause errors of many types. A save runs no user code that could raise them.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
@@ -92,8 +92,8 @@ def unwritable_error(
 def is_fault(error: BaseException) -> bool:
     """Return whether the storage may have caused the error.
 
-    JAX runtime errors do not count, because a lost process makes the saves of the other processes
-    fail.
+    JAX runtime errors are excluded: if one process is lost, they make the saves of all other
+    processes fail.
     """
     return isinstance(error, _FAULTS) and not any(
         isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error)
@@ -129,8 +129,8 @@ class _Skipped:
 class CheckpointReader:
     """Reads checkpoints from the folders of one run, with the durable folder first.
 
-    For `record` and `agree`, see `CheckpointManager`. Without `writes`, the reader does not rename
-    checkpoints and writes no manifests.
+    For `record` and `agree`, see `CheckpointManager`. If `writes` is false, the reader neither
+    renames checkpoints nor writes manifests.
     """
 
     def __init__(
@@ -151,8 +151,8 @@ class CheckpointReader:
     ) -> RestoredCheckpoint | None:
         """Restore the newest intact checkpoint, or return None if no checkpoint was ever saved.
 
-        Arrays that `abstract` does not contain are not read. `accept` may raise an error before the
-        arrays are read.
+        Arrays that are missing from `abstract` are not read. `accept` is called before the arrays
+        are read, and may raise an error to reject the checkpoint.
 
         Raises:
             StorageError: all checkpoints are damaged, or the arrays do not match `abstract`.
@@ -184,7 +184,7 @@ class CheckpointReader:
                 f"{self._folders[0].path}: no checkpoint can be used\n"
                 f"  {'; '.join(reasons)}.\n"
                 "  Restore the files of one checkpoint and rename its folder to its step, or "
-                "move all of them to another place to start from scratch."
+                "move all checkpoints to another path to start from scratch."
             )
         return None
 
@@ -197,10 +197,10 @@ class CheckpointReader:
             f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
             f"  {reasons}.\n"
             "  The usual cause is a failure of the storage or of this machine, so no checkpoint "
-            "was changed. Check both, then run "
+            "was changed. Check both of these, then run "
             f"`maxpipe checkpoints verify {self._run_dir}` and start again. To continue without "
             f"them, move {' and '.join(str(one.folder / one.step) for one in skipped)} to another "
-            "place" + (f": the run resumes from step {older[-1]}." if older else ".")
+            "path" + (f": the run then resumes from step {older[-1]}." if older else ".")
         )
 
     def restore_step(
@@ -211,8 +211,8 @@ class CheckpointReader:
     ) -> RestoredCheckpoint:
         """Restore one checkpoint of the durable folder with the shardings of `abstract`.
 
-        Without `abstract`, the arrays are numpy arrays. Arrays that `abstract` does not contain are
-        not read. `accept` may raise an error before the arrays are read.
+        Without `abstract`, the arrays are numpy arrays. Arrays that are missing from `abstract` are
+        not read. `accept` is called before the arrays are read, and may raise an error.
 
         Raises:
             StorageError: the checkpoint is damaged.
@@ -232,7 +232,7 @@ class CheckpointReader:
             ) from damage
 
     def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
-        """Return the next candidate of process 0: the newest step, durable folder first."""
+        """Return process 0's next candidate: the newest untried step, durable folder first."""
         candidates = []
         for index, folder in enumerate(self._folders):
             with translate_storage_errors(folder.path):
@@ -285,7 +285,7 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # others list the folder after the rename
+        self._agree("done" if self._primary else "")  # other processes list the folder afterwards
 
 
 Agree = Callable[[str], str]
@@ -308,7 +308,7 @@ class RestoredCheckpoint:
 
 
 def first_nonempty_text(text: str) -> str:
-    """Return the first nonempty text in process order. This is a collective call."""
+    """Return the first nonempty string in process order. This is a collective call."""
     if jax.process_count() == 1:
         return text
     encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
@@ -320,10 +320,10 @@ def first_nonempty_text(text: str) -> str:
 
 @contextlib.contextmanager
 def translate_storage_errors(path: epath.PathLike) -> Iterator[None]:
-    """Context in which any OSError is converted to a StorageError, which ends the run.
+    """Convert any OSError inside the context to a StorageError, which ends the run.
 
-    No decision is based on a storage failure, because other processes may not have detected the
-    failure.
+    A process must not continue after a storage failure, because other processes may not have
+    detected the failure.
 
     Raises:
         StorageError: an OSError was raised inside.
@@ -348,12 +348,12 @@ def restore(
 ) -> RestoredCheckpoint:
     """Restore a checkpoint with the shardings of `abstract` (default: as numpy arrays).
 
-    `accept` may raise an error before the arrays are read, such as DamagedError for invalid
-    metadata.
+    `accept` is called before the arrays are read, and may raise an error, such as DamagedError for
+    invalid metadata.
 
     Raises:
         DamagedError: the content differed from the saved content in two reads.
-        StorageError: the storage is not reachable, the arrays do not match `abstract`, or a later
+        StorageError: the storage is unreachable, the arrays do not match `abstract`, or a newer
             release saved the checkpoint.
     """
     try:
@@ -363,8 +363,8 @@ def restore(
     restored = _restore(folder, step, abstract, accept, agree)
     if jax.process_index() == 0:
         _LOG.warning(
-            "%s: the first read failed (%s), but the second read succeeded: check the storage "
-            "and the memory of this machine",
+            "%s: the first read found damage (%s), but the second read succeeded: check the "
+            "storage and the memory of this machine",
             folder / step,
             first,
         )
@@ -432,7 +432,7 @@ def _raise_if_any_fault(agree: Agree, fault: str) -> None:
 
 
 def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
-    """Return `abstract` with the dtypes in the checkpoint, because the digests use these dtypes.
+    """Return `abstract` with the checkpoint's dtypes, because digests are computed in these dtypes.
 
     Raises:
         StorageError: the checkpoint has different arrays or shapes.
@@ -479,7 +479,7 @@ def _cast(state: Tree, abstract: Tree) -> Tree:
 def _select_sections(
     expected: Mapping[str, ArrayDigest], restored: Mapping[str, ArrayDigest]
 ) -> dict[str, ArrayDigest]:
-    """Return the digests of the restored sections; evaluation does not restore optimizer state."""
+    """Return the expected digests of the restored sections; evaluation skips optimizer state."""
 
     def section(name: str) -> str:
         first, *names = name.split(".")

@@ -1,4 +1,4 @@
-"""Storage of runs and checkpoints in local folders and Google Cloud Storage buckets.
+"""Store runs and checkpoints in local folders and Google Cloud Storage buckets.
 
 A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs, and
 this module adds the operations that they lack.
@@ -35,10 +35,9 @@ from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_
 T = TypeVar("T")
 
 ATTEMPTS, PAUSE_SECONDS = 3, 1.0
-"""Number of attempts before a storage failure ends the run, and the pause between attempts in
-seconds."""
+"""Number of attempts before a storage failure ends the run, and seconds between two attempts."""
 
-# Errors for a path that is missing or not a regular file.
+# Error codes for a path that is missing or not a regular file.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
 _CONTENT = (ValueError, LookupError, TypeError, AttributeError, EOFError, NotImplementedError)
 _CONTENT += (RecursionError,)  # orbax's parser does not limit the nesting depth
@@ -51,7 +50,7 @@ _OUTAGE = re.compile(
 
 
 class DamagedError(Exception):
-    """The content on disk differs from the saved content; the message names the file or array."""
+    """Raised if content on disk differs from the saved content; names the file or array."""
 
 
 def is_damage(error: BaseException) -> bool:
@@ -132,7 +131,7 @@ def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
         raise
     if not config.checkpoint.dir:
         return path
-    # Use the name in the config, because the run folder may be a copy or may have been renamed.
+    # Use the run name in the config, because the run folder may have been copied or renamed.
     return checkpoint_home(config.run.name, config.checkpoint)
 
 
@@ -213,8 +212,8 @@ def create(path: epath.PathLike, text: str) -> None:
 class PinnedFolder:
     """Folder that is kept open, so that `path` remains valid if the folder is moved.
 
-    After a deletion, `path` refers to nothing. If orbax used the folder's name, it would create the
-    folder again. In buckets and on systems without /proc, `path` is the name.
+    After the folder is deleted, `path` does not exist, whereas orbax would create a folder of the
+    old name again. In buckets and on systems without /proc, `path` is the name of the folder.
     """
 
     def __init__(self, folder: epath.Path):
@@ -262,10 +261,10 @@ def probe_writable(folder: epath.Path) -> None:
 
 
 def exists(path: epath.Path) -> bool:
-    """Return whether a path exists. Unlike epath, this function detects unreachable storage.
+    """Return whether a path exists. Unlike epath, raise an error if the storage is unreachable.
 
     Raises:
-        OSError: the storage is not reachable.
+        OSError: the storage is unreachable.
     """
     if not in_bucket(path):
         return call_with_retries(lambda: _exists(path))
@@ -278,7 +277,7 @@ def exists(path: epath.Path) -> bool:
 
 
 def entries(folder: epath.Path) -> list[epath.Path]:
-    """Return the entries of a folder sorted by name, or nothing if the folder does not exist.
+    """Return the entries of a folder sorted by name; an empty list if it does not exist.
 
     Raises:
         OSError: the folder cannot be read.
@@ -312,7 +311,7 @@ def read(path: epath.Path, most: int) -> bytes:
     """Read a file or object of at most `most` bytes.
 
     Raises:
-        OSError: the file cannot be read, or is larger.
+        OSError: the file cannot be read, or is larger than `most` bytes.
     """
     with translate_read_errors(path), open_file(path) as file:
         large = not in_bucket(path) and os.fstat(file.fileno()).st_size > most
@@ -323,7 +322,7 @@ def read(path: epath.Path, most: int) -> bytes:
 
 
 def files(folder: epath.Path) -> dict[str, int]:
-    """Return the relative names of all files in a folder, with their sizes in bytes."""
+    """Return the size in bytes of every file in a folder, keyed by relative path."""
     if not in_bucket(folder):
         return call_with_retries(lambda: dict(_walk(folder)))
     with translate_read_errors(folder):
@@ -333,7 +332,7 @@ def files(folder: epath.Path) -> dict[str, int]:
 
 
 def _walk(folder: epath.Path) -> Iterator[tuple[str, int]]:
-    """Yield relative names and sizes. Symbolic links count as files, which avoids cycles."""
+    """Yield relative paths and sizes. Links to folders are not followed, to avoid cycles."""
     folders = [""]
     while folders:
         below = folders.pop()
@@ -368,7 +367,7 @@ def _exists(path: epath.Path) -> bool:
 
 
 def remedy(path: epath.PathLike, key: str) -> str:
-    """Return the suggested action if the path of a config key is not writable."""
+    """Return the suggested action for the unwritable path `path` of config key `key`."""
     if link := _lost_link(path):
         return f"Create the target of {link}, or remove the link."
     if in_bucket(path):
@@ -380,7 +379,7 @@ def remedy(path: epath.PathLike, key: str) -> str:
 
 
 def _lost_link(path: epath.PathLike) -> str:
-    """Return the first broken link among the path and its parents, or an empty text."""
+    """Return the first broken link among the path and its parents, or an empty string."""
     if in_bucket(path):
         return ""
     whole = Path(os.path.abspath(path))
@@ -389,7 +388,7 @@ def _lost_link(path: epath.PathLike) -> str:
 
 
 def root_cause_text(error: BaseException) -> str:
-    """Return the text of the root cause of an error that orbax wraps in other exceptions."""
+    """Return the message of an error's root cause; orbax wraps errors in other exceptions."""
     *_, error = exception_chain(error)
     if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
         return f"{link} is a link to {os.readlink(link)}, which does not exist"

@@ -6,7 +6,7 @@ read back and compared, and the manifest is written. If the run is killed before
 written, the next start verifies the checkpoint.
 
 `save` writes arrays that do not fit in memory: every array is computed and written slab by slab.
-orbax chooses the names, commits the step with a rename and writes all other items. A slab is one
+orbax chooses the file names, commits the step by a rename and writes all other items. A slab is one
 uncompressed chunk of an array, because weights compress poorly and decoding would cost more time
 than it saves.
 """
@@ -57,15 +57,15 @@ Region = tuple[slice, ...]
 T = TypeVar("T")
 
 _DATA = "ocdbt.process_0/d"
-"""Folder of an orbax item that contains array data."""
+"""Folder of array data inside an orbax item."""
 
 NUM_THREADS = 3
-"""Number of concurrent slabs. One slab is written while the next is read."""
+"""Number of slabs in progress at the same time: one is written while the next is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazySlabArray:
-    """An array that is computed region by region. `read` must be thread-safe."""
+    """An array that `read` computes region by region. `read` must be thread-safe."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -85,9 +85,9 @@ def save(
     state: Tree,
     written: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Write a step whose state is a tree of `LazySlabArray`, and its manifest, in one process.
+    """Write a step whose state is a pytree of `LazySlabArray`, and its manifest, in one process.
 
-    Several threads call `written` with the size of every written slab in bytes.
+    `written` is called from several threads with the size in bytes of each slab after its write.
 
     Raises:
         SaveVerificationError: the written content differs from the computed arrays.
@@ -146,10 +146,10 @@ class _Handler(ocp.type_handlers.TypeHandler):
         self.error: BaseException | None = None
         """The original exception raised by `LazySlabArray.read`."""
         self.ahead: dict[str, manifest.ManifestFile] = {}
-        """File digests keyed by name in the step's folder, computed during the save."""
+        """File digests computed during the save, keyed by path relative to the step's folder."""
 
     def typestr(self) -> str:
-        """Return the type name of numpy arrays, because the arrays are stored like numpy arrays."""
+        """Return the type name of numpy arrays, because slabs are stored like numpy arrays."""
         return "np.ndarray"
 
     def sums(self) -> dict[str, ArrayDigest] | None:
@@ -166,7 +166,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
             self._sums.set_result(None)
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[future.Future]:
-        """Start writing. orbax may still call this method from another thread after Ctrl-C."""
+        """Start writing the arrays. orbax may call this method from a thread even after Ctrl-C."""
         with self._turn:
             if self._stopped:
                 raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
@@ -227,7 +227,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
 
 
 def _create_array(array: LazySlabArray, info: Any) -> Any:
-    """Create the array on disk where orbax expects the arrays of process 0."""
+    """Create the array at the path where orbax expects the arrays of process 0, and open it."""
     spec = ocp.type_handlers.get_json_tspec_write(
         info,
         use_ocdbt=True,
@@ -276,19 +276,22 @@ def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
 Tree = Any
 
 _LOG = logging.getLogger(__name__)
-# orbax aborts a save after this time, for example if one of several processes is lost.
+# orbax aborts a save after this time, for example if another process was lost.
 _LIMIT_SECONDS = 3600
 _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
 _IGNORED_MESSAGES = ("exception was never retrieved", "Commit callback in background save thread")
 _IGNORED_MESSAGES += ("_SignalingThread.run() raised an exception",)
-# `save` of this module writes no jax.Array.
+# The function `save` in this module writes no jax.Array.
 _IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
 
 
 @dataclass(slots=True)
 class SaveResult:
-    """Result of a save. Fields with defaults are set when it ends; `error` is None on success."""
+    """Result of a save. `CheckpointWriter` sets the fields that have defaults when the save ends.
+
+    `error` is None on success.
+    """
 
     folder: CheckpointFolder
     step: int
@@ -299,8 +302,8 @@ class SaveResult:
 
 
 _CHUNK_BYTES = 1 << 26
-"""Chunk size of large arrays in bytes. A chunk is the smallest unit of reading, so exports need
-little memory for any mesh of the run."""
+"""Chunk size of large arrays in bytes. A chunk is the smallest unit that can be read, so exports
+need little memory, regardless of the mesh that the run used."""
 
 _EVEN, _FEW = 16, 256
 """Arrays are divided into chunks only if all dims above `_FEW` are multiples of `_EVEN`."""
@@ -344,7 +347,7 @@ class CheckpointWriter:
                     digests.DIGEST_ITEM: digests.DigestHandler(),
                 }
             ),
-            # Asynchronous creation would report a failure only after minutes.
+            # If folders were created asynchronously, a failure would be reported minutes later.
             async_options=ocp.AsyncOptions(
                 timeout_secs=_LIMIT_SECONDS, create_directories_asynchronously=False
             ),
@@ -353,8 +356,8 @@ class CheckpointWriter:
     def start(self, folder: CheckpointFolder, state: Tree, facts: CheckpointMetadata) -> None:
         """Start a save. The arrays may be changed as soon as this method returns.
 
-        Call `take_result` for the previous save first. `take_result` also reports failures of this
-        call.
+        Call `take_result` for the previous save first. If this method fails, `take_result` reports
+        the error.
         """
         assert self._save is None
         begin = time.monotonic()
@@ -390,7 +393,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def set_failed(self, save: SaveResult) -> None:
-        """Report a save that was never started as the next result."""
+        """Make `save`, which was never started, the next result of `take_result`."""
         assert self._save is None
         self._save = save
 
@@ -426,11 +429,11 @@ class CheckpointWriter:
                     else:
                         self._delete_failed_save(save)
                 return
-            except (OSError, StorageError) as error:  # the remaining files only occupy disk space
+            except (OSError, StorageError) as error:  # undeleted files only occupy disk space
                 if attempt == _ATTEMPTS - 1:
                     reason = root_cause_text(error)
-                    _LOG.warning("%s: cannot be cleaned up: %s", save.folder.path, reason)
-                # Writes that were in progress at the failure may continue for a moment.
+                    _LOG.warning("%s: clean-up failed: %s", save.folder.path, reason)
+                # Writes that were in progress when the save failed may continue for a moment.
                 time.sleep(_PAUSE_SECONDS)
 
     def _delete_failed_save(self, save: SaveResult) -> None:
@@ -445,7 +448,10 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def take_result(self, *, wait: bool) -> SaveResult | None:
-        """Return the save that finished since the last call, or None."""
+        """Return the save that finished since the last call, or None.
+
+        If `wait` is set, wait for the save in progress.
+        """
         if self._thread is not None:
             if self.is_busy and not wait:
                 return None
@@ -466,7 +472,7 @@ class CheckpointWriter:
 def ignore_orphaned_errors() -> None:
     """Suppress tracebacks of reads and writes that were in progress when orbax raised an error.
 
-    Such operations fail because the event loop is closed, or because nothing awaits their result.
+    Such operations report an error because the event loop is closed or nothing awaits their result.
     """
     report = sys.unraisablehook
 

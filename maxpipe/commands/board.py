@@ -24,10 +24,10 @@ _POLL_SECONDS = 2.0
 
 
 def link(folder: Path, links: Path) -> int:
-    """Create a symlink to the event files of every run in `folder`. Return the number of symlinks.
+    """Create a symlink to the event files of every run in `folder`, and return the number of runs.
 
-    `folder` may itself be a run. Event files are in `<run>/tensorboard`, but TensorBoard names a
-    run by the folder of its event files. The symlink gives TensorBoard the name of the run.
+    `folder` may itself be a run. TensorBoard names a run after the folder that contains its event
+    files, which is always called `tensorboard`. Each symlink therefore has the name of the run.
     """
     from maxpipe.config.config_files import TENSORBOARD_FOLDER
 
@@ -50,7 +50,7 @@ def _board(options: argparse.Namespace) -> int:
         folder = Path(runs, options.folder)
     if not folder.is_dir():
         rule = "is not a folder of runs."
-        action = "Name the run.dir of your runs, or one run that has started."
+        action = "Name the run.dir folder of your runs, or a run that has started."
         raise ConfigError.one(f"command line: {options.folder}", None, rule, action)
     with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
         links = Path(name)
@@ -68,12 +68,14 @@ def _board(options: argparse.Namespace) -> int:
                 process.terminate()
     if code:
         rule = f"exited with code {code}; its output is above."
-        raise ConfigError.one("tensorboard", None, rule, "Set another --port if it is in use.")
+        raise ConfigError.one(
+            "tensorboard", None, rule, "If the port is in use, set another --port."
+        )
     return ExitCode.DONE
 
 
 def _start_tensorboard(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start TensorBoard as a process that ignores Ctrl-C.
+    """Start a TensorBoard process that ignores Ctrl-C.
 
     A terminal sends Ctrl-C to every foreground process, which would make TensorBoard print a
     traceback. A child process inherits the set of ignored signals.
@@ -90,7 +92,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, links: Path) -> int:
         try:
             return process.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(OSError):  # the run folder may have been moved
+            with contextlib.suppress(OSError):  # the folder may have been moved
                 link(folder, links)
 
 
@@ -104,7 +106,7 @@ def add(commands: Commands) -> None:
         "board",
         help="start TensorBoard for a folder of runs",
         description="Start TensorBoard for a folder of runs, or for one run. Runs that start\n"
-        "later are added. Ctrl-C stops TensorBoard, with exit code 0.",
+        "later are added. Ctrl-C stops TensorBoard; the exit code is then 0.",
         epilog="example: maxpipe board runs --port 6007",
     )
     parser.add_argument(
@@ -125,7 +127,7 @@ def add(commands: Commands) -> None:
         "--host",
         metavar="NAME",
         default="localhost",
-        help="address to listen on (default: localhost)",
+        help="host name or IP address to listen on (default: localhost)",
     )
     parser.set_defaults(command=_board)
 
@@ -167,31 +169,31 @@ def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str,
         if (name := getattr(options, kind)) is not None:
             paths.append((f"--{kind}", f".{kind}", Path(name)))
     if not paths:
-        rule = "needs an output file."
+        rule = "must name an output file."
         raise ConfigError.one("command line", None, rule, "Add --out curves.svg.")
     return paths
 
 
 def add_curves(commands: Commands) -> None:
     """Add the `curves` command."""
-    about = "plot metrics of runs by step"
+    about = "plot metrics of one or more runs over steps"
     parser = commands.add_parser(
         "curves",
         help=about,
-        description=f"{capitalize_first(about)}, as SVG or PNG. Tags with the same last part\n"
-        "share a panel.",
+        description=f"{capitalize_first(about)}, as SVG or PNG. Tags\n"
+        "with the same last component, such as train/loss and eval/loss, share a panel.",
         epilog="example: maxpipe curves quickstart --tags train/loss,eval/loss --out loss.svg",
     )
     parser.add_argument(
-        "run", metavar=RUN, nargs="+", help="folder of a run, or its name below runs/"
+        "run", metavar=RUN, nargs="+", help="run folder, or the name of a run below runs/"
     )
     parser.add_argument(
         "--tags",
         default="train/loss,eval/loss",
         metavar="TAG,...",
-        help="metrics of metrics.jsonl (default: train/loss,eval/loss)",
+        help="metrics in metrics.jsonl to plot (default: train/loss,eval/loss)",
     )
-    parser.add_argument("--out", metavar="FILE", help="write FILE.svg or FILE.png")
+    parser.add_argument("--out", metavar="FILE", help="write the plot to an .svg or .png file")
     parser.add_argument("--svg", metavar="FILE", help="write the plot as SVG")
     parser.add_argument("--png", metavar="FILE", help="write the plot as PNG")
     parser.set_defaults(command=_curves)
@@ -204,7 +206,7 @@ def add_goodput(commands: Commands) -> None:
         "goodput",
         help=about,
         description=f"{capitalize_first(about)},\n"
-        "over all restarts, and the use of the remaining time.",
+        "across all restarts, and the time lost to each cause.",
         epilog="example: maxpipe goodput runs/quickstart",
     )
     add_address(parser, step=False)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from maxpipe.checkpoint.folder import RetentionRules
 
 DIFFERENT = 1
-"""Exit code of `diff --exit-code` and `config docs --check`."""
+"""Exit code of `diff --exit-code` if the checkpoints differ."""
 
 
 def _print(lines: Iterable[str]) -> int:
     remaining = iter(lines)
     while True:
-        with _storage_errors():  # only for storage errors, not for output errors
+        with _storage_errors():  # covers storage errors only, not errors on stdout
             line = next(remaining, None)
         if line is None:
             return ExitCode.DONE
@@ -47,7 +47,7 @@ def _storage_errors() -> Iterator[None]:
         raise StorageError(
             f"{error.filename or 'checkpoints'}: cannot be read or written\n"
             f"  {error.strerror or error}.\n"
-            "  Check that the storage is available, and that this user may read and write it."
+            "  Check that the storage is available and that you have read and write permissions."
         ) from error
 
 
@@ -63,7 +63,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _print_report(options: argparse.Namespace) -> int:
-    """Run `show` or `verify`."""
+    """Run the action `show` or `verify`."""
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import parse_address
 
@@ -82,7 +82,7 @@ def _best(options: argparse.Namespace) -> int:
     if options.metric is not None:
         better = BestMetric(options.metric, options.largest)
     elif options.largest:
-        rule = "needs --metric: checkpoint.best_metric already has an order."
+        rule = "requires --metric: checkpoint.best_metric is ranked by checkpoint.best_mode."
         raise ConfigError.one("command line: --largest", None, rule, "Leave out --largest.")
 
     def best() -> dict[str, Any]:
@@ -181,9 +181,9 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "checkpoints",
         help=about,
-        description=f"{capitalize_first(about)}. RUN is the folder of a\n"
-        "run, its name below runs/, or gs://BUCKET/PATH. A checkpoint is RUN@STEP, RUN@newest,\n"
-        "RUN@best (by checkpoint.best_metric), or the path of its folder.",
+        description=f"{capitalize_first(about)}. RUN is a run folder,\n"
+        "the name of a run below runs/, or gs://BUCKET/PATH. A checkpoint is RUN@STEP,\n"
+        "RUN@newest, RUN@best (by checkpoint.best_metric), or the path of a checkpoint folder.",
     )
     actions = subcommands(parser)
 
@@ -199,8 +199,8 @@ def add(commands: Commands) -> None:
     verify = actions.add_parser(
         "verify",
         help="verify every byte of a checkpoint",
-        description="Read every file and compare it with the checksums in the manifest of the\n"
-        "checkpoint. Without a step, all checkpoints are verified. The exit code is 74 if a\n"
+        description="Read every file of a checkpoint, and compare it with the checksum in the\n"
+        "manifest. Without a step, verify all checkpoints of the run. The exit code is 74 if a\n"
         "checkpoint is damaged. A checkpoint without a manifest is reported as unknown.",
         epilog="example: maxpipe checkpoints verify quickstart@120",
     )
@@ -212,14 +212,15 @@ def add(commands: Commands) -> None:
     diff = actions.add_parser(
         "diff",
         help="compare two checkpoints",
-        description="Compare arrays, config and data position of two checkpoints. Print `same`,\n"
-        "or one line per difference. Without a step, the newest checkpoint of the run is used.",
+        description="Compare the arrays, configs and data positions of two checkpoints. Print\n"
+        "`same`, or one line per difference. Without a step, the newest checkpoint of the run is\n"
+        "used.",
         epilog="example: maxpipe checkpoints diff runs/a@100 runs/b@100",
     )
     add_address(diff, "first", about="first checkpoint")
     add_address(diff, "second", about="second checkpoint")
     diff.add_argument(
-        "--exit-code", action="store_true", help="exit with 1 if the checkpoints differ"
+        "--exit-code", action="store_true", help="exit with code 1 if the checkpoints differ"
     )
     diff.set_defaults(command=_diff)
     _add_best(actions)
@@ -231,16 +232,16 @@ def _add_best(actions: Commands) -> None:
         "best",
         help="print the checkpoint with the best evaluation",
         description="Print RUN@STEP and the metric value of the checkpoint with the best\n"
-        "evaluation by checkpoint.best_metric of the run. Only checkpoints of steps that were\n"
-        "evaluated are considered.",
+        "evaluation, according to the run's checkpoint.best_metric. Only checkpoints from\n"
+        "evaluated steps are considered.",
         epilog="example: maxpipe checkpoints best quickstart --metric eval/nats_per_byte",
     )
     add_address(best, step=False)
     best.add_argument(
-        "--metric", metavar="NAME", help="use another metric; the smallest value is the best"
+        "--metric", metavar="NAME", help="use another metric; the smallest value is best"
     )
     best.add_argument(
-        "--largest", action="store_true", help="treat the largest value of --metric as the best"
+        "--largest", action="store_true", help="treat the largest value of --metric as best"
     )
     best.add_argument("--json", action="store_true", help="print one JSON object")
     best.set_defaults(command=_best)
@@ -250,7 +251,7 @@ def _add_elsewhere(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elsewhere",
         action="store_true",
-        help="also delete checkpoints outside the run folder (checkpoint.dir, or a link)",
+        help="also delete checkpoints outside the run folder (in checkpoint.dir, or via a symlink)",
     )
 
 
@@ -258,8 +259,8 @@ def _add_delete(actions: Commands) -> None:
     delete = actions.add_parser(
         "delete",
         help="delete one checkpoint",
-        description="Delete one checkpoint. It is an error if a run is using the folder, or if\n"
-        "the checkpoint is the newest intact one.",
+        description="Delete one checkpoint. The command fails if a run is using the folder or,\n"
+        "unless --force is set, if the checkpoint is the newest intact one.",
         epilog="example: maxpipe checkpoints delete quickstart@120",
     )
     add_address(delete, step=True, needed=True)
@@ -273,15 +274,15 @@ def _add_delete(actions: Commands) -> None:
 def _add_prune(actions: Commands) -> None:
     prune = actions.add_parser(
         "prune",
-        help="delete the checkpoints that no retention rule keeps",
-        description="Delete the checkpoints that no retention rule keeps. Options replace the\n"
-        "rules in the run's config.yml. The newest intact checkpoint and damaged checkpoints are\n"
-        "always kept.",
+        help="delete checkpoints that no retention rule keeps",
+        description="Delete checkpoints that no retention rule keeps. Options replace the rules\n"
+        "in the run's config.yml. The newest intact checkpoint and damaged checkpoints are always\n"
+        "kept.",
         epilog="example: maxpipe checkpoints prune runs/quickstart --keep 2 --dry-run",
     )
     add_address(prune, step=False)
     prune.add_argument(
-        "--dry-run", action="store_true", help="only print the checkpoints to delete"
+        "--dry-run", action="store_true", help="only print the checkpoints that would be deleted"
     )
     _add_elsewhere(prune)
     for option, name, kind, words in (

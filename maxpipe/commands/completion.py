@@ -1,11 +1,11 @@
-"""`maxpipe completion`: TAB completion in shells.
+"""`maxpipe completion`: tab completion in bash, zsh and fish.
 
 The printed script calls the installed command, which computes completions from its parser without
 heavy imports.
 
-For bash, this module also parses and writes quoted words, without expansion. Readline replaces only
-the end of the line, and the replaced part may start inside the last word. The replacement is
-escaped for the quote that is open at its start.
+For bash, this module also parses and quotes words, without shell expansion. Readline replaces only
+the end of the line, and the replaced text may start inside the last word. The replacement is
+escaped according to the quote that is open where the replacement starts.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _SAFE = "%+,-./:=@_"
 _ESCAPED_IN_DOUBLE = '"$`\\'
 _NAMED = {"a": 7, "b": 8, "e": 27, "E": 27, "f": 12, "n": 10, "r": 13, "t": 9, "v": 11}
 _OCTAL = 3
-"""Maximum number of digits of an octal escape."""
+"""Maximum number of digits in an octal escape sequence."""
 
 
 @dataclass(slots=True)
 class Word:
-    """A word of a line, with the positions of its characters."""
+    """A shell word, with the position of each of its characters in the command line."""
 
     text: str = ""
     ends: list[int] = field(default_factory=list)
-    """Offsets in the line: the end of each character of the text."""
+    """End offset of each character of `text` in the command line."""
 
 
 @dataclass(slots=True)
@@ -55,15 +55,15 @@ class CommandLine:
     line: str
     words: list[Word]
     open_quotes: list[str]
-    """The open quote before every character of the line, and at the end of the line."""
+    """The quote that is open before each character of the line, and at the end of the line."""
 
     def replacement(self, start: int, text: str) -> str:
-        """Return the text that replaces the line from `start`, so that its last word is `text`."""
+        """Return the string that replaces `line[start:]`, so that the last word becomes `text`."""
         word, quote = self.words[-1], self.open_quotes[start]
         tail = text[sum(end <= start for end in word.ends) :]
         if quote:
             quoted = "".join(_inside(quote, character) for character in tail)
-            # Readline closes the quote, unless the text already ends with the quote character.
+            # Readline closes the quote, unless the string already ends with the quote character.
             return quoted + quote[-1] if not quoted or quoted[-1] == quote[-1] else quoted
         if not tail.isprintable():
             return f"$'{''.join(_inside(_ANSI, character) for character in tail)}'"
@@ -72,7 +72,7 @@ class CommandLine:
 
 
 def read(line: str) -> CommandLine:
-    """Parse a simple command without expansion. After a space, the last word is empty."""
+    """Parse a simple command without shell expansion. After a space, the last word is empty."""
     words: list[Word] = []
     quotes: list[str] = []
     quote, inside, position = _PLAIN, False, 0
@@ -93,7 +93,7 @@ def read(line: str) -> CommandLine:
 
 
 def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
-    """Parse the next segment of a word. Return (quote open after it, text, end offset)."""
+    """Parse the next segment of a word. Return (quote open after the segment, text, end offset)."""
     character, after = line[position], position + 1
     follows = line[after : after + 1]
     if quote == _PLAIN:
@@ -114,7 +114,7 @@ def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
 
 
 def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
-    """Decode an escape in `$'...'`. Return (text, end offset). Adjacent octal bytes are joined."""
+    """Decode an escape in `$'...'`, or adjacent octal escapes. Return (text, end offset)."""
     content, after = bytearray(), position
     while True:
         digits = ""
@@ -137,7 +137,7 @@ def _decode_ansi_escape(line: str, position: int) -> tuple[str, int]:
 
 
 def _inside(quote: str, character: str) -> str:
-    """Escape a character for an open quote; the quote remains open."""
+    """Escape a character for use inside an open quote, and leave the quote open."""
     if quote == _ANSI:
         if character.isprintable() and character not in "'\\!":
             return character
@@ -157,14 +157,14 @@ def _escaped(character: str) -> str:
 
 
 REQUEST_OPTION = "--complete"
-"""Hidden option for the shell scripts. zsh and fish pass `zsh WORD...` or `fish WORD...`: the
+"""Hidden option that the shell scripts use. zsh and fish pass `zsh WORD...` or `fish WORD...`: the
 unquoted words, with the incomplete word last. bash passes `bash LINE TEXT`: the line up to the
-cursor, and the part at the end of the line that the completion replaces.
+cursor, and the end of the line that the completion replaces.
 
-Every completion ends with a null byte, which no name contains, so the shell evaluates none of the
-text. zsh and fish quote completions themselves, and zsh accepts a trailing space. For bash, the
-completions are already quoted, and the first record specifies whether a space follows a single
-completion.
+Every completion ends with a null byte, which cannot occur in a name, so the shell never evaluates a
+completion as code. zsh and fish quote completions themselves. For zsh, a trailing space marks a
+complete word. For bash, completions are already quoted, and the first record specifies whether a
+space follows a single completion.
 """
 
 _BASH = """\
@@ -223,7 +223,7 @@ _MOST_STEPS = 1000
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """Return completions for the last of `words`, which are the arguments of the program."""
+    """Return completions for the last word in `words`, the arguments of the program."""
     *before, current = words or [""]
     command, arguments = _command(parser, before)
     choices = _choices(command)
@@ -231,7 +231,7 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
         return _filter_prefix(current, (f"{name} " for name in choices))
     option = _option(command, arguments[-1]) if arguments else None
     if option is not None and option.nargs != 0:
-        # A metavar such as `one|two|NAME` lists alternatives; those in lower case are literal.
+        # A metavar such as `one|two|NAME` lists alternatives; lower-case alternatives are literal.
         words = str(option.metavar or "").split("|")
         literals = [word for word in words if word.islower()] if len(words) > 1 else []
         if known := option.choices or literals:
@@ -246,10 +246,10 @@ def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
 
 
 def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str]:
-    """Return completions in the output format of `shell`: see `REQUEST_OPTION`."""
+    """Return completions in the output format of `shell` (see `REQUEST_OPTION`)."""
     if shell != "bash":
         replies = candidates(parser, words)
-        if shell == "fish":  # a description follows a tab
+        if shell == "fish":  # text after a tab would be displayed as a description
             return [reply.removesuffix(" ") for reply in replies if "\t" not in reply]
         return replies
     if len(words) != 2 or not words[0].endswith(words[1]):
@@ -263,7 +263,7 @@ def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser of the command that the words name, and the arguments of the command."""
+    """Return the parser of the command that the words select, and the command's arguments."""
     command: argparse.ArgumentParser = parser
     arguments: list[str] = []
     for word in before:
@@ -287,7 +287,7 @@ def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | Non
 
 
 def _expected(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Action | None:
-    """Return the next positional argument after the given arguments."""
+    """Return the positional argument that follows the given arguments."""
     count, skip = 0, False
     for word in arguments:
         option = _option(parser, word)
@@ -385,7 +385,7 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
 
 
 def _visible_folders(folder: Path) -> list[str]:
-    """Return the names of the subfolders that are not hidden."""
+    """Return the names of subfolders that are not hidden."""
     try:
         with os.scandir(folder) as entries:
             return [e.name for e in entries if e.is_dir() and e.name[0] != "."]
@@ -402,7 +402,7 @@ def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) ->
     paths = []
     for path in sorted(glob.glob(f"{glob.escape(written)}*")):
         path = current + path[len(written) :]
-        # Without `./`, the name would be an option or a home folder.
+        # Without `./`, the name would be parsed as an option or a home folder.
         if not current and path[0] in "-~":
             path = f"./{path}"
         if os.path.isdir(os.path.expanduser(path)):
@@ -432,8 +432,8 @@ def add(commands: Commands, root: Parser) -> None:
 
     parser = commands.add_parser(
         "completion",
-        help="print a script for TAB completion of commands, keys, values, files and runs",
-        description="Print a shell script that enables TAB completion of the maxpipe command.",
+        help="print a script for tab completion of commands, keys, values, files and runs",
+        description="Print a shell script that enables tab completion of the maxpipe command.",
         epilog="bash: add to ~/.bashrc    source <(maxpipe completion bash)\n"
         "zsh:  add to ~/.zshrc, after compinit    source <(maxpipe completion zsh)\n"
         "fish: maxpipe completion fish > ~/.config/fish/completions/maxpipe.fish",

@@ -65,33 +65,33 @@ def _config_docs(options: argparse.Namespace) -> int:
         try:
             _DOCS_FILE.write_text(text, encoding="utf-8")
         except OSError as error:
-            action = "Run the command in a checkout that you can write."
+            action = "Run the command in a writable checkout."
             raise StorageError.unwritable(_DOCS_FILE, error, action) from error
     return ExitCode.DONE
 
 
 def add(commands: Commands) -> None:
     """Add the `config` command."""
-    about = "print, explain and document config values"
+    about = "print config values, and explain config keys"
     parser = commands.add_parser("config", help=about, description=f"{capitalize_first(about)}.")
     actions = subcommands(parser)
 
     show = actions.add_parser(
         "print",
-        help="print the full config of files and overrides",
-        description="Print every value of the config, including defaults, after all checks that\n"
-        "need no devices.",
+        help="print the full config that results from files and overrides",
+        description="Print every config value, including defaults, after all checks that do not\n"
+        "require devices.",
         epilog="example: maxpipe config print quickstart train.steps=100 --origin",
     )
     add_inputs(show)
-    show.add_argument("--origin", action="store_true", help="print the origin of every value")
+    show.add_argument("--origin", action="store_true", help="also print where each value is set")
     show.set_defaults(command=_config_print)
 
     explain = actions.add_parser(
         "explain",
         help="explain a key or section",
-        description="Print type, default, allowed values and description of a key, the keys of a\n"
-        "section, or all sections.",
+        description="Print the type, default, allowed values and description of a key. For a\n"
+        "section, print its keys. Without an argument, print all sections.",
         epilog="example: maxpipe config explain pipeline.schedule",
     )
     explain.add_argument("key", nargs="?", default="", metavar="KEY", help="section.key or section")
@@ -100,9 +100,9 @@ def add(commands: Commands) -> None:
     schema = actions.add_parser("schema", help="print a JSON schema for editors")
     schema.set_defaults(command=_config_schema)
 
-    docs = actions.add_parser("docs", help=f"write {_DOCS_FILE} of a checkout")
+    docs = actions.add_parser("docs", help=f"write {_DOCS_FILE} in a checkout")
     docs.add_argument(
-        "--check", action="store_true", help="only compare; exit with 1 if the file is stale"
+        "--check", action="store_true", help="only compare; exit with code 1 if the file is stale"
     )
     docs.set_defaults(command=_config_docs)
     parser.command_names = tuple(actions.choices)
@@ -121,7 +121,7 @@ def _list(options: argparse.Namespace) -> int:
         print(f"{name:{names}}  {kind:{kinds}}  {about}")
     print("\nTrain a run:                        maxpipe train quickstart")
     print("Train a model with your run config: maxpipe train llama3-8b my-run.yml")
-    print("Fine-tune folder base on chats.jsonl: maxpipe train llama3-8b-sft")
+    print("Fine-tune model base/ on chats.jsonl: maxpipe train llama3-8b-sft")
     return ExitCode.DONE
 
 
@@ -155,7 +155,7 @@ def _init(options: argparse.Namespace) -> int:
     path = folder / FIRST_RUN
     name = folder_name(os.path.basename(os.path.abspath(folder)))
     if os.path.exists(folder) and not os.path.isdir(folder):
-        rule = "must be a folder or must not exist, but is a file."
+        rule = "must be a folder or a new path, but is a file."
         raise ConfigError.one("command line: DIR", folder, rule, f"Name {folder}-run.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -170,7 +170,7 @@ def _init(options: argparse.Namespace) -> int:
 
 def _printable_path(given: str, where: str) -> Path:
     if not given or not given.isprintable():
-        rule = "must be a path of printable characters."
+        rule = "must be a non-empty path of printable characters."
         raise ConfigError.one(where, ascii(given), rule, "Name another path.")
     return expand_path(given, where)
 
@@ -197,10 +197,10 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
     from maxpipe.config.config_files import SUFFIX, SUFFIXES
 
     if path.suffix not in SUFFIXES:
-        rule = f"must end in {' or '.join(SUFFIXES)}, as config files do."
+        rule = f"must end in {' or '.join(SUFFIXES)}, like every config file."
         raise ConfigError.one("command line: FILE", path, rule, f"Write {path}{SUFFIX}.")
     try:
-        # `overwrite` replaces a link or a pipe instead of writing to it.
+        # With `overwrite`, a symlink or pipe is replaced instead of written to.
         target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path
         with open(target, "x", encoding="utf-8") as file:
             try:
@@ -208,7 +208,7 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
                 file.flush()
                 if overwrite:
                     os.replace(target, path)
-            except BaseException:  # a full disk or Ctrl-C leaves no partial file
+            except BaseException:  # leave no partial file after Ctrl-C or on a full disk
                 target.unlink()
                 raise
     except FileExistsError as error:
@@ -222,7 +222,7 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
-    return StorageError.unwritable(path, error, "Name a path that can be written.")
+    return StorageError.unwritable(path, error, "Name a writable path.")
 
 
 def add_configs(commands: Commands) -> None:
@@ -231,8 +231,8 @@ def add_configs(commands: Commands) -> None:
     parser = commands.add_parser(
         "configs",
         help=about,
-        description=f"{capitalize_first(about)}: runs that train without changes,\n"
-        "and models. Every command that accepts a config file also accepts these names.",
+        description=f"{capitalize_first(about)}: models, and runs that train\n"
+        "without changes. Every command that accepts a config file also accepts these names.",
     )
     actions = subcommands(parser)
     listed = actions.add_parser("list", help="list the bundled configs")
@@ -242,9 +242,9 @@ def add_configs(commands: Commands) -> None:
     show.set_defaults(command=_show)
     copy = actions.add_parser(
         "copy",
-        help="copy a bundled config to edit it",
-        description="Copy a config into the current folder, or to FILE. It is an error if the\n"
-        "file exists, unless --overwrite is set.",
+        help="copy a bundled config for editing",
+        description="Copy a bundled config to the current folder or to FILE. The command fails if\n"
+        "the file exists, unless --overwrite is set.",
         epilog="example: maxpipe configs copy quickstart my-run.yml",
     )
     copy.add_argument("name", metavar="NAME")
@@ -255,9 +255,9 @@ def add_configs(commands: Commands) -> None:
 
     init = commands.add_parser(
         "init",
-        help="write a first run config, with comments",
-        description=f"Write DIR/{FIRST_RUN}: the config of a small model that trains in minutes\n"
-        "on a CPU, with a comment for every key. Edit it for your own run.",
+        help="write a commented starter config",
+        description=f"Write DIR/{FIRST_RUN}, the config of a small model that trains in minutes\n"
+        "on a CPU. Every key has a comment. Edit the file for your own run.",
         epilog="example: maxpipe init first && maxpipe train first/run.yml",
     )
     init.add_argument("folder", metavar="DIR")

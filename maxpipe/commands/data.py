@@ -70,10 +70,10 @@ def _mixture(options: argparse.Namespace) -> int:
 
 
 def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
-    """Return the shares of the sources in every stage, with the first step of the stage.
+    """Return the first step and the source weights of every mixture stage.
 
-    The first sequences of that step may still belong to the previous stage. A last stage without
-    shares means that all sources have ended.
+    The first sequences of that step may still belong to the previous stage. If the last stage has
+    no weights, all sources are exhausted when it starts.
     """
     assert train.stream.mixture is not None
     table = []
@@ -87,7 +87,7 @@ def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
 
 
 def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
-    """Return the samples and epochs that a run of `steps` steps reads from each source."""
+    """Return the number of samples and epochs that `steps` steps read from each source."""
     samples = train.stream.samples_before(train.ramp.sequences_before(int(steps)))
     return [
         {
@@ -101,7 +101,7 @@ def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
 
 
 def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
-    """Return the source and sequence number of every sequence in a batch."""
+    """Return the source and the sequence index for every row of a batch."""
     rows = [
         {"source": row.source, "sequence": row.sequence} for row in train.sequence_origins(batch)
     ]
@@ -111,7 +111,7 @@ def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
 def _page(report: dict[str, Any]) -> Iterator[str]:
     for stage in report["stages"]:
         shares = ", ".join(f"{name} {share:.2%}" for name, share in stage["shares"].items())
-        yield f"from step {stage['first_step']}: {shares or 'nothing, all sources have ended'}"
+        yield f"from step {stage['first_step']}: {shares or 'no data, all sources are exhausted'}"
     width = max(len(source["source"]) for source in report["sources"])
     for source in report["sources"]:
         samples, sequences = (pluralize(source[key], key[:-1]) for key in ("samples", "sequences"))
@@ -130,16 +130,21 @@ def add_mixture(actions: Commands) -> None:
     """Add the `data mixture` command."""
     mixture = actions.add_parser(
         "mixture",
-        help="print the mixture shares of a run, and the sources of any step",
-        description="Print the share and the number of epochs of every source of a mixture. With\n"
-        "--step, print the source and sequence number of every row of the batch. The result does\n"
-        "not depend on the number of processes. For a run, mixture changes are included.",
+        help="print a run's mixture weights, and the source of each sequence in any step",
+        description="Print the weight and the number of epochs of every source in a mixture. With\n"
+        "--step, also print the source and sequence index of every row of the batch. The result\n"
+        "does not depend on the number of processes. For a run, the result includes all changes\n"
+        "to the mixture weights.",
         epilog="examples:\n  maxpipe data mixture my-run.yml --step 100000\n"
         "  maxpipe data mixture runs/my-run --json",
     )
     add_inputs(mixture, "RUN|", RUN_HELP)
     mixture.add_argument(
-        "--step", type=step_number, default=None, metavar="K", help="print the sources of this step"
+        "--step",
+        type=step_number,
+        default=None,
+        metavar="K",
+        help="also print the sources of step K",
     )
     mixture.add_argument("--json", action="store_true", help="print one JSON object")
     mixture.set_defaults(command=_mixture)
@@ -236,26 +241,31 @@ def _add_prepare(actions: Commands) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="tokenize all documents once, in parallel processes",
-        description="Tokenize the documents of data.* with the tokenizer of tokenizer.*, in\n"
-        "parallel processes, into a folder for data.source=tokens. The same command resumes after\n"
-        "a stop. The files do not depend on the number of processes.",
+        description="Tokenize the documents selected by data.* with the tokenizer selected by\n"
+        "tokenizer.*, in parallel processes, and write a folder for data.source=tokens. If the\n"
+        "command is interrupted, run it again to resume. The files do not depend on the number of\n"
+        "processes.",
         epilog="example: maxpipe data prepare my-run.yml '*.jsonl' --out tokens\n"
         "then:    maxpipe train my-run.yml data.source=tokens data.path=tokens",
     )
     add_inputs(prepare, DATA_PREFIX, DATA_HELP)
     prepare.add_argument("--out", required=True, metavar="DIR", help="folder to write")
     prepare.add_argument(
-        "--source", metavar="NAME", help="source of data.mixture to prepare, or validation.NAME"
+        "--source", metavar="NAME", help="data.mixture source to prepare, or validation.NAME"
     )
     prepare.add_argument(
-        "--workers", type=count, default=None, metavar="N", help="processes (default: one per core)"
+        "--workers",
+        type=count,
+        default=None,
+        metavar="N",
+        help="number of processes (default: one per core)",
     )
     prepare.add_argument(
         "--shard-tokens",
         type=count,
         default=1 << 27,
         metavar="N",
-        help="tokens per pair of files (default: 134217728)",
+        help="tokens per shard, a pair of files (default: 134217728)",
     )
     prepare.set_defaults(command=_prepare)
 
@@ -264,8 +274,8 @@ def _add_verify(actions: Commands) -> None:
     verify = actions.add_parser(
         "verify",
         help="verify every byte of a prepared folder",
-        description="Read every byte of a folder that `maxpipe data prepare` wrote, and compare\n"
-        "it with the checksums of the folder. The exit code is 74 if a byte differs.",
+        description="Read every file in a folder written by `maxpipe data prepare`, and verify\n"
+        "its checksums. The exit code is 74 if a file is damaged.",
         epilog="example: maxpipe data verify tokens",
     )
     verify.add_argument("folder", metavar="DIR", help="prepared folder, or gs://BUCKET/PATH")

@@ -43,20 +43,20 @@ if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
     from maxpipe.errors import Problem
 
-DATA_HELP = "data files, a folder of them, or a prepared folder; "
+DATA_HELP = "data files, a folder of data files, or a prepared folder; "
 _OF_TEMPLATES = ("tokenizer.", "data.chat_template")
 """Prefixes of keys that may set a chat template."""
 
 
 def expand_data_files(inputs: Sequence[str]) -> list[str]:
-    """Return the inputs, with each data file path replaced by the `data.*` keys that read the file.
+    """Replace data file paths in the inputs with the `data.*` overrides that read these files.
 
-    The keys are printed to stderr. The source type is inferred from file names. Conversations and
-    pairs are inferred from the fields of the first record. The tokenizer of a prepared folder is
-    read from its manifest. Keys in the inputs override inferred keys.
+    The overrides are printed to stderr. The source type is inferred from file names. Conversations
+    and preference pairs are inferred from the fields of the first record. The tokenizer of a
+    prepared folder is read from its manifest. Keys in the inputs override inferred keys.
 
     Raises:
-        ConfigError: the files have different types, or the inputs also name a source.
+        ConfigError: the files have different types, or the inputs also set a data source.
     """
     paths = [path for path in inputs if _is_data(path)]
     if not paths:
@@ -66,7 +66,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     where = f"command line: {paths[0]}"
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
-            rule = f"names the documents to read, but {key} also names documents."
+            rule = f"selects the documents to read, but {key} also selects documents."
             raise ConfigError.one(where, None, rule, "Remove one of the two.")
     inferred = _source(paths)
     has_config = any("=" not in other for other in others)
@@ -99,7 +99,7 @@ _CLEARED_KEYS: dict[str, Any] = {
     "data.mixture_stages": [],
     "data.mixture_temperature": 1,
 }
-"""Config keys that would add other documents, with values that disable these keys."""
+"""Config keys that would add other documents, mapped to values that disable these keys."""
 
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:
@@ -153,11 +153,11 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
     kind = kinds[paths[0]]
     other = next((path for path in paths if kinds[path] != kind), None)
     if other is not None:
-        rule = f"needs data.source={kinds[other]}, but {paths[0]} needs data.source={kind}."
+        rule = f"requires data.source={kinds[other]}, but {paths[0]} requires data.source={kind}."
         action = "Name files of one type, or set data.mixture.NAME.path for each type."
         raise ConfigError.one(f"command line: {other}", None, rule, action)
     if kind in ONE_PATH and len(paths) > 1:
-        rule = f"is one of {len(paths)} paths: data.source={kind} reads one path."
+        rule = f"is one of {len(paths)} paths, but data.source={kind} reads a single path."
         raise ConfigError.one(f"command line: {paths[1]}", None, rule, "Name one path.")
     named = {"data.path": paths[0]} if len(paths) == 1 else {"data.paths": list(paths)}
     return {"data.source": kind, **named}
@@ -175,9 +175,10 @@ def _tokenizer(folder: str) -> dict[str, Any]:
 def _conversation(
     keys: Mapping[str, Any], *, with_template: bool, with_defaults: bool
 ) -> dict[str, Any]:
-    """Return the config keys that read records without a text field as conversations or pairs.
+    """Return config keys for reading records without a text field.
 
-    Without a chat template, prompts and responses are read as plain text.
+    Such records are read as conversations or preference pairs. Without a chat template, prompts and
+    responses are read as plain text.
     """
     from maxpipe.config.sections.source import COLUMNS, SourceConfig, paths_of
     from maxpipe.data.formats.record_text import (
@@ -199,7 +200,7 @@ def _conversation(
     template = "" if with_template else text_template(record)
     if template and chat.get("data.chat") == "prompt":
         settings = settings_text(drop_default_keys(chat))
-        line = f"with a chat template (tokenizer.* or data.chat_template): {settings}"
+        line = f"if you set a chat template (tokenizer.* or data.chat_template), use {settings}"
         print(redact.redact_for_terminal(f"{paths_of(config)[0]}: {line}"), file=sys.stderr)
         return {"data.template": template}
     if with_defaults or chat.get("data.messages_field") == "conversations":
@@ -215,10 +216,10 @@ RUN_HELP = "a run folder or the name of a run below runs/ (uses the config of th
 
 
 def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
-    """Return the inputs, with a run replaced by its config file, and the run folder or "".
+    """Replace a run in the inputs with its config file. Return (inputs, run folder or "").
 
-    A name that matches both a config and a run selects the config. The folder path selects the
-    run.
+    If a name matches both a config and a run, the config is selected. The path of the run folder
+    always selects the run.
     """
     if not inputs or "=" in inputs[0]:
         return list(inputs), ""
@@ -237,7 +238,7 @@ def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
 
 
 def open_datasets(config: Config, folder: str) -> Datasets:
-    """Open the datasets of a config, with the mixture weights that the run in `folder` used."""
+    """Open the datasets of a config, with the mixture weights used by the run in `folder`."""
     from maxpipe.data.datasets import build_datasets
     from maxpipe.data.inspect_batch import mixture_of
     from maxpipe.data.mixture import Mixture
@@ -254,7 +255,7 @@ def open_datasets(config: Config, folder: str) -> Datasets:
 
 
 def batch_of_step(folder: str, step: int) -> int:
-    """Return the batch index of a step. In a run, skipped batches shift the index."""
+    """Return the batch index of a step. Batches that the run has skipped shift the index."""
     if not folder:
         return step - 1
     from maxpipe.data.inspect_batch import batch_of
@@ -527,10 +528,10 @@ def add_inspect(actions: Commands) -> None:
 def _add_show(actions: Commands) -> None:
     show = actions.add_parser(
         "show",
-        help="print sequences of a batch as text, with the trained tokens marked",
-        description="Print sequences of a batch as text, exactly as training reads them: the\n"
-        "documents of every sequence with file and line, and control tokens by name. Tokens that\n"
-        "are not trained are grey on a terminal, and in ⟦ ⟧ in other output.",
+        help="print sequences of a batch as text, and mark tokens excluded from the loss",
+        description="Print sequences of a batch as text, exactly as training reads them. Each\n"
+        "document is shown with its file and line, and control tokens are shown by name. Tokens\n"
+        "that are excluded from the loss are grey on a terminal, and in ⟦ ⟧ in other output.",
         epilog="examples:\n  maxpipe data show docs.jsonl\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
@@ -542,13 +543,13 @@ def _add_show(actions: Commands) -> None:
         "--step", type=step_number, default=1, metavar="K", help="training step (default: 1)"
     )
     show.add_argument(
-        "--row", type=_natural, metavar="R", help="first row of the batch, zero-based (default: 0)"
+        "--row", type=_natural, metavar="R", help="first row to print, zero-based (default: 0)"
     )
     show.add_argument(
         "--split",
         metavar="train|validation|NAME",
         default="train",
-        help="documents to read; NAME is a set of data.validation (default: train)",
+        help="split to read; NAME is a validation set in data.validation (default: train)",
     )
     show.set_defaults(command=_show)
 
@@ -559,13 +560,13 @@ def _add_stats(actions: Commands) -> None:
         help="print document lengths, duplicates, bytes per token and unreadable records",
         description="Read every document once. Print the number of documents, their lengths in\n"
         "tokens, duplicates, bytes per token, packing efficiency, and the number of documents\n"
-        "that are empty, unreadable or not UTF-8.",
+        "that are empty, unreadable or not valid UTF-8.",
         epilog="examples:\n  maxpipe data stats docs.jsonl\n"
         "  maxpipe data stats my-run.yml --out stats.html",
     )
     add_inputs(stats, f"{DATA_PREFIX}RUN|", DATA_HELP + RUN_HELP)
     stats.add_argument("--json", action="store_true", help="print one JSON object")
-    stats.add_argument("--out", metavar="FILE", help="write a chart: FILE.html or FILE.png")
+    stats.add_argument("--out", metavar="FILE", help="write charts to an .html or .png file")
     stats.set_defaults(command=_stats)
 
 
@@ -573,9 +574,9 @@ def _add_find(actions: Commands) -> None:
     find = actions.add_parser(
         "find",
         help="print the documents in one row of a batch, with their files",
-        description="Print the documents in one row of the batch of a step, with the file and\n"
-        "line or record of each document. For a run, the batches that it skipped after bad steps\n"
-        "are skipped.",
+        description="Print the documents in one row of a step's batch, with the file and line (or\n"
+        "record) of each document. For a run, the batch index accounts for batches that the run\n"
+        "skipped after bad steps.",
         epilog="examples:\n  maxpipe data find runs/my-run 1200 7\n"
         "  maxpipe data find my-run.yml 1200 7 data.path='*.jsonl'",
     )
@@ -593,12 +594,12 @@ def step_number(text: str) -> int:
 
     number = count(text)
     if number > MAX_STEPS:
-        raise argparse.ArgumentTypeError(f"{text} is not at most {MAX_STEPS}")
+        raise argparse.ArgumentTypeError(f"{text} is above the maximum of {MAX_STEPS}")
     return number
 
 
 def _natural(text: str) -> int:
     number = integer(text)
     if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 0")
+        raise argparse.ArgumentTypeError(f"{text} is below the minimum of 0")
     return number

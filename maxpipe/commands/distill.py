@@ -45,9 +45,10 @@ def add(commands: Commands) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="store the teacher's top-k logits for every training sequence",
-        description="Run the model of distill.teacher once on every training sequence of a run.\n"
-        "Store the logits of its distill.top_k most likely tokens at every position, in a folder\n"
-        "for distill.teacher_logits. The same command resumes after a stop, with identical files.",
+        description="Run the teacher model (distill.teacher) once on every training sequence of a\n"
+        "run. At every position, store the logits of the distill.top_k most likely tokens. Write\n"
+        "a folder for distill.teacher_logits. If the command is interrupted, run it again to\n"
+        "resume; the files are the same as without the interruption.",
         epilog="example: maxpipe distill prepare my-run.yml --out logits\n"
         "then:    maxpipe train my-run.yml distill.teacher='' distill.teacher_logits=logits",
     )
@@ -58,7 +59,8 @@ def add(commands: Commands) -> None:
         type=count,
         default=1 << 27,
         metavar="N",
-        help="maximum shard size in bytes; a shard has at least one sequence (default: 134217728)",
+        help="maximum shard size in bytes; a shard contains at least one sequence "
+        "(default: 134217728)",
     )
     prepare.set_defaults(command=_prepare)
     parser.command_names = tuple(actions.choices)

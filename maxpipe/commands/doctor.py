@@ -51,8 +51,8 @@ def add(commands: Commands) -> None:
     """Add the `env` and `doctor` commands."""
     env = commands.add_parser(
         "env",
-        help="print versions, machine, devices and variables, for a bug report",
-        description="Print versions, machine, devices and the relevant environment variables.\n"
+        help="print versions, hardware, devices and environment variables for a bug report",
+        description="Print versions, hardware, devices and relevant environment variables.\n"
         "Secrets are redacted.",
     )
     env.add_argument("--json", action="store_true", help="print one JSON object")
@@ -60,11 +60,11 @@ def add(commands: Commands) -> None:
 
     parser = commands.add_parser(
         "doctor",
-        help="check that a run can train here",
+        help="check that a run can train on this machine",
         description="Check versions, folders, data, tokenizer, clocks, devices, every collective\n"
-        "along every axis of the mesh, and communication between two local processes. Print one\n"
-        "line per check: ok, warning, or FAILED with an action. Without a config, run only the\n"
-        "checks that need none. The exit code is 2 if a check failed.",
+        "along every mesh axis, and communication between two local processes. Print one line\n"
+        "per check: ok, warning, or FAILED with a suggested action. Without a config, run only\n"
+        "the checks that do not require a config. The exit code is 2 if a check fails.",
         epilog="examples:\n  maxpipe doctor\n  maxpipe doctor quickstart --json",
     )
     add_inputs(parser)

@@ -37,16 +37,16 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise an error for an option that has no effect because `--choices` is set or not set."""
+    """Reject options that have no effect with, or without, `--choices`."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
     with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}
     others = with_choices if options.choices is None else on_text
     for option, given in others.items():
         if given is not None:
-            rule = "needs --choices: it has no effect on the loss on text."
+            rule = "requires --choices; it does not affect the language-modeling loss."
             if options.choices is not None:
-                rule = "has no effect with --choices, which evaluates only its questions."
+                rule = "has no effect with --choices, which evaluates only multiple-choice tasks."
             raise ConfigError.one(f"command line: {option}", given, rule, f"Leave out {option}.")
 
 
@@ -169,12 +169,13 @@ def add(commands: Commands) -> None:
     """Add the `eval` command."""
     parser = commands.add_parser(
         "eval",
-        help="evaluate a model on its validation documents, any text, or questions",
+        help="evaluate a model on validation documents, other text, or multiple-choice tasks",
         description="Print the loss of a checkpoint or Hugging Face folder in nats per token and\n"
-        "per byte, its bits per byte, and its perplexity. The config of the checkpoint is used.\n"
-        "Override mesh and pipeline for another layout, data.* or --data for other documents (all\n"
-        "of them are evaluated), eval.batches for more or fewer batches (0: all), and\n"
-        "eval.batch_size. The command writes no files to the run, which may still be training.",
+        "per byte, the bits per byte, and the perplexity. The config of the checkpoint is used.\n"
+        "Override mesh and pipeline for another layout, and data.* or --data for other documents\n"
+        "(all of these documents are evaluated). eval.batches sets the number of batches (0 means\n"
+        "all), and eval.batch_size sets their size. The run may still be training: the command\n"
+        "writes no files to the run folder.",
         epilog="examples:\n  maxpipe eval quickstart\n"
         "  maxpipe eval runs/quickstart@best eval.batches=0 --json\n"
         "  maxpipe eval quickstart@120 --data 'book/*.txt'\n"
@@ -186,25 +187,26 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        help="text to evaluate: a file, folder or pattern; *.jsonl is JSON lines, *.array_record\n"
-        "is ArrayRecord, and other files are plain text",
+        help="file, folder or glob pattern to evaluate; *.jsonl files are read as JSON Lines,\n"
+        "*.array_record files as ArrayRecord, and other files as plain text",
     )
     parser.add_argument(
         "--split",
         metavar="validation|train|all|NAME",
-        help="documents to evaluate; NAME is a set of data.validation (default: validation, or\n"
-        "all if data.* names other documents)",
+        help="split to evaluate; NAME is a validation set in data.validation (default:\n"
+        "validation, or all if data.* selects other documents)",
     )
     parser.add_argument(
         "--choices",
         metavar="FILE",
-        help="evaluate multiple-choice questions: JSON lines with `context`, `choices`, `answer`",
+        help="evaluate the multiple-choice questions in a JSON Lines file with the fields\n"
+        "`context`, `choices` and `answer`",
     )
     parser.add_argument(
         "--separator",
         metavar="TEXT",
-        help="text between context and choice, if neither has white space there (default: one\n"
-        "space)",
+        help="string inserted between context and choice, unless one of them already has\n"
+        "whitespace there (default: one space)",
     )
     parser.add_argument(
         "--chat",
@@ -216,7 +218,7 @@ def add(commands: Commands) -> None:
         "--batch-size", type=count, metavar="N", help="choices per batch (default: 16)"
     )
     parser.add_argument(
-        "--jsonl", metavar="FILE", help="write the result of every question as JSON lines"
+        "--jsonl", metavar="FILE", help="write the result of every question as JSON Lines"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command=_eval)

@@ -77,7 +77,7 @@ def _generate(options: argparse.Namespace) -> int:
             messages: list[Message] = []
 
             def reply(text: str, number: int) -> None:
-                """Generate a reply to the conversation so far plus `text`."""
+                """Generate a reply to the user message `text`, given the previous messages."""
                 asked = [*messages, *user_chat(text).messages]
                 told = answer(encode([ChatInput(asked)], first=number))
                 messages[:] = [*asked, {"role": "assistant", "content": told}]
@@ -121,7 +121,7 @@ def _conversations(options: argparse.Namespace) -> list[ChatInput]:
 
 
 def _converse(answer: Callable[[str, int], object]) -> None:
-    """Read one prompt per line until the input ends. Print errors in a prompt and continue."""
+    """Read one prompt per line from stdin. If a prompt is invalid, print the error and continue."""
     from maxpipe.data.prompts import parse_prompt
 
     number, asks = 0, sys.stdin.isatty()
@@ -146,7 +146,7 @@ def _converse(answer: Callable[[str, int], object]) -> None:
 
 
 class _Printer:
-    """Write completions to standard output, as text or JSON lines."""
+    """Write completions to standard output, as plain text or JSON Lines."""
 
     def __init__(self, options: argparse.Namespace, tokenizer: Tokenizer, *, is_alone: bool):
         self._json, self._logprobs = options.json, options.logprobs
@@ -182,13 +182,13 @@ class _Printer:
 
 
 def _write_now(text: str) -> None:
-    """Write and flush, so that readers receive text immediately and interrupts lose no text."""
+    """Write to stdout and flush, so that an interrupt does not lose buffered output."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def _escape_control(text: str) -> str:
-    """Return text in the encoding of stdout, without control characters if stdout is a terminal."""
+    """Replace characters that stdout cannot encode; on a terminal, remove control characters."""
     if sys.stdout.isatty():
         text = "".join(each for each in text if each.isprintable() or each in "\n\t")
     encoding = sys.stdout.encoding or "utf-8"
@@ -238,7 +238,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ConfigError.one(
             "command line: --stop",
             '""',
-            "must not be empty: every text contains it.",
+            "must not be empty: every completion contains the empty string.",
             "Leave out --stop.",
         )
 
@@ -248,11 +248,11 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
         help="generate text with a checkpoint",
-        description="Generate completions of prompts. A single completion is streamed; several\n"
-        "are printed in order as they finish. The config of the checkpoint is used, except its\n"
-        "mesh and pipeline. Set mesh.* to use several devices, and train.sequence_length for\n"
-        "longer sequences than in training. The command writes no files to the run, which may\n"
-        "still be training.",
+        description="Generate completions of prompts. A single completion is streamed. Several\n"
+        "completions are printed in the order of their prompts as they finish. The config of the\n"
+        "checkpoint is used, except for mesh and pipeline. Set mesh.* to use several devices, and\n"
+        "train.sequence_length for longer sequences than during training. The run may still be\n"
+        "training: the command writes no files to the run folder.",
         epilog="examples:\n  maxpipe generate quickstart --prompt 'To be, or' --temperature 0.8\n"
         "  maxpipe generate quickstart@best --prompts prompts.txt --json --max-tokens 64\n"
         "  maxpipe generate quickstart --interactive --top-p 0.9 --stop '.'\n"
@@ -263,12 +263,15 @@ def add(commands: Commands) -> None:
     add_inputs(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="prompt; repeat the option for several"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="prompt; repeat the option for several prompts",
     )
     source.add_argument(
         "--prompts",
         metavar="FILE",
-        help="file with one prompt per line, or *.jsonl with field `prompt`; - is stdin",
+        help="file with one prompt per line, or *.jsonl with field `prompt`; - reads stdin",
     )
     source.add_argument(
         "--interactive", action="store_true", help="read prompts line by line from stdin"
@@ -278,7 +281,7 @@ def add(commands: Commands) -> None:
         type=count,
         default=128,
         metavar="N",
-        help="maximum tokens per completion (default: 128)",
+        help="maximum number of tokens per completion (default: 128)",
     )
     parser.add_argument(
         "--temperature",
@@ -292,14 +295,14 @@ def add(commands: Commands) -> None:
         type=integer,
         default=0,
         metavar="K",
-        help="sample from the K most likely tokens; 0: all tokens (default: 0)",
+        help="sample from the K most likely tokens; 0 selects all tokens (default: 0)",
     )
     parser.add_argument(
         "--top-p",
         type=number,
         default=1.0,
         metavar="P",
-        help="sample from the most likely tokens with total probability P (default: 1)",
+        help="sample from the most likely tokens whose total probability is P (default: 1)",
     )
     parser.add_argument(
         "--min-p",
@@ -313,14 +316,14 @@ def add(commands: Commands) -> None:
         type=number,
         default=1.0,
         metavar="X",
-        help="penalty of repeated tokens; values above 1 make them less likely (default: 1)",
+        help="penalty for repeated tokens; values above 1 make them less likely (default: 1)",
     )
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a completion at this text; repeat the option for several",
+        help="end a completion at this string; repeat the option for several strings",
     )
     parser.add_argument(
         "--seed", type=integer, default=0, metavar="N", help="sampling seed (default: 0)"

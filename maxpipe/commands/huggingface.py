@@ -1,4 +1,4 @@
-"""`maxpipe import` and `maxpipe export`: convert Hugging Face folders and checkpoints."""
+"""`maxpipe import` and `maxpipe export`: convert between Hugging Face folders and checkpoints."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def add(commands: Commands) -> None:
         "import",
         help="convert a Hugging Face folder to a checkpoint",
         description="Convert a Hugging Face folder (config.json and safetensors files) to a\n"
-        "checkpoint. Also write config.yml, which starts a run from the weights, and copy the\n"
-        "tokenizer and generation files. The command downloads no files and reads no pickles.\n"
-        "To start a run without conversion, set checkpoint.restore_from=hf:DIR.",
+        "checkpoint. Also write config.yml, the config of a run that starts from these weights,\n"
+        "and copy the tokenizer and generation files. The command downloads no files and reads no\n"
+        "pickle files. To start a run without conversion, set checkpoint.restore_from=hf:DIR.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"
         "         maxpipe train runs/llama/config.yml data.source=text data.path='*.txt'\n"
         "           train.steps=100",
     )
-    incoming.add_argument("folder", metavar="DIR", help="the Hugging Face folder")
+    incoming.add_argument("folder", metavar="DIR", help="Hugging Face folder to convert")
     incoming.add_argument(
         "--out", required=True, metavar="CKPT", help="folder to create; it must not exist"
     )
@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
         description="Convert the parameters of a checkpoint to a Hugging Face folder:\n"
         "config.json, safetensors files and tokenizer files. The result does not depend on the\n"
         "mesh or pipeline of the run, which may still be training. Adapters are merged into the\n"
-        "base weights, or written alone.",
+        "base weights unless --adapter is set.",
         epilog="example: maxpipe export quickstart@best --format hf exported --dtype bfloat16",
     )
     add_address(outgoing)
@@ -83,7 +83,7 @@ def add(commands: Commands) -> None:
     outgoing.add_argument(
         "--dtype",
         choices=_TYPES,
-        help="data type of the tensors (default: their type at import, or the type of the run's "
-        "parameters)",
+        help="dtype of the exported tensors (default: their dtype at import, or the dtype of the "
+        "run's parameters)",
     )
     outgoing.set_defaults(command=_export)

@@ -19,20 +19,21 @@ if TYPE_CHECKING:
 _CLUSTERS = {
     "slurm": (
         "write or submit a SLURM job",
-        "Write or submit a SLURM job with one process per GPU, or per node without GPUs. The job\n"
-        "is requeued after a stop with a saved checkpoint, such as at its time limit.",
+        "Write or submit a SLURM job with one process per GPU, or one per node without GPUs. The\n"
+        "job is requeued if it saved a checkpoint before it stopped, for example at its time\n"
+        "limit.",
         "launch.topology=h100:8 launch.slices=4 launch.queue=gpu",
     ),
     "gcloud": (
-        "write or start TPU VMs of Google Cloud",
-        "Write or start scripts that create TPU slices with a queued resource and start the run\n"
-        "on the hosts.",
+        "write or run scripts that train on Google Cloud TPU VMs",
+        "Write or run scripts that create TPU slices through a queued resource and start the run\n"
+        "on all hosts.",
         "launch.topology=v5p:2x4x4 launch.slices=2 launch.zone=us-east5-a",
     ),
     "gke": (
         "write or submit a JobSet for GKE",
-        "Write or submit a JobSet with one pod per TPU host. The exit code of maxpipe decides\n"
-        "whether the JobSet restarts.",
+        "Write or submit a JobSet with one pod per TPU host. The exit code of maxpipe\n"
+        "determines whether the JobSet restarts.",
         "launch.topology=v5p:2x4x4 launch.image=REGISTRY/maxpipe:TAG launch.volume=gs://BUCKET",
     ),
 }
@@ -61,7 +62,7 @@ def _cluster(options: argparse.Namespace) -> int:
         print(submission.render(job.folder), end="")
     if options.submit:
         return submission.run()
-    again = "" if options.write else ", after --write FOLDER or with --submit"
+    again = "" if options.write else " --submit, or write the files with --write FOLDER and run"
     print(
         f"not submitted; submit with{again}: {' '.join(submission.submit_command)}",
         file=sys.stderr,
@@ -116,10 +117,10 @@ def _add_local(actions: Commands) -> None:
     local = actions.add_parser(
         "local",
         help="train in local processes, and restart them after failures",
-        description="Train in several processes on this machine, which share mesh.cpu_devices.\n"
-        "The processes are restarted after a kill, a hang, or a stop with a saved checkpoint. A\n"
-        "signal to the launcher saves a checkpoint and stops the run. A single process may belong\n"
-        "to a run on several hosts.",
+        description="Train in several processes on this machine, which divide mesh.cpu_devices\n"
+        "equally. The processes are restarted if one of them is killed, hangs, or stops after\n"
+        "saving a checkpoint. If the launcher receives SIGTERM, SIGHUP or Ctrl-C, the run saves a\n"
+        "checkpoint and stops. A single process may be part of a multi-host run.",
         epilog="example: maxpipe launch local --processes 4 quickstart",
     )
     add_inputs(local)

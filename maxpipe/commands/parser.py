@@ -1,4 +1,4 @@
-"""Define shared parts of commands: the argument parser, argument types and output files."""
+"""Argument parser, argument types and output files that the commands share."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
 
     def reject_unknown(self, unknown: Sequence[str]) -> None:
-        """Raise an error for the first unknown option that resembles an option of this command.
+        """Reject the first unknown option that resembles an option of this command.
 
         Raises:
-            ConfigError: the option is unknown. The error suggests the known option.
+            ConfigError: an unknown option resembles a known option, which the error suggests.
         """
         from maxpipe.config.rules import did_you_mean
 
@@ -113,7 +113,8 @@ def _normalize_option(option: str) -> str:
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
-"""Common names of output options. Some commands have one option per file format."""
+"""Output options of other programs. If a command has an option for the suffix of the given file,
+such as `--svg`, the error suggests that option."""
 
 if TYPE_CHECKING:
     from maxpipe.config.load import LoadedConfig
@@ -158,13 +159,13 @@ def read_config(
 
 
 def print_notes(loaded: LoadedConfig) -> None:
-    """If several files set the model, print to stderr which file takes effect."""
+    """Print notes to stderr, such as which of several files determines the model."""
     for note in loaded.notes:
         print(redact.redact_for_terminal(note), file=sys.stderr, flush=True)
 
 
 def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
-    """Load the config of a command that only reads documents: model and steps are optional.
+    """Load the config for a command that only reads documents; model and steps are optional.
 
     Raises:
         ConfigError: the config is not valid. The error lists every problem.
@@ -176,12 +177,12 @@ _PLACEHOLDER_MODEL = {
     **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128},
     **{"d_mlp": 128, "vocab_size": 1 << 30},
 }
-"""Model config for commands that only read documents."""
+"""Placeholder model config for commands that only read documents."""
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavars of arguments that `maxpipe.checkpoint.address` parses."""
 RUN_OR_FILE = "RUN|FILE"
-"""Metavar of an argument that is a config, or a run that has a config."""
+"""Metavar of an argument that names a config or a run."""
 DATA_PREFIX = "DATA|"
 """Metavar prefix for inputs that may be data files in place of a config."""
 
@@ -194,7 +195,10 @@ def add_address(
     needed: bool = False,
     about: str = "",
 ) -> None:
-    """Add an argument for a run or, with `step`, a checkpoint. `needed` requires the step."""
+    """Add an argument for a run, or for a checkpoint if `step` is set.
+
+    If `needed` is set, the step of the checkpoint is required.
+    """
     shown = CHECKPOINT if step else RUN
     if step:
         about = about or "RUN@STEP, RUN@newest, RUN@best, or the path of a checkpoint folder"
@@ -226,7 +230,7 @@ def count(text: str) -> int:
     """Parse an integer that must be at least 1."""
     found = integer(text)
     if found < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is below the minimum of 1")
     return found
 
 
@@ -256,7 +260,7 @@ def check_place(path: str | Path, option: str) -> None:
 
 
 def write_file(path: str | Path, option: str, writer: Callable[[Path], object]) -> None:
-    """Write the output file that an option selects."""
+    """Write the output file that a command-line option names."""
     _check_outside(path, option)
     try:
         writer(Path(path))
@@ -274,5 +278,5 @@ def _unwritable(path: str | Path, option: str, error: OSError) -> StorageError:
     return StorageError(
         f"command line: {option} = {path}\n"
         f"  cannot be written: {error.strerror or error}.\n"
-        "  Name a file in a folder that exists and can be written."
+        "  Name a file in an existing, writable folder."
     )

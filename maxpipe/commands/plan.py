@@ -75,17 +75,17 @@ def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
     folder = expand_path(options.save, where)
     check_length(loaded.config, loaded.origins)
     if loaded.config.train.batch_ramp:
-        rule = "stores one train step, but train.batch_ramp needs one step per batch size."
+        rule = "stores one train step, but train.batch_ramp requires one step per batch size."
         raise ConfigError.one(where, folder, rule, "Leave out --save, or set train.batch_ramp=[].")
     return folder
 
 
 def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
-    """Return the compiler options of `--xla`."""
+    """Return the compiler options given with `--xla`."""
     where = "command line: --xla"
     if options.xla and options.save is not None:
-        rule = "is for experiments: a saved step must use the compiler options of the run."
-        raise ConfigError.one(where, options.xla, rule, "Leave out --xla, or --save.")
+        rule = "is only for experiments: a saved step must use the compiler options of the run."
+        raise ConfigError.one(where, options.xla, rule, "Leave out --xla or --save.")
     values = {}
     for option in options.xla:
         name, equals, value = option.partition("=")
@@ -125,9 +125,9 @@ def _check_options(options: argparse.Namespace) -> None:
     """Raise an error for options that would have no effect."""
     is_remote, is_single, out = options.topology is not None, not options.search, "Leave it out."
     unread = [
-        ("slices", not is_remote, "needs --topology", "Add --topology."),
-        ("measure", is_remote, "runs on the devices of this machine", "Add --devices."),
-        *((name, is_single, "needs --search", "Add --search.") for name in SEARCH_ONLY_OPTIONS),
+        ("slices", not is_remote, "requires --topology", "Add --topology."),
+        ("measure", is_remote, "runs layouts on the devices of this machine", "Add --devices."),
+        *((name, is_single, "requires --search", "Add --search.") for name in SEARCH_ONLY_OPTIONS),
         ("shardings", options.search, "shows one layout, but --search ranks several", out),
         ("draw", options.shardings, "draws a prediction, but --shardings computes none", out),
     ]
@@ -178,7 +178,7 @@ def _shardings(options: argparse.Namespace, loaded: LoadedConfig, target: Topolo
 
 
 def _warn_replicated_weights(config: Config) -> None:
-    """Warn about large weights that a user's axis rule replicates."""
+    """Warn about large weights that are replicated because of a user-defined axis rule."""
     from maxpipe.config.sections.mesh import replication_warnings
 
     for warning in replication_warnings(config):
@@ -230,7 +230,7 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
     elif checked:
         print(report.format_ranking(checked, ran=bool(options.measure)))
     if checked and not checked[0].fits:
-        rule = f"found that none of the {len(checked)} best layouts fits."
+        rule = f"found that none of the {len(checked)} best layouts fits in memory."
         raise ConfigError.one("command line: --search", None, rule, "Check more layouts.")
     best = checked[0].candidate if checked else found.best[0]
     _draw(options, best, target)
@@ -248,7 +248,9 @@ def _calibrate(loaded: LoadedConfig) -> int:
 
     before, after, found = calibrate_here(loaded)
     print(report.format_calibration(found, before, after))
-    print(f"wrote {save_measured(after)}: plans use it from now on; delete it to undo that")
+    print(
+        f"wrote {save_measured(after)}: later plans use it; delete the file to undo the calibration"
+    )
     return ExitCode.DONE
 
 
@@ -256,7 +258,7 @@ def _add_plan(commands: Commands) -> None:
     parser = commands.add_parser(
         "plan",
         help="predict memory, traffic and step time, or search for the best layout",
-        description="Predict the cost of a run on a topology from its config: memory per device\n"
+        description="Predict the cost of a run from its config and a topology: memory per device\n"
         "by category, pipeline bubble, traffic and step time. With --search, rank the valid\n"
         "layouts.",
         epilog="examples:\n  maxpipe plan llama3-8b --topology h100:8 mesh.ici_fsdp=8\n"
@@ -279,10 +281,12 @@ def _add_plan(commands: Commands) -> None:
     where.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine with the layers of this config, for use by later plans",
+        help="measure this machine with the layers of this config, to calibrate later plans",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--search", action="store_true", help="rank the layouts of this topology")
+    parser.add_argument(
+        "--search", action="store_true", help="rank the valid layouts for the topology"
+    )
     parser.add_argument(
         "--shardings",
         action="store_true",
@@ -300,21 +304,21 @@ def _add_plan(commands: Commands) -> None:
         type=count,
         metavar="N",
         help="with --search, run N layouts on the local devices and rank them by measured time; "
-        "each layout is chosen from the results so far",
+        "each layout is chosen based on the results so far",
     )
     parser.add_argument(
         "--fix",
         nargs="+",
         default=[],
         metavar="section.key=value",
-        help="keys that --search does not change",
+        help="mesh and pipeline settings that --search keeps fixed",
     )
     parser.add_argument("--write", metavar="FILE", help="write the config of the best layout")
     parser.add_argument(
         "--draw",
         metavar="FILE",
-        help="draw memory and timeline of the layout (of the best one with --search), as .svg or "
-        ".png",
+        help="draw the memory use and timeline of the layout (with --search, of the best layout) "
+        "to an .svg or .png file",
     )
     parser.set_defaults(command=_plan)
 
@@ -325,7 +329,7 @@ def _add_topology(
     where.add_argument(
         "--topology",
         metavar="KIND:SIZE",
-        help="device type and size of one slice: v5p:4x4x4, v6e:16x16, h100:8, cpu:8",
+        help="device type and size of one slice, such as v5p:4x4x4, v6e:16x16, h100:8 or cpu:8",
         required=required,
     )
     parser.add_argument(
@@ -339,11 +343,11 @@ def _add_topology(
 def _add_compile(commands: Commands) -> None:
     parser = commands.add_parser(
         "compile",
-        help="compile the train step for a topology, without its devices",
+        help="compile the train step for a topology, without the target devices",
         description="Compile the real train step for a topology, and print the compiler's report:\n"
-        "memory, operations, collectives and their overlap with compute. TPU programs need libtpu\n"
-        "(pip install 'maxpipe[tpu]') but no TPU. NVIDIA GPU programs need jax's CUDA plugin\n"
-        "(pip install 'maxpipe[gpu-aot]') but no GPU.",
+        "memory, operations, collectives and their overlap with compute. Compiling for TPUs\n"
+        "requires libtpu (pip install 'maxpipe[tpu]'), but no TPU. Compiling for NVIDIA GPUs\n"
+        "requires jax's CUDA plugin (pip install 'maxpipe[gpu-aot]'), but no GPU.",
         epilog="examples:\n  maxpipe compile quickstart --topology cpu:8 "
         "mesh.ici_stage=4 mesh.ici_fsdp=2\n"
         "  maxpipe compile run.yml --topology v5p:4x4x4 --slices 2 mesh.dcn_stage=2\n"
@@ -357,15 +361,16 @@ def _add_compile(commands: Commands) -> None:
         type=count,
         default=0,
         metavar="N",
-        help="list the N most expensive operations, by estimated cycles times executions "
-        "(default: 0)",
+        help="list the N most expensive operations, by estimated cycles times number of "
+        "executions (default: 0)",
     )
     parser.add_argument(
         "--xla",
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="compiler options to try, in place of the run's options; NAME= restores the default",
+        help="compiler options to try; they override the run's options, and NAME= restores the "
+        "compiler's default",
     )
     parser.add_argument(
         "--save",

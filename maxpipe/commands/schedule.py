@@ -27,7 +27,7 @@ def _schedule(options: argparse.Namespace) -> int:
             "command line: --group",
             sizes["group"],
             f"applies only to the schedule interleaved, but the schedule is {', '.join(names)}.",
-            "Leave out --group, or draw `maxpipe schedule interleaved`.",
+            "Leave out --group, or run `maxpipe schedule interleaved`.",
         )
     costs = Costs(*(options.costs or ()))
     _check_size(sizes)
@@ -63,7 +63,7 @@ def _check_size(sizes: dict[str, Any]) -> None:
         raise ConfigError.one(
             "command line",
             " ".join(parts),
-            f"has {count:,} forwards, more than the limit of {MAX_FORWARDS:,}.",
+            f"has {count:,} forward passes, more than the limit of {MAX_FORWARDS:,}.",
             "Reduce one of the sizes: a smaller schedule has the same pattern.",
         )
 
@@ -71,7 +71,7 @@ def _check_size(sizes: dict[str, Any]) -> None:
 _DRAWINGS = {
     "svg": "a diagram as SVG",
     "png": "a diagram as PNG",
-    "csv": "the actions as CSV; file:FILE reads the CSV as a schedule",
+    "csv": "the actions as CSV; pass file:FILE to read them as a schedule",
     "perfetto": "a trace for ui.perfetto.dev",
 }
 
@@ -120,7 +120,7 @@ def _write_drawings(
 
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Return schedule names and sizes: from options, then configs, then small defaults."""
+    """Return schedule names and sizes from the options, else from a config, else small defaults."""
     from maxpipe.config.config_files import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
@@ -205,7 +205,7 @@ def _sizes_of_config(
 
 
 def _example_sizes(names: list[str]) -> dict[str, Any]:
-    """Return default sizes, or the sizes of a schedule file."""
+    """Return default sizes, or the stages and microbatches of a schedule file if one is given."""
     from maxpipe.schedule.catalog import FILE_PREFIX
     from maxpipe.schedule.orders import read_orders
 
@@ -254,10 +254,10 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "schedule",
         help="draw and compare pipeline schedules",
-        description="Draw a pipeline schedule as text. Select the schedule by name, with a CSV\n"
-        "file, or with a config. With --out, --svg, --png, --csv or --perfetto, write files\n"
+        description="Draw a pipeline schedule as text. The schedule is selected by its name, a\n"
+        "CSV file, or a config. With --out, --svg, --png, --csv or --perfetto, write files\n"
         "instead. With --compare, print a table of several schedules; --svg and --png then draw\n"
-        "all of them.",
+        "all of these schedules.",
         epilog="examples:\n  maxpipe schedule 1f1b --stages 4 --microbatches 8\n"
         "  maxpipe schedule zb_v --costs 1,1,1.2 --svg zb_v.svg --csv zb_v.csv\n"
         "  maxpipe schedule file:zb_v.csv\n"
@@ -267,37 +267,37 @@ def add(commands: Commands) -> None:
     add_inputs(
         parser,
         "NAME|file:PATH|",
-        "name of a schedule, or file:PATH of a schedule in CSV (default: interleaved); ",
+        "schedule name, or file:PATH for a schedule in CSV format (default: interleaved); ",
     )
     for option, about in (
-        ("stages", "pipeline stages"),
-        ("repeats", "circular repeats: passes of a microbatch through each stage"),
-        ("microbatches", "microbatches of a step"),
-        ("group", "microbatches run back to back (interleaved); 0: the number of stages"),
+        ("stages", "number of pipeline stages"),
+        ("repeats", "number of circular repeats: passes of a microbatch through each stage"),
+        ("microbatches", "number of microbatches per step"),
+        ("group", "microbatches per group of the interleaved schedule; 0: the number of stages"),
     ):
         parser.add_argument(f"--{option}", type=integer, metavar="NUMBER", help=about)
     parser.add_argument(
         "--delayed",
         action="store_true",
         default=None,
-        help="send messages over two ticks, to overlap them with a full tick of compute",
+        help="allow each message one extra tick, to overlap communication with compute",
     )
     parser.add_argument(
         "--costs",
         type=_costs,
         metavar="F,I,W",
-        help="relative time of a forward, an input gradient and a weight gradient (default: 1,1,1)",
+        help="relative times of forward pass, input gradient and weight gradient (default: 1,1,1)",
     )
     parser.add_argument(
         "--compare",
         metavar="NAME,NAME,...",
-        help="print a table of these schedules; --repeats applies to schedules that accept any "
-        "number of repeats, and 1f1b runs with one repeat",
+        help="print a table of these schedules; --repeats applies only to schedules that accept "
+        "any number of repeats, and 1f1b always has one repeat",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="write FILE.svg, FILE.png, FILE.csv, or FILE.json for Perfetto",
+        help="write an .svg, .png or .csv file, or a .json file for Perfetto",
     )
     for kind, about in _DRAWINGS.items():
         parser.add_argument(f"--{kind}", metavar="FILE", help=f"write {about}")

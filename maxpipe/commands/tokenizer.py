@@ -58,9 +58,9 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.config.sections.tokenizer import TokenizerConfig
 
     made = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
-    print(redact.redact_for_terminal(f"wrote {folder}: {made.vocab_size} ids"))
+    print(redact.redact_for_terminal(f"wrote {folder}: {made.vocab_size} token IDs"))
     if made.vocab_size < size:
-        print(f"the corpus has too little text for {size} ids")
+        print(f"the corpus has too little text for {size} token IDs")
     where = shlex.quote(f"tokenizer.path={folder}")
     shown = f"tokenizer.kind=huggingface {where} model.vocab_size={made.vocab_size}"
     print(redact.redact_for_terminal(f"train with it: {shown}"))
@@ -68,7 +68,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _sources(options: argparse.Namespace) -> list[Source]:
-    """Open the sources of files, or of the `data.*` keys of a config and its overrides."""
+    """Open the sources for data files, or for the `data.*` keys of a config and its overrides."""
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors
@@ -88,8 +88,8 @@ def _sources(options: argparse.Namespace) -> list[Source]:
     for name, source in all_sources(config.data).items():
         with wrap_section_errors(name):
             if source.chat != "off":
-                rule = "must be off: a tokenizer is trained on texts, not on conversations."
-                action = "Set data.chat=off, and set data.text_field or data.template for text "
+                rule = "must be off: a tokenizer is trained on plain text, not on conversations."
+                action = "Set data.chat=off, and set data.text_field or data.template to the text "
                 action += "columns."
                 raise ConfigError.one("data.chat", source.chat, rule, action)
             seed = seed_of(name, config.run.seed)
@@ -161,31 +161,32 @@ def add(commands: Commands) -> None:
         "train",
         help="train a byte-level tokenizer on text",
         description="Train a byte-level tokenizer on text, JSON lines, Parquet or ArrayRecord\n"
-        "files, or on the documents of data.*, and write a Hugging Face folder. The same files\n"
-        "always produce the same tokenizer.",
+        "files, or on the documents selected by data.*. Write a Hugging Face folder. The same\n"
+        "files always produce the same tokenizer.",
         epilog="example: maxpipe tokenizer train 'data/*.jsonl' --vocab-size 32768 --out mine\n"
         "     or: maxpipe tokenizer train my-run.yml --vocab-size 32768 --out mine\n"
         "then:    maxpipe train my-run.yml tokenizer.kind=huggingface tokenizer.path=mine",
     )
-    add_inputs(train, DATA_PREFIX, "files, folders or glob patterns of data; a run; or ")
+    add_inputs(train, DATA_PREFIX, "data files, folders or glob patterns; a run; or ")
     train.add_argument(
-        "--vocab-size", type=count, required=True, metavar="N", help="maximum number of ids"
+        "--vocab-size", type=count, required=True, metavar="N", help="maximum vocabulary size"
     )
     train.add_argument(
         "--out", required=True, metavar="DIR", help="folder to write; it must not exist"
     )
     train.add_argument(
-        "--kind", choices=("bpe", "unigram"), default="bpe", help="algorithm (default: bpe)"
+        "--kind",
+        choices=("bpe", "unigram"),
+        default="bpe",
+        help="training algorithm (default: bpe)",
     )
-    train.add_argument(
-        "--field", help="text field of JSON records, as data.text_field (default: text)"
-    )
+    train.add_argument("--field", help="name of the text field in JSON records (default: text)")
     train.set_defaults(command=_train)
     show = actions.add_parser(
         "show",
-        help="print vocabulary, control tokens and an encoded text",
+        help="print vocabulary size, control tokens and an encoded string",
         description="Print the vocabulary size, control tokens and chat template of a tokenizer,\n"
-        "and the tokens of a text.",
+        "and the tokens of an input string.",
         epilog="example: maxpipe tokenizer show Llama-3.2-1B --text 'Hello, world'",
     )
     show.add_argument("path", metavar="PATH", help="file or Hugging Face folder")
@@ -193,16 +194,16 @@ def add(commands: Commands) -> None:
         "--kind",
         choices=("auto", "huggingface", "sentencepiece", "tiktoken"),
         default="auto",
-        help="as tokenizer.kind (default: auto)",
+        help="tokenizer format, as in tokenizer.kind (default: auto)",
     )
     show.add_argument(
         "--preset",
         default="none",
         metavar="NAME",
         choices=_presets(),
-        help="as tokenizer.preset, for files of tiktoken ranks (default: none)",
+        help="preset for files of tiktoken ranks, as in tokenizer.preset (default: none)",
     )
-    show.add_argument("--text", default=_SAMPLE, help="text to encode and decode")
+    show.add_argument("--text", default=_SAMPLE, help="string to encode and decode")
     show.add_argument("--json", action="store_true", help="print one JSON object")
     show.set_defaults(command=_show)
     parser.command_names = tuple(actions.choices)

@@ -267,9 +267,9 @@ class ModelReference(NamedTuple):
     """Assignments of a bundled model that a config file or override refers to by name."""
 
     before: list[Assignment]
-    """Assignments that all config files override."""
+    """Default assignments, which config files override."""
     after: list[Assignment]
-    """Assignments that override all config files."""
+    """Overriding assignments, which take precedence over all config files."""
     notes: tuple[str, ...]
 
 
@@ -309,7 +309,7 @@ def resolve_model(
 
 
 def _models(assignments: Sequence[Assignment]) -> list[str]:
-    """Return the origins, in order, whose assignments set all required model keys."""
+    """Return, in order, the origins whose assignments set all required model keys."""
     keys: dict[str, set[str]] = {}
     for each in assignments:
         keys.setdefault(each.origin, set()).add(".".join(each.path))

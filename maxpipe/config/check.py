@@ -1,4 +1,4 @@
-"""Check a config against all section rules and training requirements, and find warnings.
+"""Check a config against all section rules and training requirements, and collect warnings.
 
 `check` runs all rules and reports every violation. Rules that depend on the machine, such as the
 number of devices, are checked when the mesh is built. `check_training` applies only to training,
@@ -33,7 +33,7 @@ def is_override(argument: str) -> bool:
 
 
 def error_location(key: str, origins: Mapping[str, str]) -> str:
-    """Return the start of an error message: the file or option that sets the key, and the key."""
+    """Return the prefix of an error message: the file or option that sets the key, and the key."""
     origin = origins.get(key) or origins.get(key.partition("[")[0])
     origin = origin or origins.get(key.rpartition(".")[0], DEFAULT)
     return f"{'command line' if is_override(origin) else origin}: {key}"
@@ -75,7 +75,7 @@ def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Prob
     """
     if config.train.steps or config.train.tokens:
         return []
-    rule = "must be more than 0 if train.tokens is 0: one of the two sets the run length."
+    rule = "must be more than 0 if train.tokens is 0: one of the two must set the run length."
     return [
         Problem(
             error_location("train.steps", origins),
@@ -140,8 +140,8 @@ def _check_adapter_base(
 
 
 def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return an error for each path that is ignored because of its source format, so that the run
-    would train on other documents.
+    """Return an error for each path that the source format ignores, because the run would then
+    train on other documents.
     """
     problems = []
     for section, source_config in named_sources(config):

@@ -59,7 +59,7 @@ class BundledConfig:
 def bundled_folder() -> Path:
     """Return the folder of the bundled configs."""
     found = next((folder for folder in _FOLDERS if folder.is_dir()), None)
-    assert found is not None, f"configs are in none of {_FOLDERS}"
+    assert found is not None, f"no configs found in any of {_FOLDERS}"
     return found
 
 
@@ -114,7 +114,7 @@ def is_hub_id(text: str) -> bool:
 
 
 def hub_download_action(text: str) -> str:
-    """Return an instruction to download this model from the Hugging Face Hub."""
+    """Return a message that explains how to download this model from the Hugging Face Hub."""
     folder = text.rpartition("/")[2]
     return f"Run `hf download {text} --local-dir {folder}`, and use the folder {folder}."
 
@@ -185,7 +185,7 @@ class ConfigFile:
 
 
 def locate(argument: str, keys: Collection[str]) -> ConfigFile:
-    """Return the config file that a command-line argument other than an override refers to. `keys`
+    """Return the config file named by a command-line argument that is not an override. `keys`
     contains all config keys.
 
     Raises:
@@ -236,9 +236,9 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
     if os.path.isfile(argument):  # pathlib raises an error for a name that is too long
         return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
     if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):
-        return Problem(where, "", f"{rule} It is a run folder.", f"Give {inside}.")
+        return Problem(where, "", f"{rule} It is a run folder.", f"Use {inside}.")
     if os.path.isfile(os.path.join(argument, "config.json")):
-        action = f"Run `maxpipe import {argument} --out runs/NAME` first, and give "
+        action = f"Run `maxpipe import {argument} --out runs/NAME` first, and use "
         action += f"runs/NAME/{CONFIG_FILE}."
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if is_hub_id(argument) and not os.path.lexists(argument):
@@ -257,7 +257,7 @@ def _hub_model_action(argument: str) -> str:
     similar = f"Write {guess} for a model of similar shape, or run" if guess else "Run"
     return (
         f"{similar} `hf download {argument} --local-dir base` and `maxpipe import base --out "
-        f"runs/base`, and give runs/base/{CONFIG_FILE}."
+        f"runs/base`, and use runs/base/{CONFIG_FILE}."
     )
 
 

@@ -32,7 +32,7 @@ from maxpipe.io.formatting import pluralize
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""Minimum number of other trainers' keys in a file for the entire file to be translated."""
+"""An entire file is translated only if it contains at least this many keys of other trainers."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
 """Maximum number of unknown keys per file that are examined to detect another trainer's config."""
@@ -166,8 +166,8 @@ def translate_files(
     found = {}
     for origin in dict.fromkeys(each.origin for each in (*unknown, *known) if each.is_in_file):
         theirs = [each for each in unknown if each.origin == origin]
-        # For values from a published config.json, the origin is the path of that file, but the
-        # keys are those of maxpipe.
+        # For values from a published config.json, the origin is the path of that file, but the keys
+        # are maxpipe keys.
         if origin in foreign or is_foreign(theirs[:_MOST_TRANSLATED], context):
             mine = [each for each in known if each.origin == origin]
             found[origin] = translate_file(origin, [*mine, *theirs], context)
@@ -221,7 +221,7 @@ def translate_file(
     body = "\n".join(f"    {line}".rstrip() for line in text)
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
-        f"contains {pluralize(count, 'key')} of another trainer; maxpipe has equivalents of "
+        f"contains {pluralize(count, 'key')} of another trainer; maxpipe has equivalents for "
         f"{named}. A config must be a YAML file with sections and keys below them."
     )
     action = f"Write these lines to a .yml file, and use it instead of {origin}:\n{body}"

@@ -40,7 +40,7 @@ def match_key(path: Sequence[str], keys: Collection[str]) -> NameMatch:
 
 
 def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | None:
-    """Return the match for this name, or None; only exact matches count, apart from case and
+    """Return the match for this name, or None; the match must be exact except for case and
     separators.
     """
     full, tail = normalize_name("".join(path)), normalize_name(path[-1])

@@ -48,7 +48,9 @@ NAME = "NAME"
 
 
 def _named_section_types(hint: Any) -> list[type]:
-    """Return a list with the dataclass of the named sections inside a key of this type, if any."""
+    """Return the dataclass of the named sections inside a key of this type, as a list of at most
+    one.
+    """
     inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
     return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
 
@@ -226,7 +228,7 @@ def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
             for part in path:
                 inner = inner.setdefault(part, {})
                 if not isinstance(inner, dict):
-                    raise ValueError(f"{key} is below a value, not below a section")
+                    raise ValueError(f"{key} is nested under a value instead of a section")
             inner[name] = value
     return upgraded
 

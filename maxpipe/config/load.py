@@ -107,10 +107,10 @@ def load(
 ) -> LoadedConfig:
     """Load a config from files and `section.key=value` overrides.
 
-    Files are merged from left to right onto `saved`, a result of `to_dict` that messages call
-    `origin`. Overrides apply after all files, regardless of their position. A file may be given as
-    the name of a bundled config. If `to_train` is set, the config must also pass the checks that
-    apply only to training.
+    Files are merged from left to right onto `saved`, a dict returned by `to_dict` that error
+    messages refer to as `origin`. Overrides apply after all files, regardless of their position. A
+    file may be given as the name of a bundled config. If `to_train` is set, the config must also
+    pass the checks that apply only to training.
 
     Raises:
         ConfigError: lists all errors in the files, overrides and values. For another trainer's
@@ -350,8 +350,8 @@ def _build(
 
 @functools.cache
 def _unset() -> dict[str, Any]:
-    """Return all sections with unset values, read-only because they are shared. Copying a section
-    is four times as fast as building it.
+    """Return all sections with every value unset; they are shared and therefore read-only. Copying
+    a section is four times as fast as building it.
     """
     nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
     for node in nodes.values():
@@ -398,7 +398,7 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
         f"{where}: {', '.join(keys)}",
         "",
         f"{verb}",
-        f"Give a model first, such as tiny (`maxpipe configs list`), or set {keys[0]}=VALUE.",
+        f"Specify a model first, such as tiny (`maxpipe configs list`), or set {keys[0]}=VALUE.",
     )
 
 
@@ -526,7 +526,7 @@ def _locate_in_named_section(
 
 
 def _empty_section(declared: type) -> Any:
-    """Return a section with unset values."""
+    """Return a section in which every value is unset."""
     node = OmegaConf.structured(declared)
     OmegaConf.set_readonly(node, False)
     return node

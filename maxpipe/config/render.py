@@ -85,7 +85,8 @@ def _paragraph(text: str) -> str:
 def explain(key: str) -> str:
     """Return an explanation of a key or section. Without a name, list all sections.
 
-    A key is explained by its type, default, range and documentation, a section by its keys.
+    The explanation of a key contains its type, default, range and documentation; that of a section
+    lists its keys.
 
     Raises:
         ConfigError: the name is neither a key nor a section.

@@ -193,7 +193,8 @@ BATCH_AXES = DEFAULT_AXIS_RULES["batch"]
 
 
 def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
-    """Return the number of batch shards and the names and sizes of the batch axes for messages.
+    """Return the number of batch shards, and the names and sizes of the batch axes, formatted for
+    messages.
 
     Axes of unknown size are ignored, and the expert axis is listed only if its size exceeds 1.
     """

@@ -433,7 +433,7 @@ def _datasets(raw: Raw, context: TranslationContext) -> Translation:
     entries = [each for each in raw if isinstance(each, dict)] if isinstance(raw, list) else []
     paths = [str(each.get("data_files") or each.get("path") or "") for each in entries]
     if not entries or not all(paths):
-        return Translation((), "a source is set by several keys.", "Set data.source and data.path.")
+        return Translation((), "a source requires several keys.", "Set data.source and data.path.")
     if len(entries) > 1:
         why = "several sources are combined in a mixture."
         settings = " ".join(f"data.mixture.part{n}.path={path}" for n, path in enumerate(paths, 1))

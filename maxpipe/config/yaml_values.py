@@ -151,7 +151,7 @@ def _read_int(raw: Raw) -> int:
         if value != number:
             raise ValueError(text)
         if 2**53 <= abs(value) < 2**63:
-            rule = "floats from 2**53 on are inexact."
+            rule = "floats of 2**53 or more are inexact."
             raise TooLargeError(f"must be an integer without decimal point or exponent: {rule}")
     if not -(2**63) <= value < 2**63:
         raise TooLargeError("must be an integer from -2**63 to 2**63 - 1.")

@@ -4,7 +4,7 @@ The token ids are exactly the ids of the rendered text, including the control to
 template. No other tokens are added. The roles of the messages determine which tokens the loss
 includes.
 
-With `data.rewritten_history=each_turn`, every trained message of a record becomes a separate
+With `data.rewritten_history=each_turn`, every message that is trained on becomes a separate
 document.
 """
 
@@ -51,7 +51,7 @@ _ANSWERS_VERSION = 1
 _CACHE_MESSAGES = CacheMessages(
     "counting trained messages",
     "counting trained messages again",
-    "the next start counts trained messages again",
+    "the next start counts the trained messages again",
 )
 
 
@@ -60,11 +60,11 @@ class TrainedMessage(NamedTuple):
 
     record: Any
     number: int
-    """Index of the message among the trained messages of the record."""
+    """Index of the message among the messages of the record that are trained on."""
 
 
 class TrainedMessageSource:
-    """Source with one document for each trained message of another source; see `Source`."""
+    """Source with one document per trained message of another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
         """Create the source. `counts` int64 [records]: number of trained messages per record."""
@@ -160,7 +160,7 @@ _PASS_RECORDS = 256
 _VERSION = 2
 """Increased whenever the same records produce different ids or masks than in earlier releases."""
 REWRITTEN = 8
-"""Bit of `EncodedDocument.marks`: messages are not trained on, as the template rewrites them."""
+"""Bit of `EncodedDocument.marks`: the template rewrites messages, which are not trained on."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -246,7 +246,7 @@ class CountedConversation(NamedTuple):
     ids: np.ndarray
     trained: np.ndarray
     raw: bytes
-    """UTF-8 bytes of the trained text."""
+    """UTF-8 bytes of the text that is trained on."""
     digest: int
     """`digest_of` applied to the ids as int64."""
     marks: int
@@ -331,10 +331,10 @@ class ConversationEncoder:
         if error.kind != "prefix":
             rule = f"must have messages that {path} can render: {error}."
             return BadRecord("", rule, "Correct the record or the template.")
-        rule = f"must render message by message, to locate the trained text: {path} renders the "
-        rule += f"first messages differently when later messages follow; {error}."
-        action = "Set data.rewritten_history=last or each_turn. Or mark the trained text with {% "
-        action += "generation %} ... {% endgeneration %} in a copy of the template, and set "
+        rule = f"must render message by message, to locate the text to train on: {path} renders "
+        rule += f"the first messages differently when later messages follow; {error}."
+        action = "Set data.rewritten_history=last or each_turn. Or mark the text to train on with "
+        action += "{% generation %} ... {% endgeneration %} in a copy of the template, and set "
         action += "data.chat_template to the copy and data.trained_roles=[assistant]."
         return BadRecord("", rule, action)
 
@@ -356,8 +356,8 @@ class ConversationEncoder:
 
 
 def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return bool [tokens]: true for tokens that overlap a span. A token without characters counts
-    if it is inside a span.
+    """Return bool [tokens]: true for tokens that overlap a span. A token without characters is
+    included if it is inside a span.
     """
     # The tokenizer library may report arbitrary positions for tokens without characters.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
@@ -453,7 +453,7 @@ def empty_documents_error(path: str | None, documents: int, chat: str) -> Config
     if chat in ("messages", "prompt"):
         rule = (
             f"must contain text to train on: in {pluralize(documents, 'conversation')}, "
-            "all trained messages are empty."
+            "all messages to train on are empty."
         )
         action = "Add content to them, or set data.trained_roles to roles whose messages have text."
     if chat == "pairs":
@@ -463,7 +463,7 @@ def empty_documents_error(path: str | None, documents: int, chat: str) -> Config
 
 
 def no_trained_tokens_error(template: str, count: int) -> ConfigError:
-    """Return the error for conversations that have no trained tokens."""
+    """Return the error for conversations with no tokens to train on."""
     rule = f"must mark text to train on: no token of {pluralize(count, 'conversation')} is marked."
     action = "Set data.trained_roles to roles in the conversations, or correct `weight` and "
     action += "`train` of the messages or the template's {% generation %} blocks."
@@ -483,7 +483,7 @@ def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConver
 
 
 def first_target(trained: np.ndarray) -> int:
-    """Return the index of the first trained token with a preceding token; 0 if there is none."""
+    """Return the index of the first token to train on that has a preceding token; 0 if none."""
     return 1 + int(trained[1:].argmax()) if trained[1:].any() else 0
 
 

@@ -1,4 +1,4 @@
-"""Parse records into conversations: messages, tools, template settings and trained messages.
+"""Parse records into conversations: messages, tools, template settings and messages to train on.
 
 A record produces the same conversation regardless of its source format. Keys with null values in
 messages, tools and template settings are treated as absent, because columnar formats store the same
@@ -55,7 +55,7 @@ _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audi
 _MEDIA += ("video_url", "file", "input_file")
 """Types of non-text message parts, which are not supported."""
 _FLAGS = ("weight", "train", "training")
-"""Message keys that set whether a message is trained on. They are not passed to the template."""
+"""Message keys that set whether a message is trained on; not passed to the template."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
 _ARGUMENTS = "arguments"
 _MAX_JSON_DEPTH = 256
@@ -125,7 +125,7 @@ def parse_system_message(
         rule = (
             f"must be a string in data.system_field; the value is of type {type(value).__name__}."
         )
-        action = "Set data.system_field to a field with strings, or leave it empty."
+        action = "Set data.system_field to a field that contains strings, or leave it empty."
         raise BadRecord(shorten(str(value)), rule, action)
     if messages and messages[0].get("role") in (_SYSTEM, "developer"):
         return [], names if messages[0].get("content") == value else []
@@ -314,10 +314,8 @@ def message_of(value: Mapping[str, Any]) -> Message:
 
 
 def _calls(text: object) -> Iterator[dict[str, Any]]:
-    """Yield the tool calls of a `function_call` message: `text` is the JSON of one or several
-    calls.
-    """
-    rule = "must be the JSON of a call with `name` and `arguments` if the role is function_call"
+    """Yield the tool calls of a `function_call` message: `text` is one or more calls in JSON."""
+    rule = "must be a call in JSON with `name` and `arguments` if the role is function_call"
     action = 'Write {"name": "...", "arguments": {...}}, or use the role gpt for plain text.'
     try:
         calls = (
@@ -407,7 +405,7 @@ def tools_of(fields: Mapping[str, Any], name: str) -> list[Any] | None:
             ]
     elif entries is None:
         return None
-    rule = f"must have a list of objects in {name}, or the JSON of such a list."
+    rule = f"must have a list of objects in {name}, or such a list encoded as JSON."
     action = 'Write it as [{"type": "function", "function": {"name": "...", ...}}, ...].'
     raise BadRecord(shorten(str(fields[name])), rule, action)
 

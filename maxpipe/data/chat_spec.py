@@ -3,7 +3,7 @@
 Generation stops at the end-of-turn token, which closes an assistant message in training. To find
 this token, a user message and an assistant message are rendered with the template. The end-of-turn
 token is the first control token after the assistant text. The template of prepared conversations
-may be unknown; the token is then inferred from the trained tokens.
+may be unknown; the token is then inferred from the tokens that are trained on.
 
 The module also applies `data.long_conversations` to conversations longer than a sequence. The
 policy depends only on token counts and loss masks, so the result is the same for records and for
@@ -61,7 +61,7 @@ def end_of_turn_ids(
     answering: str = "assistant",
     asking: Sequence[str] = ("user",),
 ) -> list[int]:
-    """Return a list with the id of the control token that closes an assistant message; else [].
+    """Return a list with the id of the control token that closes an assistant message; [] if none.
 
     `answering` is the assistant role, and `asking` lists other roles to try for the first message.
     """
@@ -84,7 +84,7 @@ def end_of_turn_ids(
 
 
 def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[int]:
-    """Infer the end-of-turn token from the trained tokens of the first conversations."""
+    """Infer the end-of-turn token from the trained-on tokens of the first conversations."""
     tails = []
     # If documents are read in windows, `lengths` would load all lengths at once.
     count = getattr(documents, "num_documents", None)
@@ -206,7 +206,7 @@ _PART = 1 << 20
 
 
 class RemainingCounts(NamedTuple):
-    """Number of conversations that keep tokens, and number that lose all tokens; int64 scalars."""
+    """Numbers of conversations with and without remaining tokens to train on; int64 scalars."""
 
     with_tokens: np.ndarray
     left_out: np.ndarray
@@ -215,7 +215,7 @@ class RemainingCounts(NamedTuple):
 class LengthLimitedDocuments:
     """Conversations that are truncated or dropped to fit in one sequence; see `Documents`.
 
-    With `truncate`, conversations that have no trained token left are dropped.
+    With `truncate`, conversations with no tokens left to train on are dropped.
     """
 
     def __init__(
@@ -227,8 +227,8 @@ class LengthLimitedDocuments:
     ):
         """Create the documents.
 
-        `trains(document, count)` returns whether any of the first `count` tokens is trained and has
-        a preceding token. By default, the document is read to determine this.
+        `trains(document, count)` returns whether any of the first `count` tokens is trained on and
+        has a preceding token. By default, the document is read to determine this.
         """
         self.pad_id = documents.pad_id
         self._documents = documents
@@ -245,7 +245,7 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count conversations that keep tokens or lose all; call `moved` after each chunk."""
+        """Count conversations with and without remaining tokens; call `moved` after each chunk."""
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -357,7 +357,7 @@ def check_remaining(
     if policy == "drop":
         rule = f"leaves no training examples: {all_of} is longer than {sequence}."
         raise _wrong(policy, rule, "data.long_conversations=truncate")
-    rule = f"leaves no training examples: in {all_of}, no trained token fits in {sequence}."
+    rule = f"leaves no training examples: in {all_of}, no token to train on fits in {sequence}."
     raise _wrong(policy, rule, "")
 
 

@@ -196,8 +196,8 @@ def _build_prompt_datasets(config: Config) -> Datasets:
 
 
 def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the chat template for prompts and samples. It renders the date on which the run was
-    first started.
+    """Return the chat template for prompts and samples, with the date on which the run was first
+    started.
 
     Raises:
         ConfigError: the template file cannot be read.

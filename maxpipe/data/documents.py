@@ -92,8 +92,8 @@ class DocumentIndex:
     masks: np.ndarray | None = None
     """uint64 [documents]: `mask_digest` of each conversation; None for plain text."""
     first_targets: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    """int64 [documents]: for conversations, the index of the first trained token that has a
-    preceding token, or 0 if there is none.
+    """int64 [documents]: for conversations, the index of the first token that is trained on and has
+    a preceding token, or 0 if there is none.
     """
     unread_keys: np.ndarray = field(default_factory=lambda: np.zeros(0, np.str_))
     """str: record keys that no setting reads."""
@@ -159,7 +159,7 @@ def build_index(
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
-        # Reading the record counts it as unreadable, and raises if there are too many such records.
+        # Reading the record counts it as unreadable, and raises an error above the limit.
         source[document]
     return index
 

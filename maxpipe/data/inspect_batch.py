@@ -1,9 +1,9 @@
 """Readable view of one sequence in a batch, and the map from a step to its batch.
 
-The view shows the documents, the text and the trained tokens of the sequence. The map is computed
-from `events.jsonl` alone. Steps are numbered from 1 and batches from 0: without rollbacks, step s
-uses batch s - 1. Every rollback skips batches, and every start restores the mapping that was in
-effect at the step of its checkpoint.
+The view shows the documents, the text and the trained-on tokens of the sequence. The map is
+computed from `events.jsonl` alone. Steps are numbered from 1 and batches from 0: without rollbacks,
+step s uses batch s - 1. Every rollback skips batches, and every start restores the mapping that was
+in effect at the step of its checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from maxpipe.io.formatting import pluralize
 
 
 class TextSpan(NamedTuple):
-    """Text of consecutive tokens that are either all trained or all untrained."""
+    """Text of consecutive tokens that are either all trained on or all masked."""
 
     text: str
     is_trained: bool

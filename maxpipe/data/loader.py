@@ -5,7 +5,7 @@ step s is sample `s * batch_size + r` of the stream. With a batch ramp, the firs
 follows the last sample of the previous step. The data order therefore depends only on the seed and
 the data, not on the mesh, the processes or the devices. A resumed run seeks directly to its step.
 
-The loader also prefetches batches. It does not transfer batches to devices.
+The loader also prefetches batches, but does not transfer them to devices.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SelectIndices = Callable[[int], BatchIndices | np.ndarray]
 TransformBatch = Callable[[Batch, int], Any]
 """Maps (loaded rows of a batch, number of sequences in the full batch) to the prefetched object."""
 FitTokenizer = Callable[[Tokenizer], Tokenizer]
-"""Fits a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
+"""Adapts a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
 
 
 class Batches(Iterator[Any]):

@@ -32,7 +32,7 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""Second integer of the permutation key for mixtures; other permutations have other integers."""
+"""Second integer of the permutation key for mixtures; other permutations use different integers."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
 """Exclusive upper limit of sample numbers."""
@@ -96,8 +96,8 @@ class Mixture:
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest n such that the first n samples include `count` of a source; None if
-        there is no such n.
+        """Return the smallest n such that the first n samples include `count` samples of a source;
+        None if there is no such n.
         """
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)
@@ -115,8 +115,8 @@ class Mixture:
         """Return this mixture with a limit for each source, applied from sample `since` on.
 
         `limits` are the maximum numbers of samples per source. The share of a source that has ended
-        is distributed to the remaining sources in proportion to their shares. A stage ends when all
-        of its sources have ended. The mixture has no samples after the last stage.
+        is distributed among the remaining sources in proportion to their shares. A stage ends when
+        all of its sources have ended. The mixture has no samples after the last stage.
         """
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
@@ -268,7 +268,7 @@ def build_mixture(
                 raise ConfigError.one(
                     f"data.mixture.{name}",
                     f"a share of {share:.2g}",
-                    f"must be at least {1 / BLOCK:.2g} of all sequences: less rounds to 0.",
+                    f"must be at least {1 / BLOCK:.2g} of the total: smaller shares round to 0.",
                     "Set a larger weight, or add the path of a small source to another source.",
                 )
         if not quota_stages or quota_stages[-1].quotas != dealt:
@@ -277,7 +277,8 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second integer of the permutation key for sequences; other permutations have other integers."""
+"""Second integer of the permutation key for sequences; other permutations use different
+integers."""
 
 
 Arrays = Mapping[str, np.ndarray]

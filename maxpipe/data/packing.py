@@ -36,7 +36,8 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""Second integer of the permutation key for documents; other permutations have other integers."""
+"""Second integer of the permutation key for documents; other permutations use different
+integers."""
 
 
 class Permutation:
@@ -112,7 +113,7 @@ class TokenSpan(NamedTuple):
 
 
 class Sequences(Protocol):
-    """Sequences of T tokens, by index. Every read in every process returns the same arrays."""
+    """Indexed sequences of T tokens. Every read in every process returns the same arrays."""
 
     sequence_length: int
     num_tokens: int
@@ -128,7 +129,7 @@ class Sequences(Protocol):
 
         `segment_ids` numbers the documents of the sequence from 1; 0 is padding. `positions` starts
         at 0 at each document's first token in this sequence. `loss_mask` is 1 where the token and
-        its target are in the same document and the target is trained.
+        its target are in the same document and the target is trained on.
         """
         ...
 
@@ -259,7 +260,7 @@ Strategy = Literal["first_fit", "best_fit", "pad"]
 MAX_OPEN_SEQUENCES = 1024
 """Maximum number of open sequences, which are the sequences that `first_fit` searches."""
 _PACKED_ORDER = 4
-"""Second integer of the permutation key for packing; other permutations have other integers."""
+"""Second integer of the permutation key for packing; other permutations use different integers."""
 
 
 class PackingPlan(NamedTuple):
@@ -299,7 +300,7 @@ def pack_documents(
         return PackingPlan(np.arange(len(sizes) + 1), documents, begins)
     rows = _best_fit(sizes, capacity) if strategy == "best_fit" else _first_fit(sizes, capacity)
     num_rows = int(rows.max(initial=-1)) + 1
-    # The packing strategies place similar sequences next to each other, so they are shuffled.
+    # Packing places similar sequences next to each other, so the sequences are shuffled.
     rows = Permutation(num_rows, 0, _PACKED_ORDER)(np.arange(num_rows))[rows]
     by_row = np.argsort(rows, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(rows))])
@@ -426,7 +427,8 @@ _MIN_CACHED_DOCUMENTS = 1 << 17
 """Minimum number of documents for which plans are cached. Smaller plans are computed quickly."""
 _PLAN_VERSION = 1
 _FORMER_PACKINGS = {"concatenate": "cut"}
-"""Former names of packings. Cache keys contain these names, to match caches of earlier releases."""
+"""Former names of packing strategies. Cache keys contain these names, to match caches of earlier
+releases."""
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
     "packing documents into sequences", "packing them again", "the next start packs them again"
@@ -495,8 +497,8 @@ class PairSequences(BinPackedSequences):
     """Sequences of preference pairs. The halves of pair i are segments 2i + 1 and 2i + 2.
 
     A sequence has three additional float32 arrays. `pairs` [N] is 1 for a pair and 0 for padding.
-    `response_tokens` [2N] is the number of trained tokens in each half. `reference` [2N] is the
-    log-probability of each half under the reference model, or 0 if unknown.
+    `response_tokens` [2N] is the number of tokens in each half that are trained on. `reference`
+    [2N] is the log-probability of each half under the reference model, or 0 if unknown.
     """
 
     def __init__(

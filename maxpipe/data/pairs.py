@@ -91,7 +91,7 @@ class PairEncoder:
             ]
             for name, half in zip(HALVES, halves, strict=True):
                 if not _has_target(half):
-                    rule = f"must have two trained responses: {name} has no trained token."
+                    rule = f"must have two responses to train on: {name} has no token to train on."
                     action = "Remove the record, or correct the chat template."
                     raise BadRecord("", rule, action)
             return self._join_halves(halves)

@@ -333,7 +333,7 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
         lines.append(parsed)
     if not lines:
         raise ConfigError.one(
-            _KEY, path, "has no prompts: must have one on each non-blank line.", "Add prompts."
+            _KEY, path, "contains no prompts: each non-blank line must contain one.", "Add prompts."
         )
     if remark := _unread_fields_remark([part.record for part in lines], data):
         _LOG.warning("%s: %s", path, remark)
@@ -400,7 +400,7 @@ def chat_of(record: Mapping[str, Any]) -> ChatInput:
         name = "prompt"
         if not isinstance(record[name], list):
             kind = type(record[name]).__name__
-            raise ValueError(f"`prompt` must be a string or a list, and is of type {kind}")
+            raise ValueError(f"`prompt` must be a string or a list, not a value of type {kind}")
     if not isinstance(record.get(name), list) or not record[name]:
         rule = "the record has neither a string `prompt` nor a list `messages`"
         keys = chat_keys(record)

@@ -257,7 +257,7 @@ class Statistics:
     sequence_length: int = 0
     num_sequences: int = 0
     left_out: int = 0
-    """Number of long conversations that have no trained token after the policy is applied."""
+    """Number of long conversations with no tokens to train on after the policy is applied."""
     targets: int = 0
     """Total number of positions, across all sequences, whose target is in the same document."""
     chat: str = "off"

@@ -1,7 +1,7 @@
 """Check versions, folders, data, clocks, devices and processes before a run starts.
 
-Every check returns a `CheckResult`. `probe` tests devices in separate processes. A device that
-hangs is reported and does not block the doctor.
+Every check returns a `CheckResult`. `probe` tests the devices in separate processes, so a device
+that hangs is reported and does not block `maxpipe doctor`.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ LOOPBACK_SECONDS = 60.0
 _WRITTEN_BYTES = 1 << 20
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""A clock that shows an earlier year has never been set."""
+"""A system clock that shows an earlier year is assumed never to have been set."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of one check. `action` is the remedy if the status is not ok."""
+    """The result of one check. `action` describes the fix if `status` is not `ok`."""
 
     name: str
     status: Literal["ok", "warning", "FAILED"]
@@ -87,25 +87,25 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckTarget:
-    """The config under test, or default values if there is no config."""
+    """The config sections that the checks use, with defaults if no config is given."""
 
     config: Config | None = None
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
     teacher_devices: int = 0
-    """Number of teacher devices, in addition to the devices of the mesh."""
+    """Number of devices of the distillation teacher, in addition to the devices of the mesh."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> CheckTarget:
-        """Return the target of a loaded config."""
+        """Return the sections of a loaded config that the checks use."""
         config = loaded.config
         others = config.distill.teacher_devices if runs_teacher(config) else 0
         return cls(config, config.run, config.mesh, config.runtime, others)
 
 
 def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
-    """Run the checks and yield their results. Without inputs, skip checks that need a config."""
+    """Run the checks and yield their results. If `inputs` is empty, skip checks of a config."""
     yield check_versions()
     target = CheckTarget()
     if inputs:
@@ -133,7 +133,7 @@ def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def report(inputs: Sequence[str], checks: Sequence[CheckResult]) -> dict[str, Any]:
-    """Return the checks, environment and config as JSON values, without secrets."""
+    """Return check results, environment and config as JSON values, with secrets redacted."""
     try:
         config = to_dict(load(inputs).config) if inputs else None
     except ConfigError:
@@ -148,22 +148,22 @@ def report(inputs: Sequence[str], checks: Sequence[CheckResult]) -> dict[str, An
 
 
 def all_passed(checks: Sequence[CheckResult]) -> bool:
-    """Return whether no check failed."""
+    """Return True if no check failed."""
     return all(check.status != "FAILED" for check in checks)
 
 
 def check_versions() -> CheckResult:
-    """Compare the versions of Python and packages with the ranges in pyproject.toml."""
+    """Compare the installed Python and package versions with the minimums in pyproject.toml."""
     wrong = []
     for package, lowest, is_needed in environment.requirements():
         present = environment.versions()["python"] if package == "python" else None
         present = present or environment.installed_version(package)
         if present is None and is_needed:
-            wrong.append(f"{package} is missing (at least {lowest})")
+            wrong.append(f"{package} is not installed (at least {lowest} is required)")
         elif present is not None and _numbers(present) < _numbers(lowest):
             wrong.append(f"{package} {present} is older than {lowest}")
     if wrong:
-        action = "Run: pip install -c constraints/py311.txt . (py312.txt for later Pythons)"
+        action = "Run: pip install -c constraints/py311.txt . (py312.txt for Python 3.12 and newer)"
         return CheckResult("versions", "FAILED", f"{'; '.join(wrong)}.", action)
     if any(map(environment.installed_version, topology.PLUGINS)) and (
         unfit := topology.missing_compiler()
@@ -174,7 +174,7 @@ def check_versions() -> CheckResult:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Return the release numbers of a version. For example, 0.10.2rc1 is treated as 0.10.2."""
+    """Return the release components of a version. A suffix is ignored: 0.10.2rc1 gives 0.10.2."""
     match = re.match(r"\d+(\.\d+)*", version)
     numbers = [int(part) for part in match[0].split(".")] if match else []
     while numbers and numbers[-1] == 0:
@@ -205,7 +205,7 @@ def check_folders(target: CheckTarget) -> Iterator[CheckResult]:
 
 def _cache(folder: str) -> CheckResult:
     name = "compilation cache"
-    action = "Set runtime.compilation_cache to a folder that can be written."
+    action = "Set runtime.compilation_cache to a writable folder."
     if folder == RuntimeConfig().compilation_cache and not has_home():
         return CheckResult(name, "warning", f"{folder} cannot be used: HOME is not set.", action)
     result = _folder(name, expand_path(folder, "runtime.compilation_cache"))
@@ -215,13 +215,13 @@ def _cache(folder: str) -> CheckResult:
 
 
 def check_restore_source(config: Config) -> Iterator[CheckResult]:
-    """Check that the checkpoint of `checkpoint.restore_from` exists."""
+    """Check that the checkpoint named in `checkpoint.restore_from` exists."""
     name, restore_from = "restore from", config.checkpoint.restore_from
     if not restore_from:
         return
     try:
         if _steps(checkpoint_home(run_folder(config.run), config.checkpoint)):
-            text = f"{restore_from} is not used: the run resumes from its last checkpoint"
+            text = f"{restore_from} is ignored: the run resumes from its own newest checkpoint"
             yield CheckResult(name, "ok", text)
             return
         if (folder := folder_of(restore_from)) is not None:
@@ -237,7 +237,7 @@ def check_restore_source(config: Config) -> Iterator[CheckResult]:
         reason = (
             root_cause_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         )
-        action = "Check the storage, and the permissions of this account."
+        action = "Check the storage and the permissions of this account."
         yield CheckResult(name, "FAILED", f"{restore_from} cannot be read: {reason}.", action)
         return
     if not steps or (isinstance(address.step, int) and address.step not in steps):
@@ -283,7 +283,7 @@ def _folder(
         free = shutil.disk_usage(existing).free
     except OSError as error:
         text = f"{path} cannot be written: {error.strerror or error}."
-        return CheckResult(name, "FAILED", text, f"Set {key} to a folder that can be written.")
+        return CheckResult(name, "FAILED", text, f"Set {key} to a writable folder.")
     words = f"{path} can be written, {_size(free)} free"
     if config is not None:
         model, keep = config.model, config.checkpoint.keep
@@ -294,16 +294,18 @@ def _folder(
         if free < needed * (keep + 1):
             status = "FAILED" if free < needed else "warning"
             action = f"Free {_size(needed * (keep + 1) - free)}, or set {key} to another disk."
-            text = f"{words}, {keep} are kept while the next is written."
+            text = f"{words}, {keep} checkpoints are kept while the next one is written."
             return CheckResult(name, status, text, action)
     if abs(late) > _CLOCK_SECONDS:
         text = f"{words}; its file server's clock differs from this machine's by {late:.1f} s."
-        return CheckResult(name, "warning", text, "Start NTP (chrony, systemd-timesyncd) on both.")
+        return CheckResult(
+            name, "warning", text, "Start NTP (chrony, systemd-timesyncd) on both machines."
+        )
     return CheckResult(name, "ok", words)
 
 
 def _measure_clock_skew(folder: Path) -> float:
-    """Write and delete a file. Return the file time minus the local time in seconds."""
+    """Return the modification time of a new file minus the local time, in seconds."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_WRITTEN_BYTES))
         file.flush()
@@ -323,12 +325,12 @@ def _size(count: float) -> str:
 
 
 def check_data(config: Config) -> Iterator[CheckResult]:
-    """Check that documents can be read and tokenized within the vocabulary of the model."""
+    """Check that documents can be read, and that the tokenizer fits the model's vocabulary."""
     document, sources = "text", all_sources(config.data)
     kept = str(expand_path(config.run.dir, "run.dir") / ".index")
     for name, source_config in sources.items():
         if source_config.source in IDS or source_config.chat != "off":
-            continue  # these need the tokenizer
+            continue  # checked below, with the tokenizer
         try:
             with wrap_section_errors(name):
                 source = open_source(source_config, config.run.seed, cache_dir=kept)
@@ -348,7 +350,10 @@ def check_data(config: Config) -> Iterator[CheckResult]:
         yield from _config_error_checks("tokenizer", error)
         return
     tokens = tokenizer.encode(document)
-    text = f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} for {len(document)}"
+    text = (
+        f"{config.tokenizer.kind}, {tokenizer.vocab_size} ids, {len(tokens)} tokens for "
+        f"{len(document)}"
+    )
     yield CheckResult("tokenizer", "ok", f"{text} characters")
     for name, source_config in sources.items():
         if source_config.source in IDS:
@@ -368,7 +373,7 @@ def _storage_error_check(name: str, error: StorageError) -> CheckResult:
 def _conversations(
     name: str, config: SourceConfig, tokenizer: Tokenizer, kept: str, row_tokens: int
 ) -> Iterator[CheckResult]:
-    """Check that records can be read as conversations or pairs."""
+    """Check that the records of a source can be read as conversations or preference pairs."""
     section = section_of(name)
     try:
         with wrap_section_errors(name):
@@ -383,14 +388,14 @@ def _conversations(
     assert first.trained is not None
     noun = "pair" if config.chat == "pairs" else "conversation"
     text = f"{source.name}, {pluralize(len(source), noun)}, the first has "
-    text += f"{pluralize(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained"
+    text += f"{pluralize(len(first.ids), 'token')}, {int(first.trained.sum())} of them trained on"
     yield CheckResult(section, "ok", text)
 
 
 def _check_prepared_tokens(
     name: str, config: SourceConfig, tokenizer: Tokenizer
 ) -> Iterator[CheckResult]:
-    """Check that prepared documents can be read and match the tokenizer."""
+    """Check that the documents of a prepared dataset can be read and match the tokenizer."""
     section = section_of(name)
     try:
         with wrap_section_errors(name):
@@ -411,7 +416,7 @@ def _check_prepared_tokens(
 
 
 def check_clock() -> CheckResult:
-    """Check that the clock of this machine is set and advances."""
+    """Check that the clock of this machine is set and advances without jumps."""
     zone = os.environ.get("TZ", "").lstrip(":")
     wall, steady = time.time(), time.monotonic()
     time.sleep(0.05)
@@ -419,9 +424,9 @@ def check_clock() -> CheckResult:
     now = datetime.now().astimezone()
     words = f"{now:%Y-%m-%d %H:%M:%S}, time zone {now:%Z (UTC%z)}"
     if steady <= 0 or abs(wall - steady) > 0.5:
-        text = f"the time of day advanced by {wall:.2f} s within {steady:.2f} s."
+        text = f"the wall clock advanced by {wall:.2f} s, the monotonic clock by {steady:.2f} s."
         return CheckResult(
-            "clock", "FAILED", text, "Let NTP correct the clock slowly, without jumps."
+            "clock", "FAILED", text, "Configure NTP to slew the clock instead of stepping it."
         )
     if now.astimezone(UTC).year < _FIRST_YEAR:
         return CheckResult(
@@ -430,7 +435,7 @@ def check_clock() -> CheckResult:
     if zone and not _is_zone(zone):
         text = f"{words}: TZ={zone} is not a time zone, so UTC is used."
         return CheckResult(
-            "clock", "warning", text, "Set TZ to a name such as Europe/Zurich, or unset it."
+            "clock", "warning", text, "Set TZ to a name such as Europe/Zurich, or unset TZ."
         )
     return CheckResult("clock", "ok", words)
 
@@ -453,7 +458,7 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
         seconds += target.runtime.init_timeout_seconds
-    # Disable the cache, because a run cannot reuse the doctor's compiled programs.
+    # Disable the compilation cache, because runs cannot reuse the programs of the doctor.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
     (records,) = environment.probe(
@@ -462,7 +467,7 @@ def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
     for record in records:
         result = CheckResult(**{name: record.get(name, "") for name in CheckResult.__slots__})
         if result.status == "FAILED" and not result.action:
-            action = "End other programs that hold the devices, or set runtime.platform=cpu."
+            action = "Stop other programs that use the devices, or set runtime.platform=cpu."
             result = dataclasses.replace(result, action=action)
         yield result
         if target.config is not None and (platform := record.get("platform")):
@@ -478,7 +483,7 @@ def _attention(config: Config, platform: str) -> Iterator[CheckResult]:
 
 
 def count_device_kinds() -> dict[str, int] | str:
-    """Return the number of devices of every kind, or the error text."""
+    """Return the number of devices of each kind, or an error message."""
     (records,) = environment.probe([_spec(RuntimeConfig(), MeshConfig())], LOOPBACK_SECONDS)
     for record in records:
         if "kinds" in record:
@@ -487,7 +492,7 @@ def count_device_kinds() -> dict[str, int] | str:
 
 
 def check_loopback() -> CheckResult:
-    """Check that two local CPU processes can connect and compute together."""
+    """Check that two local CPU processes can connect and run collectives."""
     name = "two processes"
     begin = time.monotonic()
     runtime = RuntimeConfig(
@@ -507,15 +512,17 @@ def check_loopback() -> CheckResult:
     for rank, records in enumerate(records_of_ranks):
         for record in records:
             if record["status"] == "FAILED":
-                action = "Allow connections to 127.0.0.1; with a proxy set no_proxy=127.0.0.1."
+                action = (
+                    "Allow connections to 127.0.0.1; if a proxy is used, set no_proxy=127.0.0.1."
+                )
                 return CheckResult(name, "FAILED", f"process {rank}: {record['text']}", action)
-    words = f"connected on 127.0.0.1 and computed together in {seconds:.0f} s"
+    words = f"connected on 127.0.0.1 and ran collectives in {seconds:.0f} s"
     return CheckResult(name, "ok", words)
 
 
 def _spec(
     runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".", teacher_devices: int = 0
 ) -> dict[str, Any]:
-    """Return the spec for `probe`. `folder` is the run folder, which contains the shared secret."""
+    """Return the input of `probe`. `folder` is the run folder, which holds the shared secret."""
     sections = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
     return sections | {"folder": folder, "teacher_devices": teacher_devices}

@@ -1,6 +1,6 @@
-"""Report versions, machine and environment variables, for bug reports.
+"""Report versions, hardware and environment variables for bug reports.
 
-This process does not use jax or a device. `probe.py` tests devices in a separate process.
+This module does not import jax or use a device. `probe.py` tests devices in a separate process.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Return the operating system, CPUs and memory, with the limits of this process."""
+    """Return the operating system, the CPUs and the memory, with the limits of this process."""
     memory = None
     with contextlib.suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -92,7 +92,7 @@ def _memory_limit() -> float:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that affect jax and XLA, without secrets."""
+    """Return the environment variables that affect jax and XLA, with secrets redacted."""
     found = {name: value for name, value in os.environ.items() if _VARIABLES.fullmatch(name)}
     return redact.redact_value(dict(sorted(found.items())))
 
@@ -123,10 +123,10 @@ def probe(
 ) -> list[list[dict[str, Any]]]:
     """Run one `probe` process per spec, concurrently and with a time limit. Return their records.
 
-    Without `inherit`, the environment variables of `variables` are not passed to the processes.
-    The last record of a failed process has status FAILED.
+    If `inherit` is False, the environment variables that `variables` returns are not passed to the
+    processes. The last record of a failed process has status FAILED.
     """
-    # Import the same modules as this process, and no modules from the working folder.
+    # The processes import the same modules as this process, but none from the working folder.
     paths = [path or str(Path.cwd()) for path in sys.path]
     values = {
         name: value
@@ -158,7 +158,7 @@ def _records(
 ) -> list[dict[str, Any]]:
     try:
         code = process.wait(max(0.0, end - time.monotonic()))
-        reason = f"the process exited with {code}: {_last_error_line(err)}"
+        reason = f"the process exited with code {code}: {_last_error_line(err)}"
     except subprocess.TimeoutExpired:
         code, reason = -1, f"no result within {seconds:.0f} s"
     out.seek(0)
@@ -170,14 +170,14 @@ def _records(
 
 
 def _last_error_line(err: IO[bytes]) -> str:
-    """Return the last error message of a process as one line."""
+    """Return the last lines of a process's stderr, joined into one line."""
     err.seek(0)
     lines = err.read().decode(errors="replace").splitlines()[-3:]
     return redact.redact_text(" ".join(line.strip() for line in lines)) or "no output"
 
 
 def report() -> dict[str, Any]:
-    """Return the report on the environment as JSON values, without secrets."""
+    """Return the environment report as JSON values, with secrets redacted."""
     return redact.redact_value(
         {
             "versions": versions(),
@@ -190,9 +190,9 @@ def report() -> dict[str, Any]:
 
 
 def requirements() -> Iterator[tuple[str, str, bool]]:
-    """Yield (package, minimum version, whether it is required) for every range in pyproject.toml.
+    """Yield (package, minimum version, is required) for every requirement in pyproject.toml.
 
-    Packages that belong to extras are optional. Development packages are skipped.
+    Packages of extras are optional. Development packages are skipped.
     """
     for extra, text in _requirements():
         if extra == "dev":
@@ -203,7 +203,7 @@ def requirements() -> Iterator[tuple[str, str, bool]]:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """Yield (extra, requirement) of the checkout, or of the installed package."""
+    """Yield (extra, requirement) pairs of the checkout or, without one, the installed package."""
     if _PROJECT.is_file():
         project: Mapping[str, Any] = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
         yield "", f"python{project['requires-python']}"

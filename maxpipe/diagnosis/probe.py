@@ -1,4 +1,4 @@
-"""Test the devices of a run, their results and their collectives.
+"""Test a run's devices: small computations, collectives and clocks.
 
 Run with `python -m maxpipe.diagnosis.probe SPEC`. The test runs in a separate process that the
 caller can stop, because broken links and busy devices hang instead of failing. The test prints one
@@ -36,7 +36,7 @@ _CLOCK_ROUNDS = 3
 
 
 def main(text: str) -> int:
-    """Test the devices of a JSON spec with `runtime`, `mesh`, `folder` and `teacher_devices`."""
+    """Test the devices for a JSON object with `runtime`, `mesh`, `folder` and `teacher_devices`."""
     spec = json.loads(text)
     config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
     try:
@@ -73,10 +73,8 @@ def _devices(config: RuntimeConfig) -> None:
     for device in jax.local_devices():
         doubled = jax.device_put(np.arange(8.0, dtype=np.float32), device) * 2
         if np.asarray(doubled).tolist() != [2.0 * i for i in range(8)]:
-            action = "Exclude the device from runs, and have it checked."
-            _print_check(
-                "devices", "FAILED", f"{device} does not double numbers correctly.", action
-            )
+            action = "Exclude this device from runs and have it checked."
+            _print_check("devices", "FAILED", f"{device} returned wrong results for x * 2.", action)
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
     words += f" in {pluralize(jax.process_count(), 'process')}"
@@ -94,7 +92,7 @@ def _collectives(mesh: Mesh, axis: str) -> None:
     name, wrong = f"collectives over {axis}", _wrong_collectives(mesh, axis)
     if wrong:
         action = "Check the links between these devices, XLA_FLAGS and LIBTPU_INIT_ARGS."
-        _print_check(name, "FAILED", f"wrong results of {', '.join(wrong)}.", action)
+        _print_check(name, "FAILED", f"wrong results from {', '.join(wrong)}.", action)
     else:
         _print_check(name, "ok", f"{', '.join(COLLECTIVES)} return correct results")
 
@@ -129,18 +127,18 @@ def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
 
 
 def _clocks() -> None:
-    """Report the largest difference between the clocks of all processes after a barrier."""
+    """Report the clock skew between processes: the smallest of several measurements."""
     differences = []
     for number in range(_CLOCK_ROUNDS):
         multihost_utils.sync_global_devices(f"clocks {number}")
-        # Use two int32 values, because jax would round a float64.
+        # Send the time as two int32 values, because jax would round a float64 to float32.
         thousands, remainder = divmod(time.time(), 1000)
         own = np.array([int(thousands), int(remainder * 1e6)], np.int32)
         times = np.asarray(multihost_utils.process_allgather(own), np.int64)
         seconds = times[:, 0] * 1000 + times[:, 1] / 1e6
         differences.append(float(seconds.max() - seconds.min()))
     least = min(differences)
-    words = f"{pluralize(jax.process_count(), 'process')}, differ by at most {least:.2f} s"
+    words = f"{pluralize(jax.process_count(), 'process')}, clocks differ by at most {least:.2f} s"
     if least > _CLOCK_SECONDS:
         _print_check(
             "clocks", "warning", f"{words}.", "Start NTP (chrony, systemd-timesyncd) on all hosts."

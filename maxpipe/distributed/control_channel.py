@@ -3,12 +3,11 @@
 The processes monitor each other through this channel. The channel uses only threads and sockets, so
 a process responds while its main thread compiles, waits in a collective or sleeps in a reader.
 Peers authenticate with the run's secret. In a run of one process, that process is its own
-coordinator. The coordinator ends the run if a process reports a
-failure, disconnects or does not respond, or if no process makes progress. The conditions are
-checked in this order.
+coordinator. The coordinator ends the run if a process reports a failure, disconnects or does not
+respond, or if no process makes progress. The conditions are checked in this order.
 
-jax has a similar service, which aborts processes with SIGABRT and does not name the cause. The
-time limits of the control channel are shorter, so that the control channel reports the cause first.
+jax has a similar service, which aborts processes with SIGABRT and does not report the cause. The
+control channel has shorter time limits, so that it reports the cause first.
 """
 
 from __future__ import annotations
@@ -72,19 +71,19 @@ _STOPPED_TWICE = (
     f"stopped immediately by a second stop request\n  Nothing more was saved.\n{_AGAIN}"
 )
 _ONE_REQUEST_SECONDS = 1.0
-"""Time in which repeated signals count as one request. Shells, launchers and `timeout` may signal a
-process first and then its process group."""
+"""Time in seconds during which repeated signals count as one request. Shells, launchers and
+`timeout` may signal a process first and then its process group."""
 _ONE_KEY_SECONDS = 0.25
-"""Time in which repeated Ctrl-C counts as one request. This time is shorter, because a user may
-press Ctrl-C twice.
+"""Time in seconds during which repeated Ctrl-C counts as one request. This time is shorter, because
+a user may press Ctrl-C twice.
 """
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that request a stop, from a scheduler, a closed terminal or Ctrl-C."""
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
 """Time in seconds to deliver pending messages before a process exits."""
-_NO_SECRET = "; there is no secret of process 0 in the run's folder"
-_OTHER_SECRET = "; the program at this address does not know the secret of this run"
+_NO_SECRET = "; process 0 has not written a secret to the run folder"
+_OTHER_SECRET = "; the program at this address does not have the secret of this run"
 _SAME_SECRET = (
     f"Start all processes with the same {VARIABLE}, or without it and with run.dir in a folder "
     "that all hosts share."
@@ -106,18 +105,18 @@ class CoordinatorState:
     """Exit code that all processes use after the stop."""
     stop_at: int | None = None
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Indices of processes, keyed by the name of a compared value and by the value."""
+    """Process indices, keyed by the name of a compared value and then by the value."""
 
 
 class ControlChannel:
-    """The control channel of this process. As a context manager, it runs a thread and catches
-    `SIGNALS`.
+    """The control channel of this process.
 
-    `say` prints a line for the user, who sees the output of process 0.
+    Inside its context, a thread serves the channel, and `SIGNALS` are caught. `say` prints a line
+    for the user, who sees the output of process 0.
 
     Args:
         phases: phases of this process, reported to the coordinator.
-        limits: time limits for other processes.
+        limits: time limits after which the run ends.
         index: index of this process.
         count: number of processes.
     """
@@ -133,7 +132,7 @@ class ControlChannel:
     ):
         self.index, self.count, self.say = index, count, say
         self.tell: Callable[[str], None] = say
-        """Function that prints a line on every process."""
+        """Function that prints a line, whichever process this is."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
         """Function that is called before the channel ends the process."""
         self._phases, self._limits = phases, limits
@@ -257,7 +256,7 @@ class ControlChannel:
     def _connect_to_coordinator(
         self, address: tuple[str, int], hello: Hello, secret: Callable[[], bytes | None]
     ) -> AuthenticatedConnection | JoinFailure:
-        """Connect to process 0 or return the failure, without sending data to other programs."""
+        """Connect to process 0, authenticate it and send `hello`, or return the failure."""
         begin = told = time.monotonic()
         where = f"{address[0]}:{address[1]}"
 
@@ -298,7 +297,7 @@ class ControlChannel:
     # Calls from the training loop.
 
     def should_stop(self) -> bool:
-        """Return whether to stop now. A collective call with the same result on all processes."""
+        """Return whether to stop now. This collective call has the same result on all processes."""
         with self._changed:
             while self._state.asked and self._state.stop_at is None and not self._closed:
                 self._changed.wait(1.0)  # the channel threads of all processes respond
@@ -346,12 +345,12 @@ class ControlChannel:
             raise
 
     def fail(self, code: int, text: str) -> None:
-        """Report a failure to all other processes, and end this process independently of jax."""
+        """Report a failure to all other processes, and end this process even if jax blocks."""
         self._failing = True
         self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
             return
-        # jax aborts processes that lose their connection to process 0.
+        # Let the others exit first: jax aborts processes that lose the connection to process 0.
         if self._coordinator is not None:
             self._coordinator.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
         # At exit, jax would wait for the other processes, which have ended.
@@ -539,9 +538,10 @@ def _delay_aborts(delay: bool = True) -> None:
     """Delay an abort by jax, so that the control channel can report the reason first.
 
     A jax thread calls abort if process 0 is lost. Python handlers cannot run in that thread, so the
-    signal handler is `sleep` of the C library. `sleep` waits for six seconds, because the signal
-    number is 6. Afterwards, the abort continues. The handler applies once, so a second SIGABRT ends
-    the process at once. If Python's faulthandler is enabled, its handler is not replaced.
+    signal handler is the C library's `sleep`. Its argument is the signal number, which is 6 for
+    SIGABRT, so it waits for six seconds. Afterwards, the abort continues. The handler applies once,
+    so a second SIGABRT ends the process at once. If Python's faulthandler is enabled, its handler
+    is not replaced.
     """
     if faulthandler.is_enabled():
         return

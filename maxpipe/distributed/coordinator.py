@@ -23,12 +23,12 @@ from maxpipe.errors import ExitCode, escape_control_chars
 from maxpipe.io.formatting import pluralize
 
 _STRAGGLER_STEPS = 20
-"""Number of steps between two comparisons of process times."""
+"""Number of steps between two comparisons of the step times of all processes."""
 _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
-"""Minimum delay per step that is reported, in seconds and as a fraction of the step time."""
+"""Minimum straggler delay that is reported, in seconds and as a fraction of the step time."""
 _REPORT_EVERY_SECONDS = 10.0
 _RESEND_SECONDS = 0.05
-"""Pause before the rest of a partly sent message is sent, in seconds."""
+"""Interval in seconds at which sending of queued data is retried."""
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 STOPPED_BEFORE_FIRST_STEP = (
     f"stopped before the first step\n  There is nothing new to save.\n{_AGAIN}"
@@ -140,12 +140,12 @@ class CoordinatorMessage(TypedDict):
 
 
 def sanitize_peer_text(text: str, most: int) -> str:
-    """Return the last `most` characters of a peer's text, without terminal control characters."""
+    """Return the last `most` characters of a peer's text, with control characters escaped."""
     return escape_control_chars(text[-most:])
 
 
 def sanitize_exit_code(code: int) -> int:
-    """Return the exit code of a failed peer, or `ExitCode.BUG` if its code is not 1 to 255."""
+    """Return the exit code of a failed peer, or `ExitCode.BUG` if it is not from 1 to 255."""
     return code if 0 < code < 256 else int(ExitCode.BUG)
 
 
@@ -163,7 +163,7 @@ class Member:
     beat: dict[str, Any] = field(default_factory=dict)
     num_beats: int = 0
     mark: tuple[int, float, float] | None = None
-    """Step, time excluding waits, and clock time when process times were last compared."""
+    """Step, step time excluding waits, and clock time at the last straggler check."""
     left: bool = False
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ class Coordinator:
         self._values: dict[str, dict[int, str]] = {}
         self._last_report = time.monotonic()
         self._suspected: dict[int, int] = {}
-        """Processes that seemed stuck at the last check, with the number of heartbeats received."""
+        """Number of heartbeats of each process when a stall was first suspected, keyed by index."""
 
     # Connections.
 
@@ -233,7 +233,7 @@ class Coordinator:
             self._selector.unregister(source)
 
     def flush_pending(self) -> float:
-        """Do the work that is due between messages, and return the seconds until the next call."""
+        """Send queued data and resume a paused listener. Return the seconds until the next call."""
         # Copy the members, because the main thread may add process 0 meanwhile.
         wires = [each.connection for each in list(self._members.values())]
         behind = [wire for wire in wires if wire and wire.has_unsent]
@@ -297,8 +297,7 @@ class Coordinator:
             told = f"has num_processes={count}, but process 0 has {self._count}"
             return self._refuse(came, f"{came} {told}")
         before, limit = self._members.get(index), self._limits.heartbeat_seconds
-        # A process may replace a process that stopped responding, for example after a host was
-        # lost.
+        # A new process may replace one that stopped responding, for example after a host failure.
         if before and (self._welcomed or time.monotonic() - before.heard < limit):
             return self._refuse(came, f"{came} has the same process_id as {before}")
         self._unknown.pop(wire, None)
@@ -324,7 +323,7 @@ class Coordinator:
         return JoinFailure(text, late=True)
 
     def close(self) -> None:
-        """Close all connections. Peers that have not received `bye` see the end of the stream."""
+        """Close all connections. A peer that has not sent `bye` treats this as a failure."""
         wires = [
             member.connection for member in self._members.values() if member.connection is not None
         ]
@@ -334,7 +333,7 @@ class Coordinator:
             self._listener.close()
 
     def wait_for_goodbyes(self, seconds: float) -> None:
-        """Wait until the thread has detected that all other processes have left."""
+        """Wait at most `seconds` until all other processes have left."""
         with self._goodbye:
             others = [member for member in self._members.values() if member.connection is not None]
             if self._welcomed:
@@ -342,7 +341,7 @@ class Coordinator:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_disconnects(self, seconds: float) -> None:
-        """Wait until the other processes have disconnected. Called by the channel's thread."""
+        """Wait at most `seconds` until the others disconnect. Called by the channel's thread."""
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for member in self._members.values():
@@ -414,7 +413,7 @@ class Coordinator:
             self._broadcast({"stop_at": furthest + 1})
 
     def _broadcast(self, message: CoordinatorMessage, but: int = -1) -> None:
-        """Send a message to all processes, and to process 0 last."""
+        """Send a message to all processes except `but`; process 0 receives it last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
                 continue
@@ -445,7 +444,7 @@ class Coordinator:
         return [i for i in range(self._count) if i not in self._members or i in silent]
 
     def _silent(self) -> list[Member]:
-        """Return the processes that exceeded the heartbeat limit."""
+        """Return the processes that sent no message within the heartbeat limit."""
         now, limit = time.monotonic(), self._limits.heartbeat_seconds
         return [
             each
@@ -498,8 +497,8 @@ class Coordinator:
         if self._listener is None or not self._listener.num_refused:
             return ""
         return (
-            f"{self._listener.num_refused} connections did not know the run's secret, the last "
-            f"from {self._listener.last_refused}"
+            f"{self._listener.num_refused} connections without the run's secret were rejected, the "
+            f"last from {self._listener.last_refused}"
         )
 
     def _handle_disconnect(self, member: Member) -> None:

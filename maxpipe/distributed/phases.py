@@ -1,7 +1,7 @@
 """Track the phases of a process and the time spent in each phase.
 
 Every process has one `Phases` object, which the main thread updates and monitoring threads read.
-`events.jsonl`, stall reports and `maxpipe goodput` use the names of the phases.
+The phase names appear in `events.jsonl`, in stall reports and in `maxpipe goodput`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROLLOUT = "rollout"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Phases before the first step."""
 WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
-"""Phases that may wait for other processes. In all other phases, a process delays the others."""
+"""Phases in which a process may wait for the others. In any other phase, the others wait for it."""
 UNTIMED = (COMPILE,)
 """Phases of unknown duration without visible progress."""
 
@@ -33,7 +33,7 @@ class PhaseStatus:
     seconds: float
     """Time since the last progress, in seconds."""
     own_seconds: float
-    """Total time after set-up in seconds, excluding waits for devices or other processes."""
+    """Total time in seconds after set-up, excluding waits for devices or other processes."""
     detail: str = ""
     """Reason for the current wait, if known."""
 
@@ -54,7 +54,7 @@ class Phases:
 
     @contextlib.contextmanager
     def enter(self, phase: str) -> Iterator[None]:
-        """Context in which time is attributed to `phase`."""
+        """Attribute the time spent inside the context to `phase`."""
         with self._lock:
             self._add_elapsed()
             self._open.append(phase)
@@ -68,7 +68,7 @@ class Phases:
                 self._progressed = self._clock()
 
     def progress(self, step: int | None = None) -> None:
-        """Record progress. `step` is the latest step that was started."""
+        """Record that the process made progress. `step` is the latest step that was started."""
         with self._lock:
             self._progressed = self._clock()
             self.step = self.step if step is None else step

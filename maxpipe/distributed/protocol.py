@@ -1,6 +1,6 @@
-"""Authenticated messages between the coordinator and the processes of a run, and its listener.
+"""Authenticated messages between the coordinator and the other processes, and its listener.
 
-Both ends have the run's secret, and each end proves this before it sends other data:
+Both ends have the run's secret. Each end proves this before it sends any other data:
 
     member -> hub   protocol name, nonce of the member
     hub -> member   nonce of the hub, HMAC(secret, "hub", both nonces)
@@ -8,20 +8,20 @@ Both ends have the run's secret, and each end proves this before it sends other 
 
 The hub is the coordinator in process 0, and a member is any other process. A proof is valid only
 for its nonces and role, so replayed or reflected proofs are rejected. After the handshake, every
-message has a length and an HMAC of its number and content, with a key per connection and direction.
-Messages are unencrypted JSON.
+message carries its length and an HMAC of its sequence number and content. Each connection has a
+separate HMAC key for each direction. Messages are unencrypted JSON.
 
-Only `connect` and `flush` block. Messages that a peer does not read are queued up to a limit, at
-which the connection is closed.
+Only `connect` and `flush` block. Messages that a peer has not read yet are queued. If the queue
+exceeds a limit, the connection is closed.
 
-The secret is never part of a config, a command line or a log. A launcher passes it to all processes
-in the environment, or in a private file that is named in the environment. Otherwise, process 0
-writes a secret to the run's folder, readable only by the user of the run, until all processes have
-joined.
+The secret is never part of a config, a command line or a log. A launcher passes the secret to all
+processes in an environment variable, or in a private file whose path is in an environment variable.
+Otherwise, process 0 writes a secret to the run folder, readable only by the user of the run, and
+removes it after all processes have joined.
 
-`Listener` is the port of process 0 that accepts the other processes. Any host can connect to the
-port, so the number, received bytes and lifetime of unauthenticated connections are limited. After
-each check of the port, the listener pauses for a multiple of the CPU time of the check.
+`Listener` accepts connections from the other processes on a port of process 0. Any host can connect
+to the port, so the number, received bytes and lifetime of unauthenticated connections are limited.
+After each poll of the port, the listener pauses for a multiple of the CPU time of the poll.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from maxpipe.io.typed_json import parse_json
 _T = TypeVar("_T")
 
 MAX_MEMBER_MESSAGE_BYTES, MAX_COORDINATOR_MESSAGE_BYTES = 1 << 18, 1 << 24
-"""Maximum message sizes; coordinator messages contain the state of all processes."""
+"""Maximum message sizes. A coordinator message may be larger, because it may list all processes."""
 PIECE_BYTES = 1 << 16
 
 _NAME = b"maxpipe1"
@@ -67,7 +67,7 @@ class PeerAuthenticationError(ConnectionError):
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of several parts. All parts except the last have a fixed length per role."""
+    """Return the HMAC of `parts`. In every use, all parts except the last have a fixed size."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 
@@ -128,7 +128,7 @@ class AuthenticatedConnection:
     def receive(self, kind: type[_T]) -> list[_T] | None:
         """Return the complete messages received so far, or None if the connection has ended.
 
-        Invalid data closes the connection.
+        The connection is closed if the peer sends invalid data.
         """
         try:
             data = self._socket.recv(PIECE_BYTES)
@@ -167,10 +167,10 @@ class AuthenticatedConnection:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket so that data that was already sent still arrives."""
+        """Close the socket without losing data that was already sent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-            # Unread data would reset the connection and drop sent data.
+            # Closing a socket with unread data would reset the connection and drop sent data.
             for _ in range(_MAX_DRAINED_READS):
                 if not self._socket.recv(PIECE_BYTES):
                     break
@@ -190,7 +190,7 @@ class UnauthenticatedPeer:
         return self._socket.fileno()
 
     def advance(self, secret: bytes) -> AuthenticatedConnection | None:
-        """Read received data, and return the connection once the peer is authenticated.
+        """Continue the handshake with the received data. Return the connection once it succeeds.
 
         Raises:
             OSError: the peer failed to authenticate, or has disconnected.
@@ -232,11 +232,11 @@ def connect(
     Args:
         address: host and port.
         secret: secret of the run.
-        end: function that returns the deadline, as a time of the monotonic clock.
+        end: function that returns the deadline in seconds, on the clock of `time.monotonic`.
 
     Raises:
         PeerAuthenticationError: the peer does not have the secret.
-        OSError: there is no response.
+        OSError: the coordinator is not reachable or does not respond.
     """
     begin = time.monotonic()
     sock = socket.create_connection(address, max(0.1, min(_CONNECT_SECONDS, end() - begin)))
@@ -256,7 +256,7 @@ def connect(
                 answer += piece
         nonces = own + answer[:_NONCE]
         if not hmac.compare_digest(answer[_NONCE:], _digest(secret, b"hub", nonces)):
-            raise PeerAuthenticationError("the peer does not know the run's secret")
+            raise PeerAuthenticationError("the peer does not have the run's secret")
         sock.sendall(_digest(secret, b"member", nonces))
         return AuthenticatedConnection(sock, secret, nonces, is_hub=False)
     except BaseException:
@@ -269,8 +269,8 @@ FILE_VARIABLE = "MAXPIPE_RUN_SECRET_FILE"
 
 _SECRET_PREFIX = ".secret-"
 _MIN_SECRET_BYTES, _MAX_SECRET_BYTES = 32, 1024
-"""Length limits of a secret in bytes. An attacker could guess a short secret offline from one
-handshake."""
+"""Length limits of a secret in bytes. An attacker who records one handshake could find a short
+secret by brute force."""
 _ACTION = (
     f"Run `openssl rand -hex 32` once, and set {VARIABLE} to its output in the environment of "
     "every process."
@@ -283,8 +283,9 @@ def generate_secret() -> str:
 
 
 def secret_from_environment(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the secret from the environment, or from the file named in the environment. Return
-    None if neither is set.
+    """Return the secret from the environment, or from the file named in the environment.
+
+    Return None if neither variable is set.
 
     Raises:
         ConfigError: the secret has an invalid length, or its file is not private.
@@ -304,23 +305,23 @@ def secret_from_environment(environment: Mapping[str, str] = os.environ) -> byte
         return _read(Path(path))
     except OSError as error:
         # The path is not shown, because the variable's name marks its value as a secret.
-        rule = f"must name a private file with the run's secret: {error.strerror or error}."
+        rule = f"must name a private file that holds the run's secret: {error.strerror or error}."
         action = "Create the file with `(umask 077; openssl rand -hex 32 > FILE)` and copy it to "
         action += "every host."
         if isinstance(error, PermissionError):
-            action = "Make this user the owner of the file and the only reader (`chmod 600`), on "
-            action += "every host."
+            action = "On every host, make this user the owner and the only reader of the file "
+            action += "(`chmod 600`)."
         raise ConfigError.one(FILE_VARIABLE, None, rule, action) from error
 
 
 def secret_path(folder: Path, port: int) -> Path:
-    """Return the path of the secret that process 0 publishes for a port."""
+    """Return the path of the file in which process 0 publishes the secret for a port."""
     return folder / f"{_SECRET_PREFIX}{port}"
 
 
 @contextlib.contextmanager
 def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
-    """Write a new secret for the other processes, and remove it at the end of the block.
+    """Write a secret file for the other processes, and remove the file when the context exits.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -347,15 +348,16 @@ def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
 
 
 def remove_secret(folder: Path, port: int) -> None:
-    """Remove the published secret, if it exists."""
+    """Remove the file with the published secret, if it exists."""
     with contextlib.suppress(OSError):
         secret_path(folder, port).unlink()
 
 
 def remove_stale_secrets(folder: Path) -> None:
-    """Remove all secrets that killed processes have left in the folder.
+    """Remove all secret files that killed processes have left in the folder.
 
-    The caller must hold the folder's lock, so that all processes of its run have connected.
+    The caller must hold the lock on the folder. All processes of its run have then connected and no
+    longer read the secret.
     """
     for path in folder.glob(f"{_SECRET_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -384,7 +386,7 @@ def _read(path: Path) -> bytes:
 
     Raises:
         PermissionError: the file is accessible by other users.
-        OSError: the file cannot be read, or contains no secret.
+        OSError: the file cannot be read, or does not contain a secret of valid length.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block forever.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -397,7 +399,7 @@ def _read(path: Path) -> bytes:
         if status.st_mode & 0o077:
             mode = stat.S_IMODE(status.st_mode)
             raise PermissionError(
-                errno.EPERM, f"the file mode is {mode:o}, which permits other users"
+                errno.EPERM, f"the file mode is {mode:o}, which gives other users access"
             )
         content = stream.read(_MAX_SECRET_BYTES + 1).strip()
     if not _MIN_SECRET_BYTES <= len(content) <= _MAX_SECRET_BYTES:
@@ -413,15 +415,15 @@ _MAX_UNAUTHENTICATED, _AUTHENTICATION_SECONDS = 64, 10.0
 """Maximum number of unauthenticated connections in addition to one per process, and the time limit
 for authentication in seconds."""
 _ACCEPTS = 16
-"""Maximum number of connections accepted per check."""
+"""Maximum number of connections accepted per poll of the port."""
 _PAUSE_FACTOR, _MIN_PAUSE_SECONDS = 30.0, 0.01
-"""Pause after a check, as a multiple of its CPU time, and the minimum pause in seconds."""
+"""Pause after a poll, as a multiple of its CPU time, and the minimum pause in seconds."""
 _BACKLOG = 512
 _OUT_OF_SOCKETS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def own_addresses(host: str) -> list[str]:
-    """Return the local addresses to which `host` resolves, or nothing if it does not resolve."""
+    """Return the local addresses to which `host` resolves; empty if it does not resolve."""
     try:
         found = list(dict.fromkeys(str(each[4][0]) for each in _resolve(host, 0)))
     except socket.gaierror:  # other hosts may resolve the name
@@ -450,7 +452,7 @@ def _is_local_address(address: str) -> bool:
 
 
 class Listener:
-    """Sockets that accept the processes of the run. `say` prints a line.
+    """Sockets that accept connections from the other processes. `say` prints a line.
 
     Args:
         address: host and port to which the other processes connect.
@@ -497,7 +499,7 @@ class Listener:
         return self._selector.fileno()
 
     def accept_authenticated(self) -> list[AuthenticatedConnection]:
-        """Check the port and return newly authenticated processes; empty before `paused_until`."""
+        """Poll the port and return newly authenticated connections; none before `paused_until`."""
         now, begin = time.monotonic(), time.thread_time()
         if now < self.paused_until:
             return []
@@ -506,7 +508,7 @@ class Listener:
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._unauthenticated:  # not evicted meanwhile
+            elif source in self._unauthenticated:  # it may have been evicted in this loop
                 proved += self._authenticate(source)
         for stranger in [
             each for each in self._unauthenticated if now - each.since > _AUTHENTICATION_SECONDS

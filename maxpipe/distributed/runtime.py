@@ -1,7 +1,7 @@
 """Set up a process: devices, connections to other processes, compilation cache and signals.
 
-Only this module changes jax's global settings and the process environment. The module must run
-before the first use of a device.
+Only this module changes jax's global settings and the process environment. Its functions must be
+called before the first use of a device.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from maxpipe.io.files import expand_path, has_home
 
 _LOG = logging.getLogger(__name__)
 
-# The time limits of jax are longer than ours, because jax aborts a process with SIGABRT if other
-# processes do not connect or are lost.
+# The time limits of jax are longer than those of the control channel by this time in seconds,
+# because jax aborts a process with SIGABRT if other processes do not connect or are lost.
 _JAX_LIMIT_SECONDS = 60
 _SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
@@ -44,7 +44,7 @@ _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
-    """Select the platform and open the compilation cache of a single process.
+    """Select the platform and open the compilation cache of a single-process command.
 
     Raises:
         ConfigError: the selected platform has no devices on this machine.
@@ -132,8 +132,8 @@ def _find_devices(config: RuntimeConfig) -> None:
 
 def _use_devices(config: RuntimeConfig) -> None:
     on_cpu = jax.default_backend() == "cpu"
-    # XLA for CPU loads a cached program without the order of its collectives. Devices that run
-    # collectives in different orders deadlock or exchange wrong values.
+    # On CPU, XLA does not restore the order of collectives when it loads a cached program. Devices
+    # that run collectives in different orders deadlock or exchange the wrong arrays.
     if not (on_cpu and jax.device_count() > 1):
         _open_cache(config.compilation_cache)
     if on_cpu and (jax.process_count() > 1 or config.cpu_collectives == "gloo"):
@@ -143,14 +143,14 @@ def _use_devices(config: RuntimeConfig) -> None:
 _ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_ragged_all_to_all": "true"}
 """Overlap expert all-to-alls with shared experts and weight gradients."""
 _BY_FUSIONS = {
-    # With both options, a gather that starts early overlaps with a loop, but uses memory during the
-    # loop.
+    # With both options, an all-gather that starts before a loop overlaps with the loop, but its
+    # result uses memory during the loop.
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     **_ASYNC_ALL_TO_ALL,
 }
-"""Overlap gathers with other operations inside fusions. libtpu 0.0.50 allows this only on v5e,
-because other devices might hang or compute wrong values."""
+"""Overlap all-gathers with other operations inside fusions. libtpu 0.0.50 allows this only on v5e,
+because other devices might hang or compute wrong results."""
 _BY_SPARSE_CORES = {
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
@@ -166,7 +166,7 @@ _ASYNC_OPTIONS = {
     "TPU v6 lite": _BY_SPARSE_CORES,
     "TPU7x": _BY_SPARSE_CORES,
 }
-"""Options keyed by device kind. Other devices support neither method."""
+"""Options keyed by device kind. Other devices support neither method of overlapping all-gathers."""
 _LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
 """Options to save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
 _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
@@ -213,7 +213,7 @@ def use_cpu_only() -> None:
 
 
 def _remove_log_printers() -> None:
-    """Remove the log handler that orbax adds on import: with it, every warning appears twice."""
+    """Remove the log handler that orbax adds on import, which would print every warning twice."""
     root = logging.getLogger()
     for handler in list(root.handlers):
         if type(handler) is logging.StreamHandler:
@@ -233,7 +233,9 @@ def _keep_stdout_for_python() -> None:
 def _open_cache(folder: str) -> None:
     if not folder:
         return
-    unusable = "runtime.compilation_cache = %s: cannot be used (%s). Programs are not cached."
+    unusable = (
+        "runtime.compilation_cache = %s: cannot be used (%s). Compiled programs are not cached."
+    )
     if folder == RuntimeConfig().compilation_cache and not has_home():
         _LOG.warning(unusable, folder, "HOME is not set")
         return
@@ -269,10 +271,8 @@ def _gather(
             )
         except OSError as error:
             text = f"port {address[1]} cannot be used here: {error.strerror or error}"
-            action = (
-                "End the program that uses the port, perhaps an earlier start of this run; or set "
-            )
-            action += "another port in runtime.coordinator of every process."
+            action = "Stop the program that uses the port, perhaps an earlier attempt of this run; "
+            action += "or set another port in runtime.coordinator of every process."
             trouble = JoinFailure(text, action=action)
     if trouble:
         raise _join_error(config, trouble)
@@ -309,7 +309,7 @@ def _own_address() -> str:
 
 
 def _name_of_host() -> str:
-    """Return the name of this host, or an empty text if it is unknown or resolves to loopback."""
+    """Return the name of this host, or an empty string if it is unknown or resolves to loopback."""
     with contextlib.suppress(OSError, ValueError):
         name = socket.gethostname()
         for *_, address in socket.getaddrinfo(name, None):
@@ -373,7 +373,7 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
-    """End the process if the body exceeds the time limit. The body may not be interruptible."""
+    """Exit the process if the body exceeds the time limit, because it may not be interruptible."""
 
     def leave() -> None:
         print(f"{redact.redact_text(message)}\n", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Early stopping: ends a run after several evaluations without a better metric.
+"""Early stopping: ends a run after several evaluations in which the metric did not improve.
 
 The counters are saved with the data position, so that a resumed run ends at the same step as an
 uninterrupted run.
@@ -30,7 +30,7 @@ class EarlyStoppingState(TypedDict):
 
 
 class EarlyStopping:
-    """Counts the periodic evaluations of `eval.every` without a better metric."""
+    """Counts the periodic evaluations (`eval.every`) since the metric last improved."""
 
     def __init__(
         self,
@@ -38,8 +38,9 @@ class EarlyStopping:
         checkpoint: CheckpointConfig,
         facts: Mapping[str, Any] | None = None,
     ):
-        """Create the counter; `facts` from a checkpoint are ignored if they belong to another
-        metric.
+        """Create the counter with the state `facts` from a checkpoint, if any.
+
+        The state is ignored if it belongs to another metric.
         """
         self._config, self._better = config, BestMetric.of(checkpoint)
         self._waited = self._counted = 0
@@ -55,15 +56,15 @@ class EarlyStopping:
 
     @property
     def should_stop(self) -> bool:
-        """Whether early stopping ends the run, or has already ended it."""
+        """Whether the run should stop early, or has already stopped early."""
         return 0 < self._config.patience <= self._waited
 
     def needs_evaluation(self, step: int) -> bool:
-        """Whether the evaluation after this step counts and has not run yet."""
+        """Whether the evaluation at this step is used for early stopping and is still pending."""
         return bool(self._config.patience) and self._is_counted(step)
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Count the evaluation after a step, and return whether the run should stop."""
+        """Record the evaluation at this step and return whether the run should stop."""
         if not self._is_counted(step):
             return False
         self._counted = step

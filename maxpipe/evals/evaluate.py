@@ -1,10 +1,10 @@
-"""Evaluation during training, and of a checkpoint or a Hugging Face folder on any layout.
+"""Evaluate a model during training, or evaluate a checkpoint or folder on any layout.
 
 `Evaluator` computes the token-weighted validation loss and the metrics of multiple-choice tasks
 during training. The module also computes the training loss of every source of a mixture.
 
-`evaluate_model` evaluates a checkpoint or a folder. Only parameters are restored. No file is
-written and no lock is acquired, so the run may continue at the same time, or belong to another
+`evaluate_model` evaluates a checkpoint or a Hugging Face folder. Only parameters are restored. No
+file is written and no lock is acquired, so the run may still be training, or may belong to another
 user.
 """
 
@@ -70,7 +70,7 @@ class EvalTotals:
     reports: Mapping[str, float] = field(default_factory=dict)
     """Sums of additional metrics of the objective, keyed by name."""
     has_bytes: bool = True
-    """Whether targets are tokens. Preference pairs have no size in bytes."""
+    """Whether the targets are tokens, whose text has a size in bytes, and not preference pairs."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -104,7 +104,7 @@ class EvalTotals:
         return f"loss {found['eval/loss']:.4f}{''.join(reports)}"
 
     def metrics_for(self, name: str) -> dict[str, float]:
-        """Return the metrics of a validation set, with tags `eval/NAME/loss` if it has a name."""
+        """Return the metrics of a validation set. Tags include `name` unless it is empty."""
         inner = f"eval/{name}/" if name else "eval/"
         return {tag.replace("eval/", inner): value for tag, value in self.metrics.items()}
 
@@ -170,7 +170,7 @@ def evaluate(
 
 
 class SourceSums:
-    """Sums the losses of each source between two log records. A step may lack some sources."""
+    """Sums the loss of each source between two log records. A step need not contain all sources."""
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -200,7 +200,7 @@ class SourceSums:
         if not self._names or not metrics:
             return
         sums = np.stack([np.asarray(metrics[tag], np.float64) for tag in BY_SOURCE])
-        # Skip steps with values that are not finite; `train/loss` shows these steps.
+        # Skip steps whose sums are NaN or infinite; `train/loss` shows these steps.
         self._sums += np.where(np.isfinite(sums).all(axis=0), sums, 0.0)
 
 
@@ -321,7 +321,7 @@ class _ReportHeader(TypedDict):
     batches: int
     all_batches: int
     sources: dict[str, float]
-    """Losses of the sources of a mixture, keyed by source."""
+    """Loss on each source of a mixture, keyed by source name."""
     sequence_length: int
     mesh: str
 
@@ -338,7 +338,7 @@ class TextReport(_ReportHeader):
 
 
 class PairReport(_ReportHeader):
-    """Result with `train.objective=preference`."""
+    """Result of an evaluation with `train.objective=preference`."""
 
     pairs: int
     preference: dict[str, float]
@@ -351,7 +351,7 @@ EvalReport = TextReport | PairReport
 def evaluate_model(
     named: Address | Path, inputs: Sequence[str], split: str | None, say: MessageCallback
 ) -> EvalReport | None:
-    """Compute the loss of a model on process 0; other processes return None.
+    """Compute the loss of a model. Process 0 returns the report; other processes return None.
 
     `inputs` are config files and overrides that change the config of the model. `split` selects the
     documents. The default is the validation split, or all documents and batches if `inputs` name
@@ -418,7 +418,7 @@ def _check_documents(chosen: OpenedModel) -> None:
             "data",
             None,
             f"must be given: {chosen.name} contains only weights and no validation documents.",
-            "Give text with --data FILE_OR_FOLDER, or with data.source and data.path.",
+            "Specify documents with --data FILE_OR_FOLDER, or with data.source and data.path.",
         )
     if chosen.is_overridden("data.path") and (
         found := find_unused_path(loaded.config, loaded.origins)
@@ -432,7 +432,7 @@ def _stop_error(chosen: OpenedModel) -> BaseException:
         return KeyboardInterrupt()
     return Preemption(
         f"{chosen.name}: evaluation was stopped on request\n"
-        "  Nothing was changed.\n"
+        "  No files were changed.\n"
         "  Start the same command again."
     )
 
@@ -484,7 +484,7 @@ def _ignore_progress(text: str) -> None:
 
 
 def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
-    """Return a config whose mesh fits the local devices: the run's mesh, or a single axis."""
+    """Return a config whose mesh fits the devices: the run's mesh or a mesh with a single axis."""
     try:
         return resolve_mesh(chosen.loaded).config
     except ConfigError:
@@ -507,7 +507,7 @@ def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
             own or "one device",
             f"must fit the {pluralize(count, 'device')} of this machine; neither the run's mesh "
             f"nor fsdp {count} fits: {first.where.rpartition(': ')[2]} {first.rule}",
-            "Give a mesh for these devices and a matching pipeline: mesh.ici_fsdp=..., "
+            "Set a mesh for these devices and a matching pipeline: mesh.ici_fsdp=..., "
             "pipeline.microbatches=1, eval.batch_size=...",
         )
     if chosen.is_trained:
@@ -525,7 +525,7 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
 
 
 def _single_axis_config(config: Config, axis: str, count: int) -> Config:
-    """Return a config with one stage and a single mesh axis; microbatches do not become larger."""
+    """Return a config with one stage and one mesh axis. Microbatches are not larger than before."""
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)
@@ -591,7 +591,7 @@ def _report(
             "data",
             loader.fingerprint()["source"],
             "must contain target tokens: a document needs at least two tokens in one sequence.",
-            "Give documents with text, or a larger train.sequence_length.",
+            "Use documents that contain text, or set a larger train.sequence_length.",
         )
     if not math.isfinite(loss):
         raise DivergenceError(

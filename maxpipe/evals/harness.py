@@ -31,7 +31,7 @@ from maxpipe.huggingface.folder import resolve_model
 
 @register_model("maxpipe")
 class HarnessModel(LM):
-    """A checkpoint or Hugging Face folder as a model of the harness."""
+    """A harness model that is loaded from a checkpoint or a Hugging Face folder."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class HarnessModel(LM):
             overrides: Config keys, such as `mesh.ici_tensor`.
 
         Raises:
-            ConfigError: the model does not exist, or the overrides do not fit the model.
+            ConfigError: the model does not exist, or the overrides are not valid for the model.
             StorageError: the checkpoint is damaged.
         """
         super().__init__()
@@ -74,7 +74,7 @@ class HarnessModel(LM):
         return self._cache_answers("loglikelihood", given, self._requests.loglikelihood(given))
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **_: Any) -> list[float]:
-        """Return the log-likelihoods of complete texts."""
+        """Return the log-likelihood of each text, without a context."""
         given = [request.args for request in requests]
         found = self._requests.loglikelihood_rolling([text for (text,) in given])
         return self._cache_answers("loglikelihood_rolling", given, found)
@@ -104,7 +104,7 @@ class HarnessModel(LM):
     def apply_chat_template(
         self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation. After the first call, control tokens in texts are parsed.
+        """Render a conversation. After the first call, control tokens in all texts are parsed.
 
         Raises:
             ConfigError: the tokenizer has no chat template, or the template rejects the messages.

@@ -1,8 +1,8 @@
 """Compute log-likelihoods and completions for evaluation harnesses.
 
-Sequences are padded on the right. Causal attention does not see this padding, so the result of a
-sequence does not depend on the rest of its batch. Logits are computed for one block of tokens at a
-time, because the logits of full sequences would dominate memory.
+Sequences are padded on the right. Causal attention never reads this padding, so the result for a
+sequence does not depend on the other sequences in its batch. Logits are computed for one block of
+tokens at a time, because the logits of full sequences would dominate memory use.
 
 Source: the three request types follow lm-evaluation-harness.
 """
@@ -57,7 +57,7 @@ class Score(NamedTuple):
     logprob: float
     """Log-probability of all target tokens, in nats."""
     is_greedy: bool
-    """Whether every target token is the most likely token."""
+    """Whether every target token is the most likely token, as in greedy decoding."""
 
 
 def right_pad(rows: Sequence[ScoringSequence], count: int, width: int) -> dict[str, np.ndarray]:
@@ -90,7 +90,7 @@ class ScoringTokenizer:
         return list(self.tokenizer.framing.before)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text with its prefix tokens, at least one id."""
+        """Return the token ids of a text, including its prefix tokens; at least one id."""
         before, reads_control = self._bos_ids, self.tokenizer.framing.reads_control
         encode = self.tokenizer.encode_chat if self.is_chat or reads_control else None
         ids = (encode or self.tokenizer.encode)(text).tolist()
@@ -118,7 +118,7 @@ class ScoringTokenizer:
         return ScoringSequence(whole[:shared], whole[shared:])
 
     def truncate(self, row: ScoringSequence) -> ScoringSequence:
-        """Truncate the context after its prefix tokens so that the sequence fits.
+        """Remove the first context tokens after the prefix tokens until the sequence fits.
 
         Raises:
             ConfigError: the target alone is too long.
@@ -136,7 +136,7 @@ class ScoringTokenizer:
         return ScoringSequence(self.drop_leading(row.context, over), row.target)
 
     def windows(self, text: str) -> list[ScoringSequence]:
-        """Return sequences in which every token of a text is predicted exactly once.
+        """Split a text into sequences that together predict every token exactly once.
 
         The last sequence has as much context as possible.
         """
@@ -157,7 +157,7 @@ _MAX_LOGITS = 1 << 26
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores sequences with a model on a mesh without stages."""
+    """Scores sequences with a model on a mesh without pipeline stages."""
 
     weights: LoadedModel
     batch_size: int = 16
@@ -176,10 +176,10 @@ class Scorer:
 
         Raises:
             DivergenceError: the outputs of the model are not finite.
-            KeyboardInterrupt: `stops` returned true; no device is busy any more.
+            KeyboardInterrupt: `stops` returned true. All devices are idle when this is raised.
         """
-        # Batch sequences of similar length. The longest sequences come first, to detect a lack of
-        # memory early.
+        # Batch sequences of similar length. The longest sequences come first, so that a lack of
+        # memory is detected early.
         order = sorted(range(len(rows)), key=lambda row: -rows[row].length)
         found: list[Score | None] = [None] * len(rows)
         for first in range(0, len(order), self.batch_size):
@@ -316,11 +316,11 @@ class LanguageModel:
     # Continuations.
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Generate a completion for each context, up to the first text of `until` (exclusive).
+        """Generate a completion for each context, up to the first stop string (exclusive).
 
-        Settings: `until`, `max_gen_toks` (default: 256), `do_sample`, `temperature` (default: 0),
-        `top_k`, `top_p`, `min_p` and `repetition_penalty`. A context that is too long is truncated
-        at its start.
+        Settings: `until` (the stop strings), `max_gen_toks` (default: 256), `do_sample`,
+        `temperature` (default: 0), `top_k`, `top_p`, `min_p` and `repetition_penalty`. A context
+        that is too long is truncated at its start.
 
         Raises:
             ConfigError: a setting is unknown, or `max_gen_toks` is too large.
@@ -353,8 +353,9 @@ class LanguageModel:
 
     @cached_property
     def _unstacked_params(self) -> Any:
-        """Parameters unstacked by layer. Slices of a stacked array would be copied for every
-        token.
+        """Parameters with a separate array per layer.
+
+        Slices of arrays that are stacked over layers would be copied for every token.
         """
         return self.weights.decoder.by_layer(self.weights.params)
 
@@ -373,7 +374,7 @@ class LanguageModel:
         most = int(settings.get("max_gen_toks", _MAX_TOKENS))
         if not 1 <= most < self.texts.max_length:
             rule = f"must be from 1 to {self.texts.max_length - 1}, below the sequence length."
-            raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Give a smaller number.")
+            raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Set a smaller value.")
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         texts = [text for text in until if text]

@@ -1,8 +1,8 @@
-"""Multiple-choice tasks, where the prediction is the most likely choice after the context.
+"""Multiple-choice tasks: the predicted choice is the most likely choice after the context.
 
 During training, parameters remain on their devices, even with pipeline stages. Each choice is a
-sequence. The evaluation step computes the loss of each sequence separately, like the losses of
-mixture sources.
+sequence. The evaluation step computes a separate loss for each sequence, as it does for the sources
+of a mixture.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _BATCHES_PER_CALL = 64
 
 
 class Question(NamedTuple):
-    """A question of a task file."""
+    """A question from a task file."""
 
     line: int
     """Line number in the file, counted from 1."""
@@ -70,7 +70,7 @@ class QuestionResult(TypedDict):
 
 
 class TaskSummary(TypedDict):
-    """Result of a task."""
+    """Accuracy of a model on a task."""
 
     questions: int
     accuracy: float
@@ -95,7 +95,7 @@ def read_questions(path: str, where: str) -> list[Question]:
     except OSError as error:
         rule = f"must be a readable file: {error.strerror or error}."
         raise ConfigError.one(
-            where, path, rule, f"Name a file of lines such as {_EXAMPLE}."
+            where, path, rule, f"Use a file with lines such as {_EXAMPLE}."
         ) from error
     found: list[Question] = []
     problems: list[Problem] = []
@@ -132,10 +132,10 @@ def _question(number: int, line: bytes) -> Question:
     if len(context) != 1 or not isinstance(context[0], str):
         guess = did_you_mean(next(iter(record), ""), _CONTEXT_FIELDS) if not context else ""
         more = f"; did you mean {guess} instead of {next(iter(record))!r}?" if guess else ""
-        raise ValueError(f"must have one text `context` (or `prompt`){more}".rstrip("?"))
+        raise ValueError(f"must have one string `context` (or `prompt`){more}".rstrip("?"))
     choices = record.get("choices")
     if not isinstance(choices, list) or not all(isinstance(each, str) for each in choices):
-        raise ValueError("must have `choices`, a list of texts")
+        raise ValueError("must have `choices`, a list of strings")
     if len(choices) < 2 or "" in choices or len({*choices}) < len(choices):
         raise ValueError("must have at least 2 `choices`, all different and none of them empty")
     answer = record.get("answer")
@@ -187,7 +187,7 @@ class MultipleChoice:
 
     questions: Sequence[Question]
     separator: str = " "
-    """Separator of context and choice, used if there is no white space between them."""
+    """Separator between a context and a choice, inserted if there is no white space."""
 
     def continuations(self, question: Question) -> list[tuple[str, str]]:
         """Return (context, continuation) for every choice; continuations include the separator."""
@@ -279,11 +279,10 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
     """Yield a function that writes results to a file, one JSON object per line.
 
-    Without a path, results are discarded. Existing results are replaced. Any other existing file is
-    an error.
+    Without a path, results are discarded. A file with earlier results is overwritten.
 
     Raises:
-        ConfigError: the path is an existing file of another type, such as the questions.
+        ConfigError: the path is an existing file with other content, such as the questions.
         StorageError: the file cannot be written.
     """
     if path is None:
@@ -296,8 +295,8 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
 
     try:
         if not _is_replaceable(path):
-            rule = "must be a new file, or contain results of questions."
-            raise ConfigError.one(where, path, rule, "Name another file, or delete this one first.")
+            rule = "must be a new file, or a file with earlier results."
+            raise ConfigError.one(where, path, rule, "Use another path, or delete the file first.")
         descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except OSError as error:
         raise unwritable(error) from error
@@ -316,7 +315,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
 
 
 def _is_replaceable(path: str) -> bool:
-    """Whether the path does not exist, is an empty file or contains earlier results.
+    """Return True if it is safe to overwrite the path: no file, an empty file or earlier results.
 
     Raises:
         OSError: the file cannot be read.
@@ -332,8 +331,8 @@ def _is_replaceable(path: str) -> bool:
 
 
 _MAX_BATCH_SIZE = 64
-"""Maximum batch size, rounded up to a multiple of the number of shards. The computation of each
-sequence's sum reads the complete batch."""
+"""Maximum batch size, rounded up to a multiple of the number of shards. The batch size is limited,
+because the sum for each sequence is computed from the complete batch."""
 
 
 class Task:
@@ -369,7 +368,7 @@ class Task:
         self._should_stop: Callable[[], bool] = lambda: False
 
     def digest(self) -> str:
-        """Return a digest of the questions, which is compared between processes."""
+        """Return a digest of the questions, which must be equal in all processes."""
         return hashlib.sha256(json.dumps(self._questions).encode()).hexdigest()
 
     def compile(self, steps: Steps) -> None:
@@ -378,8 +377,9 @@ class Task:
         self._program = self._scoring_steps.compile_eval(self.batch_size)
 
     def _build_steps(self, steps: Steps) -> Steps:
-        """Return steps that use the shortest possible sequence length and return one sum per
-        sequence.
+        """Return steps that use the shortest sequence length that fits all questions.
+
+        The evaluation step returns one sum per sequence.
         """
         config = self._config
         # As in generation, expert capacity is unlimited, so that sequences are independent.

@@ -1,6 +1,6 @@
-"""Completion of prompts in batches, where each sequence is generated until it ends.
+"""Complete prompts in batches, generating each sequence until it ends.
 
-The module also detokenizes incrementally, up to the first stop string. It does not import jax.
+Completions are detokenized incrementally, up to the first stop string. jax is not imported.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MAX_PENDING_BYTES = 3
 class IncrementalDetokenizer:
     """Incremental decoder of a token sequence, which holds back incomplete characters.
 
-    The text is the difference between two decodings, with and without the newest tokens, as in
-    text-generation-inference. Both decodings start at the same character boundary, because some
-    tokenizers drop the leading space of a text.
+    New text is the difference between two decoded strings, with and without the newest tokens, as
+    in text-generation-inference. Both strings start at the same character boundary, because some
+    tokenizers drop a leading space.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
         self._tokenizer = tokenizer
         self._ids = list(prompt)
         self._num_decoded = len(self._ids)
-        """Number of tokens whose text has been returned in full."""
+        """Number of tokens whose text has been returned completely."""
         self._num_emitted = 0
-        """Number of characters that have been returned for the later tokens."""
+        """Number of characters that have been returned for the tokens after these."""
 
     def add(self, token: int) -> str:
         """Append a token and return the newly completed text."""
@@ -57,15 +57,14 @@ class IncrementalDetokenizer:
         return new
 
     def flush(self) -> str:
-        """Return the remaining text at the end, with U+FFFD for incomplete characters."""
+        """Return the text still held back, with U+FFFD in place of incomplete characters."""
         return self._pending_text()[0][self._num_emitted :]
 
     def _pending_text(self) -> tuple[str, bool]:
-        """Return the text of the tokens that are not yet decoded, and whether the earlier text is
-        unchanged.
+        """Return the text of the pending tokens, and whether the text before it is unchanged.
 
-        Some decoders replace all characters of a byte sequence while its last character is
-        incomplete.
+        The text before it can change: some decoders replace all characters of a byte sequence while
+        its last character is incomplete.
         """
         before = self._tokenizer.decode(self._ids[: self._num_decoded])
         whole = self._tokenizer.decode(self._ids)
@@ -73,18 +72,18 @@ class IncrementalDetokenizer:
 
 
 class StopStringMatcher:
-    """Passes on text up to the first stop string, and holds back text that may start a stop
-    string.
+    """Filter that returns text up to the first stop string, and holds back text that may be the
+    beginning of a stop string.
     """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False
-        """Whether a stop string was found. The text ends before the stop string."""
+        """Whether a stop string was found. The returned text ends before the stop string."""
 
     def add(self, text: str) -> str:
-        """Append text and return the part that cannot belong to a stop string."""
+        """Append text, and return all pending text that cannot belong to a stop string."""
         self._pending += text
         starts = [at for stop in self._stops if (at := self._pending.find(stop)) >= 0]
         if starts:
@@ -97,7 +96,7 @@ class StopStringMatcher:
         return certain
 
     def flush(self) -> str:
-        """Return the text that was held back as a possible stop string, after the last token."""
+        """Return the text held back as a possible stop string, for use after the last token."""
         waited, self._waiting = self._pending, ""
         return waited
 
@@ -109,7 +108,7 @@ def _stop_prefix_length(text: str, stop: str) -> int:
 
 
 class CompletionText:
-    """Text of one completion: call `add` for each token and `end` after the last token."""
+    """Text of one completion. Call `add` for each token, and `end` after the last token."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]):
         self._characters, self._stops = (
@@ -120,7 +119,7 @@ class CompletionText:
 
     @property
     def text(self) -> str:
-        """Return the text so far."""
+        """Return the text generated so far."""
         return "".join(self._parts)
 
     @property
@@ -129,7 +128,7 @@ class CompletionText:
         return self._stops.matched
 
     def add(self, token: int) -> str:
-        """Append a token and return the new text."""
+        """Append a token and return the text that it completes."""
         return self._append(self._stops.add(self._characters.add(token)))
 
     def end(self) -> str:
@@ -145,8 +144,8 @@ class CompletionText:
 
 
 FinishReason = Literal["end", "stop", "length", "room", "interrupted"]
-"""Reason for the end of a completion: end token, stop string, `--max-tokens`, the sequence length
-of the model, or Ctrl-C."""
+"""Why a completion ended: an end token, a stop string, `--max-tokens`, the model's sequence length,
+or an interrupt."""
 
 
 class Prompt(NamedTuple):
@@ -161,22 +160,23 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """Limits of generation."""
+    """Limits and stop conditions of generation."""
 
     max_tokens: int
     max_length: int
-    """Maximum number of tokens of a sequence, including the prompt."""
+    """Maximum number of tokens in a sequence, including the prompt."""
     stops: tuple[str, ...] = ()
     batch_size: int = 16
     longest_prompt: int = 0
-    """Length of the longest expected prompt in tokens. All prompts share one compiled program."""
+    """Length in tokens of the longest expected prompt, with which one program is compiled for all
+    prompts."""
     stop_ids: frozenset[int] = frozenset()
-    """Ids of control tokens that end a completion, in addition to `stops`."""
+    """Ids of control tokens that end a completion, in addition to the stop strings."""
 
 
 @dataclass
 class Completion:
-    """Completion of a prompt. `tokens` includes the end token; `text` excludes the stop string."""
+    """A completion. `tokens` includes the end token, and `text` excludes the stop string."""
 
     prompt: Prompt
     streamed_text: CompletionText
@@ -187,7 +187,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """Return the text so far."""
+        """Return the text generated so far."""
         return self.streamed_text.text
 
 
@@ -196,7 +196,7 @@ class DecodeEngineProtocol(Protocol):
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number by which the batch size must be divisible."""
+        """Return the number that must divide the batch size."""
         ...
 
     @property
@@ -212,17 +212,17 @@ class DecodeEngineProtocol(Protocol):
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the next token and log-probability of each sequence, `[B]`, once per step."""
+        """Yield, in each step, every sequence's next token and its log-probability, `[B]`."""
         ...
 
 
 def parse_stops(
     texts: Sequence[str], tokenizer: Tokenizer, where: str
 ) -> tuple[tuple[str, ...], frozenset[int]]:
-    """Split stop strings into text strings and the ids of control tokens.
+    """Split stop strings into plain strings and control-token ids.
 
     Raises:
-        ConfigError: a stop string contains a control token and other text, so it never matches.
+        ConfigError: a stop string combines a control token with other text and can never match.
     """
     ids, special = set(), tokenizer.special_tokens
     for text in texts:
@@ -232,8 +232,8 @@ def parse_stops(
             raise ConfigError.one(
                 where,
                 repr(text),
-                f"must not contain the control token {inside} next to other text, because text "
-                "never contains control tokens.",
+                f"must not contain the control token {inside} next to other text, because "
+                "generated text never contains control tokens.",
                 f"Set {where.rpartition(' ')[2]} {inside!r} as a separate stop string.",
             )
     return tuple(text for text in texts if text not in special), frozenset(ids)
@@ -242,10 +242,10 @@ def parse_stops(
 def encode_prompts(
     texts: Sequence[str], tokenizer: Tokenizer, room: int, first: int = 0
 ) -> list[Prompt]:
-    """Tokenize the prompts, with the control tokens that the tokenizer adds.
+    """Tokenize the prompts, including the control tokens that the tokenizer adds.
 
     Raises:
-        ConfigError: a prompt leaves no space for a new token, or is not valid text.
+        ConfigError: a prompt is not valid Unicode, or leaves no space for a generated token.
     """
     prompts = []
     for number, text in enumerate(texts, first):
@@ -255,12 +255,12 @@ def encode_prompts(
 
 
 def _check_text(number: int, text: str) -> None:
-    """Check that a prompt has no unpaired surrogates, which tokenizers handle differently.
+    """Check that a prompt has no unpaired surrogates, which tokenizers handle inconsistently.
 
-    Unpaired surrogates occur in command-line arguments that are not UTF-8 and in JSON escapes.
+    Unpaired surrogates result from command-line arguments that are not UTF-8 and from JSON escapes.
 
     Raises:
-        ConfigError: the text has an unpaired surrogate.
+        ConfigError: the prompt has an unpaired surrogate.
     """
     try:
         text.encode()
@@ -269,7 +269,7 @@ def _check_text(number: int, text: str) -> None:
             f"prompt {number + 1}",
             ascii(text[:40]),
             "must be UTF-8.",
-            "Convert it to UTF-8, for example with `iconv -t UTF-8`.",
+            "Convert the prompt to UTF-8, for example with `iconv -t UTF-8`.",
         ) from error
 
 
@@ -283,11 +283,11 @@ def encode_chats(
 ) -> list[Prompt]:
     """Format conversations with a chat template and tokenize them.
 
-    The default is the template in the model folder. `Prompt.text` is the last message. `where`
-    names the option in errors.
+    `chat` defaults to the tokenizer's own template. `Prompt.text` is the last message. `where` is
+    the command-line option that error messages name.
 
     Raises:
-        ConfigError: there is no template, it rejects the messages, or a prompt is invalid.
+        ConfigError: no template exists, the template rejects the messages, or a prompt is invalid.
     """
     if (chat := chat or tokenizer.chat) is None:
         raise ConfigError.one(
@@ -308,8 +308,8 @@ def encode_chats(
             raise ConfigError.one(
                 chat.path,
                 None,
-                f"must return a text, but returns none for prompt {number + 1}.",
-                f"Correct the template, or omit {where.rpartition(' ')[2]}.",
+                f"must render at least one token, but rendered none for prompt {number + 1}.",
+                f"Fix the template, or omit {where.rpartition(' ')[2]}.",
             )
         prompts.append(_check_length(Prompt(number, message, ids), room))
     return prompts
@@ -321,8 +321,8 @@ def _check_length(prompt: Prompt, room: int) -> Prompt:
         raise ConfigError.one(
             f"prompt {prompt.number + 1}",
             repr(text[:40]) + ("..." if len(text) > 40 else ""),
-            f"has {size} tokens including control tokens, but must have fewer than the sequence "
-            f"length of the model, {room} (train.sequence_length).",
+            f"has {size} tokens including control tokens, but must have fewer than the model's "
+            f"sequence length, {room} (train.sequence_length).",
             f"Shorten the prompt, or set train.sequence_length={2 * size} to exceed that length.",
         )
     return prompt
@@ -341,14 +341,16 @@ def complete(
 ) -> None:
     """Complete the prompts in batches.
 
-    When a sequence finishes, the next prompt replaces it. With pipeline stages, the next batch
-    starts when all sequences have finished. `write` receives the completions in prompt order, as
-    soon as all earlier completions have finished. `stream` receives the new text of all sequences.
-    If `stops` returns true or an interrupt occurs, unfinished completions are written.
+    When a sequence finishes, the next prompt replaces that sequence in the batch. With pipeline
+    stages, the next batch starts only after all sequences have finished.
+
+    `write` receives the completions in prompt order, each as soon as it and all earlier ones have
+    finished. `stream` receives the new text of all sequences. If `stops` returns true or the
+    process is interrupted, unfinished completions are also passed to `write`.
 
     Raises:
-        DivergenceError: the model returns values that are not finite.
-        KeyboardInterrupt: after the unfinished completions have been written.
+        DivergenceError: the model returns a log-probability that is not finite.
+        KeyboardInterrupt: generation was interrupted, and all completions have been written.
     """
     size = batch_shape(prompts, limits, decoding.batch_multiple)
     every = [
@@ -374,7 +376,7 @@ def complete(
 
 
 def batch_shape(prompts: Sequence[Prompt], limits: GenerationLimits, shards: int) -> DecodeShape:
-    """Return the shape of all batches."""
+    """Return the shape that all batches share."""
     rows = min(limits.batch_size, len(prompts))
     longest = max(limits.longest_prompt, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.max_length)
@@ -390,9 +392,9 @@ def _steps(
     size: DecodeShape,
     stream: Callable[[str], object],
 ) -> Generator[None]:
-    """Extend the sequences of a batch by one token per step until all have finished.
+    """Generate one token per step for every sequence of a batch, until all have finished.
 
-    The sequences come from the front of `waiting`.
+    The batch is filled from the front of `waiting`.
     """
     batch = [waiting.popleft() for _ in range(min(size.batch_size, len(waiting)))]
     new: list[RefillPrompt] = []
@@ -436,12 +438,12 @@ def _append_token(
         raise DivergenceError(
             f"prompt {row.prompt.number + 1}: token {len(row.tokens) + 1} has the "
             f"log-probability {logprob}\n"
-            "  the model returns values that are not finite.\n"
+            "  The log-probabilities that the model returns must be finite.\n"
             "  Use an earlier step, or set model.compute_dtype=float32."
         )
     row.tokens.append(token)
     row.logprobs.append(logprob)
-    if token not in tokenizer.end_ids:  # not necessarily a control token
+    if token not in tokenizer.end_ids:  # an end token is not always a control token
         stream(row.streamed_text.add(token))
 
 

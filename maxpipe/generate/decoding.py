@@ -1,9 +1,9 @@
-"""Decoding: prefill of prompts in chunks of a fixed size, then one token per sequence in each step.
+"""Prefill prompts in chunks of a fixed size, then decode all sequences one token at a time.
 
 Prompts are padded on the left, so that all sequences end at the same cache slot. Padding is a
-separate segment that no token attends to. The same function computes prefill chunks and single
-tokens; it is compiled once for each of the two sizes. Sampling is a pure function with one random
-key per sequence.
+separate segment that no token attends to. The same function processes prefill chunks and single
+tokens, and is compiled once for each of these two sizes. Sampling is a pure function with one
+random key per sequence.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from maxpipe.parallel.sharding import BATCH_SPEC
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. The steps are applied in the order of the fields."""
+    """Sampling parameters, which are applied in the order of the fields."""
 
     repetition_penalty: float = 1.0
     """Penalty for tokens that the sequence already contains (arXiv:1909.05858). Positive logits are
     divided by the penalty, and negative logits are multiplied by it. 1 disables the penalty."""
     temperature: float = 1.0
-    """Divisor of the logits. 0 selects the most likely token; ties go to the lowest id."""
+    """Divisor of the logits. 0 selects the most likely token, and the lowest id in a tie."""
     top_k: int = 0
     """Number of most likely tokens to sample from. Tokens that tie with the last one are included.
     0 disables the limit."""
     top_p: float = 1.0
-    """Cumulative probability of the most likely tokens to sample from. Tokens that tie with the
-    last one are included (arXiv:1904.09751). 1 disables the limit."""
+    """Cumulative probability of the most likely tokens to sample from (arXiv:1904.09751). Tokens
+    that tie with the last one are included. 1 disables the limit."""
     min_p: float = 0.0
-    """Minimum probability relative to the most likely token (arXiv:2407.01082)."""
+    """Minimum token probability, as a fraction of the highest probability (arXiv:2407.01082)."""
 
 
 class SampleOutput(NamedTuple):
@@ -50,8 +50,8 @@ class SampleOutput(NamedTuple):
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]
-    """Log-probability in nats that the model assigns to the token, without penalty, temperature or
-    filters. NaN if the logits are NaN."""
+    """Log-probability in nats that the model assigns to the token, before penalty, temperature and
+    filters are applied. NaN if the logits are NaN."""
 
 
 def sample(
@@ -60,9 +60,7 @@ def sample(
     keys: Key[Array, " B"],
     sampling: Sampling,
 ) -> SampleOutput:
-    """Sample one token per sequence. The token depends only on the sequence's logits, seen tokens
-    and key.
-    """
+    """Sample one token per sequence, which depends only on its logits, seen tokens and key."""
     logits = logits.astype(jnp.float32)
     scores = logits
     if sampling.repetition_penalty != 1.0:
@@ -80,7 +78,7 @@ def sample(
 def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Return the first index of the maximum, or the last index if scores are NaN.
 
-    Two reductions of scalars are five times faster on CPU than `argmax`, which reduces (value,
+    On CPU, these two scalar reductions are five times faster than `argmax`, which reduces (value,
     index) pairs.
     """
     last = scores.shape[-1] - 1
@@ -89,10 +87,9 @@ def most_likely(scores: Float[Array, "B V"]) -> Int[Array, " B"]:
 
 
 def apply_temperature(scores: Float[Array, "B V"], temperature: float) -> Float[Array, "B V"]:
-    """Divide scores by the temperature, relative to the highest score, which becomes 0.
+    """Subtract the highest score from all scores, and divide the differences by the temperature.
 
-    A temperature that underflows to 0 in float32 therefore keeps the highest score, without
-    overflow.
+    The highest score therefore becomes 0, even if the temperature underflows to 0 in float32.
     """
     below = scores - scores.max(axis=-1, keepdims=True)
     return jnp.where(below == 0, 0.0, below / temperature)
@@ -101,7 +98,7 @@ def apply_temperature(scores: Float[Array, "B V"], temperature: float) -> Float[
 def apply_repetition_penalty(
     logits: Float[Array, "B V"], seen: Bool[Array, "B V"], penalty: float
 ) -> Float[Array, "B V"]:
-    """Apply the penalty to seen tokens. They become less likely if the penalty is above 1."""
+    """Penalize the logits of seen tokens, which become less likely if the penalty is above 1."""
     less = jnp.where(logits > 0, logits / penalty, logits * penalty)
     return jnp.where(seen, less, logits)
 
@@ -109,7 +106,8 @@ def apply_repetition_penalty(
 def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
     """Set the scores of tokens that top-k, top-p or min-p exclude to `-inf`.
 
-    Each filter is applied to the result of the previous one. The most likely token is always kept.
+    Each filter applies to the tokens that the previous filter kept. The most likely token is always
+    kept.
     """
     least = jnp.full(scores.shape[:-1], -jnp.inf)
     count = scores.shape[-1]
@@ -122,7 +120,7 @@ def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
             shares = jax.nn.softmax(ordered, axis=-1)
             before = jnp.cumsum(shares, axis=-1) - shares
             kept = jnp.where(before < sampling.top_p, ordered, jnp.inf)
-            # The first token is kept even if `top_p` is below the rounding error.
+            # Keep the most likely token even if `top_p` is below the rounding error.
             least = jnp.maximum(least, jnp.minimum(kept.min(axis=-1), ordered[:, 0]))
     if sampling.min_p > 0.0:
         best = scores.max(axis=-1)
@@ -131,9 +129,7 @@ def filter_logits(scores: Float[Array, "B V"], sampling: Sampling) -> Float[Arra
 
 
 def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> Key[Array, " B"]:
-    """Return the sampling key of each sequence and position, which is independent of batch and
-    mesh.
-    """
+    """Return a sampling key for each sequence and position, independent of the batch and mesh."""
     base = jax.random.key(seed)
 
     def key(row: Array, position: Array) -> Array:
@@ -145,23 +141,23 @@ def row_keys(seed: int, rows: Int[Array, " B"], positions: Int[Array, " B"]) -> 
 Tree = Any
 
 _MAX_PREFILL_CHUNK = 512
-"""Maximum number of prompt tokens per prefill chunk. The attention scores of one head have the
-shape (this number, cache slots)."""
+"""Maximum number of prompt tokens per prefill chunk. The attention scores of one head for a chunk
+have the shape (chunk tokens, cache slots)."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
 """Segment ids of padding and text."""
 
 
 class DecodeState(NamedTuple):
-    """State of a batch between two tokens."""
+    """State of a batch between two decode steps."""
 
     caches: Tree
     seen_tokens: Bool[Array, "B V"] | None
-    """Mask of the tokens that each sequence contains. None without a repetition penalty."""
+    """Mask of the tokens that each sequence contains, or None if there is no repetition penalty."""
 
 
 class SampledTokens(NamedTuple):
-    """Newest token of each sequence, `[B]`, or `[microbatches, sequences]` with stages."""
+    """Newest token of each sequence, `[B]`; with stages, `[microbatches, sequences]`."""
 
     tokens: Int[Array, "*rows"]
     logprobs: Float[Array, "*rows"]
@@ -177,11 +173,11 @@ class TokenBatch(NamedTuple):
 
 
 class DecodeShape(NamedTuple):
-    """Sizes of a batch, which determine the compiled programs."""
+    """Sizes of a batch. Programs are compiled once for each combination of sizes."""
 
     batch_size: int
     prompt_length: int
-    """Number of tokens of the longest prompt, including padding."""
+    """Number of tokens per prompt, including padding."""
     max_new_tokens: int
     """Maximum number of generated tokens."""
 
@@ -192,7 +188,7 @@ class DecodeShape(NamedTuple):
 
 
 class RefillPrompt(NamedTuple):
-    """A prompt that replaces a finished sequence."""
+    """A prompt that replaces the finished sequence `row` of a batch."""
 
     row: int
     prompt: Sequence[int]
@@ -203,14 +199,14 @@ Refill = Callable[[], Sequence[RefillPrompt]]
 
 
 def padded_length(longest: int) -> int:
-    """Return the padded prompt length: a power of two, or a multiple of the largest chunk."""
+    """Return the padded prompt length: a power of two, or a multiple of the maximum chunk size."""
     if longest > _MAX_PREFILL_CHUNK:
         return -(-longest // _MAX_PREFILL_CHUNK) * _MAX_PREFILL_CHUNK
     return max(_MIN_PREFILL_CHUNK, 1 << (longest - 1).bit_length())
 
 
 def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBatch:
-    """Pad prompts on the left; sequences without a prompt contain only padding."""
+    """Pad prompts on the left. Rows without a prompt contain only padding."""
     batch = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
@@ -221,19 +217,20 @@ def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBa
 
 
 def place_replicated(array: np.ndarray, sharding: NamedSharding) -> Array:
-    """Transfer an array to the devices. Every process has a copy of the array."""
+    """Transfer an array to the devices. Every process must have a full copy of the array."""
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def with_shardings(shapes: Tree, shardings: Tree) -> Tree:
-    """Return abstract arrays with the given shapes and shardings."""
+    """Return abstract arrays that combine the given shapes and shardings."""
     return jax.tree.map(lambda leaf, at: leaf.update(sharding=at), shapes, shardings)
 
 
 @dataclass(frozen=True)
 class DecodeEngine:
-    """Decode engine for meshes without stages. Batch axes shard sequences, and tensor shards
-    heads.
+    """Decode engine for meshes without stages.
+
+    Sequences are sharded over the batch axes, and attention heads over the tensor axis.
     """
 
     decoder: Decoder
@@ -246,7 +243,7 @@ class DecodeEngine:
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number by which the batch size must be divisible."""
+        """Return the number of batch shards, which must divide the batch size."""
         return math.prod(self.mesh.shape[axis] for axis in BATCH_AXES)
 
     def run(
@@ -257,16 +254,17 @@ class DecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the next token and log-probability of each sequence, `[B]`, once per step.
+        """Yield, in each step, every sequence's next token and its log-probability, `[B]`.
 
         Args:
             params: parameters with layers in model order, as returned by `Decoder.by_layer`.
-            prompts: token ids of each sequence, at least one.
-            numbers: index of each sequence. Sampling keys derive from seed, index and position.
+            prompts: token ids of each prompt, at least one token per prompt.
+            numbers: index of each sequence. Sampling keys depend on the seed, this index and the
+                token position.
             size: shape of the batch, at least as large as the prompts require.
-            refill: called after each token; returns prompts that replace finished sequences. The
-                next token of such a sequence follows its prompt. With `refill`, the generator never
-                ends.
+            refill: called after each step; returns prompts that replace finished sequences. The
+                next step yields the first token after each of these prompts. If `refill` is set,
+                the generator never ends.
         """
         with jax.set_mesh(self.mesh):
             padded_numbers = np.zeros(size.batch_size, np.int32)
@@ -277,7 +275,7 @@ class DecodeEngine:
             left = size.max_new_tokens
             while left:
                 before, left = drawn, left - (refill is None)
-                if left:  # the next token is computed while this token is read
+                if left:  # compute the next token while the host reads this one
                     with jax.set_mesh(self.mesh):
                         kept, drawn = self._decode_program(params, kept, named, drawn)
                 yield np.asarray(before.tokens), np.asarray(before.logprobs)
@@ -314,9 +312,9 @@ class DecodeEngine:
         new: RefillPrompt,
         size: DecodeShape,
     ) -> tuple[DecodeState, SampledTokens, Int[Array, " B"]]:
-        """Replace a sequence with another prompt.
+        """Replace a finished sequence with another prompt.
 
-        The prompt is computed in separate caches that end at the same slot.
+        The prompt is prefilled in separate caches that end at the same slot.
         """
         width, rows = padded_length(len(new.prompt)), self.batch_multiple
         beside = self._refill_init_program(size._replace(batch_size=rows), kept, np.int32(width))
@@ -334,17 +332,17 @@ class DecodeEngine:
 
     @cached_property
     def _decode_program(self) -> Any:
-        """Map (parameters, state, sequence indices, tokens) to (state, tokens) after one token."""
+        """Map (parameters, state, sequence indices, tokens) to (state, next tokens)."""
         return jax.jit(self._decode_token, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _prefill_program(self) -> Any:
-        """Map (parameters, state, sequence indices, chunk) to (state, next tokens)."""
+        """Map (parameters, state, sequence indices, prompt chunk) to (state, next tokens)."""
         return jax.jit(self._extend_and_sample, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _init_program(self) -> Any:
-        """Map (size) to the empty state of a batch on the mesh."""
+        """Map a `DecodeShape` to the empty state of a batch on the mesh."""
         return jax.jit(self._init_state, static_argnums=0, out_shardings=self._shardings[0])
 
     def _init_state(self, size: DecodeShape) -> DecodeState:
@@ -356,7 +354,9 @@ class DecodeEngine:
 
     @cached_property
     def _refill_init_program(self) -> Any:
-        """Map (size, state, tokens) to an empty state that ends at the same slot after `tokens`."""
+        """Map (size, state, tokens) to an empty state whose caches end at the same slot as those
+        of `state` once `tokens` tokens are added.
+        """
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:
             empty = self._init_state(size)
@@ -371,9 +371,7 @@ class DecodeEngine:
     @cached_property
     def _insert_program(self) -> Any:
         """Map (state, tokens, indices, other state, other tokens, row, index) to (state, tokens,
-        indices).
-
-        In the result, the first sequence of the other state replaces the sequence `row`.
+        indices), where the first sequence of the other state replaces the sequence `row`.
         """
 
         def join(
@@ -403,7 +401,9 @@ class DecodeEngine:
         axes = [self.decoder.cache_axes(kind) for kind in self.decoder.model.layers]
         caches = jax.tree.map(sharding, axes, is_leaf=is_axes)
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
-        whole: Any = NamedSharding(self.mesh, PartitionSpec())  # each process reads all the values
+        whole: Any = NamedSharding(
+            self.mesh, PartitionSpec()
+        )  # each process reads the tokens of all sequences
         return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
             whole, whole, rows
         )
@@ -413,9 +413,7 @@ class DecodeEngine:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
-        """Lower the one-token program for devices that are not attached; parameters are
-        abstract.
-        """
+        """Lower the one-token program from abstract parameters, for devices that may be absent."""
         kept, drawn = self._shardings
         rows = NamedSharding(self.mesh, BATCH_SPEC)
         indices = jax.ShapeDtypeStruct((size.batch_size,), jnp.int32, sharding=rows)
@@ -436,7 +434,7 @@ class DecodeEngine:
         self, params: Tree, kept: DecodeState, numbers: Int[Array, " B"], piece: Any
     ) -> tuple[DecodeState, SampledTokens]:
         logits, caches = self.decoder.extend(params, piece._asdict(), kept.caches, last=1)
-        # The vocabulary is replicated, so that sampling is independent of its sharding.
+        # Replicate the vocabulary dim, so that sampling does not depend on its sharding.
         logits = jax.lax.with_sharding_constraint(logits[:, -1], PartitionSpec(BATCH_AXES, None))
         seen = kept.seen_tokens
         if seen is not None:

@@ -1,7 +1,7 @@
-"""Models for generation. Tokenizers are opened immediately, and parameters are loaded on request.
+"""Load models for generation: the tokenizer immediately, and the parameters on request.
 
-`open_model` opens a checkpoint or a Hugging Face folder. Other implementations of `LazyModel` work
-as well.
+`open_model` opens a checkpoint or a Hugging Face folder. Generation accepts any implementation of
+`LazyModel`.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ MessageCallback = Callable[[str], None]
 
 _USED_SECTIONS = ("run", "model", "adapter", "tokenizer", "runtime")
 _DIVISIBLE_BATCH_SIZE = 16 * math.lcm(*range(1, 17))
-"""Batch size that satisfies the training rules on every mesh. Generation ignores it."""
+"""Batch size that meets the divisibility rules for training on every mesh. Generation ignores
+`train.batch_size`."""
 
 
 class LoadedModel(NamedTuple):
-    """A model with parameters on the mesh."""
+    """A model whose parameters are on the mesh."""
 
     decoder: Decoder
     params: Any
@@ -69,7 +70,7 @@ class LazyModel(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Return the sequence length in tokens with which the model was trained."""
+        """Return the training sequence length in tokens."""
         ...
 
     @property
@@ -78,24 +79,25 @@ class LazyModel(Protocol):
         ...
 
     def load(self, say: MessageCallback) -> LoadedModel:
-        """Start the devices and load the parameters; `say` receives progress messages."""
+        """Initialize the devices and load the parameters. `say` receives progress messages."""
         ...
 
     def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
-        """Start the devices and load the parameters in the layout of the returned decode engine."""
+        """Return a decode engine, and the parameters in the layout that it requires."""
         ...
 
 
 def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
     """Open a checkpoint or a Hugging Face folder for inference.
 
-    `inputs` are config files and overrides that change the model's config. `mesh` selects the
-    devices, and `train.sequence_length` overrides the folder's `max_position_embeddings`.
+    `inputs` are config files and overrides that change the model's config. The `mesh` section
+    selects the devices, and `train.sequence_length` overrides the `max_position_embeddings` of a
+    Hugging Face folder.
 
     Raises:
-        ConfigError: the model does not exist, or the inputs or its tokenizer do not match.
+        ConfigError: the model does not exist, or does not match the inputs or the tokenizer.
         StorageError: the checkpoint is damaged.
     """
     chosen = open_address_or_folder(named, inputs, _generation_config)
@@ -106,13 +108,13 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
 
 @dataclass(frozen=True)
 class _Model:
-    """A lazily loaded model with a config."""
+    """A lazily loaded model that is defined by a config."""
 
     name: str
     loaded: LoadedConfig
     tokenizer: Tokenizer
     params: Callable[[Steps], Any]
-    """Parameters in checkpoint layout."""
+    """Function that loads the parameters in checkpoint layout."""
 
     @property
     def template_settings(self) -> Mapping[str, Any]:
@@ -123,10 +125,10 @@ class _Model:
         return self.loaded.config.train.sequence_length
 
     def load(self, say: MessageCallback) -> LoadedModel:
-        """Start the devices and load the parameters.
+        """Initialize the devices and load the parameters.
 
         Raises:
-            ConfigError: the config does not match the devices, or has stages.
+            ConfigError: the config does not match the devices, or has pipeline stages.
             StorageError: the checkpoint is damaged.
         """
         _check_no_stages(self.loaded.config)
@@ -136,7 +138,7 @@ class _Model:
     def load_decode_engine(
         self, say: MessageCallback, sampling: Sampling, seed: int
     ) -> tuple[AnyDecodeEngine, Any]:
-        """Load the parameters and build a decode engine for any mesh."""
+        """Load the parameters and build a decode engine, with or without pipeline stages."""
         parts, params = self._load_params(say)
         if parts.mesh.shape[STAGE] == 1:
             params = _unstack_layers(parts.decoder, params)
@@ -148,13 +150,13 @@ class _Model:
         return build_decode_engine(parts, sampling, seed), params
 
     def _load_params(self, say: MessageCallback) -> tuple[ParamLayout, Any]:
-        """Return the parameters, stacked by layer type with layers in model order."""
+        """Load the parameters, stacked by layer type with layers in model order."""
         config = self.loaded.config
         for warning in self.loaded.warnings:
             say(f"warning: {warning.line}")
         runtime.start(config.runtime, config.mesh.cpu_devices)
         config = _fit_mesh(self.loaded, self.name, say)
-        # Programs for generation and scoring use auto mesh axes.
+        # Generation and scoring are compiled with auto mesh axes.
         mesh = build_mesh(dataclasses.replace(config.mesh, shard_mode="auto"))
         steps = steps_from_config(config, mesh, self.tokenizer.byte_lengths)
         say(f"restoring the parameters of {self.name}")
@@ -163,7 +165,7 @@ class _Model:
 
 
 def _unstack_layers(decoder: Decoder, params: Any) -> Any:
-    """Unstack layers like `Decoder.by_layer`, one stack at a time, and free each stack."""
+    """Unstack layers as in `Decoder.by_layer`, freeing each stack before the next is copied."""
     copied = jax.jit(list)
 
     def split(leaf: jax.Array) -> list[jax.Array]:
@@ -175,9 +177,9 @@ def _unstack_layers(decoder: Decoder, params: Any) -> Any:
 
 
 def _generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a checkpoint's config that apply to generation.
+    """Return the sections of a checkpoint's config that apply to generation.
 
-    The mesh and pipeline sections are omitted, because they apply only to training.
+    Mesh sizes and the pipeline section are omitted, because they apply only to training.
     """
     train = {
         "steps": 1,
@@ -195,7 +197,7 @@ def _check_no_stages(config: Config) -> None:
             raise ConfigError.one(
                 f"mesh.{key}",
                 size,
-                "must be 1, because scoring does not support stages.",
+                "must be 1, because scoring does not support pipeline stages.",
                 f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
             )
 
@@ -205,13 +207,13 @@ def _check_processes(config: Config) -> None:
         raise ConfigError.one(
             "runtime.num_processes",
             config.runtime.num_processes,
-            "must be 1, because generation uses one process with all devices of its machine.",
+            "must be 1, because generation runs in one process on all devices of its machine.",
             "Omit the key.",
         )
 
 
 def _fit_mesh(loaded: LoadedConfig, name: str, say: MessageCallback) -> Config:
-    """Return the config with the user's mesh, or with all local devices on one axis."""
+    """Return the config with the mesh that the user set, or with all local devices on one axis."""
     if is_overridden(loaded, name, "mesh.ici_", "mesh.dcn_") or jax.device_count() == 1:
         return resolve_mesh(loaded).config
     config, count = loaded.config, jax.device_count()
@@ -229,6 +231,6 @@ def _fit_mesh(loaded: LoadedConfig, name: str, say: MessageCallback) -> Config:
     raise ConfigError.one(
         "mesh",
         f"{pluralize(count, 'device')}",
-        "cannot be selected automatically: neither tensor nor fsdp divides the model's sizes.",
-        f"Set mesh.ici_data={count}, or axis sizes with the product {count}.",
+        "cannot be selected automatically: the model cannot be sharded over either tensor or fsdp.",
+        f"Set mesh.ici_data={count}, or axis sizes whose product is {count}.",
     )

@@ -1,14 +1,14 @@
 """Pipelined decoding: microbatches circulate through a ring of stages.
 
-The batch is split into one microbatch per stage. In each tick, every stage runs its layers for a
-different microbatch and passes the result to the next stage. The last stage's output becomes a
-token, which enters the first stage in the next tick. Stages are idle only while the ring fills:
-once per prefill chunk, and once for all generated tokens. Each stage holds the caches of its
-layers. The vocabulary is sharded over the stages, as in training.
+The batch is split into one microbatch per stage. In each tick, every stage runs its layers on a
+different microbatch and passes the result to the next stage. A token is sampled from the last
+stage's output and enters the first stage in the next tick. Stages are idle only while the ring
+fills: once per prefill chunk, and once when token generation starts. Each stage stores the caches
+of its layers. The vocabulary is sharded over the stages, as in training.
 
 The module also converts training parameters to decode parameters on the same mesh. In training, the
-order of layers follows the schedule; in decoding, each stage has consecutive layers. On a mesh
-without stages, layers are unstacked.
+schedule assigns layers to stages; in decoding, each stage has consecutive layers. On a mesh without
+stages, stacked layers are unstacked.
 """
 
 from __future__ import annotations
@@ -62,13 +62,14 @@ from maxpipe.step.state import ParamLayout
 Tree = Any
 
 _SEQUENCE_SPEC = PartitionSpec(None, TOKEN_AXES)
-"""Spec of arrays `[M, B, ...]`. Single tokens cannot be sharded over context, so the context axis
-also shards sequences."""
+"""PartitionSpec of arrays `[M, B, ...]`. A single token cannot be sharded over the context axis, so
+this axis also shards sequences."""
 
 
 class RingState(NamedTuple):
-    """State of the ring between two ticks. Along dim P, every stage has its own part of an array,
-    or a copy of it.
+    """State of the ring between two ticks.
+
+    Dim P is sharded over stages. For replicated arrays, each entry along dim P is a copy.
     """
 
     caches: Tree
@@ -76,33 +77,34 @@ class RingState(NamedTuple):
     stage_inputs: Float[Array, "P B 1 D"]
     """Input of each stage in the next tick."""
     newest_tokens: SampledTokens
-    """Tokens in the ring, `[P, M, B]`."""
+    """Newest token of each sequence in the ring, `[P, M, B]`."""
     seen_tokens: Bool[Array, "P M B V"] | None
-    """Mask of the tokens that each sequence contains. None without a repetition penalty."""
+    """Mask of the tokens that each sequence contains, or None if there is no repetition penalty."""
 
 
 @dataclass(frozen=True)
 class PipelineDecodeEngine:
-    """Decode engine on a mesh with stages. Heads are sharded over tensor, and sequences over the
-    other axes.
+    """Decode engine for meshes with stages.
+
+    Attention heads are sharded over the tensor axis, and sequences over the axes in `TOKEN_AXES`.
     """
 
     decoder: Decoder
     layout: LayerLayout
-    """Layout with one chunk per stage and no prologue layers."""
+    """Layer layout with one chunk per stage and no prologue layers."""
     specs: Tree
-    """PartitionSpec of each parameter, stacked `[1, P, L, ...]`."""
+    """PartitionSpec of each parameter. Layer parameters are stacked as `[1, P, L, ...]`."""
     mesh: Mesh
     sampling: Sampling
     seed: int
 
     supports_refill = False
-    """Whether finished sequences can be replaced. False, because the ring is filled only once per
-    batch."""
+    """Whether finished sequences can be replaced, which is not possible here because the ring is
+    filled only once per batch."""
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number by which the batch size must be divisible."""
+        """Return the number of stages times sequence shards, which must divide the batch size."""
         return self._stages * math.prod(self.mesh.shape[axis] for axis in TOKEN_AXES)
 
     @property
@@ -117,7 +119,7 @@ class PipelineDecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Implement `DecodeEngine.run`; `params` are stacked as in `layout`."""
+        """Implement `DecodeEngine.run` for `params` that are stacked as in `layout`."""
         assert refill is None
         padded_numbers = np.zeros(size.batch_size, np.int32)
         padded_numbers[: len(numbers)] = numbers
@@ -131,11 +133,11 @@ class PipelineDecodeEngine:
                 turning, newest = self._prefill_program(params, turning, named, piece)
                 newest_tokens = [newest]
         try:
-            # After turn n the first microbatch has token n, and the others have token n - 1.
+            # After turn n, the first microbatch has sampled token n, and the others token n - 1.
             for number in range(size.max_new_tokens):
                 while len(newest_tokens) < min(
                     number + 3, size.max_new_tokens + 1
-                ):  # one turn is computed ahead
+                ):  # compute one turn ahead
                     with jax.set_mesh(self.mesh):
                         is_full = np.array(len(newest_tokens) > 1)
                         turning, newest = self._decode_program(params, turning, named, is_full)
@@ -147,7 +149,7 @@ class PipelineDecodeEngine:
             jax.block_until_ready(turning)  # Python may exit next, so devices must be idle
 
     def _place(self, rows: np.ndarray) -> Array:
-        """Place `[sequences, ...]` on the mesh as `[M, B, ...]`."""
+        """Reshape an array `[sequences, ...]` to `[M, B, ...]` and transfer it to the mesh."""
         cut = rows.reshape(self._stages, -1, *rows.shape[1:])
         return place_replicated(cut, NamedSharding(self.mesh, _SEQUENCE_SPEC))
 
@@ -155,14 +157,15 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _prefill_program(self) -> Any:
-        """Map (parameters, state, sequence indices, chunk) to (state, next tokens)."""
+        """Map (parameters, state, sequence indices, prompt chunk) to (state, next tokens)."""
         return self._compiled(self._prefill, _SEQUENCE_SPEC)
 
     @cached_property
     def _decode_program(self) -> Any:
-        """Map (parameters, state, sequence indices, whether the ring is full) to (state, tokens).
+        """Map (parameters, state, sequence indices, `is_full`) to (state, next tokens).
 
-        A turn has one tick per stage and produces the next token of each sequence.
+        The program runs one turn, which has one tick per stage and samples one token of each
+        sequence. `is_full` is False in the first turn, in which the ring fills.
         """
         return self._compiled(self._decode_turn, PartitionSpec())
 
@@ -193,7 +196,7 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _init_program(self) -> Any:
-        """Map (size) to the state of an empty ring."""
+        """Map a `DecodeShape` to the state of an empty ring."""
 
         def build(size: DecodeShape) -> RingState:
             stages, rows = self._stages, size.batch_size // self._stages
@@ -241,7 +244,7 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _weight_shardings(self) -> Tree:
-        """Return the sharding of each parameter over the devices of a stage."""
+        """Return the sharding of each parameter over the devices of one stage."""
         return _map_specs(WeightSharding.from_spec, self.specs)
 
     @property
@@ -249,7 +252,7 @@ class PipelineDecodeEngine:
         return self.sampling.repetition_penalty != 1.0
 
     def lower_step(self, params: Tree, size: DecodeShape) -> jax.stages.Lowered:
-        """Lower the one-turn program for devices that are not attached; parameters are abstract."""
+        """Lower the one-turn program from abstract parameters, for devices that may be absent."""
         rows = (self._stages, size.batch_size // self._stages)
         (at,) = jax.tree.leaves(self._on_mesh((_SEQUENCE_SPEC,)))
         named = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=at)
@@ -259,10 +262,10 @@ class PipelineDecodeEngine:
             )
             return self._decode_program.lower(params, turning, named, np.array(True))
 
-    # Computation on each stage, where arrays have no dim P.
+    # Per-stage computation, in which arrays have no dim P.
 
     def _prefill(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
-        """Run prefill for all microbatches: the ring fills and drains."""
+        """Prefill a chunk for all microbatches, while the ring fills and then drains."""
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, carried: tuple[RingState, Array]) -> tuple[RingState, Array]:
@@ -287,7 +290,7 @@ class PipelineDecodeEngine:
     def _decode_turn(
         self, params: Tree, turning: RingState, numbers: Array, is_full: Array
     ) -> RingState:
-        """Run each microbatch through each stage once; stages start with different microbatches."""
+        """Run each microbatch through every stage once, starting at a different stage each."""
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, turning: RingState) -> RingState:
@@ -310,18 +313,16 @@ class PipelineDecodeEngine:
         return lax.fori_loop(0, stages, tick, turning)
 
     def _in_flight_tokens(self, newest: SampledTokens) -> Any:
-        """Return the newest tokens as a chunk with one token per sequence."""
+        """Return the newest tokens as a `TokenBatch` with one token per sequence."""
         tokens, positions = newest.tokens[..., None], newest.positions[..., None]
         return TokenBatch(tokens, jnp.full_like(tokens, TEXT), positions)
 
     def _layers(
         self, params: Tree, caches: Tree, x: Array, at: Array, works: Array, inputs: Tree
     ) -> tuple[Array, Tree]:
-        """Apply this stage's layers to microbatch `at`; caches are updated only if `works` is
-        true.
-        """
+        """Apply this stage's layers to microbatch `at`; update its caches only if `works`."""
         layout, stage = self.layout, axis_index(STAGE)
-        # With one layer type and equally many layers per stage, no branch is needed.
+        # If all stages have the same number of layers, of one type, no branch is needed.
         alike = len(layout.ring_layer_types) == 1 and bool((layout.layer_at >= 0).all())
         layer_at, kind_at, place_at = (
             jnp.asarray(table[0])[stage]
@@ -366,7 +367,7 @@ class PipelineDecodeEngine:
         is_done: Array,
         behind: Any,
     ) -> RingState:
-        """Update the tokens of microbatch `at` if the last stage has finished it (`is_done`)."""
+        """Sample the next tokens of microbatch `at` if it has left the last stage (`is_done`)."""
         last = mark_varying(broadcast_from(y[:, -1:], STAGE, self._stages - 1))
         ends = {
             name: jax.tree.map(
@@ -394,9 +395,7 @@ class PipelineDecodeEngine:
         return turning._replace(newest_tokens=newest, seen_tokens=seen)
 
     def _next_stage_inputs(self, params: Tree, y: Array, entering: Int[Array, "B T"]) -> Array:
-        """Return the next input of each stage: the previous stage's output, or embeddings of new
-        tokens.
-        """
+        """Return this stage's next input: the previous stage's output, or new embeddings."""
         new = self._embed(params, entering)
         return jnp.where(axis_index(STAGE) == 0, new, ring_shift(y, STAGE, 1, self._stages))
 
@@ -410,9 +409,8 @@ class PipelineDecodeEngine:
 def _join_microbatches(
     first: SampledTokens, others: SampledTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join the first microbatch of a turn with the other microbatches of the next turn.
-
-    The results have the shape `[sequences]`.
+    """Combine the first microbatch's tokens of one turn with the other microbatches' tokens of the
+    next turn, as tokens and log-probabilities of shape `[sequences]`.
     """
 
     def joined(first: Array, others: Array) -> np.ndarray:
@@ -422,7 +420,7 @@ def _join_microbatches(
 
 
 def _from_first_device(leaf: Array, spec: PartitionSpec) -> Array:
-    """Copy the array from the first device, unless it is sharded over sequences."""
+    """Broadcast an array from the first device, unless the array is sharded over sequences."""
     if TOKEN_AXES in spec:
         return leaf
     for axis in TOKEN_AXES:
@@ -438,9 +436,9 @@ AnyDecodeEngine = DecodeEngine | PipelineDecodeEngine
 
 
 def decode_param_layout(partition: ParamLayout) -> ParamLayout:
-    """Return a layout of the same model on the same devices, with one chunk per stage.
+    """Return a parameter layout for the same model and devices, with one chunk per stage.
 
-    All mesh axes are auto axes, because caches grow and tokens are selected by index.
+    All mesh axes are auto axes, because caches are updated and tokens are selected by index.
     """
     decoder, stages = partition.decoder, partition.mesh.shape[STAGE]
     cut = balance_layers(layer_costs(decoder.model, 1), stages)
@@ -449,7 +447,7 @@ def decode_param_layout(partition: ParamLayout) -> ParamLayout:
 
 
 def build_decode_engine(parts: ParamLayout, sampling: Sampling, seed: int) -> AnyDecodeEngine:
-    """Build the decode engine for parameters from `to_decode_params` with the same layout."""
+    """Build a decode engine for parameters that `to_decode_params` converts to the same layout."""
     if parts.mesh.shape[STAGE] == 1:
         return DecodeEngine(parts.decoder, parts.mesh, sampling, seed)
     return PipelineDecodeEngine(
@@ -458,13 +456,13 @@ def build_decode_engine(parts: ParamLayout, sampling: Sampling, seed: int) -> An
 
 
 def to_decode_params(parts: ParamLayout, params: Tree) -> Tree:
-    """Convert stacked parameters with layers in model order for `build_decode_engine`."""
+    """Convert stacked parameters in model order to the layout of `build_decode_engine`."""
     staged = parts.mesh.shape[STAGE] > 1
     return parts.stack(params) if staged else parts.decoder.by_layer(params)
 
 
 def decode_param_shardings(parts: ParamLayout) -> Tree:
-    """Return the shardings of the result of `to_decode_params`."""
+    """Return the shardings of the parameters that `to_decode_params` returns."""
     if parts.mesh.shape[STAGE] > 1:
         return parts.shardings(parts.specs)
     specs, layers = parts.split_layer_types(parts.saved_specs), {}

@@ -1,7 +1,7 @@
-"""Conversion between the `model` section and `config.json`, without jax.
+"""Convert between the `model` config section and a Hugging Face `config.json`, without jax.
 
-Duplicate values in a `config.json` are resolved first, with the precedence of transformers 5.
-Each row of a family's table then reads its value from a single key.
+A `config.json` may define a value under several keys. Such duplicates are resolved first, with the
+precedence of transformers 5, so that each row of a family's conversion table reads a single key.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from maxpipe.models.registry import FAMILIES
 _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embeddings"
 _TYPES = Twice("dtype", "torch_dtype")
 _LENGTH_SCALING_TYPES = ("llama3", "yarn", "longrope", "su")
-"""Rotary types that use the original context length."""
+"""RoPE types that depend on the original context length."""
 
 _HETEROGENEOUS = "per_layer_config"
-"""Key with which the config of any transformers class overrides values of single layers."""
+"""Key under which any transformers config can override values for individual layers."""
 
 
 @dataclass
 class NormalizedConfig:
-    """A config.json without duplicate values."""
+    """A config.json whose duplicate values have been resolved."""
 
     content: dict[str, Any]
     differences: list[str] = field(default_factory=list)
-    """Messages about duplicate values that differed."""
+    """Messages about duplicate keys with different values."""
     unread: list[str] = field(default_factory=list)
-    """Paths of values that neither transformers nor maxpipe reads."""
+    """Key paths that neither transformers nor maxpipe reads."""
 
     def first_stated(self, *statements: tuple[str, Any], default: Any = None) -> Any:
-        """Return the first value that is not None, and record other values that differ."""
+        """Return the first value that is not None, and record later values that differ from it."""
         said = [(path, value) for path, value in statements if value is not None]
         if not said:
             return default
@@ -65,7 +65,7 @@ class NormalizedConfig:
         return used
 
     def note_unread(self, path: str, used: Any, other: str, value: Any) -> None:
-        """Record a value that transformers ignores, if it differs from the value that is used."""
+        """Record a value that transformers ignores, if it differs from the value in effect."""
         if value is not None and used is not None:
             self._note(path, used, other, value)
 
@@ -78,10 +78,10 @@ class NormalizedConfig:
 
 
 def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -> NormalizedConfig:
-    """Return the content of a config.json, with each value at the key that table rows read.
+    """Resolve the duplicate values of a config.json, so that each table row reads a single key.
 
     Raises:
-        Unlike: a value is not supported by any family.
+        Unlike: no family supports one of the values.
     """
     found = NormalizedConfig(dict(content))
     if whole is not None:
@@ -90,7 +90,7 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
         raise Unlike(
             _HETEROGENEOUS,
             found.content[_HETEROGENEOUS],
-            "must be null: such differences between layers are not supported.",
+            "must be null: per-layer overrides are not supported.",
         )
     for twice in (_TYPES, *table.duplicate_keys):
         _merge_duplicate(found, twice)
@@ -113,7 +113,7 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
 def _select_language_model(
     found: NormalizedConfig, content: Theirs, table: HuggingFace, whole: Whole
 ) -> None:
-    """Select the language model's section; its values take precedence except for weight tying."""
+    """Select the language model's section, which overrides top-level keys except weight tying."""
     inner = dict(content[whole.section])
     for name in sorted(table.names() & content.keys() & inner.keys() - {_TIED}):
         found.first_stated((f"{whole.section}.{name}", inner[name]), (name, content[name]))
@@ -140,7 +140,7 @@ def _merge_duplicate(found: NormalizedConfig, twice: Twice) -> None:
 
 
 def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
-    """Return the rotary parameters, including base, type and lengths."""
+    """Return the RoPE parameters, including the base, type and context lengths."""
     content = found.content
     scaling, where = an_object(content, "rope_scaling"), "rope_parameters"
     if row.layers:
@@ -184,9 +184,7 @@ def _drop_nulls(said: Theirs) -> dict[str, Any]:
 def _rope_from_scaling(
     found: NormalizedConfig, scaling: dict[str, Any], parameters: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `rope_scaling`, which replaces `rope_parameters`; both may hold the base and the
-    type.
-    """
+    """Return `rope_scaling`, which overrides `rope_parameters`, and record values that differ."""
     mine = {**scaling, "rope_type": scaling.get("rope_type", scaling.get("type"))}
     outside = {"rope_theta": found.content.get("rope_theta")} | _drop_nulls(mine)
     for name, value in parameters.items():
@@ -201,7 +199,7 @@ def _rope_from_scaling(
 def _rope_of_layer_type(
     found: NormalizedConfig, row: Rotary, scaling: Theirs
 ) -> tuple[dict[str, Any], str]:
-    """Return the rotary parameters of one layer type; `rope_scaling` takes precedence."""
+    """Return the RoPE parameters of one layer type. Values in `rope_scaling` take precedence."""
     parameters = an_object(found.content, "rope_parameters")
     inner = parameters.get(row.layers)
     said = (
@@ -229,7 +227,7 @@ def _rope_of_layer_type(
 def _lengths(
     found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: str
 ) -> None:
-    """Set the original length, and the factor, which is the ratio of two lengths."""
+    """Set the original context length, and the ratio of maximum to original length as `factor`."""
     content = found.content
     length = content.get(_LENGTH) or row.default_max_positions or None
     if kind not in _LENGTH_SCALING_TYPES:
@@ -254,16 +252,16 @@ def _lengths(
 
 
 def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
-    """Check that YaRN has a factor. transformers computes the factor only if its value is null.
+    """Check that a YaRN config has a `factor`. transformers computes it only if it is null.
 
     Raises:
-        Unlike: the factor is missing.
+        Unlike: the `factor` key is missing.
     """
     objects = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     if kind == "yarn" and any(objects) and not any("factor" in said for said in objects):
-        rule = "is required with rope_type = 'yarn'; transformers requires it too."
+        rule = "is required with rope_type = 'yarn', as in transformers."
         action = (
-            f"Set {where}.factor to the published factor, or to null if it is "
+            f"Set {where}.factor to the published factor, or to null for the ratio "
             f"{_LENGTH} / {_ORIGINAL}."
         )
         raise Unlike(f"{where}.factor", None, rule, action)
@@ -276,19 +274,19 @@ def _are_numbers(*values: Any) -> bool:
 def _drop_unread(
     found: NormalizedConfig, row: Rotary, said: dict[str, Any], where: str, kind: Any
 ) -> None:
-    """Drop rotary parameters that the type does not use.
+    """Drop RoPE parameters that the RoPE type does not use.
 
     Raises:
-        Unlike: an unused partial rotary factor would change the model.
+        Unlike: a partial rotary factor is set, but the RoPE type does not support one.
     """
     rows = (
         (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
     )
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
-        return  # a later check reports the type
+        return  # a later check rejects the type
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}
     if _SHARE not in known and said.get(_SHARE, 1) != 1:
-        rule = f"must be 1 with rope_type = {kind!r}: partial rotation is not supported."
+        rule = f"must be 1 with rope_type = {kind!r}, which does not support partial RoPE."
         raise Unlike(f"{where}.{_SHARE}", said[_SHARE], rule)
     for name in said.keys() - known:
         if name != _SHARE and name not in _ALWAYS_SET:
@@ -297,7 +295,7 @@ def _drop_unread(
 
 
 _ALWAYS_SET = (_ORIGINAL, "factor")
-"""Parameters that this module sets for all scaling types, but that only some types use."""
+"""RoPE parameters that are set for all scaling types, although only some types use them."""
 
 
 def _is_name(kind: Any) -> bool:
@@ -310,7 +308,7 @@ def _shown(value: Any) -> str:
 
 
 def lines(found: Sequence[str], most: int = 8) -> list[str]:
-    """Return the first differences, and a line with the number of remaining differences."""
+    """Return the first `most` messages, and a line with the number of remaining messages."""
     more = [f"and {len(found) - most} more duplicate values that differ"] * (len(found) > most)
     return [*found[:most], *more]
 
@@ -333,19 +331,19 @@ _IGNORED_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """Content of a `config.json`."""
+    """A model described by a `config.json`."""
 
     table: HuggingFace
     section: dict[str, Any]
     """Values of the `model` section, with the family's values in a nested dict."""
     exported_keys: dict[str, Any]
-    """Values that an export copies unchanged."""
+    """Keys and values of config.json that an export copies unchanged."""
     unknown: tuple[str, ...]
-    """Unknown keys, which are ignored."""
+    """Unknown keys of config.json, which are ignored."""
     whole: Whole | None = None
-    """The larger model that contains this model."""
+    """The composite model that contains this language model, if any."""
     differences: tuple[str, ...] = ()
-    """Messages about duplicate values that differ."""
+    """Messages about duplicate keys with different values."""
 
     @property
     def config(self) -> ModelConfig:
@@ -368,13 +366,13 @@ def read_description(folder: Path) -> ModelDescription:
             str(path),
             None,
             f"must be the config of a Hugging Face model: {reason}.",
-            "Use a folder written by save_pretrained, or a snapshot of the hub.",
+            "Use a folder written by save_pretrained, or a snapshot from the Hugging Face hub.",
         ) from error
     table, whole, family = _table(path, content)
     if whole is not None:
         inner = content.get(whole.section)
         if not isinstance(inner, dict):
-            rule = f"must be an object with the language model's config of {whole.architecture}."
+            rule = f"must be an object: the language-model config of {whole.architecture}."
             raise ConfigError.one(f"{path}: {whole.section}", json.dumps(inner), rule, _COPY)
     try:
         found = normalize(content, table, whole)
@@ -396,22 +394,22 @@ def read_description(folder: Path) -> ModelDescription:
         if isinstance(row, Kept) and row.theirs in content
     }
     unknown = (*(name for name in content if name not in known), *found.unread)
-    model_of(section, str(path))  # checks every rule of the model
+    model_of(section, str(path))  # raises ConfigError if the section violates a rule
     return ModelDescription(table, section, kept, unknown, whole, tuple(found.differences))
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
-    """Return the config of a `model` section.
+    """Build the model config from a `model` section.
 
     Raises:
         ConfigError: the section violates a rule.
     """
-    # The other config sections can have any valid values.
+    # The values of the other sections are arbitrary but must be valid.
     others = {"train": {"steps": 1}, "tokenizer": {"kind": "huggingface", "path": FILE}}
     return load([], {**others, "model": section}, where).config.model
 
 
-_COPY = "Copy config.json again from the source of the folder."
+_COPY = "Copy config.json again from the model's source."
 
 
 def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole | None, str]:
@@ -433,14 +431,14 @@ def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole |
     raise ConfigError.one(
         f"{path}: architectures",
         json.dumps(names)[:200],
-        f"must be a list with one of {', '.join(sorted(known))}, or null with the model_type of "
+        f"must be a list with one of {', '.join(sorted(known))}, or null if model_type identifies "
         "one of them.",
-        f"Did you mean {guess}?" if guess else "Use the folder of one of these models.",
+        f"Did you mean {guess}?" if guess else "Use a model with one of these architectures.",
     )
 
 
 def _is_base(names: Any, found: tuple[HuggingFace, Whole | None, str]) -> bool:
-    """Return whether `names` is empty or names only the base class that AutoModel saves."""
+    """Return whether `names` is empty or contains only the base class, as saved by AutoModel."""
     table, whole, _ = found
     last = (whole or table).architecture
     base = last.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration") + "Model"
@@ -457,7 +455,7 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
             raise _conversion_error(str(path), table, unlike) from unlike
         except (TypeError, ZeroDivisionError, OverflowError) as error:
             given = {name: content.get(name) for name in row.names}
-            rule = f"must have the format of {table.architecture}: {error}."
+            rule = f"must be valid for {table.architecture}: {error}."
             raise ConfigError.one(str(path), json.dumps(given)[:200], rule, _COPY) from error
     return ours
 
@@ -469,12 +467,12 @@ def _conversion_error(where: str, table: HuggingFace, unlike: Unlike) -> ConfigE
         unlike.rule,
         unlike.action
         or f"maxpipe does not support this variant of {table.architecture}: use a model without "
-        "this setting, or train it with its original software.",
+        "this setting, or train it with its original code.",
     )
 
 
 def _coerce(key: str, value: Any) -> Any:
-    """Convert a value to the type of our key. Integers are accepted as floats."""
+    """Convert a value to the type of a config key. Integers and integral floats are converted."""
     kind = KEYS[key]
     if kind is float and type(value) is int:
         return float(value)
@@ -490,7 +488,7 @@ def _coerce(key: str, value: Any) -> Any:
 
 
 def values(config: ModelConfig) -> dict[str, Any]:
-    """Return a model's values, keyed by name below `model`."""
+    """Return all values of a model config, keyed by their name relative to `model`."""
     own = FAMILIES[config.family].section() if config.own is None else config.own
     inner = family_section(config.family)
     return {name: getattr(config, name) for name in names_in("model")} | {
@@ -499,10 +497,10 @@ def values(config: ModelConfig) -> dict[str, Any]:
 
 
 def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
-    """Return the table of the equivalent transformers class, and the model's config.json values.
+    """Return the conversion table of the equivalent transformers class, and config.json values.
 
     Raises:
-        ConfigError: no class is equivalent.
+        ConfigError: no transformers class is equivalent to the model.
     """
     ours = values(config)
     family = FAMILIES[config.family]
@@ -514,9 +512,9 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
             last = ConfigError.one(
                 unlike.key,
                 unlike.value,
-                f"{unlike.rule.rstrip('.')} in a folder of {table.architecture}.",
+                f"{unlike.rule.rstrip('.')} to be exported as {table.architecture}.",
                 "A model with this value cannot be converted to the Hugging Face format: keep it "
-                "as a checkpoint of maxpipe.",
+                "as a maxpipe checkpoint.",
             )
     if last is not None:
         raise last
@@ -535,9 +533,9 @@ def _exportable_families() -> Iterator[str]:
 def to_json(
     table: HuggingFace, said: Mapping[str, Any], kept: Ours, dtype: str, defaults: Ours
 ) -> str:
-    """Return config.json with the values `said` and the kept keys.
+    """Return the text of a config.json with the values in `said` and the keys kept on import.
 
-    A kept key that `kept` lacks has its value in `defaults`.
+    If a kept key is missing from `kept`, its value is read from `defaults`.
     """
     others = {
         row.theirs: found[row.theirs]
@@ -546,6 +544,6 @@ def to_json(
         if isinstance(row, Kept) and row.theirs in found
     }
     about = {"architectures": [table.architecture], "model_type": table.model_type}
-    # Different releases of transformers read different keys.
+    # Which of the dtype keys is read depends on the transformers release.
     types = dict.fromkeys(_DTYPES, dtype)
     return json.dumps({**about, **types, **others, **said}, indent=2) + "\n"

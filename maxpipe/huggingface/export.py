@@ -1,7 +1,8 @@
-"""Export of a checkpoint to a Hugging Face folder.
+"""Export a checkpoint to a Hugging Face folder.
 
-Files are first allocated at full size. Each parameter is then read once, one stored slab at a time,
-and written to the tensors that contain it. Peak memory is one slab per thread, for any model size.
+Output files are first allocated at full size. Each parameter is then read once, one slab at a time,
+and written to the tensors that contain it. Peak memory is one slab per thread, regardless of model
+size.
 """
 
 from __future__ import annotations
@@ -59,13 +60,14 @@ from maxpipe.models.registry import describe
 from maxpipe.optim.state_spec import EMA
 
 TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Values of `--dtype` and their names in safetensors files."""
+"""Values of `--dtype`, each with its dtype name in safetensors files."""
 
 SHARD_BYTES = 5 * 10**9
-"""Maximum file size in bytes, unless one tensor is larger. transformers 4 supports this size."""
+"""Maximum size in bytes of a weight file, unless a single tensor is larger. transformers 4 supports
+files of this size."""
 
 _Tensors = dict[str, tuple[np.dtype, tuple[int, ...]]]
-"""Dtypes and shapes, keyed by tensor name."""
+"""Dtype and shape of each tensor, keyed by tensor name."""
 
 _PARAMS, _EMA_PREFIX = "params.", f"optimizer.{EMA}."
 BOS_KEY, EOS_KEY, PAD_KEY = "bos_token_id", "eos_token_id", "pad_token_id"
@@ -76,7 +78,7 @@ _MAX_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class _ExportedCheckpoint:
-    """A checkpoint and its run's config."""
+    """The checkpoint to export, and the config of its run."""
 
     name: str
     path: epath.Path
@@ -85,14 +87,12 @@ class _ExportedCheckpoint:
     average: bool
     """Whether to export the averaged parameters (EMA)."""
     tokenizer_folders: tuple[Path, ...]
-    """Folders with tokenizer and generation files, in order of precedence."""
+    """Folders from which tokenizer and generation files are copied, in order of precedence."""
     adapters: CheckpointAdapters | None
-    """Adapters and their base, if the checkpoint holds adapters."""
+    """Adapters and their base model, or None if the checkpoint has no adapters."""
 
     def array(self, name: str, full_name: str, shape: tuple[int, ...]) -> LazyArray:
-        """Open a parameter of the merged model; `full_name` is the parameter's name in the
-        checkpoint.
-        """
+        """Open a parameter of the merged model. `full_name` is its name in the checkpoint."""
         if self.adapters is not None:
             return self.adapters.array(name, shape)
         return readable_array(self.path, full_name)
@@ -106,13 +106,13 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     report: ProgressCallback = ignore_progress,
 ) -> None:
-    """Write config.json, safetensors files, and the tokenizer's files if they exist.
+    """Write config.json, the safetensors files, and the tokenizer files if they exist.
 
-    `dtype` is one of `TYPES`. If it is None, the tensors have the dtype of the imported weights, or
-    else the stored dtype.
+    `dtype` is a key of `TYPES`. If it is None, tensors have the dtypes of the imported weights, or
+    the stored dtype if the weights were not imported.
 
     Raises:
-        ConfigError: the model has no Hugging Face format, or `out` exists.
+        ConfigError: no transformers class supports the model, or `out` already exists.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
     chosen = _open_checkpoint(address)
@@ -120,9 +120,9 @@ def export(
     table, said = table_for(model)
     both = map_tensors(describe(replace(model, adapter=None)), table)
     if model.mtp_heads and not any(name.startswith("ahead.") for name in both.slices):
-        say("left out: the multi-token prediction heads, which are only for training")
+        say("omitted: the multi-token prediction heads, which are used only in training")
     types = _types(chosen, both, dtype)
-    say(f"{chosen.name}: {table.architecture}, checking its files")
+    say(f"{chosen.name}: {table.architecture}, verifying the checkpoint files")
     target = expand_path(out, _OUT).absolute()
     with atomic_folder(out, _OUT) as here, _verify_files_in_background(chosen):
         names = _write_tensors(chosen, both, shard_tensors(both, types, shard_bytes), here, report)
@@ -136,7 +136,7 @@ def export(
             copied += copy_tokenizer_files(folder, here)
         trained.write(here, copied, say)
     if not copied:
-        say("no tokenizer files: the run's tokenizer is built in, or is not on this machine")
+        say("no tokenizer files: the run's tokenizer is either built in or not on this machine")
     say(f"wrote {target}: {pluralize(len(names), 'file')} of weights in {most}")
 
 
@@ -144,12 +144,13 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: MessageC
     """Write only the adapters of a checkpoint, in PEFT format.
 
     Raises:
-        ConfigError: there are no adapters, PEFT does not support them, or `out` exists.
+        ConfigError: the checkpoint has no adapters, PEFT does not support one of them, or `out`
+            already exists.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
     chosen = _open_checkpoint(address)
     if chosen.adapters is None:
-        rule = "has no adapters, because its run trained a complete model."
+        rule = "has no adapters, because its run trained all parameters of the model."
         raise address.error(rule, "Omit --adapter.")
     model = chosen.config.model
     table, _ = table_for(model)
@@ -161,17 +162,18 @@ def export_adapters(address: Address, out: str, dtype: str | None, say: MessageC
             modules = write_adapters(chosen.adapters, describe(model), both, here, short, base)
     except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
-    say(f"wrote {target}: adapters of {pluralize(len(modules), 'module')} in PEFT format")
+    say(f"wrote {target}: adapters for {pluralize(len(modules), 'module')} in PEFT format")
     if base is None:
         address_of_base = chosen.adapters.base_record["address"]
         say(
             f"{target}: base_model_name_or_path is {address_of_base}, a checkpoint that PEFT "
-            f"cannot load: run maxpipe export {shlex.quote(address_of_base)} NEW, and set it to NEW"
+            f"cannot load: run maxpipe export {shlex.quote(address_of_base)} NEW, then set "
+            "base_model_name_or_path to NEW"
         )
 
 
 def _loadable_base(adapters: CheckpointAdapters) -> str | None:
-    """Return the folder or hub id of the base for PEFT, or None if PEFT cannot load the base."""
+    """Return the base model's folder or hub id, or None if PEFT cannot load the base model."""
     base = adapters.base
     if isinstance(base, HuggingFaceFolder):
         return hub_id(base.folder) or str(base.folder.absolute())
@@ -196,7 +198,7 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
             facts = folder.read_metadata(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
-        # Other objectives need documents.
+        # Other objectives are valid only together with a data section.
         saved["train"] = {**saved["train"], "objective": "pretrain"}
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.address_at(step)).config
@@ -219,15 +221,16 @@ def _damaged(path: epath.Path, reason: str) -> StorageError:
     return StorageError(
         f"{path}: cannot be exported\n"
         f"  {reason}.\n"
-        "  Use another step (`maxpipe checkpoints list RUN`), or restore the files of this step."
+        "  Use another step (`maxpipe checkpoints list RUN`), or restore this step's files."
     )
 
 
 @contextlib.contextmanager
 def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
-    """Verify the checksums of all files in the background, if the checkpoint has a manifest.
+    """Verify the checksums of all checkpoint files in a background thread.
 
-    Decoded arrays are always compared with the saved digests.
+    A checkpoint without a manifest has no checksums. Its decoded arrays are still compared with the
+    saved digests.
 
     Raises:
         StorageError: a file is damaged or cannot be reached.
@@ -267,9 +270,9 @@ def _types(chosen: _ExportedCheckpoint, both: TensorMapping, dtype: str | None) 
     try:
         origin = check_type(said, Origin)
         if not {origin["dtype"], *origin["dtypes"].values()} <= DTYPES.keys():
-            raise ValueError("the type is unknown")
+            raise ValueError("unknown dtype")
     except ValueError as error:
-        raise _damaged(chosen.path, f"the record of its import is invalid: {error}") from error
+        raise _damaged(chosen.path, f"the import record is invalid: {error}") from error
     return {name: origin["dtypes"].get(name, origin["dtype"]) for name in both.tensors}
 
 
@@ -281,7 +284,7 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Group tensors into files, in the order of the model's layers."""
+    """Assign tensors in layer order to files of at most `shard_bytes`, or one larger tensor."""
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():
@@ -308,7 +311,7 @@ def _write_tensors(
     here: Path,
     report: ProgressCallback,
 ) -> list[str]:
-    """Write all weights, and the index if there are several files. Return the file names."""
+    """Write all weight files (and an index if there are several), and return their names."""
     total = sum(
         math.prod(shape) * dtype.itemsize
         for group in files.values()
@@ -347,13 +350,13 @@ def _write_param(
     writers: Mapping[str, SafetensorsWriter],
     written: ByteProgress,
 ) -> None:
-    """Write one parameter to the files of its tensors, and compare it with its saved digest."""
+    """Write one parameter to its tensors' files, and check the parameter against its digest."""
     averaged = chosen.average and both.params[name].trainable
     full_name = f"{_EMA_PREFIX if averaged else _PARAMS}{name}"
     try:
         array = manifest.call_detecting_damage(lambda: chosen.array(name, full_name, shape))
         if array.shape != shape:
-            raise DamagedError(f"array {full_name} does not have the shape from the config")
+            raise DamagedError(f"array {full_name} does not have the shape that the config defines")
         total, lock = digests.ArrayDigest(str(array.dtype), shape), threading.Lock()
 
         def put(region: writer.Region) -> None:
@@ -395,30 +398,30 @@ def _cast(values: np.ndarray, writer: SafetensorsWriter, name: str) -> np.ndarra
         raise ConfigError.one(
             "command line: --dtype",
             str(dtype),
-            f"cannot store {name}: its largest value is {np.abs(values).max():g}, but the maximum "
-            f"of {dtype} is {float(ml_dtypes.finfo(dtype).max):g}.",
+            f"cannot represent {name}: its largest magnitude is {np.abs(values).max():g}, but the "
+            f"{dtype} maximum is {float(ml_dtypes.finfo(dtype).max):g}.",
             "Use --dtype bfloat16 or --dtype float32.",
         )
     return cast
 
 
 def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the imported config.json; an export copies some of its keys."""
+    """Return the config.json saved at import, from which an export copies some keys."""
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):
             return parse_json(read(folder / FILE, _MAX_BYTES), dict[str, Any])
     return {}
 
 
-# Chat template and control tokens.
+# Chat template and special tokens.
 
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
     """Tokenizer and chat format with which a run was trained.
 
-    `tokenizer` is None if it cannot be opened. `is_run` is False for imported weights without
-    training.
+    `tokenizer` is None if it cannot be opened. `is_run` is False if the weights were imported and
+    not trained since.
     """
 
     tokenizer: Tokenizer | None
@@ -426,7 +429,7 @@ class TrainedTokenizer:
     is_run: bool
 
     def in_config(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the changed keys of a config.json or generation_config.json."""
+        """Return the special-token keys to change in a config.json or generation_config.json."""
         tokenizer = self.tokenizer
         if not self.is_run or tokenizer is None:
             return {}
@@ -442,7 +445,7 @@ class TrainedTokenizer:
         return changed
 
     def write(self, here: Path, copied: Sequence[str], say: MessageCallback) -> None:
-        """Update the tokenizer and generation files in the folder of an export.
+        """Update the tokenizer files and generation_config.json in an export folder.
 
         Raises:
             ConfigError: a copied file cannot be read.
@@ -456,16 +459,16 @@ class TrainedTokenizer:
         if self.conversation is None or (template := self.conversation["template"]) is None:
             return
         if not copied:
-            say("left out: the chat template, because the export has no tokenizer files")
+            say("omitted: the chat template, because the export has no tokenizer files")
             return
         chat = self.tokenizer.chat if self.tokenizer else None
         if chat is not None and chat.template == template:
             return
         write(here / _TEMPLATE, template.encode())
-        for name in (_SETTINGS, _TEMPLATE_JSON):  # earlier releases read these files
+        for name in (_SETTINGS, _TEMPLATE_JSON):  # read by older transformers releases
             if name in copied:
                 _write_json(here / name, _read_json(here / name) | {"chat_template": template})
-        say(f"{_TEMPLATE}: the chat template of the run's training")
+        say(f"{_TEMPLATE}: the chat template with which the run was trained")
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -473,7 +476,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return parse_json(read(path, _MAX_BYTES), dict[str, Any])
     except (OSError, ValueError) as error:
         rule = f"must be a JSON object: {getattr(error, 'strerror', None) or error}."
-        action = "Correct the file next to tokenizer.path."
+        action = "Fix this file in the folder of tokenizer.path."
         raise ConfigError.one(path.name, None, rule, action) from error
 
 
@@ -483,24 +486,24 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _trained_tokenizer(chosen: _ExportedCheckpoint, say: MessageCallback) -> TrainedTokenizer:
-    """Return the tokenizer and the chat format that a checkpoint records."""
+    """Return the tokenizer and the chat format recorded in a checkpoint."""
     data = chosen.facts.data
     try:
         conversation = parse_chat_spec(data)
     except ValueError as error:
-        raise _damaged(chosen.path, f"the record of the chat format is invalid: {error}") from error
+        raise _damaged(chosen.path, f"the chat format record is invalid: {error}") from error
     try:
         tokenizer = open_tokenizer(chosen.config.tokenizer)
         if tokenizer.min_embedding_rows <= (rows := chosen.config.model.vocab_size):
             tokenizer = tokenizer.with_embedding_rows(rows)
     except ConfigError as error:
-        say(f"{FILE} has no ids of control tokens: {error.problems[0].rule}")
+        say(f"{FILE} has no special-token ids: {error.problems[0].rule}")
         tokenizer = None
     return TrainedTokenizer(tokenizer, conversation, is_run="source" in data.get("fingerprint", {}))
 
 
 def _defaults(config: Config, kept: Mapping[str, Any], trained: TrainedTokenizer) -> dict[str, Any]:
-    """Return the sequence length and token ids, for keys that the imported config.json lacks."""
+    """Return the sequence length and special-token ids for keys missing in the imported config."""
     length = {"max_position_embeddings": config.train.sequence_length}
     if EOS_KEY in kept:
         return length

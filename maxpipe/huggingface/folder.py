@@ -1,10 +1,10 @@
-"""Hugging Face folders: tensor lookup, reading of parameter regions and atomic output, without jax.
+"""Look up tensors in Hugging Face folders, read parameter regions and write folders atomically.
 
-Only headers of weights remain in memory. A region is assembled from the tensor rows that it needs,
-one block at a time.
+Only the headers of weight files are kept in memory. A parameter region is assembled from the tensor
+rows that overlap it, one block at a time. jax is not imported.
 
-The module also copies tokenizer files, counts bytes for progress callbacks, and resolves the
-address of a model.
+The module also copies tokenizer files, counts bytes for progress callbacks, and resolves model
+addresses.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_MISSING_TENSORS = 1000
-"""Maximum number of missing tensors. A mapping with more missing tensors is aborted."""
+"""Maximum number of missing tensors. If more tensors are missing, the mapping is aborted."""
 _UNKNOWN_LENGTH = 2048
 """Default sequence length in tokens, used if config.json has none."""
 _VOCAB = "vocab"
@@ -64,30 +64,30 @@ class _Index(TypedDict):
 
 
 def folder_of(text: str) -> str | None:
-    """Return the folder of `hf:DIR`, or None for another address."""
+    """Return DIR of an `hf:DIR` address, or None for any other address."""
     return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
 
 
 @dataclass(frozen=True)
 class HuggingFaceFolder:
-    """A folder whose tensors match the model in its config.json."""
+    """A model folder whose tensors match its config.json."""
 
     folder: Path
     description: ModelDescription
     config: ModelConfig
     mapping: TensorMapping
     unused_tensors: tuple[str, ...]
-    """Names of known tensors that do not belong to the model."""
+    """Names of recognized tensors that the model does not use."""
     num_missing_mtp_layers: int
     """Number of multi-token prediction layers that config.json declares but the folder lacks."""
     _files: Mapping[str, SafetensorsReader]
-    """Readers, keyed by tensor name in the table."""
+    """File readers, keyed by tensor name in the conversion table."""
     _names: Mapping[str, str]
-    """Tensor names in the files, keyed by tensor name in the table."""
+    """Tensor names in the files, keyed by tensor name in the conversion table."""
 
     @cached_property
     def dtypes(self) -> Mapping[str, str]:
-        """Return the dtypes of an export's tensors, keyed by name.
+        """Return the dtype with which each tensor would be exported, keyed by tensor name.
 
         Duplicate tensors are included only if the folder has them.
         """
@@ -97,20 +97,20 @@ class HuggingFaceFolder:
             here = {_layer_and_expert(piece): piece.tensor for piece in self.mapping.slices[name]}
             for piece in pieces:
                 dtype = self._entry(here[_layer_and_expert(piece)]).dtype
-                # If a fused tensor would have two dtypes, float32 can represent the values of both.
+                # Slices of two dtypes in one tensor are stored in float32, which represents both.
                 types[piece.tensor] = dtype if types.get(piece.tensor, dtype) == dtype else "F32"
         copies = {copy: types[name] for copy, name in both.originals.items() if copy in self._files}
         return types | copies
 
     @property
     def dtype(self) -> str:
-        """Return the most common dtype."""
+        """Return the most common dtype of the tensors."""
         return Counter(self.dtypes.values()).most_common(1)[0][0]
 
     @property
     def model_dtypes(self) -> dict[str, str]:
-        """Return the dtypes of the `model` section: weights keep their dtype, and float32 models
-        compute in float32.
+        """Return dtypes for the `model` section that represent the weights without loss. Models in
+        float32 also compute in float32.
         """
         if self.dtype == "F32":
             return {"param_dtype": "float32", "compute_dtype": "float32"}
@@ -118,18 +118,18 @@ class HuggingFaceFolder:
 
     @property
     def sequence_length(self) -> int:
-        """Return the maximum sequence length in config.json."""
+        """Return the maximum sequence length in config.json, or a default."""
         most = self.description.exported_keys.get("max_position_embeddings")
         return most if type(most) is int and 2 <= most < 2**31 else _UNKNOWN_LENGTH
 
     def stored_dtype(self, name: str) -> np.dtype:
-        """Return a dtype that can represent all values of one of our parameters."""
+        """Return a dtype that can represent all stored weights of a parameter."""
         types = {DTYPES[self._entry(piece.tensor).dtype] for piece in self.mapping.slices[name]}
         return types.pop() if len(types) == 1 else np.dtype(np.float32)
 
     @property
     def num_files(self) -> int:
-        """Return the number of files with tensors of the model."""
+        """Return the number of files that contain tensors of the model."""
         return len({reader.path for reader in self._files.values()})
 
     def _entry(self, name: str):
@@ -138,9 +138,10 @@ class HuggingFaceFolder:
     def read_region(
         self, name: str, dtype: np.dtype, region: Sequence[slice], vocab_size: int = 0
     ) -> np.ndarray:
-        """Read a region of one of our parameters, with layers stacked in model order.
+        """Read a region of a parameter in checkpoint layout, with layers stacked in model order.
 
-        With a `vocab_size` larger than the folder's, new rows are the mean of the existing rows.
+        If `vocab_size` exceeds the folder's vocabulary size, each added row is the mean of the
+        existing rows.
 
         Raises:
             ConfigError: a file cannot be read, or a value is NaN or infinite.
@@ -167,7 +168,7 @@ class HuggingFaceFolder:
         return values
 
     def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
-        """Read part of a tensor slice into `target` in our layout, some rows at a time."""
+        """Read part of a tensor slice into `target` in parameter layout, some rows at a time."""
         dim = piece.outer_remaining_dim
         wanted = taken[dim]
         for part, ours in self._blocks(piece, wanted):
@@ -178,7 +179,7 @@ class HuggingFaceFolder:
             mapping.copy(target[tuple(there)], ours[tuple(here)])
 
     def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield (slice of the outer dim, array in our layout) in blocks of limited size."""
+        """Yield blocks of limited size as (slice of the outer dim, array in parameter layout)."""
         width = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
         step = max(1, _BLOCK_ELEMENTS // width)
         if not piece.is_divisible:
@@ -193,7 +194,7 @@ class HuggingFaceFolder:
     def _mean(self, name: str, dim: int) -> np.ndarray:
         if name not in self._means:
             (piece,) = self.mapping.slices[name]
-            assert piece.outer_dim == dim, "its rows are entries of the vocabulary"
+            assert piece.outer_dim == dim, "each tensor row must be one vocabulary entry"
             total = np.zeros((), np.float64)
             for _, ours in self._blocks(piece, slice(0, piece.sizes[piece.outer_dim])):
                 total = total + ours.astype(np.float32).sum(dim, np.float64, keepdims=True)
@@ -216,18 +217,18 @@ class HuggingFaceFolder:
             )
 
     def check_copies(self) -> None:
-        """Check that duplicate tensors are bitwise equal.
+        """Check that duplicate tensors are bitwise equal to their originals.
 
         Raises:
-            ConfigError: a copy differs.
+            ConfigError: a duplicate differs.
         """
         for copy, original in self.mapping.originals.items():
             if copy in self._files and not self._is_same(copy, original):
                 raise ConfigError.one(
                     f"{self._files[copy].path}: {self._names[copy]}",
                     None,
-                    f"must be bitwise equal to {self._names[original]}, which multi-token "
-                    "prediction layers share.",
+                    f"must be bitwise equal to {self._names[original]}, because multi-token "
+                    "prediction layers share that tensor.",
                     f"Set num_nextn_predict_layers to 0 in {self.folder / FILE} to omit these "
                     "layers.",
                 )
@@ -237,12 +238,12 @@ class HuggingFaceFolder:
             raise ConfigError.one(
                 f"{self._files[HEAD].path}: {self._names[HEAD]}",
                 None,
-                "must be bitwise equal to the embedding table, because config.json ties both.",
-                f"Set tie_word_embeddings to false in {self.folder / FILE} if they are separate.",
+                "must be bitwise equal to the embedding table, because config.json ties the two.",
+                f"Set tie_word_embeddings to false in {self.folder / FILE} if they are not tied.",
             )
 
     def _is_same(self, one: str, other: str) -> bool:
-        """Return whether two tensors of one shape are bitwise equal."""
+        """Return whether two tensors of the same shape are bitwise equal."""
         count, width = self.mapping.tensors[other]
         step = max(1, _BLOCK_ELEMENTS // width)
         for first in range(0, count, step):
@@ -254,15 +255,17 @@ class HuggingFaceFolder:
 
 
 def _layer_and_expert(piece: TensorSlice) -> tuple[int, ...]:
-    """Return the layer and expert of a tensor slice, which are the same in all layouts."""
+    """Return the layer and expert indices of a slice, which are the same in all tensor layouts."""
     return tuple(index for index in piece.at if isinstance(index, int))
 
 
 def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFolder:
-    """Open a folder and check all headers. `where` names the option in errors.
+    """Open a model folder and check the headers of its weight files.
+
+    `where` is the command-line option that error messages name.
 
     Raises:
-        ConfigError: the folder has no model, or its tensors do not match its config.json.
+        ConfigError: the folder has no supported model, or its tensors do not match config.json.
     """
     path = expand_path(folder, where)
     if not folder.strip() or "\0" in folder or not os.path.isdir(path):
@@ -270,7 +273,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             where,
             folder or "''",
             "must be a folder on this machine with config.json and safetensors files.",
-            "Download the model, and set its folder.",
+            "Download the model, and set the path of its folder.",
         )
     if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
         raise error
@@ -316,8 +319,8 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
 def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:
     """Remove multi-token prediction layers from the description if the folder has none.
 
-    Return the number of removed layers as well. transformers drops these layers when it saves a
-    model, but keeps their number in config.json.
+    Also return the number of removed layers. transformers drops these layers when it saves a model,
+    but keeps the layer count in config.json.
     """
     count, layers = said.config.mtp_heads, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
@@ -327,9 +330,9 @@ def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelD
 
 
 def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> frozenset[str]:
-    """Return patterns of multi-token prediction tensors that config.json does not declare.
+    """Return name patterns of multi-token prediction layers that config.json does not declare.
 
-    A layer counts only if it has tensors of multi-token prediction. A wrong number of layers in
+    Only layers with tensors specific to multi-token prediction match. A wrong layer count in
     config.json is therefore still detected.
     """
     first = said.config.num_layers + said.config.mtp_heads
@@ -343,7 +346,7 @@ def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> 
 
 
 def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
-    """Map each tensor name in the files to its reader."""
+    """Return the reader of each tensor, keyed by tensor name in the files."""
     if (folder / SINGLE).exists():
         reader = SafetensorsReader(folder / SINGLE)
         return dict.fromkeys(reader.entries, reader)
@@ -359,7 +362,7 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
     listed = content["weight_map"]
     for name in dict.fromkeys(listed.values()):
         if not _FILE_NAME.fullmatch(name):
-            rule = "must have file names in this folder only: NAME.safetensors."
+            rule = "must list only files in this folder, as NAME.safetensors."
             action = "Do not use this folder: no tool writes such names."
             raise ConfigError.one(str(path), quote_name(name), rule, action)
         if not (folder / name).exists():
@@ -390,15 +393,15 @@ def _check_entries(
         reader, entry = files[name], files[name].entries[names[name]]
         where = f"{reader.path}: {names[name]}"
         if entry.dtype not in DTYPES:
-            rule = f"must be of type {' or '.join(DTYPES)}."
-            action = "Use weights that are not quantized."
+            rule = f"must have dtype {' or '.join(DTYPES)}."
+            action = "Use unquantized weights."
             raise ConfigError.one(where, entry.dtype, rule, action)
         if entry.shape != shape:
             raise safetensors.wrong_shape(folder, where, name, entry.shape, shape)
 
 
 def num_params(source: HuggingFaceFolder) -> int:
-    """Return the number of parameters of the model; a tied embedding table counts once."""
+    """Return the model's parameter count, in which a tied embedding table is counted once."""
     return sum(math.prod(shape) for shape in source.mapping.shapes.values())
 
 
@@ -409,10 +412,10 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Names of tokenizer and generation files. Only these files and vocabularies are copied."""
+"""Names of tokenizer and generation files. Only these files and vocabulary files are copied."""
 
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
-"""Pattern of the file names of SentencePiece and tiktoken vocabularies."""
+"""Pattern for the names of SentencePiece and tiktoken vocabulary files."""
 
 _MAX_VOCABULARIES = 8
 _MAX_BYTES = 1 << 28
@@ -422,13 +425,13 @@ _REMOVE_TIMEOUT_SECONDS = 3.0
 
 @contextlib.contextmanager
 def atomic_folder(path: str, option: str) -> Iterator[Path]:
-    """Create a folder next to `path` and rename it to `path` after the body succeeds.
+    """Create a temporary folder next to `path`, and rename it to `path` when the body succeeds.
 
-    An error or Ctrl-C removes the folder. If the process is killed, the next command for the same
-    path removes the folder.
+    On an error or Ctrl-C, the temporary folder is removed. If the process is killed, the next
+    command for the same path removes the temporary folder.
 
     Raises:
-        ConfigError: the path exists.
+        ConfigError: the path already exists.
         StorageError: the folder cannot be written.
     """
     given = expand_path(path, option)
@@ -438,7 +441,7 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
     where = given.absolute()
     check_outside_checkpoints(where, option)
     if os.path.lexists(where):
-        rule = "must not exist, because nothing is overwritten."
+        rule = "must not exist, because existing folders are never overwritten."
         raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
     prefix = f".{where.name}."
     try:
@@ -454,7 +457,7 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
         partial.chmod(0o777 & ~umask)
         os.fsync(held)
         if os.path.lexists(where):
-            rule = "was created by another process; nothing is overwritten."
+            rule = "was created by another process, and existing folders are never overwritten."
             raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
         partial.rename(where)
     except OSError as error:
@@ -465,7 +468,7 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
 
 
 def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Return a new folder and its descriptor, which holds the lock of this process."""
+    """Return a new temporary folder and its file descriptor, which holds this process's lock."""
     while True:
         partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
         with contextlib.suppress(FileNotFoundError):
@@ -504,9 +507,7 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def unwritable_error(where: Path, error: OSError) -> StorageError:
-    """Return the error for a folder that cannot be written. The message adds that no files
-    remain.
-    """
+    """Return the error for an unwritable folder, which states that no partial files remain."""
     return StorageError.unwritable(
         where, error, "Free space, or use a writable folder. All partial files were removed."
     )
@@ -534,12 +535,12 @@ def _remove_leftovers(folder: Path, prefix: str) -> None:
 def copy_tokenizer_files(
     source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES
 ) -> list[str]:
-    """Copy vocabularies, and those files in `names` that exist. Return the names of the copies.
+    """Copy vocabulary files and any existing files in `names`, and return the copied names.
 
-    Existing files in `target` are kept.
+    Files that already exist in `target` are not overwritten.
 
     Raises:
-        ConfigError: a file cannot be read, or is a link that leaves the folder.
+        ConfigError: a file cannot be read, or is a symlink to a file outside the folder.
         OSError: a file cannot be written.
     """
     copied = []
@@ -553,7 +554,7 @@ def copy_tokenizer_files(
             continue
         except OSError as error:
             rule = f"cannot be copied: {error.strerror or error}."
-            action = "Copy the file again from its source, or move it away."
+            action = "Copy the file again from its source, or move it out of the folder."
             raise ConfigError.one(str(source / name), None, rule, action) from error
         write(target / name, content)
         copied.append(name)
@@ -561,12 +562,12 @@ def copy_tokenizer_files(
 
 
 def _check_inside(folder: Path, path: Path) -> None:
-    """Check that a file is not a link that leaves the folder, so that no other files are published.
+    """Check that a file is not a symlink out of the folder, so that no other file is published.
 
-    Links to `blobs` of the hub's cache, next to the folder's `snapshots`, are allowed.
+    Symlinks to `blobs` in the Hugging Face cache, next to the folder's `snapshots`, are allowed.
 
     Raises:
-        ConfigError: the link leaves the folder.
+        ConfigError: the symlink target is outside the folder.
     """
     if not path.is_symlink():
         return
@@ -574,7 +575,7 @@ def _check_inside(folder: Path, path: Path) -> None:
     blobs = whole.parent.parent / "blobs"
     if not real.is_relative_to(whole) and not real.is_relative_to(blobs):
         rule = f"must not link to {real} outside the folder: that file would be copied."
-        raise ConfigError.one(str(path), None, rule, "Replace the link by a copy, if intended.")
+        raise ConfigError.one(str(path), None, rule, "If intended, replace the link with a copy.")
 
 
 def vocabularies(folder: Path) -> list[str]:
@@ -593,11 +594,11 @@ _MEGABYTE = 10**6
 
 
 def ignore_progress(task: str, done: int, total: int) -> None:
-    """Ignore progress."""
+    """Ignore a progress report."""
 
 
 class ByteProgress:
-    """Byte counter for several threads."""
+    """Thread-safe byte counter that reports progress."""
 
     def __init__(self, task: str, total: int, report: ProgressCallback):
         self._task, self._total, self._report = task, total, report
@@ -616,12 +617,12 @@ def resolve_model(
 ) -> Address | Path:
     """Return the address of a run or checkpoint, or the path of a Hugging Face folder.
 
-    `hf:DIR` and folders with a config.json are Hugging Face folders; the config of a run is YAML.
+    `hf:DIR` and folders with a config.json are Hugging Face folders; a run's config is YAML.
     `average` selects the averaged parameters (EMA). `where` and `runs` are passed to
     `parse_address`.
 
     Raises:
-        ConfigError: the text is invalid, or averages of a folder are requested.
+        ConfigError: the address is invalid, or it is a Hugging Face folder and `average` is set.
     """
     folder = folder_of(text)
     if folder is None and os.path.isfile(os.path.join(os.path.expanduser(text), FILE)):
@@ -629,6 +630,6 @@ def resolve_model(
     if folder is None:
         return dataclasses.replace(parse_address(text, where, runs), average=average)
     if average:
-        rule = "must be a run or checkpoint: a Hugging Face folder has no averages."
+        rule = "must be a run or checkpoint: a Hugging Face folder has no averaged parameters."
         raise ConfigError.one("command line: --average", text, rule, "Omit --average.")
     return expand_path(folder, where) if where else expand_path(folder)

@@ -1,4 +1,4 @@
-"""Import of a Hugging Face folder as a weights-only checkpoint."""
+"""Import a Hugging Face folder as a weights-only checkpoint."""
 
 from __future__ import annotations
 
@@ -44,32 +44,32 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.models.param_names import unflatten
 
 FOLDER = "huggingface"
-"""Folder next to the checkpoint with config.json and tokenizer files."""
+"""Name of the folder next to `checkpoints` that contains config.json and the tokenizer files."""
 
 WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
-"""Keys of a checkpoint's data position."""
+"""Keys in the data position that a checkpoint stores."""
 
 _SLAB_BYTES = 1 << 24
 """Slab size in bytes. The operating system would reclaim larger allocations after each use, and
-zero them before the next use."""
+would have to zero their pages again before the next use."""
 
 
 class Origin(TypedDict):
-    """Record of an import, which allows an export to reproduce the imported files bit for bit."""
+    """Record of an import, from which an export reproduces the imported files bit for bit."""
 
     dtype: str
     """Dtype of most tensors, as named in safetensors files."""
     dtypes: dict[str, str]
     """Dtypes of the other tensors, keyed by tensor name."""
     folder: NotRequired[str]
-    """Absolute path of the imported folder, or the hub id of its snapshot."""
+    """Absolute path of the imported folder, or its hub id if it is a Hugging Face hub snapshot."""
 
 
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[0-9a-f]{40}")
 
 
 def hub_id(folder: Path) -> str | None:
-    """Return the hub id of a folder in the hub's cache, or None for other folders."""
+    """Return the hub id of a snapshot in the Hugging Face cache, or None for other folders."""
     match = _SNAPSHOT.fullmatch("/".join(folder.absolute().parts[-3:]))
     return f"{match[1]}/{match[2]}" if match else None
 
@@ -77,13 +77,13 @@ def hub_id(folder: Path) -> str | None:
 def import_folder(
     folder: str, out: str, say: MessageCallback, report: ProgressCallback = ignore_progress
 ) -> None:
-    """Write `<out>/checkpoints/0`, a config.yml for runs that start from this checkpoint, and
-    tokenizer files.
+    """Write `<out>/checkpoints/0`, the tokenizer files, and a config.yml for runs that start from
+    this checkpoint.
 
     `say` receives messages for the user, and `report` receives the progress in megabytes.
 
     Raises:
-        ConfigError: the folder cannot be used, or `out` exists.
+        ConfigError: the folder does not contain a supported model, or `out` already exists.
         StorageError: `out` cannot be written.
     """
     source = open_folder(folder)
@@ -120,7 +120,7 @@ def import_folder(
         facts = CheckpointMetadata(0, to_dict(saved), data, time.time())
         _write(source, here / CHECKPOINTS, facts, target, report)
         section = to_dict(saved)["model"]
-        del section["param_dtype"]  # runs use their default
+        del section["param_dtype"]  # new runs use the default dtype
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))
@@ -132,7 +132,7 @@ _OUT = "command line: --out"
 
 
 def describe_source(source: HuggingFaceFolder) -> list[str]:
-    """Return lines for the user that describe a folder."""
+    """Return lines for the user that describe a Hugging Face folder."""
     table = source.description.table
     types = ", ".join(sorted(set(source.dtypes.values())))
     lines = [
@@ -143,7 +143,7 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
         names = ", ".join(source.unused_tensors[:3])
         count = len(source.unused_tensors)
         more = f" and {count - 3} more" if count > 3 else ""
-        lines.append(f"left out, because this model does not use them: {names}{more}")
+        lines.append(f"omitted, because this model does not use them: {names}{more}")
     if source.num_missing_mtp_layers:
         lines.append(
             f"{FILE} declares "
@@ -153,8 +153,8 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
     lines += config_json.lines(source.description.differences)
     if unknown := source.description.unknown:
         lines.append(
-            f"{FILE}: {table.architecture} has no keys {', '.join(map(repr, unknown[:8]))}; they "
-            "are ignored"
+            f"{FILE}: {table.architecture} does not define the keys "
+            f"{', '.join(map(repr, unknown[:8]))}, which are ignored"
         )
     return lines
 
@@ -166,7 +166,7 @@ def _write(
     target: Path,
     report: ProgressCallback,
 ) -> None:
-    """Write the checkpoint. `target` is its final location."""
+    """Write the checkpoint to `folder`. Error messages name `target`, its final location."""
     folder.mkdir()
     state = _state(source)
     total = sum(array.nbytes for array in leaves_by_name(state).values())
@@ -178,7 +178,7 @@ def _write(
 
 
 def _state(source: HuggingFaceFolder) -> dict[str, Any]:
-    """Return the parameters in checkpoint layout, with the dtypes of the files."""
+    """Return lazily read parameters in checkpoint layout, in the dtypes of the weight files."""
     arrays: dict[tuple[str, ...], writer.LazySlabArray] = {}
     for name, shape in source.mapping.shapes.items():
         dtype = source.stored_dtype(name)
@@ -191,11 +191,11 @@ def _state(source: HuggingFaceFolder) -> dict[str, Any]:
 def _tokenizer(
     here: Path, later: Path, copied: list[str], rows: int, say: MessageCallback
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the tokenizer section, and its entry in a data fingerprint."""
+    """Return the `tokenizer` section and the tokenizer's entry in the data fingerprint."""
     section = {"kind": "auto", "path": str(later)}
     if _TOKENIZER not in copied and not vocabularies(here):
         names = f"{_TOKENIZER} or tokenizer.model"
-        say(f"no {names} in the folder: add one to {later}, or set tokenizer.path")
+        say(f"the folder has no {names}: add one to {later}, or set tokenizer.path")
         return section, {}
     try:
         config = TokenizerConfig(kind="auto", path=str(here))

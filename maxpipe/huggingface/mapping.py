@@ -1,8 +1,8 @@
-"""Mapping of a model's parameters to Hugging Face tensors, as defined by the family's table.
+"""Map a model's parameters to Hugging Face tensors, as defined by the family's conversion table.
 
-The module also copies arrays in blocks to arrays with a different memory order. A direct numpy copy
-of a bfloat16 matrix reaches 0.2 GB/s, because each element is a cache miss. In blocks that fit into
-the cache, the copy reaches 1.6 GB/s.
+The module also copies between arrays of different memory order, in blocks that fit into the cache.
+With bfloat16 matrices, the blocked copy reaches 1.6 GB/s. A direct numpy copy reaches 0.2 GB/s,
+because each element causes a cache miss.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ Index = tuple[int | slice, ...]
 
 @dataclass(frozen=True)
 class AxisMapping:
-    """Mapping from our dims to a tensor's dims; one of our dims may be part of the tensor name."""
+    """Mapping from a parameter's dims to a tensor's dims, except for at most one index dim."""
 
     param_dims: tuple[str, ...]
     hf_dims: tuple[tuple[str, ...], ...]
 
     @cached_property
     def index_dim(self) -> str:
-        """Return the dim that is part of the tensor name; empty if there is none."""
+        """Return the parameter dim that selects a tensor or block, such as experts, or ""."""
         rest = {*self.param_dims} - {each for group in self.hf_dims for each in group}
         assert len(rest) <= 1, f"{self} leaves out several dims"
         return next(iter(rest), "")
 
     @cached_property
     def remaining_dims(self) -> tuple[str, ...]:
-        """Return our dims that are not part of the tensor name."""
+        """Return the parameter dims other than `index_dim`."""
         return tuple(each for each in self.param_dims if each != self.index_dim)
 
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tensor's shape for the sizes of our dims."""
+        """Return the tensor's shape, given the sizes of all parameter dims."""
         size = dict(zip(self.param_dims, sizes, strict=True))
         return tuple(math.prod(size[each] for each in group) for group in self.hf_dims)
 
     def to_hf(self, array: np.ndarray) -> np.ndarray:
-        """Convert our array, without the dim in the name, to the tensor's layout."""
+        """Convert a parameter array without `index_dim` to the tensor's layout."""
         size = dict(zip(self.remaining_dims, array.shape, strict=True))
         flat = [each for group in self.hf_dims for each in group]
         turned = array.transpose([self.remaining_dims.index(each) for each in flat])
         return turned.reshape([math.prod(size[each] for each in group) for group in self.hf_dims])
 
     def to_param(self, tensor: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-        """Convert a tensor to our layout; `sizes` are the sizes of all our dims."""
+        """Convert a tensor to the parameter's layout, given the sizes of all parameter dims."""
         size = dict(zip(self.param_dims, sizes, strict=True))
         flat = [each for group in self.hf_dims for each in group]
         split = tensor.reshape([size[each] for each in flat])
@@ -64,14 +64,14 @@ class AxisMapping:
 
 @lru_cache
 def parse_axis_mapping(text: str) -> AxisMapping:
-    """Parse a pattern such as `d n h -> (n h) d`."""
+    """Parse an einops-style pattern such as `d n h -> (n h) d`."""
     left, _, right = text.partition("->")
     groups = re.findall(r"\(([^)]*)\)|(\S+)", right)
     return AxisMapping(tuple(left.split()), tuple(tuple((a or b).split()) for a, b in groups))
 
 
 class InterleavedSlice(NamedTuple):
-    """Every `every`-th entry of a tensor's last dim, starting with `number`."""
+    """Every `every`-th entry of a tensor's last dim, starting at index `number`."""
 
     number: int = 0
     every: int = 1
@@ -82,22 +82,22 @@ class InterleavedSlice(NamedTuple):
 
 
 class TensorSlice(NamedTuple):
-    """A range of a tensor's rows that holds one part of a parameter."""
+    """A range of tensor rows that stores a slice of a parameter."""
 
     tensor: str
     first: int
-    """First row in the tensor."""
+    """Index of the first row in the tensor."""
     shape: tuple[int, ...]
     """Shape of the range of rows."""
     at: Index
-    """Index of the part in the parameter's checkpoint layout."""
+    """Index of the slice in the parameter's checkpoint layout."""
     axis_mapping: AxisMapping
     sizes: tuple[int, ...]
-    """Sizes of the parameter's dims, without layers."""
+    """Sizes of the parameter's dims, excluding the layer dim."""
     interleave: InterleavedSlice = InterleavedSlice()
     stacked: int = 0
-    """Number of blocks of rows along a separate leading dim of the tensor; 0 if the tensor has no
-    such dim."""
+    """Size of the tensor's leading dim that stacks blocks of rows (one per expert), or 0 if the
+    tensor has no such dim."""
 
     @property
     def row_shape(self) -> tuple[int, ...]:
@@ -106,38 +106,38 @@ class TensorSlice(NamedTuple):
 
     @property
     def outer_dim(self) -> int:
-        """Return the dim of the parameter that is the outermost dim of the rows."""
+        """Return the index of the parameter dim that is outermost in the tensor rows."""
         return self.axis_mapping.param_dims.index(
             next(each for group in self.axis_mapping.hf_dims for each in group)
         )
 
     @property
     def is_divisible(self) -> bool:
-        """Return whether slices along `outer_dim` are separate rows of the tensor."""
+        """Return whether a slice along `outer_dim` is a contiguous range of tensor rows."""
         return bool(self.axis_mapping.hf_dims[0])
 
     @property
     def outer_remaining_dim(self) -> int:
-        """Return the index of `outer_dim` among the dims that are not part of the tensor name."""
+        """Return the index of `outer_dim` in `axis_mapping.remaining_dims`."""
         return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """Return the (first, end) rows for a slice of `outer_dim`, or all rows if indivisible."""
+        """Return the row range for a slice of `outer_dim`, or of all rows if indivisible."""
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.outer_dim]
         return self.first + part.start * each, self.first + part.stop * each
 
     def to_param(self, rows: np.ndarray, part: slice) -> np.ndarray:
-        """Convert the tensor rows for a slice of `outer_dim` to our layout."""
+        """Convert the tensor rows for a slice of `outer_dim` to the parameter's layout."""
         sizes = list(self.sizes)
         sizes[self.outer_dim] = part.stop - part.start
         return self.axis_mapping.to_param(self.interleave.take(rows), tuple(sizes))
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of the tensor, given its known number of rows.
+        """Return the tensor's shape, given its number of rows.
 
-        If parts are interleaved, each part extends over all rows.
+        An interleaved slice extends over all rows.
         """
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])
@@ -148,23 +148,23 @@ class TensorSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """Mapping between the parameters and the tensors of a model."""
+    """Mapping between a model's parameters and the tensors of its Hugging Face checkpoint."""
 
     slices: Mapping[str, tuple[TensorSlice, ...]]
-    """Slices of each parameter, keyed by checkpoint name."""
+    """Tensor slices that store each parameter, keyed by checkpoint name."""
     shapes: Mapping[str, tuple[int, ...]]
     """Parameter shapes with stacked layers, keyed by checkpoint name."""
     params: Mapping[str, Param]
-    """Parameters without the layer dim, keyed by checkpoint name."""
+    """Parameter specs without the layer dim, keyed by checkpoint name."""
     tensors: Mapping[str, tuple[int, ...]]
-    """Tensor shapes keyed by tensor name, in the order of the model's layers. Duplicate tensors are
-    included."""
+    """Tensor shapes in layer order, keyed by tensor name. Duplicate tensors are included."""
     copied_slices: Mapping[str, tuple[TensorSlice, ...]]
-    """Slices of duplicate tensors, keyed by checkpoint name. An import may lack these tensors."""
+    """Slices of duplicate tensors, keyed by checkpoint name. Imported folders may omit these
+    tensors."""
 
     @property
     def originals(self) -> Mapping[str, str]:
-        """Map each duplicate tensor to its original."""
+        """Return the name of the original tensor, keyed by the name of its duplicate."""
         return {
             piece.tensor: self.slices[name][0].tensor
             for name, pieces in self.copied_slices.items()
@@ -173,21 +173,21 @@ class TensorMapping:
 
 
 _MAX_SLICES = 100_000
-"""Maximum number of slices of a parameter (layers times experts)."""
+"""Maximum number of tensor slices per parameter (layers times experts)."""
 
 
 def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> TensorMapping:
-    """Map the parameters of a model, except for multi-token prediction heads that the table lacks.
+    """Map a model's parameters to tensors, without MTP heads if the table does not define them.
 
     Raises:
-        ValueError: the model has more than `most` tensors.
+        ValueError: the model has more than `most` tensors, or one parameter has too many slices.
     """
     names = {row.ours for row in table.tensors}
     assert len(names) == len(table.tensors), f"{table.architecture} maps a parameter twice"
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
-    sizes: dict[str, int] = {}  # number of assigned rows or interleaved parts per tensor
+    sizes: dict[str, int] = {}  # rows or interleaved slices assigned per tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}
@@ -198,7 +198,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
         for piece in _iter_slices(param, row, layer, place, sizes, lanes[row.theirs], blocks):
             pieces.setdefault(name, []).append(piece)
             if most is not None and (count := len(pieces[name])) > _MAX_SLICES:
-                raise ValueError(f"one parameter is in more than {count} matrices")
+                raise ValueError(f"one parameter has more than {count} tensor slices")
             found[piece.tensor] = piece.tensor_shape(sizes[piece.tensor])
             if most is not None and len(found) > most:
                 raise ValueError(f"the model has more than {most} tensors")
@@ -213,9 +213,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
 
 
 def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
-    """Return the number of rows per block for each tensor that stacks blocks along a leading
-    dim.
-    """
+    """Return the rows per block of each tensor that stacks blocks along a leading dim."""
     found: Counter[str] = Counter()
     if any(_is_stacked(row) for row in table.tensors):
         for _, param, row, layer, _ in _params_in_layer_order(model, table):
@@ -235,15 +233,16 @@ _LAYERS, _MTP_PREFIX = "layers.", "ahead."
 
 
 def _mtp_layers(model: Model, table: HuggingFace) -> LayersAhead | None:
-    """Return the multi-token prediction layers, if the table has them."""
+    """Return the multi-token prediction layers, or None if the table does not define them."""
     return model.ends.mtp_layers if table.mtp_tensors else None
 
 
 def _copied_slices(
     model: Model, table: HuggingFace, pieces: Mapping[str, Sequence[TensorSlice]]
 ) -> dict[str, list[TensorSlice]]:
-    """Return slices of duplicate tensors, keyed by checkpoint name. A tied
-    embedding table has slices for both of its uses.
+    """Return the slices of duplicate tensors, keyed by checkpoint name.
+
+    A tied embedding table has duplicates as input embedding and as output projection.
     """
     found: dict[str, list[TensorSlice]] = {}
     heads = _mtp_layers(model, table)
@@ -294,7 +293,7 @@ def _params_in_layer_order(
 def _of_layer(
     layer_type: LayerType, rows: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Param, Tensor]]:
-    """Yield (name, parameter, row) in table order, so that parts of a tensor are in order."""
+    """Yield (name, parameter, row) in table order, which is the order of slices in a tensor."""
     left = {".".join(key): param for key, param in layer_type.params.items()}
     for name, row in rows.items():
         if (param := left.pop(name, None)) is not None:
@@ -339,9 +338,9 @@ def _iter_slices(
 def intersect(
     piece: TensorSlice, region: tuple[range, ...]
 ) -> tuple[Index, tuple[slice, ...]] | None:
-    """Return the indices of the overlap in the region's array and in the slice; None if disjoint.
+    """Return the overlap as indices into the region and into the slice, or None if disjoint.
 
-    A region holds the requested indices for each dim of the parameter.
+    `region` contains the range of requested indices along each parameter dim.
     """
     inside: list[int | slice] = []
     taken: list[slice] = []
@@ -357,14 +356,14 @@ def intersect(
 
 
 def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, ...]:
-    """Return a slab shape for reading a few complete tensor rows of a parameter at a time.
+    """Return a slab shape with which an import reads a few complete tensor rows at a time.
 
     A slab has at most `most` elements, unless a single row has more.
     """
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
     found = [1 if dim in counting else size for dim, size in enumerate(shape)]
-    rows = max(1, most * shape[lead] // math.prod(found))  # entries of the dim `lead` per slab
+    rows = max(1, most * shape[lead] // math.prod(found))  # entries per slab along dim `lead`
     if piece.is_divisible:
         found[lead] = -(-shape[lead] // -(-shape[lead] // rows))  # slabs of nearly equal size
     for dim in reversed(counting):
@@ -383,7 +382,7 @@ def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> t
 
 
 def _divisible(shape: tuple[int, ...], piece: TensorSlice) -> tuple[list[int], int]:
-    """Return the dims that select tensors, and the outermost dim of a tensor's rows."""
+    """Return the parameter dims that select a tensor, and the dim that is outermost in its rows."""
     counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
     return counting, len(shape) - len(piece.sizes) + piece.outer_dim
 
@@ -398,12 +397,10 @@ _BLOCK = 256
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Assign `target[...] = source` for arrays of equal shape, with a cast to the target's
-    dtype.
-    """
+    """Assign `target[...] = source` for arrays of equal shape, cast to the target's dtype."""
     assert target.shape == source.shape
     if target.dtype == source.dtype:
-        # Integer views, because numpy holds the GIL for other dtypes.
+        # Copy integer views, because numpy holds the GIL while copying other dtypes.
         plain = np.dtype(f"u{target.dtype.itemsize}")
         target, source = target.view(plain), source.view(plain)
     target, source = _merge_contiguous_dims(target, source)
@@ -417,7 +414,7 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _transpose(target: np.ndarray, source: np.ndarray) -> None:
-    """Transpose `source` in blocks; in both arrays the last dim is contiguous."""
+    """Transpose `source` in blocks. The last dim of each array is contiguous."""
     for row in range(0, source.shape[0], _BLOCK):
         for column in range(0, source.shape[1], _BLOCK):
             block = source[row : row + _BLOCK, column : column + _BLOCK].astype(target.dtype)
@@ -425,7 +422,7 @@ def _transpose(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _merge_contiguous_dims(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge dims that are contiguous in both arrays; the result has at least two dims."""
+    """Merge dims that are contiguous in both arrays. The results have at least two dims."""
     sizes: list[int] = []
     steps: list[tuple[int, int]] = []
     for size, *step in zip(target.shape, target.strides, source.strides, strict=True):

@@ -1,7 +1,8 @@
-"""Export of adapters: merged with their base, or alone in PEFT format.
+"""Export adapters, either merged into their base model or alone in PEFT format.
 
-PEFT uses `adapter_config.json` and `adapter_model.safetensors`. The base is read from the address
-that training used. Matrices with adapters and quantized matrices are merged one layer at a time.
+The PEFT format consists of `adapter_config.json` and `adapter_model.safetensors`. The base model is
+loaded from the same path that was used for training. Weight matrices that are quantized or have
+adapters are merged one layer at a time.
 
 Source of the format: https://huggingface.co/docs/peft/developer_guides/checkpoint.
 """
@@ -45,17 +46,17 @@ from maxpipe.parallel.lora_weight import LoraWeight
 
 
 class LazyArray(NamedTuple):
-    """An array on disk, or an array that is computed from several arrays on disk."""
+    """An array that is read from disk, or computed from arrays on disk, on demand."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk_shape: tuple[int, ...]
-    """Shape of the regions that can be read efficiently."""
+    """Shape of the smallest region that can be read efficiently."""
     read: Callable[[Region], np.ndarray]
 
 
 def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
-    """Open an array of a checkpoint."""
+    """Open a checkpoint array without reading it."""
     array = manifest.open_array(path, name)
     shape = tuple(array.shape)
     part = tuple(array.chunk_layout.read_chunk.shape or shape)
@@ -70,14 +71,14 @@ def read_all(array: LazyArray) -> np.ndarray:
 
 
 class MatrixLocation(NamedTuple):
-    """Layer type of a matrix, and its (part, name) in a layer."""
+    """Layer type of a weight matrix and its key (sublayer, name) in the layer."""
 
     layer_type: LayerType
     key: tuple[str, str]
 
 
 def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
-    """Return the locations of the layers' matrices, without adapters, keyed by checkpoint name."""
+    """Return the location of each layer weight, excluding adapters, keyed by checkpoint name."""
     return {
         name: MatrixLocation(layer_type, key)
         for type_name, layer_type in model.layer_types.items()
@@ -88,12 +89,12 @@ def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
 
 @dataclass(frozen=True)
 class CheckpointAdapters:
-    """Adapters of a checkpoint, and their base."""
+    """Adapters stored in a checkpoint, and their base model."""
 
     path: epath.Path
     """Path of the checkpoint."""
     prefix: str
-    """Prefix of the names of the checkpoint's trained parameters."""
+    """Name prefix of the trained parameters in the checkpoint, such as `params.`."""
     config: Config
     base_record: AdapterBase
     _sums: dict[str, digests.ArrayDigest] = field(default_factory=dict)
@@ -106,8 +107,8 @@ class CheckpointAdapters:
         """Return the adapters of a checkpoint.
 
         Raises:
-            ValueError: the record of the base is invalid.
-            KeyError: the checkpoint does not record its base.
+            ValueError: the checkpoint's record of its base model is invalid.
+            KeyError: the checkpoint does not record its base model.
         """
         return cls(path, prefix, config, check_type(data[BASE], AdapterBase))
 
@@ -117,7 +118,7 @@ class CheckpointAdapters:
 
     @cached_property
     def base(self) -> HuggingFaceFolder | epath.Path:
-        """Open the base, a Hugging Face folder or the folder of a step."""
+        """Open the base model: a Hugging Face folder, or the folder of a checkpoint step."""
         address = self.base_record["address"]
         if (folder := folder_of(address)) is not None:
             return open_folder(folder, "base")
@@ -126,7 +127,7 @@ class CheckpointAdapters:
         return steps / resolve_step(steps, run)
 
     def factor(self, name: str, end: str) -> np.ndarray:
-        """Return one adapter factor of a matrix for all layers.
+        """Return one adapter factor (LoRA A or B, or DoRA magnitudes), stacked over all layers.
 
         Raises:
             DamagedError: the array cannot be decoded.
@@ -137,7 +138,7 @@ class CheckpointAdapters:
         )
 
     def _base(self, name: str, shape: tuple[int, ...]) -> LazyArray:
-        """Open an array of the base in the dtype of training. Reads update the array's digest."""
+        """Open a base-model array in the training dtype. Each read updates the array's digest."""
         source, place = self.base, matrix_locations(self._model).get(name)
         exact = place.layer_type.declared[place.key].own_dtype if place else ""
         dtype = jnp.dtype(exact or self.config.model.param_dtype)
@@ -201,18 +202,18 @@ class CheckpointAdapters:
         return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, summed).merge()
 
     def check(self) -> None:
-        """Check that the base has the weights with which the adapters were trained.
+        """Check that the adapters were trained with the weights of this base model.
 
         Raises:
-            ConfigError: the digests differ.
+            ConfigError: the weight digests differ.
         """
         if (digest := combine_digests(self._sums)) != self.base_record["digest"]:
             raise ConfigError.one(
                 "base",
                 self.base_record["address"],
-                "must hold the weights with which the adapters were trained: their digest was "
-                f"{self.base_record['digest'][:16]}, but this digest is {digest[:16]}.",
-                "Restore the original base.",
+                "must contain the weights with which the adapters were trained: expected digest "
+                f"{self.base_record['digest'][:16]}, got {digest[:16]}.",
+                "Restore the original base model.",
             )
 
 
@@ -222,7 +223,7 @@ _PEFT_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", LENGTH: "lora_magn
 
 
 class _Matrix(NamedTuple):
-    """A module of transformers that holds the matrix of one layer."""
+    """A transformers module that contains one layer's weight matrix."""
 
     name: str
     module: str
@@ -239,14 +240,14 @@ def write_adapters(
     dtype: str,
     base: str | None,
 ) -> list[str]:
-    """Write both adapter files, and return the names of the modules with an adapter.
+    """Write the adapter config and weights, and return the names of the modules with adapters.
 
-    `model` has adapters; `both` maps the parameters of the model without adapters. `base` is the
-    folder or hub id of the base. If `base` is None, the address of the base's checkpoint
-    is written.
+    `model` includes the adapters; `both` maps the parameters of the model without adapters. `base`
+    is the folder or hub id of the base model. If `base` is None, the checkpoint address of the
+    base model is written.
 
     Raises:
-        ConfigError: PEFT does not support an adapter.
+        ConfigError: PEFT does not support one of the adapters.
     """
     matrices = list(_matrices(model, both))
     tensors = {name: (DTYPES[dtype], values.shape) for name, values in _tensors(adapters, matrices)}
@@ -274,8 +275,8 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
                 raise ConfigError.one(
                     "command line: --adapter",
                     None,
-                    f"{name} shares the tensor {piece.tensor} with other matrices, for which PEFT "
-                    "supports only one adapter.",
+                    f"{name} shares the tensor {piece.tensor} with other matrices, but PEFT "
+                    "supports only one adapter per tensor.",
                     "Omit --adapter to export the merged model.",
                 )
             module = piece.tensor.removesuffix(_WEIGHT)
@@ -285,9 +286,9 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
 def _input_output_dims(
     place: MatrixLocation, piece: TensorSlice
 ) -> tuple[list[int], list[int], bool]:
-    """Return our input and output dims in the order of the tensor, and a flag.
+    """Return the parameter's input dims and output dims in the tensor's order, and a flag.
 
-    The flag is true if the input dims are the dims that the matmul contracts.
+    The flag is true if the input dims are exactly the dims that the matmul contracts.
     """
     summed, ours = (
         place.layer_type.adapters[place.key].num_contracted_dims,
@@ -339,7 +340,9 @@ def _config(
 
 
 def _names(modules: list[str], both: TensorMapping) -> list[str]:
-    """Return the last component of each module name if it is unambiguous, else the full names."""
+    """Return the PEFT target modules: the last component of each module name if all modules that
+    share it have adapters, else the full name.
+    """
     every = [name.removesuffix(_WEIGHT) for name in both.tensors if name.endswith(_WEIGHT)]
     names = dict[str, None]()
     for module in modules:

@@ -1,13 +1,14 @@
 """Safetensors files: validated reading, incremental writing, and alternative tensor layouts.
 
-The custom reader reads a tensor into a single array. The numpy interface of the `safetensors`
-package lacks bfloat16. The reader also rejects headers with duplicate names or gaps between
-tensors, because folders come from untrusted sources.
+The numpy interface of the `safetensors` package does not support bfloat16, so this module has its
+own reader, which reads each tensor into a single array. Because model folders come from untrusted
+sources, the reader rejects headers with duplicate names or gaps between tensors.
 
-The family's table has the layout of published folders. Training and serving tools save the same
-weights with other prefixes, with fused projections, or with all experts in one tensor
-(`save_original_format=False` of transformers 5). `adapt_table` detects the layout by tensor names.
-Errors for folders that do not match config.json name the detected layout.
+A family's conversion table describes the tensor layout of published Hugging Face checkpoints.
+Training and serving tools save the same weights with other prefixes, with fused projections, or
+with all experts in one tensor (`save_original_format=False` in transformers 5). `adapt_table`
+detects the layout from the tensor names. If a folder does not match its config.json, the error
+names the detected layout.
 
 Source of the format: https://huggingface.co/docs/safetensors.
 """
@@ -40,7 +41,7 @@ DTYPES: Mapping[str, np.dtype] = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-"""Dtypes of weights, keyed by their name in files."""
+"""Supported weight dtypes, keyed by their name in safetensors files."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {
@@ -49,7 +50,7 @@ _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()},
 }
-"""Number of bits per element, for every dtype of the format."""
+"""Number of bits per element of every dtype in the safetensors format."""
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
@@ -60,17 +61,17 @@ _ALIGNMENT = 8
 
 
 class TensorEntry(NamedTuple):
-    """Location of a tensor in its file."""
+    """Dtype, shape and byte range of a tensor in its file."""
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    """Offset of the tensor's first byte, counted from the end of the header."""
+    """Offset of the tensor's first byte, relative to the end of the header."""
     end: int
 
 
 class SafetensorsReader:
-    """Reader of one file. Each read opens the file, because a folder may have hundreds of files."""
+    """Reader of one file, which is reopened for each read: a folder may have hundreds of files."""
 
     def __init__(self, path: Path):
         """Read and check the header.
@@ -94,8 +95,8 @@ class SafetensorsReader:
     ) -> np.ndarray:
         """Read a tensor or a range of its rows.
 
-        Rows are entries of the first dim. With a `row_shape`, leading dims are merged into one row
-        dim.
+        A row is an entry along the first dim. If `row_shape` is set, all dims before it are merged
+        into one row dim.
 
         Raises:
             ConfigError: the file ends too early or cannot be read.
@@ -141,7 +142,7 @@ def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         size = os.fstat(stream.fileno()).st_size
         first = stream.read(_LENGTH.size)
         if len(first) < _LENGTH.size:
-            raise ValueError(f"the file has {size} bytes, fewer than a header")
+            raise ValueError(f"the file has only {size} bytes and cannot contain a header")
         (length,) = _LENGTH.unpack(first)
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"the header size is {length:,} bytes, but the limit is 100 million")
@@ -153,7 +154,7 @@ def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
     content = json.loads(text, object_pairs_hook=_unique)
     metadata = content.pop(_METADATA, {})
     if not isinstance(metadata, dict):
-        raise ValueError(f"{_METADATA} is not an object")
+        raise ValueError(f"{_METADATA} is not a JSON object")
     entries = {name: _entry(name, value) for name, value in content.items()}
     _check_places(entries, size - start)
     return start, entries
@@ -163,7 +164,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for name, value in pairs:
         if name in content:
-            raise ValueError(f"the header has {quote_name(name)} twice")
+            raise ValueError(f"the header contains {quote_name(name)} twice")
         content[name] = value
     return content
 
@@ -173,20 +174,20 @@ def _entry(name: str, value: Any) -> TensorEntry:
         return ValueError(f"the header entry of {quote_name(name)} {reason}")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise refuse("must have exactly dtype, shape and data_offsets")
+        raise refuse("must have exactly the keys dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BITS:
-        raise refuse(f"has the unknown type {quote_name(str(dtype))}")
+        raise refuse(f"has the unknown dtype {quote_name(str(dtype))}")
     if isinstance(shape, list) and len(shape) > _MAX_DIMS:
         raise refuse(f"has {len(shape):,} dims, but at most {_MAX_DIMS} are allowed")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise refuse("must have lists of integers from 0 to 2**63 - 1 as shape and offsets")
+        raise refuse("must have lists of integers from 0 to 2**63 - 1 as its shape and offsets")
     begin, end = offsets
     bits = _BITS[dtype]
     for size in sorted(shape):  # zero sizes come first
         bits *= size
         if bits >= 2**66:
-            raise refuse(f"has a shape of more than 2**63 bytes, {shape}")
+            raise refuse(f"has the shape {shape}, which needs more than 2**63 bytes")
     if 8 * (end - begin) != bits:
         raise refuse(f"has {end - begin} bytes, but {dtype} {shape} needs {bits / 8:g}")
     return TensorEntry(dtype, tuple(shape), begin, end)
@@ -197,7 +198,7 @@ def _are_sizes(value: object) -> bool:
 
 
 def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
-    """Check that tensors fill the file without overlaps or gaps, and do not extend past its end."""
+    """Check that the tensors fill the file exactly, without overlaps or gaps."""
     place = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != place:
@@ -205,18 +206,18 @@ def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
             raise ValueError(f"the tensor {quote_name(name)} {words}")
         place = entry.end
     if place != size:
-        words = "is longer" if size > place else "ends too early"
+        words = "is too long" if size > place else "ends too early"
         raise ValueError(f"the file {words}: tensors need {place:,} bytes, but it has {size:,}")
 
 
 class SafetensorsWriter:
-    """Writer of one file with known names, dtypes and shapes. Rows can be written in any order."""
+    """Writer of one file with predefined tensors, whose rows can be written in any order."""
 
     def __init__(self, path: Path, tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]):
         """Create the file at full size.
 
         Raises:
-            OSError: there is not enough space.
+            OSError: the file cannot be created, or the disk is full.
         """
         place = 0
         header: dict[str, Any] = {_METADATA: {"format": "pt"}}
@@ -235,7 +236,7 @@ class SafetensorsWriter:
         self._start = _LENGTH.size + len(text)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
-            # Allocate the file, so that a full disk is detected before any computation.
+            # Allocate all space now, so that a full disk is detected before any computation.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._file, 0, self._start + place)
             else:
@@ -252,9 +253,10 @@ class SafetensorsWriter:
     def write(
         self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
     ) -> None:
-        """Write rows of a tensor, starting with `row`.
+        """Write `values` to the rows of a tensor, starting at index `row`.
 
-        `number` and `every` select interleaved entries of the last dim.
+        If `every` is larger than 1, only every `every`-th entry of the last dim is written,
+        starting at index `number`.
 
         Raises:
             OSError: the rows cannot be written.
@@ -266,7 +268,7 @@ class SafetensorsWriter:
         assert values.dtype == dtype and shape[1:] == entry.shape[1:]
         place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
         if every > 1:
-            # The other interleaved entries may already have been written.
+            # Keep the other interleaved entries, which may already have been written.
             rows = np.empty(shape, dtype)
             _read(self._file, _bytes(rows), place)
             rows[..., number::every] = values
@@ -311,7 +313,7 @@ def _write(file: int, data: bytes | memoryview, place: int) -> None:
 _WRAPPERS = re.compile(
     r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
-"""Names of torch's wrapper modules, which may occur anywhere in a tensor name."""
+"""Names of PyTorch wrapper modules, which may occur anywhere in a tensor name."""
 
 _ROOTS = r"(?:(?:base_model|module|model|language_model|text_model)\.)*"
 _BODY = re.compile(rf"{_ROOTS}((?:embed_tokens|layers|norm|rotary_emb)\..*)", re.DOTALL)
@@ -322,7 +324,7 @@ _FUSED = (
     (("gate_proj", "up_proj"), "gate_up_proj"),
     (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
 )
-"""Separate modules, and the fused module that concatenates their rows."""
+"""Names of separate modules, and of the fused module that concatenates their rows."""
 
 _STACKED = (
     (("gate", "up"), ("gate_up_proj", "gate_up_proj.weight", "w13_weight")),
@@ -330,15 +332,15 @@ _STACKED = (
     (("gate",), ("gate_proj", "gate_proj.weight")),
     (("up",), ("up_proj", "up_proj.weight")),
 )
-"""Expert parameters, and names of tensors that stack these parameters over all experts: `[E, 2F,
-D]`, `[E, D, F]`."""
+"""Expert parameters, and the names of tensors that stack them over all experts, with the shape
+`[E, 2F, D]` or `[E, D, F]`."""
 
 _RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
-"""Modules that transformers 5 renamed."""
+"""Old and new names of modules that transformers 5 renamed."""
 
 
 def canonical(name: str) -> str:
-    """Return the name of a tensor without the prefixes that tools add."""
+    """Return a tensor name without the prefixes that training tools add."""
     name = _WRAPPERS.sub("", name)
     if body := _BODY.fullmatch(name):
         return f"model.{body[1]}"
@@ -348,7 +350,7 @@ def canonical(name: str) -> str:
 
 
 def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
-    """Return the table with rows adapted to the layout of the tensors in `names`."""
+    """Return the conversion table with rows adapted to the layout of the tensors in `names`."""
     present = {_pattern(name) for name in names}
     rows = {row.ours: row for row in table.tensors}
     rows |= _renamed_rows(rows, present)
@@ -361,14 +363,14 @@ _Rows = dict[str, Tensor]
 
 
 def _pattern(name: str) -> str:
-    """Return a tensor name, or a template, without layer and expert indices."""
+    """Return a tensor name or name template with `#` in place of layer and expert indices."""
     return re.sub(r"(?<=\.)(?:\d+|\{layer\}|\{expert\})(?=\.)", "#", name)
 
 
 def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
-    """Return the rows `other` if the files have all tensors of these rows.
+    """Return the rows `other` if the files contain all tensors of these rows, else no rows.
 
-    Return no rows if some tensors are missing, or if the files have a tensor that `other` replaces.
+    No rows are returned either if the files contain a tensor that `other` would replace.
     """
     wanted = {_pattern(row.theirs) for row in other.values()}
     replaced = {_pattern(rows[name].theirs) for name in other} - wanted
@@ -427,18 +429,18 @@ _LAYER = re.compile(r"model\.layers\.(\d{1,9})\..*", re.DOTALL)
 ADAPTER_CONFIG = "adapter_config.json"
 HEAD = "lm_head.weight"
 
-_TRANSFORMERS_ACTION = "Use a folder of the same model in the format of transformers."
+_TRANSFORMERS_ACTION = "Use a folder with the same model in transformers format."
 
 _KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
     (
         r"\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector|base_layer|modules_to_save)\.",
-        "has adapters of PEFT that are not merged into the weights",
+        "has PEFT adapters that are not merged into the weights",
         'Merge them with PEFT, model.merge_and_unload().save_pretrained("NEW"), and use NEW.',
     ),
     (
         r"\.(qweight|qzeros|g_idx)$",
         "has weights quantized by GPTQ or AWQ",
-        "Use a folder with unquantized weights: no tool restores these.",
+        "Use a folder with unquantized weights: no tool can restore the original weights.",
     ),
     (
         r"\.(weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB"
@@ -449,8 +451,8 @@ _KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
     ),
     (
         r"(^|\.)(tok_embeddings\.|attention\.w[qkvo]\.|feed_forward\.w[123]\.)",
-        "has the tensor names of Meta's and Mistral's releases, which order queries and keys "
-        "differently",
+        "has the tensor names of Meta's and Mistral's original releases, which order query and key "
+        "rows differently",
         _TRANSFORMERS_ACTION,
     ),
     (
@@ -460,18 +462,18 @@ _KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
     ),
     (
         r"(query_key_value|linear_qkv|\.wqkv|\.c_attn)\.",
-        "has queries, keys and values of each group of heads in one tensor, as in Megatron and "
+        "stores the queries, keys and values of each head group in one tensor, as in Megatron and "
         "GPT-2",
         _TRANSFORMERS_ACTION,
     ),
     (
         r"^(score|classifier)\.",
-        "has the output projection of a classifier",
-        "Use a folder of a language model that AutoModelForCausalLM saved.",
+        "has a classification head",
+        "Use a folder with a language model saved by AutoModelForCausalLM.",
     ),
     (
         r"(^|\.)v_head\.",
-        "has a value head (v_head), as in PPO models of TRL",
+        "has a value head (v_head), as in TRL's PPO models",
         'Save only its language model with TRL, model.pretrained_model.save_pretrained("NEW"), '
         "and use NEW.",
     ),
@@ -483,7 +485,7 @@ error."""
 def tensor_mismatch_error(
     folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
 ) -> ConfigError:
-    """Return the error for missing or unexpected tensors; `surplus` are names in the files."""
+    """Return the error for missing tensors, or for unexpected (`surplus`) tensors in the files."""
     for pattern, rule, action in _KNOWN_MISMATCHES:
         if names := [name for name in surplus if re.search(pattern, name)]:
             return _error(folder, f"{rule}: {format_names(names)}.", action)
@@ -501,16 +503,16 @@ def tensor_mismatch_error(
     parts = (
         [f"lacks {pluralize(len(missing), 'tensor')}: {format_names(missing)}"] if missing else []
     )
-    action = f"Save the model again, with all tensors of {name}: no file here has these."
+    action = f"Save the model again, with all tensors of {name}: some are in no file here."
     if surplus:
         of = f"has {pluralize(len(surplus), 'tensor')} that {FILE} does not describe"
         parts.append(f"{of}: {format_names(surplus)}")
-        action = f"Use the {FILE} that was saved with these weights: this file is of another model."
+        action = f"Use the {FILE} that was saved with these weights: this one is for another model."
     if missing and surplus:
         action = (
-            "If a tool saved these weights with other names, load them with that tool "
-            f"and save them with save_pretrained of transformers. Otherwise, use the {FILE} "
-            "that was saved with them."
+            "If a tool saved these weights with other names, load them with that tool and save "
+            f"them with save_pretrained from transformers. Otherwise, use the {FILE} that was "
+            "saved with these weights."
         )
     return _error(folder, f"{'; it '.join(parts)}.", action)
 
@@ -549,7 +551,7 @@ def duplicate_tensor_error(folder: Path, first: str, second: str) -> ConfigError
 
 
 def missing_tensors_error(folder: Path, count: int) -> ConfigError:
-    """Return the error for a config.json of a much larger model."""
+    """Return the error for a config.json that describes a much larger model than the weights."""
     rule = f"has {pluralize(count, 'tensor')}, but {FILE} describes a much larger model."
     return _error(folder, rule, f"Use the {FILE} that was saved with these weights.")
 
@@ -558,11 +560,11 @@ def adapter_error(folder: Path) -> ConfigError | None:
     """Return the error for a folder with a PEFT adapter instead of a model."""
     if not (folder / ADAPTER_CONFIG).exists():
         return None
-    rule = f"is an adapter of PEFT ({ADAPTER_CONFIG}) without a model."
+    rule = f"is a PEFT adapter ({ADAPTER_CONFIG}) without a base model."
     return _error(
         folder,
         rule,
-        "Merge it into its base with peft, torch and transformers: "
+        "Merge it into its base model with peft, torch and transformers: "
         "python -c 'from peft import AutoPeftModelForCausalLM as M; "
         'M.from_pretrained("DIR", dtype="bfloat16").merge_and_unload()'
         '.save_pretrained("NEW")\', and use NEW.',
@@ -586,19 +588,19 @@ def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
         rule += f" The folder has {others[0]} and {pluralize(len(others) - 1, 'other file')}."
         action = f"Also download {index}."
     elif pickled:
-        rule += f" {pickled[0]} is pickled: it can run any code, so maxpipe does not read it."
+        rule += f" {pickled[0]} is a pickle file, which can run any code and is never read."
         action = (
             "If you trust the file, convert it: python -c 'from transformers import "
             'AutoModelForCausalLM as M; M.from_pretrained("DIR").save_pretrained("NEW")\''
         )
     elif packed:
-        rule += f" {packed[0]} is a file of llama.cpp, which maxpipe does not read."
-        action = "Download the safetensors files from which it was made."
+        rule += f" {packed[0]} is a llama.cpp (GGUF) file, which maxpipe does not read."
+        action = "Download the safetensors files from which the file was converted."
     return _error(folder, rule, action)
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first names in quotes, and the number of remaining names."""
+    """Return the first few names in quotes, and the number of remaining names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(quote_name, names[:_SHOWN])) + more
 
@@ -614,7 +616,7 @@ def wrong_shape(
             f"If tokens were added or removed, set vocab_size to {shape[0]} in {folder / FILE}."
         )
     if len(shape) == len(wanted) > 1 and shape == (*wanted[:-2], wanted[-1], wanted[-2]):
-        action = "Swap the last two dims of the tensor: save it in the layout of transformers."
+        action = "Transpose the last two dims of the tensor, as in the transformers layout."
     rule = f"must have the shape {_shape(wanted)} from {FILE}."
     return ConfigError.one(where, _shape(shape), rule, action)
 

@@ -27,7 +27,7 @@ T = TypeVar("T")
 def url_scheme(path: str | os.PathLike[str]) -> str:
     """Return the scheme of a URL, such as `gs` for `gs://bucket/name`; empty for a path.
 
-    At any other position, `://` is part of a file name.
+    `://` anywhere else is treated as part of a file name.
     """
     match = re.match(r"([a-z][a-z0-9+.-]*)://", os.fspath(path))
     return match[1] if match else ""
@@ -47,12 +47,12 @@ def expand_path(path: str | Path, where: str = "path") -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        rule = "begins with ~, but this home folder is unknown on this machine."
+        rule = "begins with ~, but this machine has no such home folder."
         raise ConfigError.one(where, path, rule, "Write the path without ~.") from error
 
 
 def has_home() -> bool:
-    """Whether `~` can be expanded, which requires HOME or a passwd entry for the user id."""
+    """Return True if `~` can be expanded, which requires HOME or a passwd entry for the user id."""
     return os.path.expanduser("~") != "~"
 
 
@@ -128,7 +128,7 @@ def check_can_write(path: str | os.PathLike[str]) -> None:
 
 
 def write(path: str | os.PathLike[str], content: str | bytes) -> None:
-    """Replace a file atomically: after a crash, it has either the old or the new content.
+    """Replace a file atomically: after a crash, it contains either the old or the new content.
 
     Raises:
         OSError: the file cannot be written, or is not a regular file.
@@ -233,7 +233,7 @@ def check_regular_files(folder: Path, names: Iterable[str]) -> None:
             raise StorageError(
                 f"{path}: is not a regular file\n"
                 "  A run writes this file.\n"
-                f"  Remove {path}, or move it to another place."
+                f"  Remove {path}, or move it elsewhere."
             )
 
 

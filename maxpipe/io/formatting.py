@@ -50,7 +50,7 @@ def round_up(value: int, factor: int) -> int:
 
 
 def format_divisors(value: int) -> str:
-    """Return the divisors of `value` up to 4096 as text."""
+    """Return the divisors of `value` up to 4096, formatted for a message."""
     return format_choices(d for d in range(1, min(value, 4096) + 1) if value % d == 0)
 
 

@@ -1,11 +1,11 @@
 """Redact secrets in everything that maxpipe prints and writes.
 
-No config key is a secret, and maxpipe never requests secrets: libraries read them from the
-environment. A path, override or traceback may still contain a secret. Such a run still works, and
-the secret is redacted wherever maxpipe writes it: console, error messages, tracebacks,
-`config.yml`, TensorBoard, `events.jsonl`, metadata of checkpoints and compiled steps, and reports.
-Redaction does not affect resuming: a resumed run reads its config from the command line, and
-compares only sections that contain numbers and choices.
+No config key holds a secret, and maxpipe never requests secrets: libraries read them from the
+environment. A path, override or traceback may still contain a secret. The run still works, and the
+secret is redacted wherever maxpipe writes it: console, error messages, tracebacks, `config.yml`,
+TensorBoard, `events.jsonl`, metadata of checkpoints and compiled steps, and reports. Redaction does
+not affect resuming: a resumed run reads its config from the command line, and only sections that
+hold numbers and choices are compared with the checkpoint.
 
 A value counts as a secret in three cases: it matches the pattern of a known type of secret, it
 follows the name of a secret, or it equals the value of an environment variable with such a name.
@@ -41,8 +41,8 @@ _SECRET_FORMS = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""Regular expression that matches known types of secrets. In a path, a URL may have lost one
-slash."""
+"""Regular expression that matches known types of secrets. In a URL that was normalized as a path,
+one of the two slashes may be missing."""
 
 _SECRET_NAME = (
     r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
@@ -72,7 +72,7 @@ _registered_secrets: tuple[str, ...] = ()
 
 @functools.lru_cache(4096)
 def is_secret_name(name: str) -> bool:
-    """Whether a value with this name counts as a secret."""
+    """Return True if a value with this name counts as a secret."""
     return _SECRET_NAME_PATTERN.search(name) is not None
 
 
@@ -148,8 +148,8 @@ def _redact(value: Any, name: str, known_secrets: Sequence[str]) -> Any:
 def register_secrets(argv: Sequence[str]) -> None:
     """Register the secrets on this command line, so that all messages redact them.
 
-    Messages may contain modified values: for `run.name=password=X`, a message would suggest
-    `run.name=password-X`.
+    Messages may quote the values in modified form: for `run.name=password=X`, a message would
+    suggest `run.name=password-X`.
     """
     global _registered_secrets
     secrets = [value for _, value in _NAMED_SECRET.findall("\n".join(argv))]
@@ -166,7 +166,7 @@ def register_secrets(argv: Sequence[str]) -> None:
 
 
 def redact_variable_names(names: Any) -> Any:
-    """Redact all entries of a list of variable names that are not valid names."""
+    """Redact every entry in a list of variable names that is not a valid variable name."""
     if isinstance(names, list | tuple):
         return [redact_variable_names(each) for each in names]
     if isinstance(names, Mapping):

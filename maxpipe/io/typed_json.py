@@ -3,7 +3,7 @@
 Supported types are `int`, `float`, `str`, `bool`, `None`, `Any`, `Literal`, `list[T]`, `tuple[A,
 B]`, `dict[str, T]`, unions of these, and a `TypedDict` for objects with known keys. Integers must
 fit into 64 bits, and floats must be finite unless the type is `AnyFloat`. Keys that a `TypedDict`
-does not declare are kept, because a later release may have written them.
+does not declare are kept, because a newer release may have written them.
 
 The module also defines the metadata of config fields (former names and legacy values), and JSON
 with a checksum that detects corruption.
@@ -63,7 +63,9 @@ def parse_json(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH)
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     depth = _depth(text)
     if depth > most_depth:
-        raise ValueError(f"it has {depth} levels of brackets, more than {most_depth}")
+        raise ValueError(
+            f"it has {depth} levels of nested brackets, more than the limit of {most_depth}"
+        )
     # Calling `_parse_int` for every number is slow, so it is used only if the text may contain a
     # long integer. Python's own limit on digits is configurable and therefore not reliable.
     may_be_long = _DIGITS.search(text[::_STRIDE])
@@ -74,8 +76,8 @@ def parse_json(text: str | bytes, kind: type[T], *, most_depth: int = MAX_DEPTH)
 def _parse_int(digits: str) -> int:
     if len(digits.lstrip("-")) > _MAX_DIGITS:
         raise ValueError(
-            f"it has an integer of {len(digits.lstrip('-')):,} digits, {digits[:12]}..., more than "
-            f"{_MAX_DIGITS}"
+            f"it contains an integer of {len(digits.lstrip('-')):,} digits, {digits[:12]}..., but "
+            f"at most {_MAX_DIGITS} digits are supported"
         )
     return int(digits)
 
@@ -201,16 +203,14 @@ def renamed_from(
     """Return the metadata of a renamed field: its former names, and a map from former to current
     values.
 
-    A former name without a dot belonged to the same section. If `values` is a function, it converts
-    any value, and returns current values unchanged.
+    A former name without a dot refers to a key in the same section. If `values` is a function, it
+    converts any value, and returns current values unchanged.
     """
     return {"was": names, "values": values}
 
 
 def legacy_value(value: Any) -> dict[str, Any]:
-    """Return the metadata of a field with the value that applies to runs saved before the key
-    existed.
-    """
+    """Return field metadata with the value to assume for runs saved before the key existed."""
     return {"before": value}
 
 

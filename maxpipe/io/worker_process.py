@@ -32,8 +32,8 @@ class WorkerProcess:
     ):
         """Start the process.
 
-        With `shows_errors`, the worker's stderr is shown to the user. With `own_session`, the
-        worker does not receive signals that the terminal or cluster sends to this process.
+        If `shows_errors` is set, the worker's stderr is shown to the user. If `own_session` is set,
+        the worker does not receive signals that the terminal or cluster sends to this process.
         """
         self._process = subprocess.Popen(
             [*command],

@@ -1,7 +1,7 @@
-"""Define cluster jobs, the hosts of a topology, the checks before a launch, and the restart policy.
+"""Cluster jobs, the hosts of a topology, checks before a launch, and the restart policy.
 
-A job is a set of files and the command that submits them. `Preflight` is the result of the checks
-that precede the start of processes or the submission of a job. The restart policy uses the exit
+A job is a set of files and the command that submits them. `Preflight` collects the results of the
+checks that run before processes start or a job is submitted. The restart policy depends on the exit
 code and the newest checkpoint of a run.
 """
 
@@ -44,17 +44,17 @@ from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology, resolve
 KEY = "launch.topology"
 _CHIPS_PER_HOST = 4
 _SINGLE_HOST_CHIPS = {"v5e": (1, 4, 8), "v6e": (1, 4, 8)}
-"""Sizes of single-host slices in chips. All other TPU hosts have four chips."""
+"""Sizes of single-host slices, in chips. All other TPU hosts have four chips."""
 _GPUS_PER_HOST = {"gb200": 4}
 """Number of GPUs per host, for GPU types whose slices span several hosts."""
 
 
 @dataclass(frozen=True)
 class Tpu:
-    """Google Cloud names of a TPU type, or empty if the type is not available."""
+    """Google Cloud names for a TPU type. A name is empty if the type is not available."""
 
     runtime_version: str
-    """Runtime image of a TPU VM."""
+    """Runtime version (software image) of a TPU VM."""
     node_label: str
     """Accelerator label of GKE nodes."""
 
@@ -97,7 +97,7 @@ def hosts_of(topology: Topology) -> Hosts:
     """Return the hosts of a topology.
 
     Raises:
-        ConfigError: a slice is not a multiple of a host.
+        ConfigError: the chips of a slice cannot be divided equally among hosts.
     """
     kind, chips = topology.hardware.topology, math.prod(topology.dims)
     if topology.platform == "cpu":
@@ -108,7 +108,7 @@ def hosts_of(topology: Topology) -> Hosts:
         per_host = chips if chips in _SINGLE_HOST_CHIPS.get(kind, ()) else _CHIPS_PER_HOST
     if chips % per_host:
         rule = (
-            f"has {chips} chips per slice, but a host of {topology.hardware.name} has {per_host}."
+            f"has {chips} chips per slice, but each {topology.hardware.name} host has {per_host}."
         )
         action = f"Set {KEY} to a size that is a multiple of {per_host}."
         raise ConfigError.one(KEY, topology.name, rule, action)
@@ -119,10 +119,10 @@ def tpu_of(topology: Topology) -> Tpu:
     """Return the Google Cloud names of a TPU topology.
 
     Raises:
-        ConfigError: the topology is not a TPU.
+        ConfigError: the topology does not consist of TPUs.
     """
     if topology.hardware.topology not in _TPUS:
-        rule = f"must be TPUs: {', '.join(_TPUS)}."
+        rule = f"must be a topology of TPUs: {', '.join(_TPUS)}."
         action = f"Set {KEY}=v5p:2x4x4, or use `maxpipe launch slurm`."
         raise ConfigError.one(KEY, topology.name, rule, action)
     return _TPUS[topology.hardware.topology]
@@ -143,7 +143,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Run name as a valid resource name, with lower-case letters, digits and hyphens."""
+        """Run name, converted to a resource name of lower-case letters, digits and hyphens."""
         name = re.sub(r"[^a-z0-9]+", "-", self.config.run.name.lower()).strip("-")[:40]
         return name.strip("-") if name[:1].isalpha() else f"run-{name}".strip("-")
 
@@ -153,7 +153,7 @@ class Job:
         return self.workdir / run_folder(self.config.run)
 
     def host_config(self, **mesh: int) -> str:
-        """Return the config of every process; processes discover each other through the cluster."""
+        """Return the config for all processes, which discover each other through the cluster."""
         config = self.config
         runtime = dataclasses.replace(config.runtime, num_processes=0, process_id=0, coordinator="")
         resolved = dataclasses.replace(config.mesh, **mesh)
@@ -187,7 +187,7 @@ class Submission:
                 if text.startswith("#!"):
                     path.chmod(0o755)
         except OSError as error:
-            action = "Set --write to a folder that can be written."
+            action = "Set --write to a writable folder."
             raise StorageError.unwritable(folder, error, action) from error
 
     def run(self) -> int:
@@ -200,19 +200,21 @@ class Submission:
             raise ConfigError.one(
                 "command line: --submit",
                 None,
-                f"needs {self.tool}, which is not on the PATH of this machine.",
-                f"Run `{' '.join(self.submit_command)}` where {self.tool} is installed.",
+                f"requires {self.tool}, which is not on the PATH of this machine.",
+                f"Run `{' '.join(self.submit_command)}` on a machine with {self.tool}.",
             )
         return subprocess.run(self.submit_command, check=False).returncode
 
 
 def required_variables(names: Sequence[str]) -> str:
     """Return shell lines that exit with an error if a variable is not set."""
-    return "".join(f': "${{{name}:?must be set: launch.environment names it}}"\n' for name in names)
+    return "".join(
+        f': "${{{name}:?must be set, because launch.environment lists it}}"\n' for name in names
+    )
 
 
 FINAL_EXIT_CODES = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
-"""Exit codes that cause no restart: failures that a restart would repeat, and Ctrl-C."""
+"""Exit codes that do not cause a restart: failures that would recur, and Ctrl-C."""
 
 _MEANINGS = {
     ExitCode.DONE: "done",
@@ -220,23 +222,23 @@ _MEANINGS = {
     ExitCode.BUG: "a bug in maxpipe",
     ExitCode.HANG: "a hang or a lost process",
     ExitCode.STORAGE: "a storage or checkpoint error",
-    ExitCode.PREEMPTED: "stopped and saved",
+    ExitCode.PREEMPTED: "stopped by SIGTERM or SIGHUP",
     ExitCode.INTERRUPTED: "stopped by Ctrl-C",
 }
 
 
 def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
-    """Return the step of the newest complete checkpoint. Incomplete checkpoints have no numeric
-    name.
+    """Return the step of the newest complete checkpoint, or None.
 
-    If checkpoints are `elsewhere`, in `checkpoint.dir` or `checkpoint.local_dir`, the step is read
-    from the event records of the run, because the launcher does not read buckets.
+    Only complete checkpoints have a numeric name. If checkpoints are stored `elsewhere`, in
+    `checkpoint.dir` or `checkpoint.local_dir`, the step is read from the event records of the run,
+    because the launcher does not read buckets.
     """
     if elsewhere:
         newest = None
         with contextlib.suppress(OSError):
             for record in read_json_lines(run_dir / EVENTS_FILE, _StepEvent):
-                # The run may start from an older checkpoint.
+                # A restarted run may begin from an older checkpoint.
                 if record["event"] in ("start", "checkpoint"):
                     newest = record["step"] or None
         return newest
@@ -257,7 +259,7 @@ class _StepEvent(TypedDict):
 def is_killed(code: int) -> bool:
     """Return whether a signal other than Ctrl-C ended the process.
 
-    Such codes are negative in Python and above 128 in a shell.
+    Exit codes of killed processes are negative in Python and above 128 in a shell.
     """
     return (code < 0 or code > 128) and not is_interrupted(code)
 
@@ -268,7 +270,7 @@ def is_interrupted(code: int) -> bool:
 
 
 def is_final(code: int) -> bool:
-    """Return whether a restart is useless: true for any exit except a stop, hang or kill."""
+    """Return whether the exit code rules out a restart: true except after a stop, hang or kill."""
     return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not is_killed(code)
 
 
@@ -285,7 +287,7 @@ def describe_exit_code(code: int) -> str:
 
 
 class RestartPolicy:
-    """Counts consecutive failures without a newer checkpoint, and decides on restarts."""
+    """Restart policy that counts consecutive failures without a newer checkpoint."""
 
     def __init__(self, limit: int, run_dir: Path, elsewhere: str = ""):
         self._limit, self._run_dir, self._elsewhere = limit, run_dir, elsewhere
@@ -297,7 +299,7 @@ class RestartPolicy:
         return newest_step(self._run_dir, self._elsewhere)
 
     def should_restart(self, code: int) -> bool:
-        """Return whether to restart after the run exited with `code`."""
+        """Return whether to restart a run that exited with `code`."""
         newest = self.newest_step()
         progress = newest is not None and (self._newest is None or newest > self._newest)
         self._newest = newest
@@ -316,7 +318,7 @@ class RestartPolicy:
 
 @dataclasses.dataclass
 class Preflight:
-    """The results of the checks, in order."""
+    """Results of the checks before a launch, in order."""
 
     origins: dict[str, str]
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -332,7 +334,7 @@ class Preflight:
         self.problems.append(Problem(error_location(key, self.origins), str(given), rule, action))
 
     def report(self) -> str:
-        """Return the report, without secrets.
+        """Return the report, with secrets redacted.
 
         Raises:
             ConfigError: a check failed.
@@ -343,7 +345,7 @@ class Preflight:
 
 
 def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return the error, with the origin of every config key added."""
+    """Return the error, with the origin (file or override) of each config key added."""
     known_keys = (
         dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins
@@ -367,7 +369,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
     config, found = loaded.config, Preflight(loaded.origins)
     total = config.mesh.cpu_devices
     if processes < 1:
-        rule, action = "must be at least 1.", "Leave out --processes for one process."
+        rule, action = "must be at least 1.", "Leave out --processes to use one process."
         raise ConfigError.one("command line: --processes", processes, rule, action)
     if processes > 1 and config.runtime.platform != "cpu":
         found.add_problem(
@@ -381,7 +383,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         found.add_problem(
             "mesh.cpu_devices",
             total,
-            f"must be a multiple of --processes ({processes}): processes share devices equally.",
+            f"must be a multiple of --processes ({processes}): devices are divided equally.",
             f"Set mesh.cpu_devices={-(-total // processes) * processes} with a matching mesh, or "
             f"use --processes {math.gcd(total, processes)}.",
         )
@@ -389,7 +391,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         try:
             axes = _axes(resolve_config(loaded, _here(config)))
             found.add_ok(
-                f"mesh: {axes} = {pluralize(total, 'device')} of {pluralize(processes, 'process')}"
+                f"mesh: {axes} = {pluralize(total, 'device')} in {pluralize(processes, 'process')}"
             )
         except ConfigError as error:
             found.problems += error.problems
@@ -403,15 +405,15 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
             found.add_ok(f"{key} = {path}: exists")
         else:
             rule = f"must exist: {os.path.abspath(path)} does not exist."
-            found.add_problem(key, path, rule, f"Set {key} to a path that exists.")
+            found.add_problem(key, path, rule, f"Set {key} to an existing path.")
     return found.report()
 
 
 def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
     """Check a run on other hosts. Return (config with resolved mesh, hosts, report).
 
-    Relative paths on the hosts start at `workdir`. With `shared`, this machine and the hosts share
-    a file system.
+    Relative paths on the hosts are relative to `workdir`. If `shared` is set, this machine and the
+    hosts share a file system.
 
     Raises:
         ConfigError: the run cannot start. The error lists every reason.
@@ -420,7 +422,7 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
     _refuse_secrets(loaded)
     if not config.launch.topology:
         rule = "must name the device type and the size of one slice."
-        action = f"Set {KEY}=v5p:2x4x4, h100:8 or another topology of `maxpipe plan`."
+        action = f"Set {KEY}=v5p:2x4x4, h100:8 or another topology that `maxpipe plan` accepts."
         raise ConfigError.one(error_location(KEY, loaded.origins), "''", rule, action)
     topology = parse_topology(
         config.launch.topology, config.launch.slices, error_location(KEY, loaded.origins)
@@ -438,14 +440,14 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
     devices = topology.num_devices // hosts.num_processes
     found.add_ok(
         f"mesh: {_axes(config)} = {topology}, {hosts}, "
-        f"{pluralize(hosts.num_processes, 'process')} of "
-        f"{pluralize(devices, 'device')}"
+        f"{pluralize(hosts.num_processes, 'process')} with "
+        f"{pluralize(devices, 'device')} each"
     )
     for path in output_paths(config).values():
         folder = workdir / path
         if is_remote(path) or not shared or not folder.is_absolute():
             shown = path if is_remote(path) else folder
-            found.add_unchecked(f"{shown}: all hosts must be able to write there")
+            found.add_unchecked(f"{shown}: must be writable from all hosts")
         else:
             _check_parent(folder, found)
     for key, path in _paths(config, workdir):
@@ -454,7 +456,7 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
         else:
             found.add_unchecked(f"{key} = {path}: must exist on all hosts")
     found.add_unchecked(
-        f"{config.launch.image or config.launch.program}: all hosts must have this version"
+        f"{config.launch.image or config.launch.program}: all hosts must use this version"
     )
     return config, hosts, found.report()
 
@@ -462,7 +464,10 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
 def _refuse_secrets(loaded: LoadedConfig) -> None:
     """Raise an error if the config contains secrets, because job files include the config."""
     rule = "must not contain a secret: the job files would include it."
-    action = "Remove it, and name an environment variable of the hosts in launch.environment."
+    action = (
+        "Remove the secret, set it as an environment variable on the hosts, and add the name of "
+        "the variable to launch.environment."
+    )
     problems = [
         Problem(error_location(f"{section}.{key}", loaded.origins), str(shown), rule, action)
         for section, values in to_dict(loaded.config).items()
@@ -500,31 +505,31 @@ def _check_output_paths(config: Config, found: Preflight) -> None:
     """Create the output folders and check that they are writable."""
     for key, path in output_paths(config).items():
         if is_remote(path):
-            found.add_unchecked(f"{path}: the run writes here when it starts")
+            found.add_unchecked(f"{path}: the run writes to this path when it starts")
             continue
         try:
             os.makedirs(path, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
-            rule = f"must be a folder that can be written: {error.strerror or error}."
-            found.add_problem(
-                key, value_of(config, key), rule, f"Set {key} to a folder that you can write."
-            )
+            rule = f"must be a writable folder: {error.strerror or error}."
+            found.add_problem(key, value_of(config, key), rule, f"Set {key} to a writable folder.")
         else:
-            found.add_ok(f"{path}: can be written")
+            found.add_ok(f"{path}: is writable")
 
 
 def _check_parent(folder: Path, found: Preflight) -> None:
     """Check that this machine can create an output folder."""
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if os.access(parent, os.W_OK | os.X_OK) and parent.is_dir():
-        found.add_ok(f"{folder}: can be written here; all hosts must see it")
+        found.add_ok(f"{folder} is writable from this host; all other hosts must also see it")
     else:
-        found.add_unchecked(f"{folder}: {parent} cannot be written here; all hosts must be able to")
+        found.add_unchecked(
+            f"{folder}: must be writable from all hosts; this host cannot write to {parent}"
+        )
 
 
 def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for every input of the run. Relative paths start at `workdir`."""
+    """Yield (key, path) for every input of the run. Relative paths are relative to `workdir`."""
     tokenizer = config.tokenizer
     named = {
         "tokenizer.path": tokenizer.path if tokenizer.kind != "bytes" else "",
@@ -547,7 +552,7 @@ def _paths(config: Config, workdir: Path) -> Iterator[tuple[str, str]]:
 
 
 def _restore_run_path(source: str, runs: str, workdir: Path) -> str:
-    """Return the path of the run or Hugging Face folder of `checkpoint.restore_from`.
+    """Return the path of the run or Hugging Face folder that `checkpoint.restore_from` names.
 
     A value that cannot be parsed is returned unchanged.
     """

@@ -1,8 +1,8 @@
 """Start, monitor and restart the processes of a run on this machine.
 
 Every process has one log file for all attempts. The launcher prints the log of the first process.
-This module does not import jax, so the launcher occupies no device and survives crashes of its
-processes.
+This module does not import jax, so the launcher uses no devices and survives crashes of the
+processes that it starts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ProcessLog:
             return file.read(_MOST_BYTES).decode(errors="replace")
 
     def first_error(self) -> str:
-        """Return the first traceback or error message of the latest attempt, or its last lines."""
+        """Return the first traceback or error of the latest attempt, else its last 10 log lines."""
         text = self.text()
         found = min(
             filter(None, (_TRACEBACK.search(text), _MAXPIPE_ERROR.search(text))),
@@ -91,7 +91,7 @@ class ProcessLog:
         return "\n".join(lines)
 
     def follow(self) -> LogFollower:
-        """Return a follower for the output of the latest attempt."""
+        """Return a `LogFollower` for the output of the latest attempt."""
         return LogFollower(self.path, self._start)
 
 
@@ -121,15 +121,15 @@ class LogFollower:
 
 
 GRACE_SECONDS = 5.0
-"""Time for the other processes to report and exit after one process has failed. The other processes
-are then killed, because they would wait for the failed process in a collective."""
+"""Time in seconds for the other processes to report and exit after one process has failed. They are
+then killed, because they would wait for the failed process in a collective."""
 _POLL_SECONDS = 0.1
 _PARENT_DEATH_SIGNAL = 1  # the value of PR_SET_PDEATHSIG for prctl(2)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The first process that exited with a code other than 0."""
+    """The first process that exited with a nonzero exit code."""
 
     process: int
     code: int
@@ -183,12 +183,12 @@ def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[
 
 
 class _StopSignals:
-    """Counts SIGTERM, SIGHUP and SIGINT instead of exiting."""
+    """Signal handler that counts SIGTERM, SIGHUP and SIGINT signals instead of exiting."""
 
     def __init__(self) -> None:
         self.count = 0
         self.signal_number = signal.SIGTERM
-        """The latest signal."""
+        """The most recently received signal."""
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> _StopSignals:
@@ -242,7 +242,7 @@ def _attempt(
                 _send(requests.signal_number if passed_on == 1 else signal.SIGKILL, processes)
                 if passed_on == 1:
                     by_key = requests.signal_number == signal.SIGINT
-                    again = "press Ctrl-C again" if by_key else "signal again"
+                    again = "press Ctrl-C again" if by_key else "send the signal again"
                     _print_status(
                         f"stopping after this step, and saving a checkpoint; "
                         f"{again} to kill all processes"

@@ -1,4 +1,4 @@
-"""Create SLURM jobs. `srun` starts the processes, and jax discovers them.
+"""Create SLURM jobs, whose processes are started by `srun` and discovered by jax.
 
 The job script implements the restart policy of `job.py` in shell.
 """
@@ -40,7 +40,8 @@ trap 'rm -f "${secret}"' EXIT
 od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"${secret}"
 export {secret}
 
-# SLURM signals the time limit to the tasks only. SIGTERM here means that the job is cancelled.
+# At the time limit, SLURM signals only the tasks. SIGTERM in this script means that the job was
+# cancelled.
 cancelled=
 trap 'cancelled=yes' TERM
 
@@ -78,7 +79,7 @@ newest_step() {
   local path step newest=-1
   for path in "$run"/checkpoints/*; do
     step=${path##*/}
-    # Incomplete checkpoints have no numeric name.
+    # Only complete checkpoints have a numeric name.
     if [[ $step =~ ^[0-9]+$ ]] && (( 10#$step > newest )); then newest=$((10#$step)); fi
   done
   echo "$newest"
@@ -94,8 +95,8 @@ newest_step() {{
 """
 _TASK_SCRIPT = """\
 #!/bin/bash
-# One process of the run {name}. Writes its exit code to a file for the job script.
-# Ignore the signal in this shell: maxpipe handles it and saves a checkpoint.
+# Starts one process of the run {name}, and writes its exit code to a file for the job script.
+# This shell ignores SIGTERM: maxpipe handles the signal and saves a checkpoint.
 trap : TERM
 {program} train {folder}/{config}
 code=$?
@@ -108,11 +109,11 @@ def create_submission(job: Job) -> Submission:
     """Return the files of a SLURM job.
 
     Raises:
-        ConfigError: SLURM cannot run the job.
+        ConfigError: the job cannot run on SLURM.
     """
     topology, launch = job.hosts.topology, job.config.launch
     if topology.platform == "tpu":
-        rule = "must be GPUs or CPUs: SLURM does not manage TPUs."
+        rule = "must be a topology of GPUs or CPUs: SLURM does not manage TPUs."
         action = f"Use `maxpipe launch gcloud` or `gke`, or set {KEY}=h100:8."
         raise ConfigError.one(KEY, topology.name, rule, action)
     _check_paths(job)
@@ -172,11 +173,11 @@ def _directives(job: Job, per_host: int) -> list[str]:
 
 
 def _check_paths(job: Job) -> None:
-    """Check the paths in sbatch directives, where `%`, backslash and spaces are special."""
+    """Reject paths with characters that have a special meaning in sbatch directives."""
     for key, path, action in (
         ("command line: --write", job.folder, "Name another folder with --write."),
         ("launch.workdir", job.workdir, "Set launch.workdir to another folder."),
     ):
         if not re.fullmatch(r"[\w/.,+@:-]+", str(path)):
-            rule = "must consist of letters, digits and `/._,+@:-`, because sbatch parses the path."
+            rule = "must consist of letters, digits and `/._,+@:-`: sbatch interprets the path."
             raise ConfigError.one(key, path, rule, action)

@@ -46,8 +46,8 @@ class ModelConfig:
     layer's input is a projection of the previous head's output and the next token's embedding.
     Ignored unless `model.mtp_heads` is set."""
     mtp_loss_weight: float = field(default=0.3, metadata=renamed_from("ahead_loss_weight"))
-    """Weight in the training objective of the multi-token prediction loss, averaged over the heads.
-    Ignored unless `model.mtp_heads` is set."""
+    """Weight of the multi-token prediction loss, averaged over the heads, in the training
+    objective. Ignored unless `model.mtp_heads` is set."""
     rope_theta: float = 10000.0
     """Base of the rotary embedding frequencies (RoPE theta)."""
     norm_epsilon: float = 1e-5
@@ -113,7 +113,7 @@ class AdapterConfig:
     rslora: bool = field(
         default=False, metadata=renamed_from("scale_by", values={"rank": False, "root": True})
     )
-    """Whether the adapter scale is `alpha / sqrt(rank)` instead of `alpha / rank` (rsLoRA,
+    """Use `alpha / sqrt(rank)` as the adapter scale instead of `alpha / rank` (rsLoRA,
     arXiv:2312.03732)."""
     dropout: float = 0.0
     """Dropout rate applied to the adapter inputs during training."""

@@ -269,10 +269,10 @@ def query_blocks(tokens: int, block: int = 0) -> list[tuple[int, int]]:
 
 
 _BLOCKS, _LANES = ((16_384, 512), (2048, 256), (0, 128)), 8
-"""Block sizes of blockwise attention, keyed by minimum sequence length. On CPUs, 128 needs the
-least processor time and 256 the least wall time, because the blocks are spread over several cores
-(`benchmarks/attention.md`). If a sequence has several blocks, the block size is a multiple of
-`_LANES`."""
+"""Block sizes of blockwise attention, keyed by minimum sequence length. On CPUs, a block size of
+128 needs the least CPU time, and 256 the least wall-clock time, because the blocks are spread over
+several cores (`benchmarks/attention.md`). If a sequence has several blocks, the block size is a
+multiple of `_LANES`."""
 
 
 def even_blocks(tokens: int, block: int = 0) -> int:
@@ -302,7 +302,7 @@ def packed_documents(tokens: int) -> int:
 
 _UNROLLED_BLOCK, _UNROLLED_TOKENS = 64, 512
 """Block size and maximum sequence length of unrolled blockwise attention. With 256 tokens on CPUs,
-unrolled attention needs 0.60 to 0.85 times the processor time of plain attention
+unrolled attention needs 0.60 to 0.85 times the CPU time of plain attention
 (`benchmarks/attention.md`)."""
 
 

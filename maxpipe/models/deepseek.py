@@ -129,9 +129,9 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _HeadSizes:
-    """Rows for the numbers of rotated and unrotated query and key dims.
+    """Rows for the numbers of unrotated and rotated dims in each query and key head.
 
-    The last two keys are redundant.
+    The last two keys are redundant, because the first two keys determine their values.
     """
 
     @property

@@ -24,8 +24,8 @@ def residual_gain(config: ModelConfig) -> float:
 
 
 def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
-    """Return attention with the sizes set in the section `model`; `options` are additional fields
-    of `Attention`.
+    """Return an attention sublayer with the sizes set in section `model`; `options` are additional
+    fields of `Attention`.
     """
     return Attention(
         config.d_model,
@@ -40,8 +40,8 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
 
 
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """Return the gated MLP with the width set in the section `model`; `options` are additional
-    fields of `GatedMLP`.
+    """Return a gated MLP with the width set in section `model`; `options` are additional fields of
+    `GatedMLP`.
     """
     return GatedMLP(config.d_model, config.d_mlp, residual_gain(config), **options)
 

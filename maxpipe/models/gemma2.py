@@ -23,10 +23,11 @@ class Gemma2Config(RopeConfig):
     """
 
     sliding_window: int = field(default=4096, metadata=renamed_from("window"))
-    """Attention window in tokens, including the query token. The window applies to the first,
-    third, fifth, ... layer; the remaining layers attend to all tokens."""
+    """Attention window in tokens, including the query token. The window applies to every other
+    layer, starting with the first; the remaining layers attend to all tokens."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Value whose square root divides the attention scores. If 0, `model.head_dim` is used."""
+    """Attention scores are divided by the square root of this value. If 0, `model.head_dim` is
+    used."""
     attn_logit_softcapping: float = field(default=50.0, metadata=renamed_from("score_cap"))
     """Soft cap of the attention scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
     final_logit_softcapping: float = field(default=30.0, metadata=renamed_from("logit_cap"))

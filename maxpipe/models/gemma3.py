@@ -30,15 +30,16 @@ class Gemma3Config:
     sliding_window: int = field(default=1024, metadata=renamed_from("window"))
     """Attention window of local layers in tokens, including the query token."""
     sliding_window_pattern: int = field(default=6, metadata=renamed_from("period"))
-    """Interval between global layers, which attend to all tokens. If n, every n-th layer is global
-    and the others are local."""
+    """Interval between global layers, which attend to all tokens. With interval n, every n-th layer
+    is global and all others are local."""
     local_rope_theta: float = 10000.0
     """Base of the rotary embedding frequencies (RoPE theta) in local layers. Global layers use
     `model.rope_theta`."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Factor that multiplies all rotary wavelengths in global layers. 1 disables the scaling."""
     query_pre_attn_scalar: float = field(default=0.0, metadata=renamed_from("query_scale"))
-    """Value whose square root divides the attention scores. If 0, `model.head_dim` is used."""
+    """Attention scores are divided by the square root of this value. If 0, `model.head_dim` is
+    used."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -22,8 +22,8 @@ class GptOssConfig(MixtureConfig):
     """Keys that only GPT-OSS models use."""
 
     sliding_window: int = field(default=128, metadata=renamed_from("window"))
-    """Attention window in tokens, including the query token. The window applies to the first,
-    third, fifth, ... layer; the remaining layers attend to all tokens."""
+    """Attention window in tokens, including the query token. The window applies to every other
+    layer, starting with the first; the remaining layers attend to all tokens."""
     swiglu_alpha: float = field(default=1.702, metadata=renamed_from("gate_slope"))
     """Slope of the gate's sigmoid. A gate g becomes `g * sigmoid(swiglu_alpha * g)`."""
     swiglu_limit: float = field(default=7.0, metadata=renamed_from("gate_limit"))

@@ -28,7 +28,7 @@ class GraniteConfig(RopeConfig):
     """Scalar that multiplies the attention and MLP outputs before they are added to the residual
     stream."""
     logit_divisor: float = 1.0
-    """Scalar that divides the logits."""
+    """Scalar by which the logits are divided."""
 
 
 def describe(config: ModelConfig) -> Model:

@@ -58,7 +58,7 @@ class Key:
     ours: str
     default: Any = None
     """Value that transformers uses if `config.json` lacks the key, or a function that computes this
-    value from our values of the preceding rows."""
+    value from maxpipe's values in the preceding rows."""
     zero_means: str = ""
     """Name of another maxpipe key, whose value is used if this key is 0."""
     is_integer: bool = False
@@ -121,7 +121,7 @@ class Fixed:
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the first value, or nothing for null: even a null changes some models."""
+        """Return the first value; for null, omit the key, because even null affects some models."""
         return {} if self.values[0] is None else {self.theirs: self.values[0]}
 
 
@@ -510,7 +510,7 @@ class NoWindow:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return one key name; `Kept` rows handle the other keys."""
+        """Return the name of the one key that this row converts; `Kept` rows handle the rest."""
         return ("use_sliding_window",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:

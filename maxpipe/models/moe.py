@@ -119,8 +119,8 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
     elif own.expert_groups_per_token > own.num_expert_groups:
         yield RuleViolation(
             f"{section}.expert_groups_per_token",
-            f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because the "
-            "groups of a token are distinct.",
+            f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because a "
+            "token cannot select a group more than once.",
             f"Set {section}.expert_groups_per_token={own.num_expert_groups}.",
         )
     elif own.top_k <= own.num_experts and own.expert_groups_per_token * size < own.top_k:

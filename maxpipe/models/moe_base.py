@@ -41,10 +41,10 @@ class MixtureConfig:
     dispatch: Literal["auto", "dense", "grouped"] = field(
         default="auto", metadata=renamed_from(values={"all": "dense"})
     )
-    """Method for dispatching tokens to experts without a capacity limit. `grouped` sorts
-    tokens by expert and computes only the selected experts, with a kernel on TPUs and in token
-    blocks on other platforms. `dense` computes every expert for every token. `auto` uses `grouped`
-    if there are at least twice as many experts as `top_k`."""
+    """Method for dispatching tokens to experts without a capacity limit. `grouped` sorts tokens by
+    expert and applies only the selected experts, with a kernel on TPUs and in token blocks on other
+    platforms. `dense` applies every expert to every token. `auto` uses `grouped` if there are at
+    least twice as many experts as `top_k`."""
     load_balance_loss_weight: float = field(default=0.01, metadata=renamed_from("balance_weight"))
     """Coefficient of the load-balance loss in each layer with experts. The loss is 1 if all experts
     receive the same number of tokens. If 0, the loss is logged but not added to the training
@@ -140,7 +140,7 @@ def moe_rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation
     if own.top_k > own.num_experts:
         yield RuleViolation(
             f"{section}.top_k",
-            f"must be at most {section}.num_experts ({own.num_experts}), because the experts of a "
-            "token are distinct.",
+            f"must be at most {section}.num_experts ({own.num_experts}), because a token cannot "
+            "select an expert more than once.",
             f"Set {section}.top_k={min(2, own.num_experts)}.",
         )

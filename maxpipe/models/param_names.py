@@ -13,7 +13,7 @@ _LAYERS = "layers"
 
 
 def freeze(model: Model, patterns: Sequence[str]) -> Model:
-    """Return the model with the parameters that match a pattern frozen.
+    """Return the model with all parameters that match a pattern marked as frozen.
 
     `*` in a pattern matches any characters, including dots. A pattern is first matched against
     checkpoint names. If no name matches, the pattern is matched against the names of layer

@@ -110,8 +110,8 @@ class _Turned:
         share = (size or all_of_it) / all_of_it
         if int(all_of_it * share) != (size or all_of_it):
             rule = (
-                f"must be a number of rotated dims, out of {all_of_it}, that transformers can "
-                "represent as a fraction."
+                "must be a number of rotated dims that transformers can represent as a fraction of "
+                f"{all_of_it}."
             )
             raise Unlike("model.phi3.rope_size", size, rule)
         return {"partial_rotary_factor": share}
@@ -121,7 +121,9 @@ def _chosen(ours: Ours) -> str:
     if ours["phi3.rope_short_factor"]:
         return "longrope"
     if ours["phi3.rope_factor"] != 1:
-        rule = "must be 1 without model.phi3.rope_short_factor and model.phi3.rope_long_factor."
+        rule = (
+            "must be 1 unless model.phi3.rope_short_factor or model.phi3.rope_long_factor is set."
+        )
         raise Unlike("model.phi3.rope_factor", ours["phi3.rope_factor"], rule)
     return "default"
 

@@ -23,8 +23,8 @@ class Qwen3MoeConfig(MixtureConfig, RopeConfig):
     """Keys that only Qwen3 models with experts use."""
 
     moe_layer_interval: int = field(default=1, metadata=renamed_from("expert_period"))
-    """Interval between layers with experts. If n, every n-th layer has experts and the others have
-    one MLP of width `model.d_mlp`."""
+    """Interval between layers with experts. With interval n, every n-th layer has experts and all
+    others have one MLP of width `model.d_mlp`."""
     dense_layers: list[int] = field(default_factory=list, hash=False)  # lists are not hashable
     """Zero-based indices of layers that have an MLP instead of experts, regardless of
     `moe_layer_interval`."""

@@ -38,8 +38,8 @@ class Qwen3NextConfig(MixtureConfig):
     """
 
     full_attention_interval: int = field(default=4, metadata=renamed_from("attention_period"))
-    """Interval between layers with full attention. If n, every n-th layer has full attention and
-    the others use the gated delta rule."""
+    """Interval between layers with full attention. With interval n, every n-th layer has full
+    attention and all others use the gated delta rule."""
     linear_num_key_heads: int = field(default=16, metadata=renamed_from("num_key_heads"))
     """Number of query and key heads in delta-rule layers."""
     linear_num_value_heads: int = field(default=32, metadata=renamed_from("num_value_heads"))
@@ -125,8 +125,8 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         yield RuleViolation(
             "model.qwen3_next.linear_num_value_heads",
             "must be a multiple of model.qwen3_next.linear_num_key_heads "
-            f"({own.linear_num_key_heads}), because every key head serves equally many value "
-            "heads.",
+            f"({own.linear_num_key_heads}), because every key head serves the same number of "
+            "value heads.",
             f"Set model.qwen3_next.linear_num_value_heads={2 * own.linear_num_key_heads}.",
         )
     if own.rotary_dim > config.head_dim or own.rotary_dim % 2:

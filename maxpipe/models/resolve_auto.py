@@ -17,9 +17,9 @@ from maxpipe.models.registry import describe
 from maxpipe.parallel.axes import MeshConfig, exchanges_heads
 
 _LONG = {"cpu": 256, "tpu": 4096, "gpu": 4096}
-"""Minimum sequence length for which `auto` selects `blockwise`. On CPUs, `blockwise` is faster from
-64 tokens (`benchmarks/attention.md`), but compilation is slower with several blocks. On other
-platforms, `blockwise` is used if the scores of plain attention would need too much memory."""
+"""Minimum sequence length for which `auto` selects `blockwise`. On CPUs, `blockwise` is faster for
+64 tokens or more (`benchmarks/attention.md`), but compilation is slower with several blocks. On
+other platforms, `blockwise` is used if the scores of plain attention would need too much memory."""
 
 _ORDER = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "blockwise"), "cpu": ("blockwise",)}
 """Backends in order of preference, keyed by platform. `xla` is the fallback: it supports every

@@ -39,7 +39,7 @@ class RopeConfig:
     `longrope`."""
     rope_attention_factor: float = field(default=0.0, metadata=renamed_from("rope_length"))
     """Factor that multiplies the rotated queries and keys, for `yarn` and `longrope`. If 0, the
-    formula of the paper is used, which depends on `rope_factor`."""
+    value is computed from `rope_factor` using the formula in the paper."""
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # lists are not hashable
@@ -53,11 +53,11 @@ class RopeConfig:
     They apply to sequences longer than `original_max_position_embeddings`, and to generation with a
     larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
-    """Minimum number of rotations within the original context for a wavelength to remain unscaled
+    """Wavelengths with at least this many rotations within the original context are not scaled
     (`beta_fast`, `high_freq_factor`). If 0, the published value is used: 4 for `llama3`, 32 for
     `yarn`."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
-    """Maximum number of rotations within the original context for a wavelength to be multiplied by
+    """Wavelengths with at most this many rotations within the original context are multiplied by
     the full `rope_factor` (`beta_slow`, `low_freq_factor`). If 0, the published value is used,
     which is 1."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
@@ -185,8 +185,8 @@ def factor_rules(
 
 @dataclass(frozen=True)
 class _Original:
-    """Row for `original_max_position_embeddings`, which defaults to the longest context in
-    transformers.
+    """Row for `original_max_position_embeddings`, which in transformers defaults to
+    `max_position_embeddings`.
     """
 
     ours: str
@@ -317,10 +317,11 @@ class Turns:
 
 
 def row(family: str, longest: int, theta: float = 10000.0) -> Row:
-    """Return the table row of rotary positions for families with all keys of `RopeConfig`.
+    """Return the rotary-position row of the table for model families that support every
+    `RopeConfig` key.
 
-    `longest` and `theta` are the transformers defaults of `max_position_embeddings` and
-    `rope_theta`.
+    `longest` and `theta` are the default values of `max_position_embeddings` and `rope_theta` in
+    transformers.
     """
     kind, factor, length = (
         f"{family}.rope_{name}" for name in ("type", "factor", "attention_factor")

@@ -1,4 +1,4 @@
-"""Model specs, the single source that all other code reads. The module does not import jax.
+"""Model specs, the single source of truth for all other code. The module does not import jax.
 
 A model is a stack of layers between an embedding and its output heads. Each layer has a *layer
 type*, which is a sequence of residual branches: `x + scale * after(part(before(x)))`. A sublayer
@@ -16,7 +16,8 @@ from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 Dims = tuple[tuple[int, str], ...]
-"""Size and logical axis of each dim of an array. Dims of activations omit batch and tokens."""
+"""Size and logical axis of each dim of an array. Dims of activations exclude the batch and token
+dims."""
 
 Number = float | str
 """A number, or the name of a per-layer value (`Model.values`)."""
@@ -111,8 +112,8 @@ class Matmul(NamedTuple):
 
     param: str
     needed: float = 1.0
-    """Fraction of the parameter's elements that one token needs. The model's FLOPs are counted with
-    this fraction."""
+    """Fraction of the parameter's elements that one token needs. This fraction is used to count the
+    model's FLOPs."""
     computed: float = 1.0
     """Fraction of the parameter's elements that the matmul actually multiplies per token."""
 
@@ -134,8 +135,8 @@ class Scores(NamedTuple):
     """Head dim of keys and values, or the mean of the two if they differ."""
     window: str = ""
     """Name of the per-layer value (`Model.values`) that stores the attention window in tokens; a
-    window of 0 means all tokens. Pairs outside the window do not count as needed FLOPs. All pairs
-    are computed, because one program serves all layers."""
+    window of 0 means all tokens. Pairs outside the window are not counted as model FLOPs, although
+    they are computed, because one program serves all layers."""
     storage: Stands = "scores"
     """Token-pair arrays that are stored in memory."""
     query: Dims = ()
@@ -165,7 +166,7 @@ Operation = Matmul | Scores | Products
 class Held:
     """Arrays that are in memory at the same time.
 
-    Each entry holds the number of copies per token and the dims of one copy.
+    Each entry holds the number of arrays per token and the dims of each array.
     """
 
     compute_dtype: tuple[tuple[float, Dims], ...] = ()
@@ -175,18 +176,18 @@ class Held:
     one_byte: tuple[tuple[float, Dims], ...] = ()
     """Arrays with one byte per element."""
     blocks: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute dtype, with one copy per query block for up to `count.scored_keys`
-    keys."""
+    """Arrays in the compute dtype that hold up to `count.scored_keys` keys each; there is one such
+    array per query block."""
     token_independent: tuple[Dims, ...] = ()
     """Arrays in the compute dtype that are stored once instead of per token, such as parameters."""
     float32_token_independent: tuple[Dims, ...] = ()
     """Arrays with four bytes per element that are stored once instead of per token."""
     documents: tuple[tuple[float, Dims], ...] = ()
-    """Arrays in the compute dtype, with one copy per packed document in a sequence (at most
-    `count.packed_documents`)."""
+    """Arrays in the compute dtype; there is one such array per packed document in a sequence, and
+    at most `count.packed_documents`."""
     pairs: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Memory over all heads per token pair whose score is computed: copies in the compute dtype,
-    copies in float32, and bytes in other dtypes."""
+    """Memory per token pair whose score is computed, summed over all heads: number of elements in
+    the compute dtype, number of elements in float32, and bytes in other dtypes."""
 
     def __add__(self, other: Held) -> Held:
         narrow, wide, other_bytes = (
@@ -286,8 +287,8 @@ class Part(Protocol):
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
-        """Return the arrays that the sublayer reports along with its output: sums over tokens,
-        without gradient.
+        """Return the arrays that the sublayer reports along with its output: sums over tokens, with
+        gradients stopped.
         """
         return {}
 
@@ -310,8 +311,8 @@ class Part(Protocol):
 
     @property
     def note(self) -> str:
-        """Describe how the sublayer is computed. The text is shown in plans and on the start-up
-        screen of a run.
+        """Describe how the sublayer is computed. The description is shown in plans and on the
+        start-up screen of a run.
         """
         return ""
 
@@ -461,7 +462,7 @@ class Ahead:
     num_heads: int
     d_model: int
     loss_weight: float
-    """Weight in the training objective of the mean loss over the heads."""
+    """Weight of the mean loss over the heads in the training objective."""
 
     @property
     def params_of_one(self) -> Mapping[tuple[str, ...], Param]:

@@ -44,7 +44,8 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     if dtype == "int8":
         return jnp.round(scaled * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
-    # The code is the number of thresholds below the weight; this sum needs no array over all codes.
+    # A code is the number of thresholds below the weight; computing it as a sum needs no array over
+    # all codes.
     below = ((scaled > threshold).astype(jnp.uint8) for threshold in middle)
     codes = sum(below, jnp.zeros(scaled.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)

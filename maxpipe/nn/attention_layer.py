@@ -76,7 +76,7 @@ def _ntk_base_factor(
 
 
 def _max_visible_tokens(context: LayerContext) -> int:
-    """Return the maximum number of tokens that a query token can attend to, which is static."""
+    """Return the maximum number of tokens that a query token can attend to, as a static value."""
     cache = context.cache
     return full_sequence_length(context.inputs) if cache is None else cache.key.shape[1]
 
@@ -115,7 +115,7 @@ def rotate(
     length: float = 1.0,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
-    """Rotate each pair of dims (i, i + half) by the angle of its position; further dims are
+    """Rotate each pair of dims (i, i + half) by the angle of its position; the remaining dims are
     unchanged.
 
     `length` multiplies the rotated dims. On TPU, a matmul with a permutation matrix swaps the
@@ -250,7 +250,9 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the name of the window, or "" if the rotary factors depend on the cache size."""
+        """Return the name of the per-layer window, or "" if the rotary factors depend on the cache
+        size.
+        """
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod

@@ -1,8 +1,9 @@
 """Decoder: pure functions of the parameters declared by a model spec.
 
 Parameters are a nested dict `{embedding, layers, final_norm, head, ahead}`. `layers` stacks the
-layers of each layer type in model order. `Decoder.apply` is a plain loop over layers, the reference
-for pipelined runs. The pipeline calls `layer` and `norm`. `Block` is a layer of any type.
+layers of each layer type in model order. `Decoder.apply` is a plain loop over layers that serves as
+the reference for pipelined runs. The pipeline calls `layer` and `norm`. `Block` is a layer of any
+type.
 """
 
 from __future__ import annotations
@@ -240,7 +241,8 @@ class Decoder:
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
-        """Return the contracted dims of each parameter that layers receive in 8 bits, else 0.
+        """Return the number of contracted dims of each parameter that layers receive in 8 bits, and
+        0 for all other parameters.
 
         With sequence parallelism, layers quantize their weights themselves.
         """
@@ -282,7 +284,7 @@ class Decoder:
         The function maps parameters, x, inputs, the layer's index and a key to the output, losses
         and statistics. The inputs contain `segment_ids` and `positions` `[B, T]`, and `example_ids`
         `[B]`, the indices of sequences in the global batch. The key depends on the step, and None
-        disables dropout. The layer and the example are folded into the key.
+        disables dropout. The layer index and the example ID are folded into the key.
         """
 
         def run(

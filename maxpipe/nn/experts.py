@@ -363,7 +363,7 @@ class Experts(SpecModule):
         filled: float = 1.0,
         low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
-        """Compute the selected experts of each token; `params` are the parameters of the experts.
+        """Apply the selected experts to each token; `params` are the parameters of the experts.
 
         `complete` means that no token-expert pair is empty, or that the results of empty pairs are
         never read. `filled` is the mean fraction of nonempty pairs.
@@ -394,9 +394,7 @@ class Experts(SpecModule):
     def _dense_experts_of_axis(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
-        """Compute all experts for all tokens, including experts on other devices of the expert
-        axis.
-        """
+        """Apply all experts to all tokens, including experts on other expert-axis devices."""
         whole = all_gather(x, EXPERT, 0)
         return reduce_scatter(
             self._dense_experts(whole, all_to_all(weights, EXPERT, 2, 0), low), EXPERT, 0
@@ -405,7 +403,7 @@ class Experts(SpecModule):
     def _dense_experts(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
-        """Compute all local experts for all tokens."""
+        """Apply all local experts to all tokens."""
         gate = _expert_matmul("btd,def->btef", x, self.gate, low)
         up = _expert_matmul("btd,def->btef", x, self.up, low)
         gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
@@ -423,7 +421,7 @@ class Experts(SpecModule):
         slots: TokenPermutation,
         low: MatmulQuantizer | None,
     ) -> Float[Array, "B T D"]:
-        """Compute each expert for the tokens within its capacity."""
+        """Apply each expert to the tokens within its capacity."""
         num_experts = self.part.num_experts
         inside = permute_tokens(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
         gate = _expert_matmul("end,def->enf", inside, self.gate, low)

@@ -458,7 +458,7 @@ def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -
         block_rows, block_cotangents = (
             lax.dynamic_slice_in_dim(array, step.start, block) for array in (rows, cotangents)
         )
-        # Both operands are masked, because rows without an expert can hold any values.
+        # Both operands are masked, because rows without an expert can hold arbitrary values.
         block_rows, block_cotangents = (
             jnp.where(_expert_row_mask(step, block), array, 0)
             for array in (block_rows, block_cotangents)

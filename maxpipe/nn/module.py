@@ -39,7 +39,9 @@ class LayerContext:
     computes these magnitudes."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
-        """Return the number, or this layer's value if `number` is the name of a per-layer value."""
+        """Return `number` itself, or this layer's value if `number` is the name of a per-layer
+        value.
+        """
         if not isinstance(number, str):
             return number
         return jnp.asarray(self.values[number], jnp.float32)[self.index]
@@ -76,7 +78,7 @@ class Output(NamedTuple):
     losses: Mapping[str, Float[Array, ""]] = {}
     """Float32 losses, summed over target tokens."""
     statistics: Mapping[str, Array] = {}
-    """Statistics, summed over tokens, without gradient."""
+    """Statistics, summed over tokens, with gradients stopped."""
     cache: Any = None
     """Cache that includes the tokens of this step. Set only in decoding."""
 
@@ -92,7 +94,7 @@ class SpecModule(nnx.Module):
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
         """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
 
-        The cache is a tree that contains arrays with sequences in dim 0, and scalar token counts. A
+        The cache is a tree of arrays, whose dim 0 indexes sequences, and of scalar token counts. A
         sequence's entries can be replaced with those of a sequence from another cache if both
         caches hold the same number of tokens. Therefore, the slot of a token must depend only on
         the token count, as in a ring buffer.
@@ -137,7 +139,7 @@ class RMSNorm(SpecModule):
         return rms_norm(x, self.scale[...], self.part)
 
     def max_abs(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
-        """Return the largest float32 magnitude in each normalized token, without gradient.
+        """Return the largest float32 magnitude in each normalized token, with gradients stopped.
 
         The result is exact except for the rounding of normalized activations. XLA computes this
         maximum in the same pass as the mean square. Computing the maximum of the normalized

@@ -73,8 +73,8 @@ def assign_capacity_slots(
 def stable_argsort(keys: Int[Array, " N"], largest: int) -> Int[Array, " N"]:
     """Return the permutation that stably sorts keys between 0 and `largest`."""
     # The key and its index are packed into one 32-bit integer, which is then sorted. XLA for TPU
-    # compiles a sort of one array in one second, but a stable sort or a sort of two arrays in five
-    # seconds. Each layer contains several of these sorts.
+    # takes one second to compile a sort of one array, but five seconds for a stable sort or a sort
+    # of two arrays. Each layer contains several of these sorts.
     numbers, bits = jnp.arange(len(keys), dtype=jnp.uint32), (len(keys) - 1).bit_length()
     if largest.bit_length() + bits <= 32:
         words = lax.sort(keys.astype(jnp.uint32) << bits | numbers, is_stable=False)
@@ -152,7 +152,7 @@ def _row_biases_backward(
 ) -> tuple[Float[Array, "E F"], None, None]:
     places, rows, biases = saved
     experts = _one_hot_experts(places, rows, biases)
-    # Rows without an expert can hold any values, and 0 times inf is NaN.
+    # Rows without an expert can hold arbitrary values, and 0 times inf is NaN.
     cotangent = jnp.where(experts.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nf->ef", experts, cotangent, preferred_element_type=jnp.float32)
     return gradient.astype(biases.dtype), None, None
@@ -176,7 +176,7 @@ def _weighted_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
     weights, biases = saved
-    # As above, tokens without an expert are masked, because they can hold any values.
+    # As above, tokens without an expert are masked, because they can hold arbitrary values.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
     return cotangent @ biases.T, gradient.astype(biases.dtype)
@@ -199,7 +199,7 @@ def sum_rows_by_token(
 ) -> Float[Array, "n D"]:
     """Sum each token's rows over all arrays. `complete` means that no pair is dropped."""
     total: Any = 0.0
-    # A single gather is used, because XLA for TPU needs a second to compile each gather.
+    # A single gather is used, because XLA for TPU takes a second to compile each gather.
     index = row.T.reshape(-1)
     for array in arrays:
         rows_of_array = (

@@ -2,7 +2,7 @@
 
 The host receives the result of a step only after the update, while the next step is running.
 Therefore, the step itself compares its loss and gradient norm with those of recent steps. If the
-step is bad, parameters and optimizer state are left unchanged. `train.bad_steps` decides how the
+step is bad, parameters and optimizer state are left unchanged. `guard.bad_steps` determines how the
 host reacts.
 
 `bound_update` bounds the absolute values of the parameters after an update, without computing the
@@ -125,7 +125,8 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """Return (broken, spike, bounds), each the maximum over all devices, on every device.
+    """Return (broken, spike, bounds), each reduced to its maximum over all devices, on every
+    device.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
     unless a device is faulty. Even with a faulty device, the decision must be identical on all
@@ -178,7 +179,7 @@ def bound_update(
 
     Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are
         much larger than the actual values, because the square root of a second moment can be 0.
-        They are only used to exclude overflow.
+        They are only used to rule out overflow.
 
     No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
     moments are averages of squared entries, which are finite because the norm is finite.

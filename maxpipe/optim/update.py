@@ -1,7 +1,7 @@
 """Parameter updates: clipping, update direction, weight decay, learning rate and EMA.
 
 Updates are computed one parameter at a time, so that all operations on an entry are fused into one
-pass over memory. Only Muon processes several matrices together, because they are exchanged
+pass over memory. Only Muon processes several matrices together, because devices exchange them
 together.
 
 Functions such as `adam` receive the gradient and the float32 state arrays of one parameter. These
@@ -78,7 +78,7 @@ def map_layers(
     """Apply `run` to each layer's slices, and return the arrays with the new slices.
 
     If a computation uses an array in host memory, XLA can copy the full array to the device at any
-    time. In a loop whose slices are along exactly one dim, XLA copies only the slice.
+    time. In a loop that slices along exactly one dim, XLA copies only the slice.
 
     Args:
         run: (layer, slices on the device) -> new slices keyed by name, of the same shapes and
@@ -120,7 +120,7 @@ SQUARE = 1e-30
 """Constant that Adafactor adds to mean squares at the time of use, so that stored padding remains
 0."""
 HUGE = 1e15
-"""Maximum of a gradient divided by its root mean square. The square of this maximum fits in
+"""Limit on a gradient entry divided by its root mean square; the square of this limit fits in
 float32."""
 
 
@@ -290,8 +290,8 @@ class OptState(NamedTuple):
     updates: Int[Array, ""]
     """int32 number of updates so far."""
     trees: dict[str, Tree]
-    """State arrays, keyed by the names in `state_arrays`. Each tree is a nested dict structured
-    like the parameters that contains only the parameters with this array."""
+    """State arrays, keyed by the names in `state_arrays`. Each tree is a nested dict with the
+    structure of the parameter tree, restricted to the parameters that have this array."""
 
 
 class _UpdateContext(NamedTuple):
@@ -350,7 +350,7 @@ class Optimizer:
     config: OptimConfig
     rate: optax.Schedule
     trainable_params: Mapping[KeyPath, TrainableParam]
-    """Trainable parameters, keyed by their paths in trees of trainable parameters."""
+    """Trainable parameters, keyed by their paths in the tree of trainable parameters."""
     param_dtype: str = "float32"
     seed: int = 0
     mesh: Mesh = field(default_factory=lambda: Mesh(np.array(jax.devices()[:1]), ("stage",)))
@@ -365,7 +365,7 @@ class Optimizer:
         return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
-        """Return a tree for each name, which contains the result of `of` for each state array."""
+        """Return one tree per name, with the result of `of` for each state array as its leaves."""
         return {
             name: unflatten({path: of(name, path, array) for path, array in arrays.items()})
             for name, arrays in self.state_arrays.items()
@@ -603,7 +603,8 @@ class Optimizer:
         computed.
 
         Both moments use the clipped gradients, so XLA can store the clipped gradients. Clipping
-        depends on `taken`, so that XLA cannot store them before the update has been checked.
+        depends on `taken`, so that XLA cannot store the clipped gradients before the update has
+        been checked.
         """
         limit = self.config.clip_norm
         if not limit:

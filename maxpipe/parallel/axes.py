@@ -61,8 +61,8 @@ def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor
     """Return whether attention over the context axis exchanges heads (see
     `mesh.context_attention`).
 
-    With `auto`, heads are exchanged if context x tensor divides the numbers of heads and key/value
-    heads.
+    With `auto`, heads are exchanged if context x tensor divides both the number of heads and the
+    number of key/value heads.
     """
     divide = not (heads % (context * tensor) or kv_heads % (context * tensor))
     return method == "ulysses" or (method == "auto" and divide)
@@ -80,7 +80,8 @@ def find_zero1_dim(
 
     Returns: The first dim whose size is a multiple of the data axis size. Dims sharded by the
         compiler are skipped. The vocabulary dim is also skipped, because its padding differs
-        between the forms of the train state. None means that every device holds the full state.
+        between representations of the train state. None means that every device holds the full
+        state.
     """
     if axes["data"] == 1:
         return None
@@ -165,10 +166,11 @@ class MeshConfig:
     )
     """Communication method for attention over the context axis. `all_gather`: each device gathers
     the keys and values of full sequences. `ulysses`: devices exchange tokens for heads, so that
-    each device computes some of the heads over full sequences; context x tensor must divide the
-    numbers of heads and key/value heads. `ring`: keys and values are sent around a ring, so no
-    device holds the keys and values of full sequences; requires `pipeline.idle=compute`, or one
-    stage. `auto`: `ulysses` if the sizes permit it, `all_gather` otherwise."""
+    each device computes some of the heads over full sequences; context x tensor must divide both
+    the number of heads and the number of key/value heads. `ring`: keys and values are sent around a
+    ring, so no device holds the keys and values of full sequences; requires
+    `pipeline.idle=compute`, or one stage. `auto`: `ulysses` if the sizes permit it, `all_gather`
+    otherwise."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding mode of arrays outside the pipeline. `auto`: the compiler chooses the shardings
     between a program's inputs and outputs. `explicit`: array types include the shardings over all
@@ -192,7 +194,8 @@ class MeshConfig:
     )
     """Maximum size in bytes of a parameter, summed over all layers of a stage, that is replicated
     over the fsdp, expert and context axes. A larger replicated parameter is rejected unless an axis
-    rule `[]` replicates it explicitly; such parameters are reported. 0 disables the limit."""
+    rule set to `[]` explicitly replicates it; parameters replicated in this way are reported. 0
+    disables the limit."""
 
 
 QUANTIZATION_BLOCK = 128

@@ -57,7 +57,7 @@ def matmul_reduce_scatter(
     axis: str,
     dtype: Any,
 ) -> Float[Array, "B t D"]:
-    """Sum the matmuls over devices and arrays, and return this device's shard of the sum, by token.
+    """Sum the matmul results over devices and arrays, and return the sum for this device's tokens.
 
     `arrays` are arrays or trees of arrays `[B, T, ...]`. Each function in `multiplies` multiplies
     the corresponding array by this device's weights in float32. Sums are computed in float32 and

@@ -88,7 +88,7 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """Return a count summed over the axes that shard tokens, without gradient.
+    """Return a count summed over the axes that shard tokens, with gradients stopped.
 
     If all axes are auto axes, the count already covers all sequences.
     """
@@ -173,11 +173,29 @@ def all_gather(x: jax.Array, axes: str | Sequence[str], dim: int) -> jax.Array:
     present = _manual_axes(axes)
     if not present:
         return x
+    if x.dtype == jnp.bfloat16 and _is_cpu_program():
+        return _all_gather_bfloat16_on_cpu(x, present, dim)
+    return _all_gather(x, present, dim)
+
+
+def _all_gather(x: jax.Array, present: tuple[str, ...], dim: int) -> jax.Array:
     if not dim or not _is_cpu_program():
         return lax.all_gather(x, present, axis=dim, tiled=True)
     # XLA for CPU gathers along the first dim and transposes the result for other dims.
     gathered = lax.all_gather(jnp.moveaxis(x, dim, 0), present, axis=0, tiled=True)
     return jnp.moveaxis(gathered, 0, dim)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _all_gather_bfloat16_on_cpu(x: jax.Array, present: tuple[str, ...], dim: int) -> jax.Array:
+    """Gather as `_all_gather` does, but sum the gradient in float32: see `_sum_in_float32`."""
+    return _all_gather(x, present, dim)
+
+
+_all_gather_bfloat16_on_cpu.defvjp(
+    lambda x, present, dim: (_all_gather(x, present, dim), None),
+    lambda present, dim, _, gradient: (reduce_scatter(gradient, present, dim),),
+)
 
 
 def _is_cpu_program() -> bool:
@@ -248,7 +266,8 @@ _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 
 
 def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return a batch of full sequences reduced to this device's tokens, with all segment IDs added.
+    """Reduce a batch of full sequences to this device's tokens, and add the full sequences' segment
+    IDs.
 
     `by_row` contains the names of additional arrays without a token dim.
     """

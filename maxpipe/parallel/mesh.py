@@ -147,11 +147,12 @@ def partition_devices(
     each, remainder = divmod(count, processes)
     if remainder or smallest <= each:
         most = (smallest - 1) * processes
-        rule = f"must leave devices for the rest of the run, which has {len(devices)}."
+        rule = f"must leave devices for the rest of the run: the run has {len(devices)} devices."
         if processes > 1:
             rule = (
-                f"must be a multiple of {processes}, the number of processes, and leave devices "
-                f"for the rest of the run in each process: the run has {len(devices)} devices."
+                f"must be a multiple of {processes}, the number of processes, and leave at least "
+                f"one device of each process for the rest of the run: the run has {len(devices)} "
+                "devices."
             )
         fits = [f"{key}={min(most, round_up(count, processes))}"] if most else []
         if devices[0].platform == "cpu" and not remainder:

@@ -436,7 +436,7 @@ def matmuls(
     how: MatmulQuantizer,
     into: bool,
 ) -> list[Float[Array, "B T *N"]]:
-    """Return the products `MatmulQuantizer.matmul` of `x` and each weight, in the dtype of `x`.
+    """Return `MatmulQuantizer.matmul` of `x` and each weight, in the dtype of `x`.
 
     If `into` is set, the weights are input projections of attention or an MLP. `most` is the
     maximum absolute value in each token, if known.

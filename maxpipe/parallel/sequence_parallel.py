@@ -2,10 +2,10 @@
 
 A layer's weights shard heads or hidden units over the tensor axis. Between the matmuls, all devices
 along this axis would otherwise repeat the same computation. With sequence parallelism, each device
-processes only a shard of the tokens there. A column-parallel projection gathers the tokens, and a
-row-parallel projection reduce-scatters them. Gradients of activations and weights are computed by
-separate equations, so that a split backward pass can defer weight gradients. Activations are saved
-in sharded form and gathered again in the backward pass.
+processes only a shard of the tokens between matmuls. A column-parallel projection gathers the
+tokens, and a row-parallel projection reduce-scatters them. Gradients of activations and weights are
+computed by separate equations, so that a split backward pass can defer weight gradients.
+Activations are saved in sharded form and gathered again in the backward pass.
 
 Source: sequence parallelism, arXiv:2205.05198.
 """
@@ -162,7 +162,9 @@ class SequenceParallel:
         into: bool,
         most: Array | None = None,
     ) -> list[Array]:
-        """Return the products for tokens that are unsharded or sharded by the compiler."""
+        """Return the matmul results for tokens that are unsharded or are sharded by the
+        compiler.
+        """
         if self.quantizer is not None:
             return quantized_matmul.matmuls(x, most, weights, dims, self.quantizer, into)
         arrays = [weight for weight in weights if not isinstance(weight, QuantizedWeight)]
@@ -180,8 +182,7 @@ class SequenceParallel:
 def _flattened_matmuls(
     x: Float[Array, "B T *inside"], weights: Sequence[Float[Array, "*dims"]], summed: int
 ) -> list[Float[Array, "B T *outside"]]:
-    """Return the products that contract the first `summed` dims of the weights, with flattened
-    tokens.
+    """Contract the first `summed` dims of each weight with `x`, whose tokens are flattened.
 
     Sequences and tokens are flattened into one dim, over which weight gradients are summed. With
     two dims, the CPU backend fuses a transpose of an operand into the operation that computes it,
@@ -203,7 +204,7 @@ def _matmuls(x: Float[Array, "t A"], matrices: tuple[Array, ...]) -> tuple[Array
 def _matmuls_backward(
     saved: tuple[Array, tuple[Array, ...]], cotangents: tuple[Array, ...]
 ) -> tuple[Array, tuple[Array, ...]]:
-    """Compute weight gradients as matmuls over inner dims, which is the fastest form on CPU.
+    """Compute weight gradients as matmuls that contract inner dims, which is fastest on CPU.
 
     For each matrix, the narrower operand is transposed; `x` is transposed once for all matrices.
     Barriers prevent XLA from merging the transpose and the matmul.
@@ -355,7 +356,7 @@ class _ShardedMatmul:
 
 
 def _psum_scatter_tokens(x: Array, axis: str) -> Array:
-    """Return this device's tokens of the sum over the axis, computed by a reduce-scatter.
+    """Return the sum over the axis for this device's tokens, computed by a reduce-scatter.
 
     XLA for TPU lowers this operation to a reduce-scatter for matrices, but to an all-reduce for 3D
     arrays.

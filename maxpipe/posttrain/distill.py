@@ -5,8 +5,8 @@ model section, mesh and pipeline. Its only state is its parameters, so teacher l
 the batch.
 
 `maxpipe distill prepare` precomputes the teacher's top-k logits for a dataset. Sequences are
-processed in batches of `train.batch_size`. Even after an interruption, batches start at multiples
-of that size, so that the files are always bitwise equal.
+processed in batches of `train.batch_size`. Batches always start at multiples of that size, so that
+an interrupted and resumed command writes bitwise the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _PROBE = "The sea is wide; 1234.5 = x_i + {y}?\n\tNaïve façade, größer, 東�
 _LAYOUT_SECTIONS = ("mesh.", "pipeline.", "train.")
 
 TeacherLogits = dict[str, jax.Array]
-"""The arrays in `Distill.batch_arrays`, for one batch."""
+"""Teacher logits of one batch, keyed by the array names in `Distill.batch_arrays`."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,10 @@ class Teacher:
         return any(not np.isin(rows, held[process]).all() for process, rows in needed.items())
 
     def place_batch(self, host: Batch, rows: np.ndarray, count: int) -> dict[str, jax.Array]:
-        """Return the teacher's inputs for a batch of `count` sequences; `host` holds its `rows`."""
+        """Return the teacher's inputs for a batch of `count` sequences.
+
+        `host` holds the sequences with the indices `rows`.
+        """
         given = {name: host[name] for name in self._input_names}
         return make_global_batch(given, rows, count, self.sharding)
 
@@ -210,7 +213,7 @@ def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
 
 
 def _layout_error(error: ConfigError) -> ConfigError:
-    """Attribute problems of the teacher's layout to `distill.teacher_layout`."""
+    """Report errors in the teacher's layout under the key `distill.teacher_layout`."""
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]
@@ -245,7 +248,8 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
         raise ConfigError.one(
             key,
             chosen.name,
-            "must have the tokenizer of the student: the tokenizer in its folder gives other ids.",
+            "must have the tokenizer of the student: the tokenizer in the teacher's folder encodes "
+            "the same text to different ids.",
             f"Set tokenizer.kind=auto and tokenizer.path={folder}, or choose another teacher.",
         )
 
@@ -324,7 +328,7 @@ class TeacherLoader:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Source of teacher logits: a loader, stored logits, or neither."""
+    """Where teacher logits come from: an online teacher, stored logits, or neither."""
 
     teacher: TeacherEntry | None = None
     teacher_loader: TeacherLoader | None = None
@@ -365,7 +369,7 @@ def open_teacher_source(
     config = loaded.config
     if config.train.objective != "distill":
         return TeacherSource()
-    told = f"{config.distill.top_k} most likely tokens"
+    told = f"{config.distill.top_k} most likely tokens per position"
     if config.distill.teacher_logits:
         stored = attach_stored_logits(config, datasets.train)
         words = f"{stored.teacher['name']}, its {told}, stored in {config.distill.teacher_logits}"
@@ -412,14 +416,14 @@ def attach_stored_logits(config: Config, loader: Loader) -> LogitsReader:
 
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Function that receives a task, the finished amount, the total amount, and a text about the
-rate."""
+"""Function that receives the name of the task, the finished amount, the total amount and the rate
+as a string."""
 
 
 def prepare_teacher_logits(
     loaded: LoadedConfig, folder: Path, report: ProgressCallback, *, shard_bytes: int
 ) -> str:
-    """Write the missing files of the folder, and return a one-line summary.
+    """Compute and write the missing files of teacher logits, and return a one-line summary.
 
     Raises:
         ConfigError: the teacher or the documents cannot be used, or the folder contains other
@@ -429,9 +433,9 @@ def prepare_teacher_logits(
     """
     config = loaded.config
     if config.runtime.num_processes != 1:
-        rule = "must be 1: a single process prepares, with all devices of its machine."
+        rule = "must be 1: a single process computes all teacher logits on its local devices."
         raise ConfigError.one(
-            "runtime.num_processes", config.runtime.num_processes, rule, "Leave it out."
+            "runtime.num_processes", config.runtime.num_processes, rule, "Omit the key."
         )
     with convert_signals(folder):
         check_folder(folder, MANIFEST)
@@ -561,9 +565,9 @@ def _read_batch(loader: Loader, places: list[_SequenceIndex], size: int) -> tupl
 def _select_missing(
     rows: range, digests: list[int], answer: TeacherLogits, begun: int
 ) -> tuple[LogitsBatch, int]:
-    """Return the logits of a batch's unfinished sequences, and the number of finished sequences.
+    """Return the logits of the batch's sequences from index `begun`.
 
-    The number includes all sequences up to the end of the batch.
+    Also return the number of sequences that are finished after this batch.
     """
     mine = slice(max(begun - rows.start, 0), len(rows))
     ids, logprobs = (np.asarray(answer[name])[mine] for name in (TEACHER_IDS, TEACHER_LOGPROBS))

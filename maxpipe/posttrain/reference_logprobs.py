@@ -1,6 +1,6 @@
-"""Reference log-probabilities of pairs, computed with the initial weights of a run.
+"""Reference log-probabilities of preference pairs, computed with the initial weights of a run.
 
-The engine computes them once with forward passes, and they are stored in the run folder. Training
+They are computed once, by forward passes before training, and stored in the run folder. Training
 therefore needs no second model in memory. An interrupted computation resumes from its last save.
 """
 
@@ -37,8 +37,8 @@ _VERSION = 1
 _SAVE_SECONDS = 60.0
 
 Values = dict[str, np.ndarray]
-"""Values of the chosen and rejected responses, float32 `[documents, 2]`, keyed by source name.
-Values that are not computed yet are NaN."""
+"""Log-probabilities of the chosen and rejected responses, float32 `[documents, 2]`, keyed by source
+name. A log-probability that is not computed yet is NaN."""
 
 
 class _ReferenceMetadata(TypedDict):
@@ -68,7 +68,7 @@ class StoredReferences:
     values: Values
 
     def for_source(self, name: str, documents: PairDocuments) -> np.ndarray | None:
-        """Return the values of a source if its pairs are unchanged, else None."""
+        """Return the log-probabilities of a source if its pairs are unchanged, else None."""
         return self.values[name] if self.digests.get(name) == documents.digest else None
 
 
@@ -90,7 +90,7 @@ class PairReferences:
         channel: ControlChannel,
         phases: Phases,
     ):
-        """Initialize the computation; every pair occurs once in all `loaders` together."""
+        """Initialize the computation. Every pair must occur exactly once in the `loaders`."""
         self._path = run_dir / REFERENCE_FILE
         self._steps, self._loaders = steps, loaders
         self._console, self._channel, self._phases = console, channel, phases
@@ -99,17 +99,21 @@ class PairReferences:
         self._weights = ""
 
     def attach(self, params: Any, *, is_new: bool) -> None:
-        """Attach references to the documents; compute them with `params` if the run is new.
+        """Attach reference log-probabilities to the documents.
+
+        If the run is new, missing log-probabilities are computed with `params`.
 
         Raises:
-            StorageError: references of a resumed run are missing, or the file cannot be written.
-            DivergenceError: some values are not finite.
+            StorageError: a resumed run lacks log-probabilities, or the file cannot be written.
+            DivergenceError: a log-probability is not finite.
             Preemption: the run received a stop request.
         """
         stored = self._load_stored(is_new)
         self._weights = self._steps.digest(params) if is_new else ""
         if is_new and stored is not None and stored.weights != self._weights:
-            self._console.note(f"{self._path}: belongs to other weights; it is overwritten")
+            self._console.note(
+                f"{self._path} was computed with different weights and will be overwritten"
+            )
             stored = None
         for name, documents in self._documents.items():
             known = None if stored is None else stored.for_source(name, documents)
@@ -130,7 +134,7 @@ class PairReferences:
         except (OSError, ValueError) as error:
             if not is_new:
                 raise self._missing_error(self._num_missing(), f"{error}; ") from error
-            self._console.warn(f"{self._path} cannot be used ({error}); it is overwritten")
+            self._console.warn(f"{self._path} cannot be used ({error}) and will be overwritten")
             return None
 
     def _num_missing(self) -> int:
@@ -140,9 +144,9 @@ class PairReferences:
         what = pluralize(missing, "pair") if missing else "the pairs"
         return StorageError(
             f"{self._path}: lacks the reference log-probabilities of {what}\n"
-            f"  {reason}the run resumes from a checkpoint, but these values require its initial "
-            "weights.\n"
-            "  Restore the file, or the pairs that it describes; or set run.name to a new name."
+            f"  {reason}the run resumes from a checkpoint, but the log-probabilities can only be "
+            "computed with its initial weights.\n"
+            "  Restore the file and the original pairs, or set run.name to a new name."
         )
 
     def _check_same_file(self) -> None:
@@ -154,7 +158,7 @@ class PairReferences:
                 "run.dir",
                 str(self._path.parent),
                 f"must be a folder that all processes share: their {REFERENCE_FILE} files differ.",
-                "Set run.dir to such a folder, or delete the file.",
+                "Set run.dir to a shared folder, or delete these files.",
             )
 
     # The computation.
@@ -166,7 +170,7 @@ class PairReferences:
                 LossHead.scores, self._loaders[0].ramp.batch_size, everywhere=True
             )
         words = f"computing reference log-probabilities of {pluralize(missing, 'pair')}"
-        words += f" of {total}" if missing < total else ""
+        words += f" (out of {total})" if missing < total else ""
         # After the first check, a stop request no longer ends the process immediately.
         if self._channel.should_stop():
             raise self._stop_error(total)
@@ -214,8 +218,8 @@ class PairReferences:
             if not np.isfinite(halves).all():
                 where = self._documents[source].where(documents[0])
                 raise DivergenceError(
-                    f"{where}: its log-probability is not finite\n"
-                    "  the initial weights of the run return NaN or infinity.\n"
+                    f"{where}: the reference log-probability of this pair is not finite\n"
+                    "  the model returns NaN or infinity with the initial weights of the run.\n"
                     "  Start from other weights, or set model.compute_dtype=float32."
                 )
             self._values[source][documents] = halves.reshape(-1, 2)
@@ -223,9 +227,9 @@ class PairReferences:
     def _stop_error(self, total: int) -> BaseException:
         done = total - self._num_missing()
         return self._channel.stop_error(
-            f"{self._path}: stopped with the reference log-probabilities of {done} of "
+            f"{self._path}: stopped after computing the reference log-probabilities of {done} of "
             f"{pluralize(total, 'pair')}\n"
-            "  They are saved.\n"
+            "  The computed log-probabilities are saved.\n"
             "  Run the same command again to resume."
         )
 
@@ -268,22 +272,22 @@ def load_references(path: Path) -> StoredReferences | None:
         ):
             facts = parse_json(arrays["facts"].tobytes(), _ReferenceMetadata)
             if facts["version"] != _VERSION:
-                raise ValueError("it was written by another release")
+                raise ValueError("the file was written by another release")
             values = {name: arrays[f"values_{n}"] for n, (name, _) in enumerate(facts["sources"])}
     except FileNotFoundError:
         return None
     except (KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"it is damaged: {error}") from error
+        raise ValueError(f"the file is damaged: {error}") from error
     if any(each.dtype != np.float32 or each.shape[1:] != (2,) for each in values.values()):
-        raise ValueError("its arrays have the wrong shape")
+        raise ValueError("the arrays in the file have the wrong dtype or shape")
     return StoredReferences(facts["weights"], dict(facts["sources"]), values)
 
 
 def attach_stored_references(run_dir: Path, loader: Loader) -> None:
-    """Attach the stored references of a run to the documents of a loader.
+    """Attach the stored reference log-probabilities of a run to the documents of a loader.
 
     Raises:
-        ConfigError: the run has no references for these documents.
+        ConfigError: the run has no reference log-probabilities for these documents.
         StorageError: the file cannot be read.
     """
     path = run_dir / REFERENCE_FILE
@@ -298,8 +302,9 @@ def attach_stored_references(run_dir: Path, loader: Loader) -> None:
             raise ConfigError.one(
                 "data",
                 None,
-                f"must be pairs with references of the run: {path} has none for these pairs.",
-                "Evaluate the documents of the run, or text: train.objective=pretrain "
+                "must be preference pairs for which the run has stored reference "
+                f"log-probabilities: {path} has none for these pairs.",
+                "Evaluate the run's own pairs; or evaluate text with train.objective=pretrain "
                 "data.chat=off data.packing=concatenate and data.path.",
             )
         documents.reference = known

@@ -5,8 +5,8 @@ sample index determines the step, the prompt and the group member. A resumed run
 another layout, therefore samples the same completions up to rounding.
 
 `ReferenceParams` holds the initial parameters of the run for the KL term. Frozen parameters are
-shared with the current model. A checkpoint contains only a checksum of the reference. A resumed run
-loads or initializes the reference again.
+shared with the current model. A checkpoint contains only a checksum of the reference. On resume,
+the reference is loaded or initialized again.
 """
 
 from __future__ import annotations
@@ -61,19 +61,20 @@ class ReferenceParams:
                 where,
                 None,
                 "must point to the initial weights of this run, which are the reference "
-                "of grpo.kl_coef; it now points to other weights.",
-                "Restore them, name their step with RUN@STEP, or set run.name to a new name.",
+                "of grpo.kl_coef, but now points to other weights.",
+                "Restore the initial weights, name their step with RUN@STEP, or set run.name to a "
+                "new name.",
             )
 
     def merge(self, params: Tree) -> Tree:
-        """Return all reference parameters. `params` are the current parameters."""
+        """Return the reference parameters, with frozen parameters from the current `params`."""
         return replace_subtree(params, self._copies)
 
 
 Tree = Any
 
 _STREAM = "rollouts"
-"""Name of the random stream from which the separate seed of rollouts is derived."""
+"""Name of the random stream from which the seed for sampling completions is derived."""
 _NUM_ROW_IDS = 1 << 31
 """Number of distinct sample indices, which are int32."""
 
@@ -142,7 +143,7 @@ class Rollouts:
         self._batches: list[dict[str, Array]] = []
 
     def is_rollout_start(self, position: int) -> bool:
-        """Whether a rollout starts at this batch, so that a run saved before it can resume."""
+        """Whether a rollout starts at this batch, so that a run can be saved before this batch."""
         return position % self._config.updates_per_rollout == 0
 
     def generate(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:
@@ -151,7 +152,7 @@ class Rollouts:
         All processes of a run must call this method together.
 
         Raises:
-            ConfigError: a completion cannot be rewarded.
+            ConfigError: the reward of a completion cannot be computed.
             DivergenceError: the model returns non-finite values.
         """
         assert self.is_rollout_start(position)
@@ -297,7 +298,7 @@ def assemble_batch(
 ) -> Batch:
     """Return arrays `[B, T]` in which each sequence is a prompt and its completion.
 
-    Only completion tokens have a loss; `average` determines their weights.
+    Loss is computed only on completion tokens. `average` determines the weight of each token.
     """
     shape = (len(drawn), length)
     tokens, targets = (np.full(shape, pad_id, np.int32) for _ in range(2))

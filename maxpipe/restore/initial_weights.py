@@ -1,9 +1,10 @@
-"""Initial weights of a run: from a checkpoint of another run or from a Hugging Face folder.
+"""Load a run's initial weights from the checkpoint of another run or from a Hugging Face folder.
 
-The model config is checked before weights are read. The vocabulary may grow. Arrays have checkpoint
-layout: layers in model order, without padding. Checkpoints of runs with adapters hold only the
-adapters and a reference to the base. The base remains at its address, and each read verifies a
-digest of its content.
+The model config is checked before weights are read. The run's vocabulary may be larger than the
+saved vocabulary. Arrays have the checkpoint layout: layers in model order, without padding.
+
+The checkpoint of an adapter run holds only the adapters and a reference to the base model. The base
+model is not copied. It is read from its address, and each read verifies a digest of its content.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ Tree = Any
 
 
 def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
-    """Read a folder's parameters with the shardings of `abstract`.
+    """Read the parameters in a Hugging Face folder with the shardings of `abstract`.
 
     Each process reads the shards of its devices, one device's shard of one parameter at a time.
 
@@ -84,7 +85,7 @@ def _vocabulary(params: Tree) -> int:
 
 
 def with_vocab_size(abstract: Tree, size: int) -> Tree:
-    """Replace the vocabulary size. The vocabulary dim is not sharded in the result."""
+    """Return `abstract` with another vocabulary size and an unsharded vocabulary dim."""
     found = dict(abstract)
     for name, dim in VOCABULARY.items():
         if name in abstract:
@@ -97,7 +98,7 @@ def with_vocab_size(abstract: Tree, size: int) -> Tree:
 
 
 def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
-    """Grow the vocabulary to the size in `abstract`; new rows are the mean of the existing rows."""
+    """Grow the vocabulary to its size in `abstract`. Each new row is the mean of the old rows."""
     found = dict(params)
     for name, dim in VOCABULARY.items():
         if name in params:
@@ -114,18 +115,18 @@ def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
 
 
 def vocabulary_growth_note(before: int, now: int) -> str:
-    """Return a message about the added tokens."""
+    """Return the message for a vocabulary that grows from `before` to `now` tokens."""
     assert now > before
     return (
         f"the vocabulary grows from {before:,} to {now:,} tokens: each new row of the embedding"
-        " and of the output projection is the mean of the old ones"
+        " and of the output projection is the mean of the old rows"
     )
 
 
 KEY = "checkpoint.restore_from"
 
 _MTP_HEADS_KEY, _MTP_KIND_KEY = "model.mtp_heads", "model.mtp_kind"
-"""Keys of the number and the architecture of multi-token prediction heads. The architecture is
+"""Keys for the number and the architecture of the multi-token prediction heads. The architecture is
 ignored if the number is 0."""
 
 # Model keys that may change between a checkpoint and a run that resumes from it.
@@ -137,8 +138,8 @@ _FREE_MODEL_KEYS = frozenset(
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
 """Keys that may change in the section of any family."""
 
-# This key is also the dtype of the optimizer state. A run that starts from weights alone has no
-# saved optimizer state, so it can cast the weights.
+# This key also determines the dtype of the optimizer state. A run that starts from weights alone
+# restores no optimizer state, so it can cast the weights.
 _TYPE = "model.param_dtype"
 
 NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
@@ -158,7 +159,7 @@ class InitialWeights(NamedTuple):
     params: Any
     """Parameters in checkpoint layout, without adapters, on the mesh."""
     description: str
-    """Description of the source."""
+    """Description of the checkpoint or folder for the user."""
     address: str
     """Address of the exact checkpoint or folder that was read."""
 
@@ -166,9 +167,10 @@ class InitialWeights(NamedTuple):
 def read_weights(
     text: str, loaded: LoadedConfig, steps: Steps, console: Notifier, tokenizer: str = ""
 ) -> InitialWeights:
-    """Read the weights at an address of `checkpoint.restore_from`.
+    """Read weights from the address `text`, which has the form of `checkpoint.restore_from`.
 
-    `tokenizer` is the fingerprint of the run's tokenizer. A different tokenizer causes a warning.
+    `tokenizer` is the fingerprint of the run's tokenizer. A warning is printed if the weights were
+    trained with another tokenizer.
 
     Raises:
         ConfigError: the weights do not exist or belong to another model.
@@ -236,10 +238,10 @@ def _read_folder_weights(
 
 
 def _check_weights(saved: Mapping[str, Any], loaded: LoadedConfig) -> None:
-    """Compare the `model` sections; the run may have a larger vocabulary.
+    """Compare a saved `model` section with that of the run, whose vocabulary may be larger.
 
     Raises:
-        ConfigError: lists every key that must have the saved value.
+        ConfigError: keys that must not change differ; the error lists all of them.
     """
     wanted = to_dict(loaded.config)["model"]
     key, before = "vocab_size", saved.get("vocab_size")
@@ -260,12 +262,12 @@ def _check_not_adapters(facts: CheckpointMetadata, text: str, loaded: LoadedConf
             text,
             f"must hold a complete model, but step {facts.step} holds only adapters "
             f"(adapter.rank={facts.config['adapter']['rank']}).",
-            f"Export it (`maxpipe export {text} OUT` merges them), and set {KEY}=hf:OUT.",
+            f"Merge the adapters with `maxpipe export {text} OUT`, and set {KEY}=hf:OUT.",
         )
 
 
 def has_adapters(facts: CheckpointMetadata) -> bool:
-    """Return whether a checkpoint holds adapters of a base."""
+    """Return whether a checkpoint holds adapters instead of a complete model."""
     return bool(facts.config.get("adapter", {}).get("rank"))
 
 
@@ -313,10 +315,11 @@ def check_model(
 ) -> None:
     """Compare the `model` sections of a checkpoint and of a config.
 
-    `otherwise` is the alternative action for the user. With `weights_alone`, dtypes may differ.
+    `otherwise` is an alternative action for the error message. If `weights_alone` is True,
+    `model.param_dtype` may differ.
 
     Raises:
-        ConfigError: lists every key that must have the saved value.
+        ConfigError: keys that must not change differ; the error lists all of them.
     """
     then, now = upgrade_model_section(saved), flatten({"model": wanted})
     problems = [
@@ -336,10 +339,10 @@ def check_model(
 
 
 def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a saved `model` section to full keys of this release.
+    """Convert a saved `model` section to the full key names of this release.
 
-    A key that is newer than the section gets the value that matches the behavior of the earlier
-    release.
+    A key that did not exist when the section was saved gets the value that matches the behavior of
+    that earlier release.
     """
     found = dict(upgrade_setting(*item) for item in flatten({"model": saved}).items())
     family = found.get(FAMILY, legacy_value_of(FAMILY))
@@ -350,11 +353,11 @@ def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 _SECTION = "adapter"
 _FREE = frozenset({"dropout", "targets"})
-"""Keys that may change. The matrices that `adapter.targets` selects are compared separately."""
+"""Adapter keys that may change. The matrices that `adapter.targets` selects are compared."""
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
-    """Return the record that checkpoints store about a base."""
+    """Return the record of a base model, as stored in checkpoints."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 
@@ -366,20 +369,20 @@ def read_base(
     *,
     own: bool = True,
 ) -> tuple[Any, AdapterBase]:
-    """Read the base of a checkpoint's adapters in checkpoint layout, and return its record.
+    """Return the base model of a checkpoint's adapters in checkpoint layout, and its record.
 
-    For a run's `own` checkpoint, a changed `checkpoint.restore_from` replaces the recorded address.
-    For other checkpoints, that key names the checkpoint itself.
+    `own` means that the checkpoint belongs to this run. A changed `checkpoint.restore_from` then
+    replaces the recorded address. Otherwise, that key names the checkpoint itself.
 
     Raises:
-        ConfigError: the base does not exist, or its weights have changed.
-        StorageError: the base cannot be read, or the checkpoint does not record it.
+        ConfigError: the base model does not exist, or its weights have changed.
+        StorageError: the base model cannot be read, or the checkpoint does not record it.
     """
     try:
         said = check_type(facts.data[BASE], AdapterBase)
     except (ValueError, KeyError) as error:
         raise StorageError(
-            f"step {facts.step}: does not record the base of its adapters\n"
+            f"step {facts.step}: does not record the base model of its adapters\n"
             f"  {error}.\n  Use another step."
         ) from error
     given = loaded.config.checkpoint.restore_from
@@ -391,17 +394,17 @@ def read_base(
             error_location(KEY, loaded.origins),
             found.address,
             f"must hold the base weights that step {facts.step} was trained with: "
-            f"their digest was {said['digest'][:16]}, but this digest is {now['digest'][:16]}.",
-            f"Restore the original base, or set {KEY} to its new address.",
+            f"their digest was {said['digest'][:16]}, but the digest is now {now['digest'][:16]}.",
+            f"Restore the original base model, or set {KEY} to its new address.",
         )
     return found.params, now
 
 
 def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
-    """Check that a resumed run has the adapters of its checkpoint.
+    """Check that the config of a resumed run defines the same adapters as its checkpoint.
 
     Raises:
-        ConfigError: adapters of the checkpoint and the config differ.
+        ConfigError: the adapters in the checkpoint and in the config differ.
     """
     saved, now = facts.config.get(_SECTION, {}), loaded.config.adapter
     names = [name for name in names_in(_SECTION) if name not in _FREE]
@@ -415,8 +418,8 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
             raise ConfigError.one(
                 error_location(key, loaded.origins),
                 format_value(getattr(now, name)),
-                f"must be {format_value(before)}, the value of step {facts.step}, because "
-                "it determines the adapter parameters.",
+                f"must be {format_value(before)}, the value in step {facts.step}, because "
+                "this key determines the adapter parameters.",
                 f"Set {key}={format_value(before)}, or {action}.",
             )
     targets = check_type(saved.get("targets", []), list[str])
@@ -430,7 +433,7 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
         raise ConfigError.one(
             error_location(key, loaded.origins),
             format_value(now.targets),
-            f"must match the matrices that had an adapter when step {facts.step} was saved: "
+            f"must select the matrices that had an adapter when step {facts.step} was saved: "
             f"{'; '.join(changes)}.",
             f"Set {key}=[{','.join(targets)}], or {action}.",
         )

@@ -38,21 +38,21 @@ _PROCESS_KEYS = ("num_processes", "process_id", "coordinator", "compiled_step")
 
 @dataclass(frozen=True, slots=True)
 class OpenedModel:
-    """A model and its config with the user's changes."""
+    """An opened model and its config, including the user's overrides."""
 
     name: str
     loaded: LoadedConfig
     step: int | None
-    """Step of a checkpoint."""
+    """Step of the checkpoint, or None for a Hugging Face folder."""
     fingerprint: Mapping[str, Any]
-    """Fingerprint of the model's training data, if known."""
+    """Fingerprint of the model's training data; empty if unknown."""
     read: Callable[[LoadedConfig, Steps], Any]
     """Function that reads the parameters. See `params`."""
     conversation: ChatSpec | None = None
     """Chat format of the model's training conversations."""
 
     def is_overridden(self, *prefixes: str) -> bool:
-        """Return whether the user set a key with one of the prefixes."""
+        """Return whether the user set a key that starts with one of the prefixes."""
         return is_overridden(self.loaded, self.name, *prefixes)
 
     @property
@@ -63,7 +63,7 @@ class OpenedModel:
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return a tokenizer that formats prompts and texts as in the model's training.
 
-        For models that maxpipe did not train, it formats them as `transformers` does.
+        If maxpipe did not train the model, the format is that of `transformers`.
 
         Raises:
             ConfigError: as in `fit_tokenizer`.
@@ -79,7 +79,8 @@ class OpenedModel:
         """Check the tokenizer, and return it adapted to this model.
 
         Raises:
-            ConfigError: the model was trained with another tokenizer, or ids exceed its vocabulary.
+            ConfigError: the model was trained with another tokenizer, or token ids are outside the
+                model's vocabulary.
         """
         self.check_tokenizer(tokenizer)
         return fit_tokenizer(tokenizer, self.loaded.config.model.vocab_size, model=self.name)
@@ -91,12 +92,12 @@ class OpenedModel:
             ConfigError: the fingerprints differ.
         """
         saved, config = self.fingerprint.get("tokenizer"), self.loaded.config.tokenizer
-        if saved not in (None, tokenizer.fingerprint()):  # imported weights may have no record
+        if saved not in (None, tokenizer.fingerprint()):  # imported weights may have no fingerprint
             raise ConfigError.one(
                 "tokenizer",
                 config.path or config.kind,
-                f"must be the tokenizer of {self.name}: its fingerprint was {saved}, but this "
-                f"fingerprint is {tokenizer.fingerprint()}.",
+                f"must be the tokenizer of {self.name}: that tokenizer has the fingerprint "
+                f"{saved}, but this one has {tokenizer.fingerprint()}.",
                 suggest_tokenizer_action(
                     tokenizer, saved, "Set tokenizer.kind and tokenizer.path to the run's values."
                 ),
@@ -113,9 +114,9 @@ class OpenedModel:
 
 
 def is_overridden(loaded: LoadedConfig, name: str, *prefixes: str) -> bool:
-    """Return whether the user set a key with one of the prefixes.
+    """Return whether the user set a key that starts with one of the prefixes.
 
-    `name` is the origin of the checkpoint's config.
+    `name` is the origin of the keys that come from the checkpoint's config.
     """
     return any(
         key.startswith(prefixes) and origin not in (DEFAULT, name)
@@ -128,9 +129,9 @@ def open_address_or_folder(
     inputs: Sequence[str],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
-    """Open a checkpoint or a Hugging Face folder, before any device is used.
+    """Open a checkpoint or a Hugging Face folder without using a device.
 
-    `saved_of` returns the sections of the saved config that apply. `inputs` are config files and
+    `saved_of` selects the sections of the saved config that apply. `inputs` are config files and
     overrides that change this config.
 
     Raises:
@@ -160,7 +161,7 @@ def _open_checkpoint(
         others = [str(each) for each in folder.steps() if each != step]
         other = f"Use {address.address_at(int(others[-1]))}, or restore" if others else "Restore"
         raise StorageError(
-            f"{folder / step}: cannot be used\n  {damage}.\n  {other} its files."
+            f"{folder / step}: cannot be used\n  {damage}.\n  {other} the files of this step."
         ) from damage
     except OSError as error:
         raise StorageError(
@@ -181,7 +182,7 @@ def _open_checkpoint(
 
         params = steps.abstract_saved["params"]
         wanted = {"params": params}
-        if address.average:  # frozen parameters have no averages
+        if address.average:  # frozen parameters have no EMA
             averages = steps.param_layout.select_trainable_saved(params)
             is_all = jax.tree.structure(averages) == jax.tree.structure(params)
             wanted = {} if is_all else wanted
@@ -218,7 +219,7 @@ _TEACHING = ("distill", "grpo")
 
 
 def _without_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a run without its teacher or rewards, which inference ignores."""
+    """Return a run's config without the teacher and reward settings, which inference ignores."""
     found = {section: keys for section, keys in config.items() if section not in _TEACHING}
     if isinstance(train := found.get("train"), Mapping) and train.get("objective") in _TEACHING:
         found["train"] = {key: value for key, value in train.items() if key != "objective"}
@@ -243,7 +244,7 @@ def _open_folder(
     loaded = load(inputs, saved_of(known), name)
     if rank := loaded.config.adapter.rank:
         rule = f"must be 0, because {name} holds a complete model without separate adapters."
-        action = "Omit the key, or use the run of the adapters."
+        action = "Omit the key, or name the run that trained the adapters."
         raise ConfigError.one(error_location("adapter.rank", loaded.origins), rank, rule, action)
     wanted = to_dict(loaded.config)["model"]
     check_model(model, wanted, loaded.origins, "omit the key", weights_alone=True)
@@ -271,7 +272,7 @@ class _SilentNotifier:
 def detect_interrupt() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether Ctrl-C was pressed.
 
-    C++ code that calls Python would discard a KeyboardInterrupt.
+    The function is needed because C++ code that calls Python discards a KeyboardInterrupt.
     """
     asked = False
 

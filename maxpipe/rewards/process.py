@@ -29,7 +29,9 @@ _MAX_SHOWN = 60
 
 
 class _RewardReply(TypedDict, total=False):
-    """Response line of the worker process. The response to the settings is empty."""
+    """Response line of the worker process. The response to the first request, which selects the
+    function, is an empty object.
+    """
 
     reward: float
     error: str

@@ -21,8 +21,8 @@ from maxpipe.rewards import builtin
 _MAX_SHOWN = 80
 _LARGEST = 3.4e38
 _MARGIN_SECONDS = 10.0
-"""Time in seconds after the limit at which this process terminates itself, if its parent process
-has not terminated it."""
+"""Number of seconds beyond the time limit after which this process terminates itself, in case its
+parent process has not terminated it."""
 
 
 def main() -> None:

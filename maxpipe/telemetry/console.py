@@ -1,6 +1,6 @@
-"""The console of a run, which prints all output for the user, and progress of long commands.
+"""Console output of a run, and progress displays of long commands.
 
-The console cannot stop a run: if the terminal is closed, output is lost, but the run continues.
+A closed terminal never stops a run: output is lost, but the run continues.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from maxpipe.errors import StorageError
 
 _log = logging.getLogger("maxpipe")
 
-# Number of logged steps over which rates are averaged. This number gives stable values and still
-# shows a slowdown quickly.
+# Number of logged steps over which the step rate is averaged: enough for a stable rate, and few
+# enough to show a slowdown quickly.
 _RATE_WINDOW = 20
 
 
 class Console:
-    """Prints all output for the user during a run.
+    """Prints the output of a run for the user.
 
     `live` draws a view that is updated in place, `plain` prints lines, and `auto` selects `live` on
     a terminal. Process 0 prints everything; other processes print only warnings, with their process
@@ -63,7 +63,7 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show `name` as the running task, e.g. "compiling train step", and then its duration."""
+        """Show `name`, e.g. "compiling train step", while the body runs, and then its duration."""
         start, name = time.monotonic(), redact.redact_text(name)
         if self._view is not None:
             self._view.stage = (name, start)
@@ -87,7 +87,7 @@ class Console:
             self._view.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one logged step. The keys are the tags of `metrics.jsonl`."""
+        """Show the metrics of one logged step. The keys are metric tags, as in `metrics.jsonl`."""
         self._progress.advance(step)
         if self._view is not None:
             # Create a new dict, because another thread may be drawing the old dict.
@@ -97,16 +97,16 @@ class Console:
             self._print(self._progress.line(metrics))
 
     def note(self, text: str) -> None:
-        """Print a message between steps."""
+        """Print a message on process 0."""
         self._print(text)
 
     def tell(self, text: str) -> None:
-        """Print a message, even if this is not process 0."""
+        """Print a message on any process, prefixed with the process index unless it is 0."""
         named = f"[process {self._process_index}] " if self._process_index else ""
         self._print(f"{named}{text}", every_process=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning, even if this is not process 0."""
+        """Print a warning on any process."""
         self.tell(f"warning: {text}")
 
     def close(self) -> None:
@@ -188,7 +188,7 @@ class _Progress:
         self._marks.append((step, time.monotonic()))
 
     def eta_seconds(self) -> float | None:
-        """Return the estimated time until the last step in seconds, or None if it is unknown."""
+        """Return the estimated time in seconds until the last step, or None if it is unknown."""
         (first, start), (last, end) = self._marks[0], self._marks[-1]
         if last <= first or self.total_steps <= 0:
             return None
@@ -205,7 +205,7 @@ class _Progress:
 
 
 def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the main metrics in `metrics`, as (tag, text)."""
+    """Yield (tag, formatted value) for each of the most important metrics in `metrics`."""
     forms = {
         "train/loss": lambda value: f"loss {value:.4f}",
         "rollout/reward": lambda value: f"reward {value:.3f}",
@@ -254,7 +254,7 @@ def duration(seconds: float) -> str:
 
 
 class _LiveView:
-    """The redrawn part of a terminal: latest metrics, stage and progress bar."""
+    """The terminal area that is redrawn in place: latest metrics, stage and progress bar."""
 
     def __init__(self, stream: TextIO):
         from rich.console import Console as RichConsole
@@ -271,7 +271,7 @@ class _LiveView:
         from rich.live import Live
 
         if self._live is None:
-            # Every redraw reads the attributes above, so setting them is sufficient.
+            # Every redraw reads `stage`, `progress` and `metrics`, so setting them is sufficient.
             self._live = Live(console=self._console, get_renderable=self._draw)
             with contextlib.suppress(OSError, ValueError):
                 self._live.start()
@@ -337,7 +337,7 @@ _PHASE_SECONDS = 10.0
 
 
 def print_line(text: str) -> None:
-    """Print a line; the command continues if the reader of its output has exited.
+    """Print a line. The command continues if the program that reads its output has exited.
 
     Raises:
         StorageError: standard output cannot be written, for example on a full disk.
@@ -347,12 +347,12 @@ def print_line(text: str) -> None:
     except BrokenPipeError:
         pass  # the reader may be `head`, but the command must still finish
     except OSError as error:
-        action = "Free space there, or redirect the output."
+        action = "Free space on its disk, or redirect the output."
         raise StorageError.unwritable("standard output", error, action) from error
 
 
 class ProgressBar:
-    """A progress bar on a terminal, or a line every few seconds otherwise, on standard error."""
+    """Progress on standard error: a bar on a terminal, otherwise a line every few seconds."""
 
     def __init__(self, unit: str = "") -> None:
         self._unit = unit
@@ -371,9 +371,9 @@ class ProgressBar:
             self._bar.start()
 
     def report(self, task: str, done: int, total: int, remark: str = "") -> None:
-        """Show the progress of a task, with a note such as the rate.
+        """Show the progress of a task, with a remark such as the rate.
 
-        An empty name means the previous task. A total of 0 means that the total is unknown.
+        If `task` is empty, the previous task continues. If `total` is 0, the total is unknown.
         """
         if task:
             self._name, self._of = task, f"{done} of {total}{self._unit}, " if total else ""
@@ -399,7 +399,7 @@ class PhaseProgress:
     """Show the phase and elapsed time of a command with an unknown amount of work.
 
     A terminal shows one line that is updated in place. Other output gets one line every ten
-    seconds. A thread prints the lines, because a phase is one long call into the compiler.
+    seconds. A thread prints the lines, because each phase is one long, blocking call.
     """
 
     def __init__(self, command: str) -> None:

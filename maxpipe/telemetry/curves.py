@@ -1,6 +1,6 @@
 """Draw metric curves of runs, and compute their goodput.
 
-Curves show values of `metrics.jsonl` by step. Tags with the same last component, such as
+Curves show the metrics in `metrics.jsonl` by step. Tags with the same last component, such as
 `train/loss` and `eval/loss`, share a panel.
 
 Goodput is the fraction of wall time spent on productive steps. It is computed from `events.jsonl`
@@ -31,7 +31,7 @@ from maxpipe.telemetry.console import duration
 
 FORMS = (".svg", ".png")
 MAX_VALUE = 1e300
-"""Largest magnitude of a value that can be drawn. Only damaged records contain larger values."""
+"""Largest metric magnitude that can be drawn. Only corrupt records contain larger values."""
 _log = logging.getLogger("maxpipe")
 _SHOWN_NAMES = 30
 _INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
@@ -40,18 +40,18 @@ _LEFT, _WIDTH, _HEIGHT, _TOP, _BELOW = 76.0, 620.0, 200.0, 34.0, 34.0
 _LINE = 1.8
 
 Curve = list[tuple[int, float]]
-"""The steps and values of a curve."""
+"""The (step, value) points of one metric."""
 
 
 def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
-    """Read the curves of the given tags from a run.
+    """Read the curves of the given metric tags from a run folder.
 
     Values that cannot be drawn (NaN, infinite or above `MAX_VALUE`) and lines that are not JSON are
     skipped with a warning.
 
     Raises:
-        ConfigError: the run has none of the tags.
-        StorageError: the records cannot be read.
+        ConfigError: the run has recorded none of the tags.
+        StorageError: `metrics.jsonl` cannot be read.
     """
     path = expand_path(run_dir) / METRICS_FILE
     found: dict[str, Curve] = {tag: [] for tag in tags}
@@ -69,7 +69,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
             for tag, curve in found.items():
                 step, value = record.get("step"), record.get(tag)
                 if not (_is_number(step) and _is_number(value)):
-                    continue  # null represents a value that was not finite
+                    continue  # null represents NaN or infinity
                 if _is_step(step) and -MAX_VALUE <= value <= MAX_VALUE:
                     curve.append((step, float(value)))
                 else:
@@ -77,7 +77,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
+            "  Give the folder of a run (default: runs/<run.name>) with its original files."
         ) from error
     if damaged:
         what = pluralize(damaged, "line")
@@ -95,7 +95,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
         names = [name[:80] for name in sorted(known)[:_SHOWN_NAMES]] or ["none"]
         if (more := len(known) - _SHOWN_NAMES) > 0:
             names.append(f"and {more} more")
-        rule = f"must be a recorded metric; recorded are {', '.join(names)}."
+        rule = f"must be a recorded metric; this run recorded {', '.join(names)}."
         raise ConfigError.one(str(path), ", ".join(tags), rule, f"Use --tags {guess}.")
     return found
 
@@ -112,7 +112,7 @@ def _is_step(value: object) -> TypeGuard[int]:
 
 
 def draw_curves(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
-    """Draw the curves of several runs, with one panel below another."""
+    """Draw the curves of several runs in panels that are stacked vertically."""
     canvas = Canvas()
     ends = dict.fromkeys(tag.rpartition("/")[2] for curves in runs.values() for tag in curves)
     for end in ends:
@@ -163,16 +163,16 @@ def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
-    """Return the range of the values, including a margin."""
+    """Return the limits of the value axis, including a margin."""
     low, high = min(values), max(values)
     spread = high - low
-    # Near the smallest double, the logarithm of the tick distance is not defined.
+    # If the spread is close to the smallest double, the tick spacing has no finite logarithm.
     room = 0.05 * spread if spread > 1 / MAX_VALUE else max(abs(high), 1.0) * 0.05
     return (0.0 if 0 <= low < (high - low) else low - room), high + room
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round values within a range."""
+    """Return about five round tick values between `low` and `high`."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
@@ -196,11 +196,11 @@ CAUSES = {
 _STEP_PHASES = (STEP, LOOP, ROLLOUT)
 """Phases of a step, including the sampling of completions for the step."""
 _MAX_DURATION_SECONDS = 1e10
-"""Maximum duration in a valid record: three hundred years."""
+"""Maximum duration in a valid record: about 300 years."""
 
 
 class EventRecord(TypedDict):
-    """A line of `events.jsonl`. The last three fields depend on the event."""
+    """A line of `events.jsonl`. The last three fields are present only for some events."""
 
     time: str
     event: str
@@ -212,7 +212,7 @@ class EventRecord(TypedDict):
 
 @dataclass
 class StepInterval:
-    """Consecutive steps and their duration, from one record."""
+    """A range of consecutive steps and the time spent in each phase, from one record."""
 
     first: int
     """Number of steps completed before the interval."""
@@ -222,17 +222,17 @@ class StepInterval:
 
 @dataclass
 class Attempt:
-    """An attempt of the run, from its start to its end."""
+    """An attempt of a run, which lasts from a start of the command to its exit."""
 
     begin: datetime
     end: datetime
     """Time of the last record."""
     first: int | None = None
-    """Step from which the attempt resumed, or None if the attempt ended before that."""
+    """Step from which the attempt resumed, or None if it ended before training began."""
     last: int = 0
     ended: str = "killed"
     uptime: float = 0.0
-    """Time in seconds from the start to the last record."""
+    """Time in seconds from the start of the attempt to its last record."""
     set_up: dict[str, float] = field(default_factory=dict)
     stretches: list[StepInterval] = field(default_factory=list)
 
@@ -243,11 +243,11 @@ class Goodput:
 
     attempts: list[Attempt]
     seconds: dict[str, float]
-    """Time in seconds, with the same keys as `CAUSES`."""
+    """Wall time in seconds, keyed by the causes in `CAUSES`."""
 
     @property
     def total(self) -> float:
-        """Time in seconds from the first record to the last."""
+        """Wall time of the run in seconds, from the first record to the last."""
         return sum(self.seconds.values())
 
     @property
@@ -260,8 +260,8 @@ def read_goodput(run_dir: str | Path) -> Goodput:
     """Compute the goodput of a run from its events.
 
     Raises:
-        ConfigError: the run has no records.
-        StorageError: the records cannot be read.
+        ConfigError: the run folder has no event records.
+        StorageError: `events.jsonl` cannot be read.
     """
     path, attempts = expand_path(run_dir) / EVENTS_FILE, []
     try:
@@ -271,7 +271,7 @@ def read_goodput(run_dir: str | Path) -> Goodput:
     except OSError as error:
         raise StorageError(
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run (default: runs/<run.name>), unchanged since training."
+            "  Give the folder of a run (default: runs/<run.name>) with its original files."
         ) from error
     if not attempts:
         raise ConfigError.one(
@@ -288,7 +288,7 @@ def _attempts(found: Iterable[EventRecord]) -> list[Attempt]:
     for record in found:
         try:
             _add(record, attempts)
-        except (ValueError, OverflowError):  # not a record of maxpipe
+        except (ValueError, OverflowError):  # not a valid event record
             continue
     return attempts
 
@@ -304,7 +304,7 @@ def _add(record: EventRecord, attempts: list[Attempt]) -> None:
         time = time.replace(tzinfo=UTC)
     seconds = record.get("seconds", {})
     if not all(0 <= each <= _MAX_DURATION_SECONDS for each in (uptime, *seconds.values())):
-        raise ValueError("a duration above the limit")
+        raise ValueError("a duration is negative or above the limit")
     event = record["event"]
     if event == "begin":
         attempts.append(Attempt(time - timedelta(seconds=uptime), time))
@@ -328,7 +328,7 @@ def _add(record: EventRecord, attempts: list[Attempt]) -> None:
 
 def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
     total = dict.fromkeys(CAUSES, 0.0)
-    # Iterate from last to first. A step after the start of a later interval was repeated.
+    # Iterate backwards. Steps beyond the start of a later interval were repeated.
     begun_later = math.inf
     for number in reversed(range(len(attempts))):
         attempt, told = attempts[number], 0.0

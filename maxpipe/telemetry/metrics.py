@@ -1,7 +1,7 @@
 """Declare all metrics of a run: tag, unit, meaning and condition.
 
-This table is the source of docs/metrics.md, of the TensorBoard charts and of a test of the written
-metrics. `maxpipe.models.layers` declares the metrics that layers return.
+docs/metrics.md and the TensorBoard charts are generated from this table, and a test compares the
+table with the metrics that runs write. `maxpipe.models.layers` declares the metrics of layers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ _PREFERENCE = "with `train.objective=preference`"
 _PREFERENCE_METRICS = {
     "reward_chosen": (
         "",
-        "Implicit reward of the chosen response: the log-ratio of policy and reference times "
+        "Implicit reward of the chosen response: the log-ratio of policy to reference, times "
         "`preference.beta`; with `orpo`, the log-probability times `preference.odds_weight`. All "
         "preference metrics are means over pairs.",
     ),
     "reward_rejected": ("", "Implicit reward of the rejected response."),
     "margin": ("", "`reward_chosen` minus `reward_rejected`."),
     "accuracy": ("fraction", "Fraction of pairs whose chosen response has the larger reward."),
-    "nats_chosen": ("nats per token", "Cross-entropy of the chosen responses, averaged per pair."),
+    "nats_chosen": (
+        "nats per token",
+        "Per-token cross-entropy of the chosen response, averaged over pairs.",
+    ),
     "nats_rejected": (
         "nats per token",
-        "Cross-entropy of the rejected responses, averaged per pair.",
+        "Per-token cross-entropy of the rejected response, averaged over pairs.",
     ),
 }
 """Unit and meaning of the preference metrics."""
@@ -53,8 +56,9 @@ METRICS = (
     Metric(
         "train/loss",
         "nats per token",
-        "Cross-entropy of the step's batch before its update, over all target tokens. Auxiliary "
-        "losses of layers and MTP heads are not included. With `train.objective=preference`, the "
+        "Mean cross-entropy over all target tokens of the step's batch, before the update. The "
+        "auxiliary losses of layers and the losses of MTP heads are not included. With "
+        "`train.objective=preference`, the "
         "mean of `preference.loss` over pairs, also in evaluations; with `train.objective=grpo`, "
         "the policy loss, which has no unit; with `train.objective=distill`, the weighted mean of "
         "cross-entropy and divergence from the teacher.",
@@ -64,48 +68,52 @@ METRICS = (
         "nats per token",
         "Cross-entropy of the first MTP head: the sum over its target tokens divided by the number "
         "of target tokens of `train/loss`. `train/loss_ahead_2` is the loss of the second head. "
-        "With `model.mtp_kind=layer`, the layer metrics below include the MTP layers, over the "
-        "tokens "
-        "for which an MTP layer has a target.",
+        "With `model.mtp_kind=layer`, the layer metrics below include the MTP layers, counting "
+        "only tokens for which an MTP layer has a target.",
         "with `model.mtp_heads`",
     ),
     Metric(
         "train/grad_norm",
         "",
-        "Global norm of the gradient over all stages, before clipping by `optim.clip_norm`.",
+        "Global gradient norm over the parameters of all stages, before clipping by "
+        "`optim.clip_norm`.",
     ),
     Metric("train/lr", "", "Learning rate of the step."),
-    Metric("train/tokens", "tokens", "Tokens in all steps up to this one, including padding."),
+    Metric(
+        "train/tokens",
+        "tokens",
+        "Total tokens in all steps up to and including this one, including padding.",
+    ),
     Metric(
         "train/batch_size",
         "sequences",
         "Sequences in the step's batch.",
         "with `train.batch_ramp`",
     ),
-    Metric("train/skipped", "steps", "Updates skipped so far, see `guard.bad_steps`."),
+    Metric("train/skipped", "steps", "Number of updates skipped so far; see `guard.bad_steps`."),
     Metric(
         "train/spikes",
         "steps",
-        "Number of spikes of loss or gradient norm so far.",
+        "Number of loss spikes and gradient-norm spikes so far.",
         "with `guard.spike_sigmas`",
     ),
     Metric(
         "train/cross_entropy",
         "nats per token",
-        "Cross-entropy of the step's batch, a part of `train/loss`.",
+        "Cross-entropy of the step's batch, one of the two terms of `train/loss`.",
         _DISTILLED,
     ),
     Metric(
         "train/divergence",
         "nats per token",
-        "Divergence of student and teacher times the square of `distill.temperature`, the second "
-        "part of `train/loss`.",
+        "Divergence between student and teacher, times the square of `distill.temperature`; the "
+        "other term of `train/loss`.",
         _DISTILLED,
     ),
     Metric(
         "distill/teacher_wait_s",
         "seconds",
-        "Part of a step's time spent waiting for the teacher; included in `perf/data_wait_s`.",
+        "Time per step spent waiting for the teacher; included in `perf/data_wait_s`.",
         f"{_DISTILLED} and `distill.teacher`",
     ),
     Metric(
@@ -115,31 +123,33 @@ METRICS = (
         "logits.",
         f"{_DISTILLED} and `distill.teacher`",
     ),
-    Metric("eval/loss", "nats per token", "Cross-entropy of validation documents.", _EVALUATED),
+    Metric("eval/loss", "nats per token", "Cross-entropy on the validation documents.", _EVALUATED),
     Metric(
         "eval/nats_per_byte",
         "nats per byte",
-        "Cross-entropy per byte of text, which is comparable across tokenizers.",
+        "Cross-entropy on the validation documents per byte of text, which is comparable across "
+        "tokenizers.",
         _EVALUATED,
     ),
     Metric(
         "rollout/reward",
         "",
-        "Mean reward of the completions of the step.",
+        "Mean reward of the step's completions.",
         _GRPO,
     ),
-    Metric("rollout/reward_std", "", "Standard deviation of the rewards of the step.", _GRPO),
+    Metric("rollout/reward_std", "", "Standard deviation of the step's rewards.", _GRPO),
     Metric(
         "rollout/flat_groups",
         "fraction",
-        "Fraction of groups with equal rewards, which contribute no gradient.",
+        "Fraction of groups whose completions all have the same reward; such a group contributes "
+        "no policy gradient.",
         _GRPO,
     ),
-    Metric("rollout/tokens", "tokens", "Mean length of the completions of the step.", _GRPO),
+    Metric("rollout/tokens", "tokens", "Mean length of the step's completions.", _GRPO),
     Metric(
         "rollout/cut",
         "fraction",
-        "Fraction of completions truncated by `grpo.max_tokens`.",
+        "Fraction of completions truncated at `grpo.max_tokens`.",
         _GRPO,
     ),
     Metric(
@@ -152,29 +162,33 @@ METRICS = (
     Metric(
         "train/clipped",
         "fraction",
-        "Fraction of tokens without gradient because of `grpo.clip_ratio`; 0 in the first step of "
-        "a "
-        "rollout.",
+        "Fraction of tokens without a policy gradient because of `grpo.clip_ratio`; 0 in the "
+        "first step of a rollout.",
         _GRPO,
     ),
     Metric(
         "train/kl",
         "nats per token",
-        "KL divergence from the reference, estimated from the sampled tokens.",
+        "KL divergence from the reference model, estimated from the sampled tokens.",
         "with `grpo.kl_coef`",
     ),
     *(Metric(f"train/{name}", *each, _PREFERENCE) for name, each in _PREFERENCE_METRICS.items()),
     *(
-        Metric(f"eval/{name}", unit, f"`train/{name}` on validation documents.", _PREFERENCE)
+        Metric(f"eval/{name}", unit, f"`train/{name}` on the validation documents.", _PREFERENCE)
         for name, (unit, _) in _PREFERENCE_METRICS.items()
     ),
-    Metric("train/epochs", "", "Number of passes over the documents.", "without `data.mixture`"),
+    Metric(
+        "train/epochs",
+        "",
+        "Number of passes over the training documents.",
+        "without `data.mixture`",
+    ),
     Metric(
         "source/NAME/loss",
         "nats per token",
-        "Cross-entropy of the source NAME, over its target tokens since the previous record; "
-        "missing if there were none. With `log.every=1`, the mean of all sources weighted by "
-        "`source/NAME/targets` equals `train/loss`.",
+        "Cross-entropy on the source NAME, averaged over its target tokens since the previous "
+        "record; absent if there were none. With `log.every=1`, the mean over all sources, "
+        "weighted by `source/NAME/targets`, equals `train/loss`.",
         _MIXED,
     ),
     Metric(
@@ -186,7 +200,7 @@ METRICS = (
     Metric(
         "source/NAME/tokens",
         "tokens",
-        "Tokens in all sequences of the source up to this step. The sum over sources equals "
+        "Total tokens in the source's sequences up to this step. The sum over sources equals "
         "`train/tokens` plus the tokens of batches skipped after bad steps.",
         _MIXED,
     ),
@@ -194,51 +208,52 @@ METRICS = (
     Metric(
         "source/NAME/eval_loss",
         "nats per token",
-        "Cross-entropy of the validation documents of the source.",
+        "Cross-entropy on the source's validation documents.",
         f"{_EVALUATED}, {_MIXED}",
     ),
     Metric(
         "source/NAME/eval_nats_per_byte",
         "nats per byte",
-        "Cross-entropy of the validation documents of the source, per byte of text.",
+        "Per-byte cross-entropy on the source's validation documents.",
         f"{_EVALUATED}, {_MIXED}",
     ),
     Metric(
         "eval/NAME/loss",
         "nats per token",
-        "Cross-entropy of the validation set NAME in `data.validation`. If no training documents "
+        "Cross-entropy on the validation set NAME in `data.validation`. If no training documents "
         "are held out for validation, `eval/loss` is the loss over all validation sets.",
         "after an evaluation, with `data.validation`",
     ),
     Metric(
         "eval/NAME/nats_per_byte",
         "nats per byte",
-        "Cross-entropy of the validation set NAME, per byte of text.",
+        "Per-byte cross-entropy on the validation set NAME.",
         "after an evaluation, with `data.validation`",
     ),
     Metric(
         "eval/NAME/accuracy",
         "",
-        "Accuracy of the multiple-choice task NAME in `eval.tasks`, where the prediction is the "
-        "most likely choice.",
+        "Accuracy on the multiple-choice task NAME in `eval.tasks`. The predicted choice is the "
+        "choice with the highest log-likelihood.",
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(
         "eval/NAME/accuracy_by_bytes",
         "",
-        "Accuracy with log-likelihoods normalized by the byte length of each choice.",
+        "Accuracy on the task NAME, with log-likelihoods normalized by the byte length of each "
+        "choice.",
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(
         "perf/step_s",
         "seconds",
-        "Mean time of a step since the previous record, without evaluations and saves.",
+        "Mean step time since the previous record, excluding evaluation and checkpointing.",
     ),
-    Metric("perf/tokens_per_s", "tokens per second", "Throughput of all devices together."),
+    Metric("perf/tokens_per_s", "tokens per second", "Total throughput of all devices."),
     Metric(
         "perf/tflops_per_device",
         "TFLOP/s",
-        "Model FLOP/s per device, without recomputation.",
+        "Model FLOP/s per device, excluding recomputation.",
     ),
     Metric(
         "perf/mfu",
@@ -252,16 +267,16 @@ METRICS = (
         "Time per step to sample completions and compute rewards; not included in `perf/step_s`.",
         _GRPO,
     ),
-    Metric("perf/data_wait_s", "seconds", "Part of a step's time spent waiting for its batch."),
+    Metric("perf/data_wait_s", "seconds", "Time per step spent waiting for the batch."),
     Metric(
         "pipe/bubble_pct",
         "percent",
-        "Share of idle slots in the pipeline schedule; see `maxpipe schedule`.",
+        "Percentage of idle slots in the pipeline schedule; see `maxpipe schedule`.",
     ),
     Metric(
         "memory/device_peak_bytes",
         "bytes",
-        "Peak memory so far, of the device of process 0 that used the most.",
+        "Highest peak memory so far among the devices of process 0.",
         "on TPU and GPU",
     ),
     Metric("memory/host_bytes", "bytes", "Resident memory of process 0.", "on Linux"),
@@ -292,7 +307,7 @@ name."""
 
 
 def table() -> str:
-    """Return the table of docs/metrics.md."""
+    """Return the Markdown table of docs/metrics.md."""
     lines = ["| tag | unit | meaning | written |", "|---|---|---|---|"]
     for each in METRICS:
         lines.append(f"| `{each.tag}` | {each.unit} | {each.meaning} | {each.when} |")

@@ -1,8 +1,8 @@
 """Write the records of a run: metrics, events, samples and TensorBoard files.
 
 A failed write never stops a run: if the disk is full, records are lost, but the run continues. The
-code that starts the run creates the run folder. `ours` is called before every record. If `ours`
-returns false, the run has lost the lock of its folder and nothing is written.
+code that starts the run creates the run folder. `ours` is called before every write. If it returns
+False, the run has lost the lock on its folder, and nothing is written.
 
 The module also creates TensorBoard summaries without TensorFlow, as `Summary` protocol buffers that
 `MetricWriter` adds to the event file. tensorboard is imported on first use, because its import
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from maxpipe.schedule.draw import Canvas
 
 _SCALE = 3
-"""PNG pixels per pixel of the drawing, which gives a sharp image at full size."""
+"""Number of PNG pixels per drawing unit, chosen so that images are sharp at full size."""
 
 
 def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
@@ -76,14 +76,14 @@ def _pattern(tag: str) -> str:
 
 
 def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
-    """Return the hyperparameters of a run for the "HParams" tab."""
+    """Return the summary of a run's hyperparameters for the "HParams" tab."""
     from tensorboard.plugins.hparams import summary_v2
 
     return summary_v2.hparams_pb(dict(values), trial_id=run)
 
 
 def image(tag: str, drawing: Canvas, description: str = "") -> Any:
-    """Return an image for the "Images" tab, which shows the description next to the tag."""
+    """Return an image summary for the "Images" tab, which shows the description next to the tag."""
     from tensorboard.plugins.image import metadata
 
     file = BytesIO()
@@ -120,9 +120,9 @@ def _always() -> bool:
 class _SafeFile:
     """An append-only file that reports failures as warnings, at most one per minute.
 
-    The file is opened for every record, so that writing resumes after a network file system was
-    unavailable. A partly written record is truncated, so that earlier and later records stay
-    readable. Writes are thread-safe.
+    The file is opened for every record, so that writing resumes after an outage of a network file
+    system. A partly written record is removed, so that earlier and later records stay readable.
+    Writes are thread-safe.
     """
 
     def __init__(self, path: Path, ours: OwnershipCheck = _always):
@@ -181,7 +181,7 @@ def _json_line(record: Mapping[str, object]) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    # JSON has no NaN, and other tools could not parse the value. Write null instead.
+    # JSON has neither NaN nor infinity, and other tools could not parse them. Write null instead.
     if isinstance(value, Mapping):
         return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -210,7 +210,7 @@ class EventLog:
             self._file.append(b"\n")
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one event. Values that JSON cannot represent are written as text."""
+        """Append one event. Values that JSON cannot represent are written as strings."""
         if self._file is not None:
             record: dict[str, object] = {"time": _now()}
             record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
@@ -305,7 +305,7 @@ class MetricWriter:
             self.text(f"samples/{number}", shown, step)
 
     def text(self, tag: str, markdown: str, step: int = 0) -> None:
-        """Show a text in TensorBoard, e.g. the resolved config."""
+        """Add Markdown text, e.g. the resolved config, to TensorBoard."""
         if self._events is not None:
             self._events.text(tag, redact.redact_text(markdown), step)
 
@@ -329,10 +329,10 @@ class _MetricRecord(TypedDict):
 def _truncate_after_step(
     path: Path, step: int, tags: set[str] | None = None
 ) -> tuple[int, int, dict[str, object]] | None:
-    """Remove records of later steps, duplicate steps and incomplete lines from a file.
+    """Remove records of steps after `step`, older duplicates and incomplete lines from a file.
 
-    Add the tags of the remaining records to `tags`. Return the step, offset and content of the last
-    record.
+    The tags of the remaining records are added to `tags`. Return the step, offset and content of
+    the last record, or None if no record remains.
     """
     kept: dict[int, tuple[int, int]] = {}
     """Start and end offsets of the newest record of each step."""
@@ -360,7 +360,7 @@ def _truncate_after_step(
 
 
 def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Keep only the given spans of a file, and return their new positions."""
+    """Keep only the given byte ranges of a file, and return their new byte ranges."""
     beside, moved, offset = path.with_name(path.name + ".new"), [], 0
     with (
         open(files.open_regular(path), "rb") as old,
@@ -378,8 +378,8 @@ class _TensorBoardFile:
     """A TensorBoard event file that is written without TensorFlow and without a thread.
 
     The records are framed by TensorBoard's `RecordWriter`. TensorBoard's `EventFileWriter` is not
-    used: if the disk is full, its thread dies and all later records are lost. The class also
-    imports TensorFlow if TensorFlow is installed.
+    used: if the disk is full, its thread dies and all later records are lost. `EventFileWriter`
+    also imports TensorFlow if TensorFlow is installed.
     """
 
     def __init__(self, folder: Path, resume_step: int, ours: OwnershipCheck):

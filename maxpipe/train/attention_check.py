@@ -1,9 +1,10 @@
 """Check an attention backend against plain attention before a run uses it on new hardware.
 
-A kernel can be wrong on one device type or in one release, and the loss curve may not show it. The
-check runs the model's attention on small arrays, and compares results and gradients with float32
-references. The errors may be a few times larger than those of plain attention in the run's dtype.
-The result is recorded in the run's events, so that the same hardware is not checked again.
+A kernel can return wrong results on one device type or in one jax release without a visible effect
+on the loss curve. The check runs the model's attention on small arrays, and compares results and
+gradients with float32 references. It accepts errors a few times larger than those of plain
+attention in the run's dtype. The outcome is recorded in the run's events, so that the check is not
+repeated on the same hardware.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _TOKENS, _GROUPS, _SHARED = 256, 2, 4
 """Maximum sizes in the check: tokens, key/value heads, and query heads per key/value head."""
 _DOCUMENTS = 3
 _CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
-"""Sizes in the check of the cudnn backend, where the number of documents selects one of three
-kernels."""
+"""Tokens and documents per sequence in the check of the cudnn backend, which selects one of three
+kernels by the number of documents."""
 _TOLERANCE_FACTOR = 4.0
 """Maximum ratio of a backend's error to the error of plain attention."""
 _MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
-"""Error that is always allowed, relative to the largest entry of the array."""
+"""Error that is always allowed, relative to the largest element of the array."""
 
 AttentionPart = Attention | LatentAttention
 
@@ -54,7 +55,7 @@ class _CheckEvent(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionDeviation:
-    """Errors of results and gradients, relative to the largest entry of the reference array."""
+    """Errors of results and gradients, relative to the largest element of the reference array."""
 
     backend: str
     result: float
@@ -63,21 +64,21 @@ class AttentionDeviation:
 
     @property
     def ok(self) -> bool:
-        """Whether the errors are within the limit. False for NaN."""
+        """Return whether the errors are within the limit. NaN errors are not."""
         return self.result <= self.limit and self.gradients <= self.limit
 
     def __str__(self) -> str:
         return (
-            f"{self.backend} is {self.result:.1e} off in results and {self.gradients:.1e} in "
-            f"gradients; at most {self.limit:.1e} is allowed"
+            f"{self.backend} has errors of {self.result:.1e} in results and {self.gradients:.1e} "
+            f"in gradients; at most {self.limit:.1e} is allowed"
         )
 
 
 def check_run_attention(session: Session, steps: Steps) -> None:
-    """Check the model's attention if the run has not checked it on this hardware.
+    """Check the model's attention unless the run has already checked it on this hardware.
 
     Raises:
-        ConfigError: attention is wrong in one of the processes.
+        ConfigError: the errors exceed the limit in at least one process.
     """
     decoder, (_, tokens), deviation = steps.param_layout.decoder, steps.shape, None
     model, dtype = decoder.model, decoder.config.compute_dtype
@@ -85,7 +86,7 @@ def check_run_attention(session: Session, steps: Steps) -> None:
     if description and not _was_checked(session.run_dir, description):
         with session.console.stage("checking attention"):
             deviation = check_attention(model, dtype, tokens)
-    # All processes compare results, even those without a check: if one must stop, all must stop.
+    # Processes that ran no check also join this collective: if one must stop, all must stop.
     verdict = "" if deviation is None or deviation.ok else str(deviation)
     worst = max(session.channel.compare_across_processes("attention", verdict))
     if worst:
@@ -93,7 +94,7 @@ def check_run_attention(session: Session, steps: Steps) -> None:
             "model.attention",
             None,
             f"differs from plain attention on {jax.local_devices()[0].device_kind} with jax "
-            f"{jax.__version__}: {worst}, relative to the largest entry.",
+            f"{jax.__version__}: {worst}, relative to the largest element.",
             "Set model.attention=xla.",
         )
     if deviation is not None:
@@ -104,14 +105,14 @@ def check_run_attention(session: Session, steps: Steps) -> None:
 
 
 def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
-    """Return the worst result of all attention types, or None if all use plain attention."""
+    """Return the largest deviation of all attention types, or None if all use plain attention."""
     with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
         found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
 
 
 def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Return the device, jax version, backends and sizes; "" if only plain attention is used."""
+    """Identify a check by device, jax version, backends and sizes; "" if attention is plain."""
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
     return f"{where}: {'; '.join(cases)}" if cases else ""
@@ -126,7 +127,7 @@ def _was_checked(run_dir: Path, description: str) -> bool:
 
 
 def _cases(model: Model, tokens: int) -> Iterator[tuple[AttentionPart, int, tuple[int, ...]]]:
-    """Yield (part, number of tokens, window sizes) for each distinct attention type."""
+    """Yield (sublayer, number of tokens, window sizes) for each distinct attention type."""
     seen: set[str] = set()
     for kind in model.layer_types.values():
         for part in kind.parts.values():
@@ -146,7 +147,7 @@ def _documents(part: AttentionPart) -> tuple[int, ...]:
 
 
 def _shape(part: AttentionPart, tokens: int) -> str:
-    """Return a description of the sizes and options of an attention part."""
+    """Return a string with the sizes and options of an attention sublayer."""
     groups, shared, values = _heads(part)
     more = [*sorted(part.options), *(["window"] if getattr(part, "window", "") else [])]
     return " ".join(
@@ -165,7 +166,7 @@ def _heads(part: AttentionPart) -> tuple[int, int, int]:
 def _compare_backend(
     part: AttentionPart, tokens: int, windows: tuple[int, ...], dtype: str
 ) -> Iterator[AttentionDeviation]:
-    """Yield the errors with the largest window, for each number of documents."""
+    """Yield the deviation with the largest window, for each number of documents per sequence."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
     shapes = (heads, part.head_dim), (groups, part.head_dim), (groups, values), (heads, values)

@@ -1,9 +1,9 @@
-"""Reaction to bad steps: record, skip, roll back, or stop.
+"""React to bad steps: record, skip, roll back or stop.
 
-The devices have already skipped the update (`optim.guard`). The host reads the result while the
-next step runs, so that it does not block the devices. All processes read the same values in the
-same order, so they make the same decision. The counts are saved with the data position, so that a
-resumed run makes the same decisions as an uninterrupted run.
+The compiled step has already skipped the bad update (`optim.guard`). The host reads the metrics of
+a step while the next step runs, so that the devices are not blocked. All processes read the same
+metrics in the same order, so they make the same decision. The counts of bad steps are saved with
+the data position, so that a resumed run makes the same decisions as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from maxpipe.telemetry.writers import EventLog
 
 
 class Rollback(Exception):
-    """The run must roll back to its newest checkpoint and skip batches up to that of `step`."""
+    """Request to roll back to the newest checkpoint and skip the batches up to that of `step`."""
 
     def __init__(self, step: int):
         super().__init__(step)
@@ -28,7 +28,7 @@ class Rollback(Exception):
 
 
 class BadStepMonitor:
-    """Read the result of each step, and decide how the run continues."""
+    """Reads the metrics of each step, and decides how the run continues."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class BadStepMonitor:
         offset: int = 0,
         counts: Mapping[str, Any] | None = None,
     ):
-        """Initialize the monitor; `counts` are from a checkpoint and include those of the guard."""
+        """Initialize the monitor. `counts` are from a checkpoint and include the guard's counts."""
         self.offset = offset
         """Number of batches skipped by rollbacks. Step s uses batch s + offset, both zero-based."""
         self.num_rollbacks: int = (counts or {}).get("roll_backs", 0)
@@ -61,18 +61,18 @@ class BadStepMonitor:
         self._spikes: int = counts.get("spikes", 0)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts as JSON values for a checkpoint."""
+        """Return the JSON-compatible counts to save in a checkpoint."""
         found = {"roll_backs": self.num_rollbacks, "in_row": self._num_consecutive}
-        # With a constant batch size, the number of skipped sequences follows from the offset.
+        # If the batch size is constant, the number of skipped sequences follows from the offset.
         more = {"rows_left_out": self.skipped_sequences} if self._loader.ramp.stages else {}
         return found | more
 
     @staticmethod
     def _skipped_sequences(loader: Loader, offset: int, counts: Mapping[str, Any] | None) -> int:
-        """Return the number of skipped sequences in a checkpoint.
+        """Return the number of skipped sequences that a checkpoint records.
 
-        Checkpoints without that number are from runs with a constant batch size. A later batch-size
-        ramp does not change the number of sequences that they have consumed.
+        A checkpoint without this number comes from a run with a constant batch size. Adding a
+        batch-size ramp later does not change how many sequences the run consumed before.
         """
         _, rows = loader.ramp.position_of(0)
         return (counts or {}).get("rows_left_out", offset * rows)
@@ -92,7 +92,7 @@ class BadStepMonitor:
         self._pending = step, metrics
 
     def flush(self) -> None:
-        """Wait for the latest step and react to it; raise the same errors as `record_step`."""
+        """Wait for the latest step and react to its metrics; raises the errors of `record_step`."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -153,15 +153,13 @@ class BadStepMonitor:
         self._console.warn(f"step {step}: {numbers}: {done}")
 
     def _stop_reason(self, action: str) -> tuple[str, str] | None:
-        """Return the rule and remedy for the error if the run must stop after this action, else
-        None.
-        """
+        """Return the error's rule and remedy if the run must stop, else None."""
         config = self._config
         lower = "lower optim.learning_rate"
         if action == "stop":
             return (
-                "must be finite with guard.bad_steps=stop. The update was skipped, and "
-                "events.jsonl names the batch.",
+                "loss, gradient norm and update must be finite with guard.bad_steps=stop. The "
+                "update was skipped, and events.jsonl names the batch.",
                 f"Set guard.bad_steps=skip to continue without such batches, or {lower}.",
             )
         if action == "skip" and self._num_consecutive > config.max_bad_steps:

@@ -1,4 +1,4 @@
-"""The end of a run's data, and its effect on the number of steps.
+"""Determine where a run's data ends and how many steps can be trained.
 
 `SlowDataMonitor` reports the source and the file if a run waits for data.
 """
@@ -50,10 +50,11 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
 def resolve_last_step(
     loaded: LoadedConfig, train: Loader, offset: int, first: int, console: Console
 ) -> int:
-    """Return the last step of a run that resumes after step `first`; report an early data end.
+    """Return the last step of a run that resumes after step `first`; report an early end of data.
 
     Raises:
-        ConfigError: the run is done, or the data ends before the run and `data.end` is `fail`.
+        ConfigError: `first` exceeds the configured number of steps, or the data ends before the run
+            and `data.end` is `fail`.
     """
     config = loaded.config
     length = total_steps(config.train)
@@ -69,8 +70,8 @@ def resolve_last_step(
     last = last_step(train, length, offset, first)
     if last < length:
         console.note(
-            f"data: ends at step {last} of {length}, and the run ends there (data.end=stop); the "
-            f"learning-rate schedule is for {pluralize(length, 'step')}"
+            f"data: ends at step {last} of {length}, and the run stops there (data.end=stop), but "
+            f"the learning-rate schedule spans {pluralize(length, 'step')}"
         )
     return last
 
@@ -80,17 +81,17 @@ _SLOW_SECONDS = 10.0
 """Time after which a slow document is reported. The report is repeated whenever the time
 doubles."""
 _WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
-"""Length of a window of steps, and the fraction of the window spent waiting for data above which a
-warning is printed."""
+"""Minimum duration of a window of steps, and the fraction of this time spent waiting for data above
+which a warning is printed."""
 _QUIET_SECONDS = 600.0
-"""Minimum time between two warnings about steps that wait for data."""
+"""Minimum time between two warnings about steps that spent most of their time waiting for data."""
 
 
 class SlowDataMonitor:
-    """Warn about documents that are slow to read, and about steps that mostly wait for data.
+    """Warns about documents that are slow to read, and about steps that mostly wait for data.
 
-    As a context manager, the monitor runs a thread. The thread also passes the current document to
-    `phases`, for stall reports.
+    When used as a context manager, the monitor runs in a background thread, which also passes the
+    current document to `phases` for stall reports.
     """
 
     def __init__(self, phases: Phases, warn: Callable[[str], object], threads: int):
@@ -158,7 +159,7 @@ class SlowDataMonitor:
         source = max(spent.sources, key=lambda name: spent.sources[name], default="data")
         self._warn(
             f"steps waited for data for {share:.0%} of the last {window_seconds:.0f} s: reading "
-            f"{source} used {spent.sources.get(source, 0.0):.1f} s of {self._threads} threads, "
+            f"{source} used {spent.sources.get(source, 0.0):.1f} s across {self._threads} threads, "
             f"including {spent.seconds:.2f} s for {spent.slowest}.  Prepare the documents with "
             "`maxpipe data prepare`, or increase data.threads."
         )

@@ -1,8 +1,8 @@
 """The training loop and the end of a run.
 
 Step, parameters, optimizer state and data position are saved in one checkpoint, and all randomness
-depends only on the seed and the step. A run that was killed and resumed is therefore bitwise equal
-to an uninterrupted run.
+depends only on the seed and the step. A run that was killed and resumed therefore produces results
+that are bitwise equal to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _train_steps(run: Run) -> None:
     first, offset = run.steps_done, run.bad_step_monitor.offset
     meter = ThroughputMeter(run)
     evaluated: dict[str, float] = {}
-    if first and early_stopping.needs_evaluation(first):  # the run was stopped before it
+    if first and early_stopping.needs_evaluation(first):  # stopped before the evaluation
         with meter.paused(EVAL):
             evaluated = run.evaluate(first)
     last = run.total_steps
@@ -178,7 +178,7 @@ def _data_metrics(run: Run, step: int) -> dict[str, float]:
 
 
 class ThroughputMeter:
-    """Measure time and throughput between reports."""
+    """Measures time and throughput between reports."""
 
     def __init__(self, run: Run):
         self._run, self._phases = run, run.session.phases

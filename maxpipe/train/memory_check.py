@@ -1,8 +1,8 @@
 """Check that a run fits into the memory of its devices, before memory is allocated.
 
-A prediction far above the available memory is an error; a prediction close to the available memory
-is a warning. After compilation, the compiler's memory analysis is checked. If an allocation still
-fails, the error explains the memory use.
+A prediction far above the available memory raises an error; a prediction close to the available
+memory prints a warning. After compilation, the compiler's memory analysis is checked in the same
+way. If an allocation still fails, the error message lists the memory use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from maxpipe.plan.sizes import Sizes, build_schedule
 CERTAIN_FACTOR = 1.2
 """Ratio of predicted to available memory above which the run certainly does not fit."""
 _KEY = "runtime.memory_check"
-_OVERRIDE = f"{_KEY}=warn starts the run anyway"
+_OVERRIDE = f"set {_KEY}=warn to start the run anyway"
 _CONTROL_GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -75,7 +75,7 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
 
 
 def _can_map(num_bytes: int) -> bool:
-    """Whether the operating system would grant an allocation of this many bytes."""
+    """Return whether the operating system would grant an allocation of this many bytes."""
     if num_bytes <= 0 or not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return True
     try:
@@ -97,7 +97,7 @@ def explain_allocation_errors(config: Config) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on the host or on a device."""
+    """Return whether the error is a failed allocation on the host or on a device."""
     return isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)
 
 
@@ -119,9 +119,7 @@ def device_memory(device: Any) -> float | None:
 def host_memory(
     meminfo: str = "/proc/meminfo", groups: tuple[tuple[str, str], ...] = _CONTROL_GROUPS
 ) -> float | None:
-    """Return the bytes that this process can still allocate under host, cgroup and ulimit
-    limits.
-    """
+    """Return the bytes that this process can allocate under host, cgroup and ulimit limits."""
     limits = []
     with contextlib.suppress(OSError, ValueError):
         lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE))
@@ -166,16 +164,16 @@ def _check(
     rule = f"{words} {gib(needed)} on each device, which has {gib(available)}"
     if device.platform == "cpu":
         count = len(jax.local_devices())
-        rule += f", its part of the {gib(count * available)} available to {count} on this host"
-    terms = f"Largest, as predicted:\n{describe_largest(predicted.terms)}"
+        rule += f": an equal share of {gib(count * available)} for {count} CPU devices"
+    terms = f"Largest predicted terms:\n{describe_largest(predicted.terms)}"
     if needed <= certain_factor * available or config.runtime.memory_check == "warn":
-        warn(f"memory: {rule}: it may not fit. {terms}")
+        warn(f"memory: {rule}. The step may not fit. {terms}")
         return
     raise ConfigError.one(
         "memory",
         None,
         f"{rule}. {terms}",
-        f"Change one of these keys: `maxpipe plan` lists their memory; {_OVERRIDE}.",
+        f"Change one of these keys (`maxpipe plan` lists all memory terms), or {_OVERRIDE}.",
     )
 
 
@@ -185,7 +183,7 @@ def _predict_memory(config: Config) -> Memory:
 
 
 def _allocation_error(config: Config, error: BaseException) -> ConfigError:
-    """Return the error for a failed allocation, which lists the keys that reduce memory."""
+    """Return the error for a failed allocation; its message lists the keys that reduce memory."""
     reason = (str(error).splitlines() or [""])[0][:300] or "no more memory"
     device = jax.local_devices()[0]
     of_host = isinstance(error, MemoryError) or device.platform == "cpu"

@@ -1,6 +1,6 @@
-"""The initial state of a run: from its newest checkpoint, from another run, or new.
+"""Create the initial state of a run: restored from its newest checkpoint or another run, or new.
 
-The content of a checkpoint must match the config.
+A checkpoint whose model, data or optimizer does not match the config is rejected.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from maxpipe.telemetry.console import Console
 
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.ema_decay"
-# Settings of a finished run that may change: checkpoint and evaluation settings, name, machine and
-# length.
+# Settings that may change after a run has finished: checkpoint and evaluation settings, the run's
+# name and length, and settings of the machine.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
 _FREE_KEYS_WHEN_DONE = frozenset(
     {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
@@ -103,11 +103,11 @@ class RunStart(NamedTuple):
     guard_counts: Mapping[str, Any] | None = None
     """Counts of the guard from the checkpoint."""
     reference_digest: str | None = None
-    """Checksum of a resumed run's initial parameters, if the checkpoint contains it."""
+    """Checksum of a resumed run's initial parameters, if the checkpoint contains the checksum."""
     is_resumed: bool = False
-    """Whether the run resumes, so that its current parameters are not its initial parameters."""
+    """Whether `state` comes from the run's own checkpoint instead of initial parameters."""
     base: AdapterBase | None = None
-    """Base model of the adapters. None: the run trains no adapters."""
+    """Base model of the adapters, or None if the run trains no adapters."""
     early_stopping: Mapping[str, Any] | None = None
     """Counts of `EarlyStopping` from the checkpoint."""
 
@@ -120,10 +120,10 @@ def restore_or_init(
     console: Console,
     teacher: TeacherEntry | None = None,
 ) -> RunStart:
-    """Return the initial state of the run. `teacher` is the teacher of this run.
+    """Return the initial state of the run. `teacher` identifies the run's teacher model.
 
     Raises:
-        ConfigError: the checkpoint has a different model or different data.
+        ConfigError: the checkpoint has a different model, optimizer, teacher or different data.
         StorageError: the checkpoint cannot be read.
     """
     config = loaded.config
@@ -174,7 +174,7 @@ def restore_or_init(
         if found.folder.parent != checkpoints.durable.path:
             words += f", from {found.folder}"
         if config.checkpoint.restore_from:
-            words += ": the run's own checkpoints precede checkpoint.restore_from"
+            words += ": the run's own checkpoints take precedence over checkpoint.restore_from"
     else:
         _check_new_run(loaded, checkpoints)
         if not (text := config.checkpoint.restore_from):
@@ -222,8 +222,9 @@ def build_reference(
 
 
 def _restores_weights_only(loaded: LoadedConfig) -> bool:
-    """Whether only the weights of `checkpoint.restore_from` are loaded. Adapters are then newly
-    initialized, unless the checkpoint contains adapters.
+    """Return whether only the weights of `checkpoint.restore_from` are loaded.
+
+    Adapters are then newly initialized, unless the checkpoint contains adapters.
     """
     config = loaded.config
     text = config.checkpoint.restore_from
@@ -239,7 +240,7 @@ def _restores_weights_only(loaded: LoadedConfig) -> bool:
 def _start_from_weights(
     loaded: LoadedConfig, steps: Steps, console: Console, tokenizer: str
 ) -> RunStart:
-    """Return the initial state of a new run with the parameters of another run or of a folder."""
+    """Return the initial state of a new run with the weights of another run or a model folder."""
     config = loaded.config
     text = config.checkpoint.restore_from
     found = read_weights(text, loaded, steps, console, tokenizer)
@@ -285,7 +286,7 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
                 loaded.config.checkpoint.dir or "''",
                 f"points to {checkpoints.durable.path}, which is empty; this run has checkpoints "
                 f"up to step {saved[-1]} in {folder.path}.",
-                "Copy them there, or set run.name to a new name.",
+                "Copy the checkpoints to the new folder, or set run.name to a new name.",
             )
     check_saved(run_dir, checkpoints.durable.path)
 
@@ -309,8 +310,8 @@ def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bo
     raise ConfigError.one(
         error_location(_FROZEN, loaded.origins),
         format_value(model.frozen),
-        f"must freeze the same parameters as when step {step} was saved, because the optimizer "
-        f"state covers the parameters trained then: {'; '.join(changes)}.",
+        f"must freeze the same parameters as when step {step} was saved, because optimizer state "
+        f"exists only for the parameters trained until then: {'; '.join(changes)}.",
         f"Set {_FROZEN}=[{','.join(frozen)}], or {action}.",
     )
 
@@ -334,9 +335,8 @@ def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bo
             raise ConfigError.one(
                 error_location(key, loaded.origins),
                 format_value(now),
-                f"must be {format_value(then)}, which step {facts.step} was saved with: the "
-                "optimizer "
-                "state depends on it.",
+                f"must be {format_value(then)}, as in the checkpoint of step {facts.step}, because "
+                "the optimizer state depends on this setting.",
                 f"Set {key}={format_value(then)}, or {_restart_advice(loaded, own=own)}.",
             )
 
@@ -360,9 +360,9 @@ def _check_teacher(
     raise ConfigError.one(
         error_location(key, loaded.origins),
         now["name"],
-        f"must be the teacher that step {step} was saved with, {before['name']}: this one has "
-        "other parameters.",
-        f"Restore the former teacher, or set {_restart_advice(loaded, own=own)}.",
+        f"must be the teacher of the checkpoint of step {step}, {before['name']}; the configured "
+        "teacher has different parameters.",
+        f"Restore the previous teacher, or set {_restart_advice(loaded, own=own)}.",
     )
 
 
@@ -385,8 +385,8 @@ def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
 
 
 def _restart_advice(loaded: LoadedConfig, *, own: bool) -> str:
-    """Return advice on the settings that start a run from only the parameters of a checkpoint."""
-    action = "checkpoint.restore=weights to start from its parameters only"
+    """Return the settings that start a run from the parameters of a checkpoint only."""
+    action = "checkpoint.restore=weights to restore only the parameters"
     if not own:
         return action
     run = loaded.config.run.name
@@ -399,7 +399,7 @@ def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) 
         "data",
         None,
         f"must be unchanged since step {step} was saved: {listed}.",
-        "Restore the data, or set data.allow_change=true to continue with other samples.",
+        "Restore the data, or set data.allow_change=true to continue with the changed data.",
     )
 
 
@@ -435,10 +435,10 @@ def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
     raise ConfigError.one(
         str(run_folder(config.run)),
         None,
-        f"is a finished run: all its {facts.step} steps are done, and no step is left to train "
-        f"with settings that changed since step {facts.step} was saved: {listed}.",
-        f"Set run.name={_free_name(config)} for a new run with them, {more} to continue this run, "
-        "or restore the old settings.",
+        f"is a finished run: all its {facts.step} steps are done, so settings that changed since "
+        f"step {facts.step} was saved would have no effect: {listed}.",
+        f"Set run.name={_free_name(config)} to start a new run with the new settings, {more} to "
+        "continue this run, or restore the old settings.",
     )
 
 

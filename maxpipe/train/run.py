@@ -1,4 +1,4 @@
-"""The objects of a run, and the operations of the training loop on them."""
+"""The objects of a training run, and the operations that the training loop performs on them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from maxpipe.train.session import Session
 
 @dataclass
 class Validation:
-    """Evaluations and samples during training."""
+    """Objects for evaluation and sample generation during training."""
 
     evaluator: Evaluator
     early_stopping: EarlyStopping
@@ -48,15 +48,15 @@ class Validation:
 
 @dataclass(frozen=True)
 class PostTraining:
-    """Rollouts, and the other models that a run uses: teacher, reference and base."""
+    """Rollouts, and the models that a run uses in addition to its own: teacher, reference, base."""
 
     teacher_source: TeacherSource
     """Source of teacher logits; empty without a teacher."""
     rollouts: Rollouts | None
-    """Rollouts that the run trains on, if the dataset contains prompts instead of documents."""
+    """Rollouts to train on, if the dataset contains prompts instead of documents, else None."""
     reference: ReferenceParams | None
     base: AdapterBase | None
-    """Base model of the adapters. None: the run trains no adapters."""
+    """Base model of the adapters, or None if the run trains no adapters."""
 
 
 @dataclass
@@ -90,8 +90,8 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Number of the last step: as configured, or earlier if the data ends or the run stops
-        early.
+        """Index of the last step: the configured number of steps, or less if the data ends or the
+        run stops early.
         """
         if self.validation.early_stopping.should_stop:
             return self.steps_done
@@ -114,8 +114,8 @@ class Run:
     ) -> contextlib.AbstractContextManager[Iterator[Any]]:
         """Return an iterator over the training batches `start` to `stop - 1`.
 
-        Document batches are prefetched, with teacher logits if there is a teacher. Rollout batches
-        are not prefetched.
+        Document batches are prefetched, and include teacher logits if the run has a teacher.
+        Rollout batches are not prefetched.
         """
         if (rollouts := self.post_training.rollouts) is not None:
             return contextlib.closing(rollouts.batch(index) for index in range(start, stop))
@@ -128,7 +128,7 @@ class Run:
         return load_batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_after(self, step: int) -> bool:
-        """Whether the run can be saved after `step`. False while a rollout is partly used."""
+        """Return whether the run can be saved after `step`; False inside a rollout's batches."""
         rollouts = self.post_training.rollouts
         return rollouts is None or rollouts.is_rollout_start(step + self.bad_step_monitor.offset)
 
@@ -161,7 +161,7 @@ class Run:
         )
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Return validation metrics after `step`; empty if evaluation is off."""
+        """Evaluate after `step` and return the metrics; empty if evaluation is disabled."""
         validation = self.validation
         metrics = validation.evaluator.metrics(step, self.state.params, self.batches)
         if metrics:
@@ -173,8 +173,9 @@ class Run:
         return metrics
 
     def sample(self, step: int) -> None:
-        """Print and record completions of the prompts after `step`. With rollouts, these are the
-        completions on which the step was trained.
+        """Print and record completions of the prompts after `step`.
+
+        If the run trains on rollouts, these are the completions that the step was trained on.
         """
         if (rollouts := self.post_training.rollouts) is not None:
             samples = rollouts.samples(step - 1 + self.bad_step_monitor.offset)
@@ -204,7 +205,7 @@ class Run:
             raise ReplicaError(format_differences(differences, where))
 
     def roll_back(self, bad_step: int) -> None:
-        """Return to the newest checkpoint, and skip the batches from there to the bad step."""
+        """Restore the newest checkpoint, and skip the batches after it up to the bad step."""
         session = self.session
         session.record_time(bad_step)
         with session.phases.enter(RESTORE):

@@ -1,4 +1,4 @@
-"""Text samples during training, generated with the current parameters on the training devices.
+"""Generate text samples during training with the current parameters, on the training devices.
 
 The prompts and the random seed do not depend on the step or the layout, so samples differ only if
 the model differs. Prompts come from the config, or from validation conversations whose response is
@@ -41,19 +41,20 @@ from maxpipe.step.state import ParamLayout
 
 
 class ValidationPrompt(NamedTuple):
-    """Conversation up to its last trained message."""
+    """The part of a conversation before the last message that is trained on, and this message."""
 
     ids: list[int]
     """Token ids of the prompt, identical to the ids used in training."""
     text: str
     """Text of the prompt without control tokens."""
     answer: str
-    """Text of the last trained message, which is the known response."""
+    """Text of the last message that is trained on, which serves as reference response."""
 
 
 def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationPrompt | None:
-    """Return the prompt of the last trained message; None if the document has no trained message or
-    no prompt.
+    """Return the prompt and text of the last message that is trained on.
+
+    Returns None if the document has no such message, or has no prompt before the message.
     """
     if document.trained is None:
         return None
@@ -98,12 +99,12 @@ def _documents(datasets: Datasets, fraction: float) -> Iterator[EncodedDocument]
 
 
 class SampleGenerator:
-    """Complete the prompts in `eval.sample_prompts` or `eval.sample_prompts_file`, and held-out
+    """Completes the prompts in `eval.sample_prompts` or `eval.sample_prompts_file`, and held-out
     chats.
 
     Raises:
-        ConfigError: the file has no prompts, a prompt leaves no space for a token, or there is no
-            chat template.
+        ConfigError: the file has no prompts, a prompt leaves no space for a generated token, or a
+            required chat template is missing.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class SampleGenerator:
             raise ConfigError.one(
                 "eval.sample_conversations",
                 eval_config.sample_conversations,
-                "requires a conversation that is held out for validation, has trained content "
+                "requires a conversation that is held out for validation, has content to train on "
                 "after its first message, and fits into train.sequence_length "
                 f"({sequence_length}).",
                 "Increase data.validation_fraction or train.sequence_length, or set "
@@ -152,7 +153,7 @@ class SampleGenerator:
         processes of a run must call this method together.
 
         Raises:
-            DivergenceError: the model returns non-finite values.
+            DivergenceError: the model computes non-finite logits.
         """
         completions: list[Completion] = []
         complete(

@@ -1,4 +1,4 @@
-"""The session of a process in a run: its console, control channel, events, locks and clean-up.
+"""State of one process in a run: console, control channel, events, locks and clean-up.
 
 Opening a session joins the processes of the run, checks the config against the machine, and locks
 the folders. Missing files and a mesh that does not fit the devices are reported together, before
@@ -56,7 +56,7 @@ _PREPARED = ("tokens", "megatron")
 
 
 def missing_files(loaded: LoadedConfig) -> list[Problem]:
-    """Return a problem for each local file or folder in the config that does not exist."""
+    """Return a `Problem` for each missing local file or folder that the config names."""
     config, origins = loaded.config, loaded.origins
     folders = _model_folders(config)
     problems = [_model_problem(key, folder, config, origins) for key, folder in folders.items()]
@@ -77,7 +77,7 @@ def missing_files(loaded: LoadedConfig) -> list[Problem]:
 
 @contextlib.contextmanager
 def merge_problems(problems: Sequence[Problem]) -> Iterator[None]:
-    """Raise these problems, followed by the problems of a ConfigError raised inside the context."""
+    """Raise a ConfigError for `problems` and those of a ConfigError raised inside the context."""
     try:
         yield
     except ConfigError as error:
@@ -141,7 +141,7 @@ def _other_files(config: Config) -> Iterator[tuple[str, str]]:
 
 def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Problem]:
     if path and not _exists(path):
-        rule = f"must name an existing file or folder; none was found relative to {os.getcwd()}."
+        rule = f"must name an existing file or folder; none exists relative to {os.getcwd()}."
         action = f"Set {key} to an existing path."
         if key == "tokenizer.path" and config_files.is_hub_id(path):
             rule += " Nothing is downloaded."
@@ -196,7 +196,7 @@ class Session:
         self.events.write("time", step=step, seconds=self.phases.take_seconds())
 
     def open_writer(self, resume_step: int) -> MetricWriter:
-        """Open the metrics of the run, without the records of steps after `resume_step`."""
+        """Open the run's metrics file, and drop the records for steps after `resume_step`."""
         return MetricWriter(
             self.run_dir,
             self.config.log.tensorboard,
@@ -206,7 +206,7 @@ class Session:
         )
 
     def write_config(self) -> None:
-        """Write the config file of the run folder, in process 0."""
+        """Write the config to the run folder if this process is process 0."""
         if not self.is_first_process:
             return
         for lock in self.locks:
@@ -270,7 +270,7 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
 def _record_attempt(
     events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
 ) -> None:
-    """Record the start of this attempt, and its failure if it fails."""
+    """Record the start of this attempt at the run in the events, and its failure if it fails."""
     events.write(
         "begin",
         host=platform.node(),

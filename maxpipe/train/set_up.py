@@ -49,7 +49,7 @@ from maxpipe.train.tensorboard import write_run_summary
 
 
 def set_up(session: Session) -> Run:
-    """Return the run with all its objects, which are closed at the end of the session.
+    """Create and return the run and its objects, which are closed at the end of the session.
 
     Raises:
         ConfigError: the config does not fit the data or the run's checkpoint.
@@ -155,7 +155,7 @@ def _check_same_data(session: Session, datasets: Datasets, tasks: Sequence[Task]
         raise ConfigError.one(
             "data.path",
             None,
-            f"must contain the same documents for every process; {groups} read different ones.",
+            f"must contain the same documents for every process; those of {groups} differ.",
             "Copy the same files to every host, or use a folder that all hosts share.",
         )
 
@@ -184,7 +184,7 @@ def _build_sample_generator(
 def _last_step(
     session: Session, datasets: Datasets, start: RunStart, early_stopping: EarlyStopping
 ) -> int:
-    """Return the last step of the run; print how the run starts, and whether it has ended early."""
+    """Return the last step of the run; print how it starts, and whether it was stopped early."""
     first = int(start.state.step)
     last = data_end.resolve_last_step(
         session.loaded, datasets.train, start.offset, first, session.console
@@ -192,7 +192,7 @@ def _last_step(
     session.console.note(start.message)
     if not early_stopping.should_stop:
         return last
-    advice = "Set eval.patience to more, or to 0, to continue"
+    advice = "Set eval.patience to a larger value, or to 0, to continue"
     session.console.note(f"{early_stopping.message()}. {advice}")
     return first
 
@@ -200,7 +200,7 @@ def _last_step(
 def _set_up_post_training(
     session: Session, steps: Steps, datasets: Datasets, start: RunStart, teacher: TeacherSource
 ) -> PostTraining:
-    """Return the reference model and the rollouts of GRPO, with the teacher and the base model."""
+    """Return the post-training objects: rollouts, and the teacher, reference and base models."""
     reference = build_reference(session.loaded, steps, datasets, session.console, start)
     if session.config.train.objective != "grpo":
         return PostTraining(teacher, None, reference, start.base)
@@ -216,7 +216,7 @@ def _set_up_post_training(
 
 
 def _attach_references(session: Session, steps: Steps, datasets: Datasets, start: RunStart) -> None:
-    """Attach reference log-probabilities to the pairs, if the objective needs them."""
+    """Attach reference log-probabilities to the preference pairs, if the objective needs them."""
     if not needs_references(steps):
         return
     batch_size = session.config.eval.batch_size or session.config.train.batch_size
@@ -258,7 +258,7 @@ def _compile_train_steps(
 
 
 def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple[str, str]]:
-    """Return the names and values of the banner lines."""
+    """Return (name, text) for each line of the banner that is printed at the start of a run."""
     mesh, schedule, model = steps.param_layout.mesh, steps.train_schedule, config.model
     device, described = mesh.devices.flat[0], registry.describe(config.model)
     run_dir, length = run_folder(config.run), total_steps(config.train)
@@ -310,7 +310,7 @@ def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple
 
 
 def _describe_size(model: Model) -> str:
-    """Return the number of parameters as text, plus active and trained parameters if fewer."""
+    """Format the parameter count, plus the counts of active and trained parameters if smaller."""
     count = num_params(model)
     parts = ((active_params(model), "per token"), (num_trained(model), "trained"))
     fewer = ", ".join(f"{format_count(part)} {words}" for part, words in parts if part < count)
@@ -318,7 +318,7 @@ def _describe_size(model: Model) -> str:
 
 
 def _packing_lines(train: Loader, length: int) -> Iterator[tuple[str, str]]:
-    """Yield a banner line for each source: its packing, and in a mixture its share of the run."""
+    """Yield a banner line for each data source: packing and, in a mixture, share of sequences."""
     if isinstance(train.sequences, PromptSequences):
         return
     if train.stream.mixture is None:

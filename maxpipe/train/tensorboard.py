@@ -1,4 +1,4 @@
-"""TensorBoard summaries of a run: settings, texts, and pictures such as its memory."""
+"""TensorBoard summaries of a run: hyperparameters, text, and images such as a memory chart."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _MAX_ROWS = 200
 
 MEMORY = (
     "Compiled memory of the train step on one device. arguments: parameters, optimizer state "
-    "and batch; temporary: activations, gradients and gathered weights; results: those that do not "
-    "replace an argument."
+    "and batch; temporary: activations, gradients and gathered weights; results: outputs that do "
+    "not reuse the memory of an argument."
 )
-"""Description of the picture that `draw_memory` returns."""
+"""Caption of the image that `draw_memory` returns."""
 
 
 def draw_memory(program: Any) -> Canvas:
     """Draw a bar chart of the compiled step's memory on one device.
 
-    The text is legible at a width of 300 pixels, which TensorBoard uses.
+    The labels are legible at TensorBoard's image width of 300 pixels.
     """
     stats = program.memory_analysis()
     sizes = {
@@ -48,7 +48,7 @@ def draw_memory(program: Any) -> Canvas:
     }
     longest = max(1, *sizes.values())
     width = OVERVIEW_WIDTH - 2 * _MARGIN
-    title = f"memory of a device: {sum(sizes.values()) / 2**20:,.1f} MiB"
+    title = f"memory per device: {sum(sizes.values()) / 2**20:,.1f} MiB"
     canvas = Canvas(labels=[Label(_MARGIN, 30, title, _TITLE, _INK, "l", bold=True)])
     y = 42.0
     for name, size in sizes.items():
@@ -64,9 +64,9 @@ def draw_memory(program: Any) -> Canvas:
 def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
     """Return the name, shape, per-device shape and sharding axes of each parameter.
 
-    The first row contains the titles.
+    The first row contains the column titles.
     """
-    rows = [("parameter", "shape", "on a device", "split over")]
+    rows = [("parameter", "shape", "shape per device", "sharded over")]
     for path, array in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         mesh = array.sharding.mesh.shape
@@ -79,7 +79,7 @@ def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
 
 
 def _describe_axes(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
-    """Return the mesh axes with several devices that shard a dim."""
+    """Return the mesh axes with more than one device that shard a dim, each with its size."""
     axes = (axis,) if isinstance(axis, str) else axis or ()
     return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
 
@@ -103,9 +103,9 @@ _HYPERPARAMETERS = (
 
 
 def write_run_summary(run: Run, banner: Mapping[str, str]) -> None:
-    """Write the texts, settings and pictures of a run to TensorBoard, once per start.
+    """Write the text, hyperparameters and images of a run to TensorBoard, once per start.
 
-    A separate thread writes the pictures, because drawing the first pictures takes a second.
+    A background thread writes the images, because drawing the first ones takes a second.
     """
     config, writer, steps = run.config, run.writer, run.steps
     writer.text("about", _table([("run", config.run.name), *key_settings(config, banner)]))
@@ -122,7 +122,7 @@ def write_run_summary(run: Run, banner: Mapping[str, str]) -> None:
 def key_settings(config: Config, banner: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the names and values of the ten settings that best distinguish runs.
 
-    TensorBoard sorts texts by tag: `about` precedes `config`.
+    TensorBoard sorts text summaries by tag, so `about` precedes `config`.
     """
     train, optim = config.train, config.optim
     tokens = train.batch_size * train.sequence_length
@@ -157,7 +157,7 @@ def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
 def _draw(
     writer: MetricWriter, config: Config, schedule: Schedule, params: Any, program: Any
 ) -> None:
-    """Write the settings, the table of shardings, and the pictures."""
+    """Write the hyperparameters, the sharding table and the images."""
     values = flatten(to_dict(redact.redact_value(config)))
     chosen = {
         key: value if isinstance(value, bool | int | float | str) else str(value)
@@ -172,5 +172,5 @@ def _draw(
         if program is not None:
             bars = draw_memory(program)
             writer.show(lambda: writers.image("run/memory", bars, MEMORY))
-    except Exception as error:  # a failed picture must not stop the run
-        _log.warning("TensorBoard lacks a picture of this run: %s", error)
+    except Exception as error:  # a failed image must not stop the run
+        _log.warning("TensorBoard: a summary of this run cannot be written: %s", error)

@@ -258,7 +258,7 @@ def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
     reason = "array optimizer.mu.embedding differs from the saved content"
     if times == 1:
         assert resume(copy) == (6, []) and names(copy) == ["3", "6"]
-        assert f"6: the first read failed ({reason})" in caplog.text
+        assert f"6: the first read found damage ({reason})" in caplog.text
     else:
         assert resume(copy) == (3, [f"checkpoint_skipped 6: {reason}"])
 

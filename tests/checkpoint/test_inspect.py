@@ -258,7 +258,7 @@ def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
     assert found == {"checkpoint": f"{six}@4", "step": 4, "metric": "eval/loss", "value": 1.5}
     assert run(capsys, "show", found["checkpoint"]) == run(capsys, "show", f"{six}@best")
     _, rule, action = run(capsys, "best", six, "--metric", "eval/los", code=2)
-    assert "no checkpoint with metric eval/los; recorded are eval/loss." in rule
+    assert "no checkpoint with metric eval/los; the recorded metrics are eval/loss." in rule
     assert action == "  Use --metric eval/loss."
     damage(six, 4)  # of damaged facts nothing is believed; 2 and 6 are equal
     assert run(capsys, "best", six) == [f"{six}@6  eval/loss 3.5"]
@@ -306,7 +306,7 @@ def test_diff_names_leaves_config_and_data(saved: Path, tmp_path: Path, capsys: 
         "config run.seed",
         "data step",
     ]
-    assert lines[-1] == "data step  3, and 6"
+    assert lines[-1] == "data step  3 in the first, 6 in the second"
     apart = np.abs(np.asarray(tree(3)["params"]["embedding"] - tree(6)["params"]["embedding"]))
     assert f"by at most {apart.max():.6g}" in lines[4]
     assert run(capsys, "diff", f"{saved}@3", saved, "--exit-code", code=1) == lines
@@ -322,13 +322,17 @@ def test_differences_see_shapes_types_bits_and_names():
     ones = np.ones((2, 3), np.float32)
     assert diff_trees({"a": ones}, {"a": jax.numpy.ones((2, 3))}) == []
     assert diff_trees({"a": ones}, {"b": ones}) == [
-        "a  only in the first",
-        "b  only in the second",
+        "a  exists only in the first",
+        "b  exists only in the second",
     ]
-    assert diff_trees({"a": ones}, {"a": ones[:1]}) == ["a  float32 2 x 3, and float32 1 x 3"]
+    assert diff_trees({"a": ones}, {"a": ones[:1]}) == [
+        "a  float32 2 x 3 in the first, float32 1 x 3 in the second"
+    ]
     assert "int32" in diff_trees({"a": ones}, {"a": ones.astype(np.int32)})[0]
     zero = np.zeros(2, np.float32)
-    assert diff_trees({"a": zero}, {"a": -zero}) == ["a  2, 0% of its values differ, by at most 0"]
+    assert diff_trees({"a": zero}, {"a": -zero}) == [
+        "a  2, 0% of the elements differ, by at most 0"
+    ]
     assert diff_shapes({"a": ones}, {"a": ones.astype(np.int32)}) == []
 
 

@@ -85,7 +85,7 @@ def test_dead_process_of_this_host_loses_it_at_once(tmp_path: Path):
 def test_number_that_another_process_got_is_not_the_holder(tmp_path: Path):
     leave_behind(tmp_path, process_start="1")
     with RunLock(tmp_path) as held:
-        assert "another process reused its id" in held.note
+        assert "another process reused its PID" in held.note
 
 
 ELSEWHERE = [{"host": "other"}, {"namespace": "pid:[1]"}]

@@ -372,13 +372,13 @@ def test_step_under_another_number_is_damaged(copy: Path):
     step, (told,) = resume(copy)
     assert (
         step == 3
-        and "checkpoint_skipped 9: manifest.json cannot be used: the manifest belongs to st" in told
+        and "checkpoint_skipped 9: manifest.json is invalid: the manifest belongs to st" in told
     )
     # Without a manifest its facts tell, and without those the state.
     (copy / CHECKPOINTS_FOLDER / "9.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")
     (copy / CHECKPOINTS_FOLDER / "8" / "manifest.json").unlink()
     step, (told,) = resume(copy)
-    assert step == 3 and "8: the metadata is for step 6" in told
+    assert step == 3 and "8: the metadata belongs to step 6" in told
     facts = copy / CHECKPOINTS_FOLDER / "8.corrupt" / "facts" / "metadata"
     facts.write_text(facts.read_text().replace('"step": 6', '"step": 8'))
     (copy / CHECKPOINTS_FOLDER / "8.corrupt").rename(copy / CHECKPOINTS_FOLDER / "8")

@@ -84,7 +84,7 @@ def test_flipped_bits_of_the_manifest_itself_are_noticed_or_harmless(step: Path)
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         path.write_bytes(content)
         if found := faults(step):
-            assert found[0].startswith("manifest.json cannot be used: ")
+            assert found[0].startswith("manifest.json is invalid: ")
             noticed += 1
         else:  # white space
             assert json.loads(content) == json.loads(good)
@@ -92,7 +92,7 @@ def test_flipped_bits_of_the_manifest_itself_are_noticed_or_harmless(step: Path)
 
 
 def test_a_step_has_to_be_where_it_was_saved(step: Path):
-    assert faults(step, 7) == ["manifest.json cannot be used: the manifest belongs to step 6"]
+    assert faults(step, 7) == ["manifest.json is invalid: the manifest belongs to step 6"]
 
 
 def test_shares_of_several_readers_are_the_whole(step: Path):

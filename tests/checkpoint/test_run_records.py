@@ -38,7 +38,7 @@ def test_a_folder_of_the_same_name_elsewhere(saved_in: str, setting: str, tmp_pa
     saved_in = saved_in.replace("RUN", str(run_dir))
     events(run_dir, (4, "/zero/run/checkpoints"), (8, saved_in))
     text = refusal(run_dir, "/two/run/checkpoints")
-    assert f"records that step 8 was saved in {saved_in}. Nothing was changed." in text
+    assert f"records that step 8 was saved in {saved_in}. No file was changed." in text
     assert setting in text and "saved there" not in text
 
 

@@ -50,7 +50,7 @@ def test_a_file_replaces_the_documents_of_a_config(here: Path, capsys) -> None:
     out, _ = _run(capsys, "stats", "mine.yml", "docs.jsonl", "--json")
     assert json.loads(out)["documents"] == 6
     _, err = _run(capsys, "stats", "docs.jsonl", *mixed[:1], "data.path=x", code=2)
-    assert "names the documents to read, but data.path also names documents." in err
+    assert "selects the documents to read, but data.path also selects documents." in err
 
 
 def test_a_prepared_folder_is_read_with_its_tokenizer(here: Path, capsys) -> None:
@@ -159,7 +159,8 @@ def test_records_without_a_chat_template(here: Path, capsys, name: str) -> None:
         "data.validation_fraction=0 eval.batches=0"
     )
     assert text in out and ("rejected, " in out) == keys.startswith(_PAIRS)
-    chat = "a.jsonl: with a chat template (tokenizer.* or data.chat_template): data.chat=prompt "
+    template = "a.jsonl: if you set a chat template (tokenizer.* or data.chat_template), use "
+    chat = f"{template}data.chat=prompt "
     assert [each.startswith(chat) for each in hint] == [True] * ("data.template" in keys)
 
 
@@ -237,7 +238,7 @@ def test_what_is_set_is_not_inferred(here: Path, capsys) -> None:
 def test_paths_that_cannot_be_read_together(here: Path, capsys) -> None:
     _run(capsys, "prepare", "docs.jsonl", "--out", "tokens", "--workers", "1")
     _, err = _run(capsys, "stats", "docs.jsonl", "tokens", code=2)
-    assert "command line: tokens\n  needs data.source=tokens, but docs.jsonl needs" in err
+    assert "command line: tokens\n  requires data.source=tokens, but docs.jsonl requires" in err
     _, err = _run(capsys, "stats", "nowhere.jsonl", code=2)
     assert "must be a file, a folder or a glob pattern that matches files" in err
 

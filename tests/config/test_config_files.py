@@ -168,5 +168,5 @@ def test_a_folder_leads_to_its_config(tmp_path: Path):
     model.mkdir()
     (run / "config.yml").write_text("")
     (model / "config.json").write_text("{}")
-    assert f"Give {run / 'config.yml'}." in refused(str(run))
+    assert f"Use {run / 'config.yml'}." in refused(str(run))
     assert f"Run `maxpipe import {model} --out" in refused(str(model))

@@ -306,7 +306,7 @@ def test_missing_keys_are_named_together():
     problem = only_problem("train.steps=1", "model.num_layers=2")
     assert problem.startswith("command line: model.d_model, model.num_heads, ")
     assert "num_layers" not in problem.split("\n")[0]
-    assert "Give a model first, such as tiny" in problem
+    assert "Specify a model first, such as tiny" in problem
 
 
 def test_all_mistakes_are_reported_at_once(write: Write):

@@ -85,7 +85,7 @@ def test_the_command_line_gives_that_answer(trainer: str):
                 if problem is None:
                     pytest.fail(f"{written} has no answer")
                 assert problem.action.startswith(
-                    ("Write ", "Set ", "Leave it out", "Save the", "Give a model")
+                    ("Write ", "Set ", "Leave it out", "Save the", "Specify a model")
                 ), problem
 
 

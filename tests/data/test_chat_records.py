@@ -122,7 +122,7 @@ def test_sharegpt(tmp_path: Path) -> None:
     assert one.ids.tolist() == other.ids.tolist() and trained_text(one) == trained_text(other)
     assert one.unread == other.unread == ()
     record["conversations"] = [{"from": "function_call", "value": "look(1)"}]
-    with pytest.raises(ConfigError, match="JSON of a call"):
+    with pytest.raises(ConfigError, match="call in JSON"):
         conversations(QWEN2, [record], tmp_path).encode(0)
 
 

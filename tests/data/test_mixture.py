@@ -367,7 +367,7 @@ def test_keys_of_a_mixture_are_explained() -> None:
 
 
 def test_a_share_that_would_never_be_read(folders: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="less rounds to 0"):
+    with pytest.raises(ConfigError, match="smaller shares round to 0"):
         loader_of(folders, BatchRamp((), 8), (1e-9, 1, 1))
 
 

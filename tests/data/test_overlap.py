@@ -178,7 +178,7 @@ def test_sets_leave_the_training_as_it_is(tmp_path: Path) -> None:
     [
         ("data.validation.code.source=jsonl", "data.validation.code.path"),
         ("data.validation.code.sauce=jsonl", "Did you mean data.validation.code.source?"),
-        ("data.validation.train.source=corpus", "must have another name"),
+        ("data.validation.train.source=corpus", "must have a different name"),
         ("data.validation.a.source=corpus eval.batches=0", "nothing is evaluated"),
         ("data.validation.a.source=text data.validation.a.path=/none/x", "data.validation.a.path"),
     ],

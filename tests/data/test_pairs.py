@@ -194,7 +194,11 @@ def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
         (record("a", said(("robot", "b")), "c"), {}, "data.chat_roles"),
         (record(said(("user", "a")), "b", "c"), {"template": ""}, "chat template"),
         ({"chosen": "ab", "rejected": "ab"}, {"prompt_field": ""}, "both are equal"),
-        (record(said(("user", "a")), said(("user", "b")), "c"), {}, "chosen has no trained token"),
+        (
+            record(said(("user", "a")), said(("user", "b")), "c"),
+            {},
+            "chosen has no token to train on",
+        ),
         ({"chosen": [], "rejected": said(("user", "a"))}, {"prompt_field": ""}, "no message"),
         ({"chosen": 1, "rejected": 2}, {"prompt_field": ""}, "data.chosen_field"),
     ],

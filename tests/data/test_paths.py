@@ -50,7 +50,7 @@ def test_a_list_of_files_folders_and_patterns(tmp_path: Path) -> None:
     assert opened(tmp_path / "z").fingerprint() == one.fingerprint()
     (tmp_path / "link.jsonl").symlink_to(tmp_path / "x.jsonl")
     message = refusal(tmp_path / "x.jsonl", tmp_path / "link.jsonl")
-    assert "data.paths" in message and "must be matched by one path only" in message
+    assert "data.paths" in message and "must be matched by only one path" in message
     assert "0 files match" in refusal(tmp_path / "x.jsonl", tmp_path / "nothing")
 
 

@@ -97,15 +97,15 @@ def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "has no prompt"),
-        (" \n\n", "has no prompt"),
+        ("", "contains no prompts"),
+        (" \n\n", "contains no prompts"),
         ("{", "line 1"),
         ("3+4=", "line 1"),
         (
             '{"prompt": "a"}\n{"answer": "7"}',
             "line 2[\\s\\S]*neither a string `prompt` nor a list `messages`",
         ),
-        ('{"prompt": 7}', "`prompt` must be a string or a list, and is of type int"),
+        ('{"prompt": 7}', "`prompt` must be a string or a list, not a value of type int"),
         ('{"messages": [{"role": "user"}]}', "must have content or tool_calls"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "requires? the chat template"),
         ('{"prompt": "\\ud800"}', "surrogates not allowed"),

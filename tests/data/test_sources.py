@@ -236,7 +236,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
         ('{"text": 3, "body": "b"}', "data.text_field (text), which is of type int"),
         (
             '{"text": "a", "n": ' + "1" * 10**6 + "}",
-            "an integer of 1,000,000 digits, 111111111111..., more than 308.",
+            "an integer of 1,000,000 digits, 111111111111..., but at most 308 digits",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_vocabulary_is_learned(kind: str, corpus: Path, capsys: Capture) -> No
     common = ["--vocab-size", "389", "--kind", kind, "--out"]
     assert train(str(corpus / "text"), *common, str(out)) == 0
     said = capsys.readouterr()
-    assert f"wrote {out}: 389 ids\n" in said.out and not said.err
+    assert f"wrote {out}: 389 token IDs\n" in said.out and not said.err
     assert f"tokenizer.kind=huggingface 'tokenizer.path={out}' model.vocab_size=389" in said.out
     tokenizer = open_tokenizer(TokenizerConfig(kind="huggingface", path=str(out)))
     assert tokenizer.vocab_size == 389 and tokenizer.special_ids == {0, 1, 2}
@@ -94,7 +94,7 @@ def test_a_small_corpus_gives_fewer(corpus: Path, capsys: Capture) -> None:
     (corpus / "a.txt").write_text("ab ab ab\n")
     out = corpus / "out"
     assert train(str(corpus / "a.txt"), "--vocab-size", "999", "--out", str(out)) == 0
-    assert "too little text for 999 ids" in capsys.readouterr().out
+    assert "too little text for 999 token IDs" in capsys.readouterr().out
 
 
 def test_a_folder_that_cannot_be_written(corpus: Path, capsys: Capture) -> None:

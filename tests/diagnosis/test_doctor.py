@@ -113,7 +113,10 @@ def test_lines_have_no_secrets():
 
 @pytest.mark.parametrize(
     ("present", "words"),
-    [({"jax": "0.9.9"}, "jax 0.9.9 is older than 0.10.2"), ({"optax": None}, "optax is missing")],
+    [
+        ({"jax": "0.9.9"}, "jax 0.9.9 is older than 0.10.2"),
+        ({"optax": None}, "optax is not installed"),
+    ],
 )
 def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch):
     assert doctor.check_versions().status == "ok"
@@ -255,7 +258,7 @@ def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.
 def test_data_and_tokenizer(config: list[str], tmp_path: Path):
     read, tokens = doctor.check_data(load(config).config)
     assert read.text == "text, 1 document, the first has 18 characters"
-    assert tokens.text == "bytes, 259 ids, 18 for 18 characters"
+    assert tokens.text == "bytes, 259 ids, 18 tokens for 18 characters"
     # The tokenizer is looked at without data, and the other way round.
     missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
     explained(missing, "data.path = ", "0 files match", "Set data.path")
@@ -293,7 +296,7 @@ def test_a_time_zone_that_is_none(monkeypatch: pytest.MonkeyPatch):
 def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch):
     readings = iter([1e9, 1e9 + 40])
     monkeypatch.setattr(doctor.time, "time", lambda: next(readings))
-    explained(doctor.check_clock(), "the time of day advanced by 40.00 s")
+    explained(doctor.check_clock(), "the wall clock advanced by 40.00 s")
 
 
 # --- devices ----------------------------------------------------------------------------------
@@ -334,7 +337,7 @@ def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pyt
 def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
     answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
     (found,) = doctor.check_devices(CheckTarget())
-    explained(found, "no answer within 9 s.", "End other programs")
+    explained(found, "no answer within 9 s.", "Stop other programs")
     explained(doctor.check_loopback(), "process 0: no answer within 9 s.", "no_proxy")
     assert doctor.count_device_kinds() == "no answer within 9 s."
 

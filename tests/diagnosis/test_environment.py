@@ -75,7 +75,7 @@ def test_a_process_that_dies_says_why():
     assert records[-1]["status"] == "FAILED" and "'no such'" in records[-1]["text"]
     (records,) = environment.probe([{"runtime": {TOKEN: 1}, "mesh": {}}], 60.0)
     text = records[-1]["text"]
-    assert text.startswith("the process exited with 1: ")
+    assert text.startswith("the process exited with code 1: ")
     assert "unexpected keyword argument '<redacted>'" in text and TOKEN not in text
 
 

@@ -47,7 +47,7 @@ def test_a_wrong_collective_is_named(
     monkeypatch.setattr(lax, name, wrong)
     probe._collectives(mesh, "stage")
     (record,) = said(capsys)
-    assert record["status"] == "FAILED" and record["text"] == f"wrong results of {name}."
+    assert record["status"] == "FAILED" and record["text"] == f"wrong results from {name}."
     assert record["action"]
 
 

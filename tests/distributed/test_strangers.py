@@ -194,7 +194,7 @@ def test_another_secret_gets_nowhere() -> None:
         with pytest.raises(PeerAuthenticationError):
             connect(("127.0.0.1", port_of(first)), b"x" * 40, soon)
         codes, _, errors = ends([first])
-    told = "process 1 of 2 did not join within 3 s; 1 connections did not know the run's secret"
+    told = "process 1 of 2 did not join within 3 s; 1 connections without the run's secret"
     assert codes == [71] and told in errors[0]
 
 
@@ -291,7 +291,7 @@ def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -
     assert codes == ([71] if for_ever else [0, 0]), errors
     if for_ever:
         assert f"process 0 was not reachable at 127.0.0.1:{port} within 3 s; " in errors[0]
-        assert "does not know the secret of this run" in errors[0]
+        assert "does not have the secret of this run" in errors[0]
     assert all(text[:8] in (b"maxpipe1", b"") and len(text) <= 40 for text in heard_by_it)
 
 

@@ -46,9 +46,9 @@ def test_a_file_of_questions(tmp_path: Path) -> None:
 BROKEN = {
     "[1]": "must be a JSON object",
     '{"context": "a", "choices": ["b", "c"]': "must be a JSON object",
-    '{"question": "a", "choices": ["b", "c"], "answer": 0}': "must have one text `context`",
-    '{"context": "a", "prompt": "a", "choices": ["b", "c"], "answer": 0}': "must have one text",
-    '{"context": "a", "choices": "bc", "answer": 0}': "a list of texts",
+    '{"question": "a", "choices": ["b", "c"], "answer": 0}': "must have one string `context`",
+    '{"context": "a", "prompt": "a", "choices": ["b", "c"], "answer": 0}': "must have one string",
+    '{"context": "a", "choices": "bc", "answer": 0}': "a list of strings",
     '{"context": "a", "choices": ["b"], "answer": 0}': "at least 2 `choices`",
     '{"context": "a", "choices": ["b", "b"], "answer": 0}': "all different and none of them empty",
     '{"context": "a", "choices": ["b", "c"], "answer": 2}': "an index from 0 to 1",

@@ -179,7 +179,7 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     with pytest.raises(ConfigError, match="digest was"):
         begun(tmp_path / "other", tmp_path, *again, saved=True)
     (tmp_path / "other").rename(own)
-    with pytest.raises(ConfigError, match="digest was"):
+    with pytest.raises(ConfigError, match="expected digest"):
         export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
     assert not (tmp_path / "out").exists()
 
@@ -197,7 +197,7 @@ def test_a_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
 def test_other_adapters_are_refused(base: Path, adapted: Made, tmp_path: Path) -> None:
     shutil.copytree(adapted.folder, tmp_path / "adapted")
     for changed, words in (
-        (["adapter.rank=3"], "must be 2, the value of step 1"),
+        (["adapter.rank=3"], "must be 2, the value in step 1"),
         (["adapter.alpha=4"], "must be 3"),
         (["adapter.targets=['*.query']"], "had an adapter\\."),
         (["adapter.rank=0"], "must be 2"),

@@ -105,8 +105,8 @@ def test_layers_that_predict_further_ahead_come_in_and_go_out_bit_for_bit(
     assert behind == before | OWN | {*COPIES}
     folder = maker.write(tmp_path / "x", config, tensors, files=3)
     imported, out = tmp_path / "imported", tmp_path / "out"
-    assert "left out" not in said(capsys, "import", folder, "--out", imported)
-    assert "left out" not in said(capsys, "export", imported, out)
+    assert "omitted" not in said(capsys, "import", folder, "--out", imported)
+    assert "omitted" not in said(capsys, "export", imported, out)
     maker.same_bits(maker.read(out), tensors)
     count = config["num_nextn_predict_layers"]
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == count
@@ -146,7 +146,7 @@ def test_a_copy_that_differs_is_refused(
     assert "num_nextn_predict_layers" in told and not out.exists()
     maker.write(folder, CONFIG | {"num_nextn_predict_layers": 0}, tensors)
     told = said(capsys, "import", folder, "--out", out)
-    assert f"left out, because this model does not use them: {BEHIND}" in told
+    assert f"omitted, because this model does not use them: {BEHIND}" in told
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -157,7 +157,7 @@ def test_layers_further_ahead_than_config_says_are_left_out_but_no_layer_of_the_
     config = CONFIG | {"num_nextn_predict_layers": count}
     folder = maker.write(tmp_path / "x", config, tensors)
     imported, out = tmp_path / "imported", tmp_path / "out"
-    assert "left out" in said(capsys, "import", folder, "--out", imported)
+    assert "omitted" in said(capsys, "import", folder, "--out", imported)
     said(capsys, "export", imported, out)
     layers = [f"model.layers.{layer}." for layer in range(3 + count, 6)]
     kept = {name: each for name, each in tensors.items() if not name.startswith((*layers,))}

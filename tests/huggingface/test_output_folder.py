@@ -79,7 +79,7 @@ def test_what_was_imported_is_exported_again(
     assert os.stat(out).st_mode & 0o777 == os.stat(imported / "ckpt").st_mode & 0o777 != 0o700
     # The same command twice.
     assert main(["export", str(imported / "ckpt"), "--format", "hf", str(out)]) == 2
-    assert "nothing is overwritten" in capsys.readouterr().err
+    assert "never overwritten" in capsys.readouterr().err
 
 
 def test_links_of_a_download_cache_are_followed_and_no_others(
@@ -119,7 +119,7 @@ def test_other_families_and_types(
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
     if tensors.pop("mtp.fc.weight", None) is not None:
-        assert "left out, because this model does not use them: mtp.fc" in capsys.readouterr().out
+        assert "omitted, because this model does not use them: mtp.fc" in capsys.readouterr().out
     export(
         parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000
     )
@@ -214,12 +214,21 @@ BAD = {
     "surplus tensor": (_with("model.layers.3.x", ROWS), "'model.layers.3.x'"),
     "path as a name": (_with("../../x", ROWS), "'../../x'"),
     "wrong shape": (_with(NORM, ROWS[:3]), "must have the shape 10"),
-    "wrong type": (_with(NORM, ROWS.astype(np.int8)), "must be of type F32"),
+    "wrong type": (_with(NORM, ROWS.astype(np.int8)), "must have dtype F32"),
     "NaN": (_with(NORM, ROWS + np.nan), "10 values that are NaN"),
     "infinite": (_with(NORM, ROWS - np.inf), "NaN or infinite"),
-    "file outside": (_index(lambda m: m.update({NORM: "../x.safetensors"})), "in this folder only"),
-    "absolute file": (_index(lambda m: m.update({NORM: "/etc/passwd"})), "in this folder only"),
-    "another kind of file": (_index(lambda m: m.update({NORM: "x.bin"})), "in this folder only"),
+    "file outside": (
+        _index(lambda m: m.update({NORM: "../x.safetensors"})),
+        "only files in this folder",
+    ),
+    "absolute file": (
+        _index(lambda m: m.update({NORM: "/etc/passwd"})),
+        "only files in this folder",
+    ),
+    "another kind of file": (
+        _index(lambda m: m.update({NORM: "x.bin"})),
+        "only files in this folder",
+    ),
     "missing file": (_index(lambda m: m.update({NORM: "x.safetensors"})), "has no x.safetensors"),
     "not in its file": (
         _index(lambda m: m.update({NORM: next(f for f in m.values() if f != m[NORM])})),

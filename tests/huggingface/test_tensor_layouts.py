@@ -180,18 +180,18 @@ ROW = np.zeros((maker.WIDTH,), np.float32)
 ODD: dict[str, tuple[Change, str, str]] = {
     "LoRA": (
         _renamed("q_proj.weight", "q_proj.base_layer.weight"),
-        "adapters of PEFT that are not merged",
+        "PEFT adapters that are not merged",
         "merge_and_unload",
     ),
     "Meta": (
         _renamed("self_attn.q_proj", "attention.wq"),
         "the tensor names of Meta's",
-        "in the format of transformers",
+        "in transformers format",
     ),
     "GPTQ": (
         _renamed("q_proj.weight", "q_proj.qweight"),
         "weights quantized by GPTQ or AWQ",
-        "no tool restores these",
+        "no tool can restore",
     ),
     "FP8": (
         lambda x: x | {"model.layers.0.self_attn.q_proj.weight_scale_inv": ROW},
@@ -203,10 +203,14 @@ ODD: dict[str, tuple[Change, str, str]] = {
         "has 1 tensor that config.json does not describe",
         "Use the config.json",
     ),
-    "Megatron": (_renamed("self_attn.q_proj", "query_key_value"), "Megatron", "of transformers"),
+    "Megatron": (
+        _renamed("self_attn.q_proj", "query_key_value"),
+        "Megatron",
+        "in transformers format",
+    ),
     "classifier": (
         lambda x: {**_renamed("lm_head", "score")(x)},
-        "output projection of a classifier",
+        "a classification head",
         "AutoModelForCausalLM",
     ),
     "value head": (lambda x: x | {"v_head.summary.bias": ROW}, "a value head", "pretrained_model"),
@@ -282,7 +286,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(maker.encoded({"x": ROW}))
     for _ in range(2):
-        with pytest.raises(ConfigError, match="is an adapter of PEFT") as caught:
+        with pytest.raises(ConfigError, match="is a PEFT adapter") as caught:
             open_folder(str(tmp_path))
         assert "merge_and_unload" in str(caught.value)
         # Some tools copy the base's config.json there.
@@ -295,8 +299,8 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         (["model-00001-of-00001.safetensors"], "Rename the file to model.safetensors"),
         (["model-00001-of-00002.safetensors"], "Also download model.safetensors.index.json"),
         (["a.safetensors", "b.safetensors"], "and 1 other file"),
-        (["x-Q4_K_M.gguf"], "a file of llama.cpp"),
-        (["pytorch_model.bin"], "is pickled"),
+        (["x-Q4_K_M.gguf"], "a llama.cpp (GGUF) file"),
+        (["pytorch_model.bin"], "is a pickle file"),
         ([], "Download the model's safetensors files"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
     )
     folder = write("gcloud", *NEEDED, *keys)
     (folder / "secret").write_text("known to all\n")
-    with pytest.raises(AssertionError, match="A: must be set: launch.environment names it"):
+    with pytest.raises(AssertionError, match="A: must be set, because launch.environment lists it"):
         bash(folder / "host.sh")
     assert bash(folder / "host.sh", A="1") == ""
     assert "already running" in bash(folder / "host.sh", A="1")
@@ -183,7 +183,7 @@ def test_a_wait_without_answers_ends(write: Write, calls: Path, tmp_path: Path):
     assert ran.returncode == 1
     assert ran.stderr.count(EXPIRED) == 10 and ran.stdout.count("no state\n") == 9
     assert (
-        ran.stderr.splitlines()[-2] == "gcloud reported no state of quickstart, 10 times in a row"
+        ran.stderr.splitlines()[-2] == "gcloud reported no state for quickstart 10 times in a row"
     )
 
 
@@ -209,9 +209,13 @@ def start(folder: Path) -> subprocess.CompletedProcess[str]:
         (
             "launch.topology=v6e:2x3 mesh.ici_stage=3",
             "launch.topology = v6e:2x3",
-            "host of TPU v6e",
+            "each TPU v6e host has",
         ),
-        ("launch.topology=h100:8 runtime.platform=cuda", "launch.topology = h100:8", "be TPUs"),
+        (
+            "launch.topology=h100:8 runtime.platform=cuda",
+            "launch.topology = h100:8",
+            "be a topology of TPUs",
+        ),
     ],
 )
 def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):

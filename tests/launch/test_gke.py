@@ -273,14 +273,14 @@ def test_shellcheck_finds_nothing(write: Write):
     ("arguments", "where", "says"),
     [
         ("launch.image=", "launch.image = ''", "that the cluster can pull"),
-        ("launch.volume=", "launch.volume = ''", "must name storage"),
+        ("launch.volume=", "launch.volume = ''", "must name persistent storage"),
         ("launch.volume=gs://b-1/a/", "= gs://b-1/a/", "Set launch.volume=gs://b-1 and run.dir=a/"),
         ("launch.volume=gs://b-1/", "launch.volume = gs://b-1/", "Set launch.volume=gs://b-1.\n"),
         ("launch.volume=gs://", "launch.volume = gs://", "Set launch.volume=gs://my-bucket."),
         ("launch.volume=gs://b", "launch.volume = gs://b", "must name a bucket: 3 to 63"),
         ("launch.volume=gs://b", "launch.volume = gs://b", "Set launch.volume=gs://my-bucket."),
-        ("launch.volume=s3://b-1", "launch.volume = s3://b-1", "must be gs://BUCKET, or a claim"),
-        ("launch.volume=My/claim", "launch.volume = My/claim", "must be gs://BUCKET, or a claim"),
+        ("launch.volume=s3://b-1", "launch.volume = s3://b-1", "must be gs://BUCKET or a claim"),
+        ("launch.volume=My/claim", "launch.volume = My/claim", "must be gs://BUCKET or a claim"),
         ("launch.cluster=c", "launch.cluster = c", "one of them is empty"),
         ("launch.workdir=work", "launch.workdir = work", "must be an absolute path"),
         ("run.dir=/elsewhere", "run.dir = /elsewhere", "must be in /workdir"),
@@ -288,7 +288,11 @@ def test_shellcheck_finds_nothing(write: Write):
         ("checkpoint.dir=/elsewhere", "checkpoint.dir = /elsewhere", "must be in /workdir"),
         ("launch.topology=v2:2x2", "launch.topology = v2:2x2", "maxpipe launch gcloud"),
         ("launch.topology=v5p:2x2x4", "mesh = stage 4 x fsdp 2", "must multiply"),
-        ("launch.topology=h100:8 runtime.platform=auto", "launch.topology = h100:8", "be TPUs"),
+        (
+            "launch.topology=h100:8 runtime.platform=auto",
+            "launch.topology = h100:8",
+            "be a topology of TPUs",
+        ),
     ],
 )
 def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):

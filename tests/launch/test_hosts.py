@@ -39,7 +39,7 @@ def test_hosts_and_processes(text: str, slices: int, hosts: int, chips: int, pro
 
 @pytest.mark.parametrize("text", ["v5e:2x3", "v5p:1x1x2", "gb200:6"])
 def test_hosts_are_whole(text: str):
-    with pytest.raises(ConfigError, match="a host of"):
+    with pytest.raises(ConfigError, match="chips per slice, but each .* host has"):
         hosts_of(parse_topology(text))
 
 

@@ -242,8 +242,8 @@ def test_a_secret_that_was_given_is_passed_on(
         ),
         ("data.source=text data.path=/nowhere", "data.path = /nowhere", "/nowhere does not exist."),
         ("run.dir=gs://bucket", "run.dir = gs://bucket", "Set run.dir=runs, and checkpoint.dir="),
-        ("checkpoint.dir=/proc/x", "checkpoint.dir = /proc/x", "must be a folder that can be"),
-        ("run.dir=/proc/runs", "run.dir = /proc/runs", "must be a folder that can be written"),
+        ("checkpoint.dir=/proc/x", "checkpoint.dir = /proc/x", "must be a writable folder"),
+        ("run.dir=/proc/runs", "run.dir = /proc/runs", "must be a writable folder"),
         ("launch.restarts=-1", "launch.restarts = -1", "must be at least 0"),
     ],
 )

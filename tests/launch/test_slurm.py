@@ -237,7 +237,7 @@ def test_submit_calls_sbatch(
             "maxpipe launch gcloud",
         ),
         ("launch.topology=h100:4", "mesh = stage 4 x fsdp 2", "the mesh has 8 in 1 slice"),
-        ("launch.topology=gb200:6", "launch.topology = gb200:6", "a host of NVIDIA GB200 has 4"),
+        ("launch.topology=gb200:6", "launch.topology = gb200:6", "each NVIDIA GB200 host has 4"),
         ("runtime.platform=cpu", "runtime.platform = cpu", "must be cuda, the platform of h100:8"),
         ("launch.queue=-x", "launch.queue = -x", "must be a name of letters"),
         ("launch.queue=$(id)", "launch.queue = $(id)", "must be a name of letters"),
@@ -264,5 +264,5 @@ def test_a_tool_that_is_missing_is_named(
     assert shutil.which("sbatch") is None
     assert main(["launch", "slurm", QUICKSTART, *GPUS, "--submit"]) == 2
     err = capsys.readouterr().err
-    assert "needs sbatch, which is not on the PATH" in err
-    assert f"Run `sbatch {tmp_path}/runs/quickstart/launch/job.sh` where sbatch is installed" in err
+    assert "requires sbatch, which is not on the PATH" in err
+    assert f"Run `sbatch {tmp_path}/runs/quickstart/launch/job.sh` on a machine with sbatch" in err

@@ -52,7 +52,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
     """Digests of the run that went through."""
     folder = tmp_path_factory.mktemp("unbroken")
     shown = run("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={folder}")
-    assert "ok         mesh: stage 2 = 2 devices of 2 processes" in shown
+    assert "ok         mesh: stage 2 = 2 devices in 2 processes" in shown
     assert "2 x cpu in 2 processes" in shown and f"step {STEPS:>5}/{STEPS}" in shown
     return digests(folder / "run")
 

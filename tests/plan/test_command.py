@@ -84,15 +84,15 @@ def test_a_search_runs_what_it_found(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([*RUN, "--search", "--measure", "3"], "runs on the devices of this machine"),
+        ([*RUN, "--search", "--measure", "3"], "runs layouts on the devices of this machine"),
         ([*RUN, "--search", "--measure", "3", "--compile", "3"], "not allowed with argument"),
-        ([*RUN, "--write", "best.yml"], "--write\n  needs --search"),
-        ([*RUN, "--fix", "mesh.ici_stage=4"], "--fix\n  needs --search"),
-        ([*RUN, "--compile", "3"], "--compile\n  needs --search"),
-        ([*RUN, "--search", "--compile", "0"], "--compile: 0 is not at least 1"),
-        ([*RUN, "--slices", "-1"], "--slices: -1 is not at least 1"),
-        ([*RUN[:2], "--devices", "0"], "--devices: 0 is not at least 1"),
-        ([*RUN[:2], "--devices", "8", "--slices", "2"], "needs --topology"),
+        ([*RUN, "--write", "best.yml"], "--write\n  requires --search"),
+        ([*RUN, "--fix", "mesh.ici_stage=4"], "--fix\n  requires --search"),
+        ([*RUN, "--compile", "3"], "--compile\n  requires --search"),
+        ([*RUN, "--search", "--compile", "0"], "--compile: 0 is below the minimum of 1"),
+        ([*RUN, "--slices", "-1"], "--slices: -1 is below the minimum of 1"),
+        ([*RUN[:2], "--devices", "0"], "--devices: 0 is below the minimum of 1"),
+        ([*RUN[:2], "--devices", "8", "--slices", "2"], "requires --topology"),
         ([*RUN[:2], "--calibrate", "--search"], "--search\n  has no effect"),
         ([*RUN[:2], "--calibrate", "--slices", "2"], "--slices\n  has no effect"),
         ([*RUN, "--search", "--fix", "train.steps=4"], "must be a mesh or pipeline key"),
@@ -111,7 +111,7 @@ def test_a_search_runs_what_it_found(
         (["compile", *RUN[1:], "--xla", "fast"], "Write --xla fast=VALUE."),
         (["compile", *RUN[1:], "--xla", "xla_no=1"], "No such compile option: 'xla_no'"),
         (["compile", *RUN[1:], "--xla", "xla_cpu_use_xnnpack=2"], "xla_cpu_use_xnnpack, '2' is"),
-        (["compile", *RUN[1:], "--xla", "a=1", "--save", "step"], "Leave out --xla, or --save."),
+        (["compile", *RUN[1:], "--xla", "a=1", "--save", "step"], "Leave out --xla or --save."),
     ],
 )
 def test_mistakes_are_explained(

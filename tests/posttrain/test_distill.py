@@ -187,7 +187,7 @@ def test_another_teacher_is_refused(asked: Place) -> None:
     other = f"distill.teacher={runs / 'teacher'}@2"
     said = asked.train("changed", *STAGED, "distill.teacher_devices=2", LAYOUT, other, code=2)
     is_explained(said)
-    assert "must be the teacher that step 2 was saved with" in said
+    assert "must be the teacher of the checkpoint of step 2" in said
 
 
 @pytest.mark.layouts
@@ -251,7 +251,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     ),
     (("distill.teacher=absent",), "distill.teacher = absent"),
     (("distill.teacher=hf:absent",), "absent"),
-    (("distill.teacher_logits=answers",), "must be empty with distill.teacher"),
+    (("distill.teacher_logits=answers",), "must be empty if distill.teacher is set"),
 ]
 
 

@@ -160,7 +160,7 @@ def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
     program = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((512, 256 * 2), "float32"))
     drawn = tensorboard.draw_memory(program.compile())
     texts = [label.text for label in drawn.labels]
-    assert texts[0].startswith("memory of a device: ")
+    assert texts[0].startswith("memory per device: ")
     assert texts[1] == "arguments 1.0 MiB"
     assert texts[3] == "results 1.0 MiB"
     assert_legible(drawn)

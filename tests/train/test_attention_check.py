@@ -187,6 +187,6 @@ def test_a_run_with_a_wrong_backend_does_not_start(
     process = start("train", *given, modules=modules)
     (output,) = ends([process])
     assert process.returncode == 2, output
-    assert "model.attention" in output and "blockwise is 1.0e-02 off in results" in output
+    assert "model.attention" in output and "blockwise has errors of 1.0e-02 in results" in output
     assert "Set model.attention=xla." in output and "Traceback" not in output
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -135,7 +135,7 @@ def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp
     for _ in range(2):  # the first start does not make the folder
         where, rule, action = run(*arguments, code=74).splitlines()[-3:]
         assert where == f"{run_dir}/checkpoints: is missing"
-        assert f"has records up to step {STEPS}. Nothing was changed." in rule
+        assert f"has records up to step {STEPS}. No file was changed." in rule
         assert f"To start over, delete {run_dir}, or set run.name to a new name." in action
     (run_dir / "events.jsonl").rename(tmp_path / "events.jsonl")
     assert "metrics.jsonl has records up to step" in run(*arguments, code=74)
@@ -159,7 +159,9 @@ def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, 
     output = run(*arguments, code=2)
     where, rule, action = output.splitlines()[-3:]
     assert where == f"command line: checkpoint.dir = {tmp_path / 'new'}"
-    assert f"up to step {STEPS} in {run_dir}/checkpoints" in rule and "Copy them there" in action
+    assert (
+        f"up to step {STEPS} in {run_dir}/checkpoints" in rule and "Copy the checkpoints" in action
+    )
     (run_dir / "checkpoints").rename(tmp_path / "new" / "run" / "checkpoints")
     assert f"resuming {run_dir} after step {STEPS}" in run(*arguments)
     back = run(*arguments[:-1], code=2)

@@ -154,11 +154,11 @@ GENERATE_MISTAKES = {
     "{} --prompt x --min-p 1.5": "must be from 0 to 1.",
     "{} --prompt x --repetition-penalty 0": "must be from 0.001 to 1000.",
     "{} --prompt x --repetition-penalty 1e-40": "must be from 0.001 to 1000.",
-    "{} --prompt x --max-tokens 0": "0 is not at least 1",
+    "{} --prompt x --max-tokens 0": "0 is below the minimum of 1",
     "{} --prompt x --seed -1": "must be from 0 to 4294967295.",
     "{} --prompt x --stop=": "must not be empty",
     "{} --prompt x --topk 3": "Write --top-k 3.",
-    "{} --prompt x runtime.num_processes=0": "must be 1, because generation uses one process",
+    "{} --prompt x runtime.num_processes=0": "must be 1, because generation runs in one process",
     "{} --prompt x tokenizer.kind=huggingface tokenizer.path=gone.json": "gone.json",
 }
 

@@ -282,7 +282,10 @@ def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_
         assert (facts.step, facts.data["step"]) == (4, 4)
     forget_after(tmp_path / "teacher", 0)  # is not needed any more
     output = run("train", *arguments)
-    assert "after step 4: the run's own checkpoints precede checkpoint.restore_from" in output
+    assert (
+        "after step 4: the run's own checkpoints take precedence over checkpoint.restore_from"
+        in output
+    )
 
 
 # --- evaluating --------------------------------------------------------------------------

@@ -139,7 +139,7 @@ def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_p
     folder = tmp_path / "run"
     [last] = [each["step"] for each in ledger(folder, "done")]
     assert 24 < last < 1000 and saved_steps(folder)[-1] == last
-    assert f"ends at step {last} of 1000, and the run ends there (data.end=stop)" in output
+    assert f"ends at step {last} of 1000, and the run stops there (data.end=stop)" in output
     assert f"done: {last} steps" in output and "all documents were read" in output
     record = records(folder)[last]
     assert "eval/loss" in record

@@ -177,11 +177,11 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
     assert saved(tmp_path / "run").state["optimizer"].keys() == {"mu"}
     output = run("train", *arguments, "train.steps=6", code=2)
     assert "optim.name = adamw\n" in output
-    assert "must be lion, which step 4 was saved with" in output
+    assert "must be lion, as in the checkpoint of step 4" in output
     assert "Set optim.name=lion, or run.name to a new name, checkpoint.restore_from=run" in output
     kept = ("train.steps=6", "optim.name=lion")
     output = run("train", *arguments, *kept, "optim.state_dtype=bfloat16", code=2)
-    assert "must be same, which step 4 was saved with" in output
+    assert "must be same, as in the checkpoint of step 4" in output
     # The type has two names.
     layout = ("mesh.ici_stage=2", "mesh.ici_data=2", "optim.state_dtype=float32")
     output = run("train", *arguments, *kept, *layout)
@@ -224,9 +224,9 @@ def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Pat
     assert abs(averaged - loss(plain, *ours)) > 1e-4
     # What has none says so.
     output = run("eval", out, "--average", code=2)
-    assert "a Hugging Face folder has no averages" in output
+    assert "a Hugging Face folder has no averaged parameters" in output
     output = run("train", *arguments[:3], "train.steps=6", "optim.name=muon", frozen[1], code=2)
-    assert "optim.ema_decay = 0.0\n  must be 0.5, which step 4 was saved with" in output
+    assert "optim.ema_decay = 0.0\n  must be 0.5, as in the checkpoint of step 4" in output
     run("train", *arguments[:3], "train.steps=2", "run.name=bare")
     output = run("eval", tmp_path / "bare", "--average", code=2)
     assert "was trained with optim.ema_decay = 0" in output

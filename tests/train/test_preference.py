@@ -204,7 +204,7 @@ def test_references_of_other_weights_are_found_again(
     path = tmp_path / "run" / REFERENCE_FILE
     save_references(path, type(stored)("0" * 64, stored.digests, marked))
     output = run("train", *given, *keys)
-    assert "belongs to other weights; it is overwritten" in output
+    assert "was computed with different weights and will be overwritten" in output
     found = load_references(path)
     assert found and (found.values[""] == stored.values[""]).all()
     assert found.weights == stored.weights

@@ -73,7 +73,9 @@ def test_steps_that_mostly_wait_for_data(
     found.record_steps(2.0, 3.0)
     [text] = said
     assert "waited for data for 67% of the last 12 s: reading data.mixture.web used 0.0 s" in text
-    assert "of 2 threads, including 0.02 s for reading data.mixture.web, a.jsonl: record 7" in text
+    assert (
+        "across 2 threads, including 0.02 s for reading data.mixture.web, a.jsonl: record 7" in text
+    )
     # Not again for a while, and not where steps wait for less.
     for quiet, waited in ((data_end._QUIET_SECONDS, 9.0), (0.0, 4.0)):
         monkeypatch.setattr(found, "_quiet_until", 0.0 if not quiet else found._quiet_until)

@@ -66,8 +66,8 @@ class DataConfig(SourceConfig):
 
     mixture: dict[str, MixedSourceConfig] = dataclasses.field(default_factory=dict)
     """Named sources that replace `data.source`, such as `data.mixture.web.path=web/*.txt`. Each
-    sequence contains documents of only one source. On resume, the weights may differ from those of
-    the checkpoint, but the sources may not."""
+    sequence contains documents of only one source. On resume, the weights may differ from those in
+    the checkpoint, but the sources must be the same."""
     mixture_temperature: float = 1.0
     """Sampling temperature of the mixture. Weights are raised to the power 1 / temperature, so
     temperatures above 1 make the shares more uniform."""
@@ -98,11 +98,11 @@ class DataConfig(SourceConfig):
     has a separate loss metric, such as `eval/code/loss`. `eval/loss` is the loss on the documents
     of `data.validation_fraction`, or on all sets together if that fraction is 0."""
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
-    """Handling of validation documents whose text also occurs in the training documents. This
-    overlap makes the validation loss too low. `warn` prints a warning, `stop` ends the run, and
-    `ignore` disables the check. Documents are compared by a digest of their full text. For more
-    than a million prepared documents, the check runs only with `stop`, because it must read every
-    digest."""
+    """Handling of validation documents whose text also occurs in the training documents. Such
+    overlap makes the validation loss misleadingly low. `warn` prints a warning, `stop` ends the
+    run, and `ignore` disables the check. Documents are compared by a digest of their full text. For
+    more than a million prepared documents, the check runs only with `stop`, because it must read
+    every digest."""
     allow_change: bool = False
     """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
     checkpoint was saved. Samples may then be repeated or skipped."""
@@ -126,7 +126,7 @@ add_ranges(
     Bound("data.max_bad_records", 100, 1),
     Bound("data.max_decompressed_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
-    Bound("data.threads", 2, 1, 1024, "all threads belong to this process"),
+    Bound("data.threads", 2, 1, 1024, "all threads run in this process"),
     Bound("data.mixture_stages[].weights", 1, 0, LARGEST),
     Bound("data.mixture_stages[].steps", 1000, 1, 10**18),
     Bound("data.mixture_stages[].tokens", 1000000, 1, 10**18),
@@ -168,7 +168,9 @@ _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """Yield (section, source) for each source. An example of a section is `data.mixture.NAME`."""
+    """Yield (section, source) for each source, where a section is a name such as
+    `data.mixture.web`.
+    """
     for name, source in all_sources(config.data).items():
         yield section_of(name), source
 
@@ -287,7 +289,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.bad_records == "skip":
         yield RuleViolation(
             f"{section}.bad_records",
-            f"must be stop with {section}.chat: records without messages cannot be skipped.",
+            f"must be stop if {section}.chat is set: records without messages cannot be skipped.",
             f"Set {section}.bad_records=stop, and correct or remove the reported records.",
         )
 
@@ -334,7 +336,7 @@ def _one_source_or_a_mixture(config: Config) -> Iterator[RuleViolation]:
     if config.data.mixture and paths_of(config.data):
         yield RuleViolation(
             "data.path" if config.data.path else "data.paths",
-            "is ignored with data.mixture, which defines the sources "
+            "is ignored if data.mixture is set, which defines the sources "
             f"{', '.join(sorted(config.data.mixture))}.",
             "Leave it out, or add it to the mixture under a new name: data.mixture.mine.path=...",
         )
@@ -347,7 +349,7 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
         name = sorted(data.mixture)[0]
         yield RuleViolation(
             "data.packing",
-            "is ignored with data.mixture: each source has a separate packing key.",
+            "is ignored if data.mixture is set: each source has a separate packing key.",
             f"Set data.mixture.{name}.packing={data.packing}, and the same key of every other "
             "source.",
         )
@@ -407,8 +409,8 @@ def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
     if data.validation and not batches:
         yield RuleViolation(
             "eval.batches",
-            f"must be more than 0 with data.validation ({', '.join(data.validation)}): otherwise "
-            "nothing is evaluated.",
+            f"must be more than 0 if data.validation is set ({', '.join(data.validation)}): "
+            "otherwise nothing is evaluated.",
             "Set eval.batches=8, or leave data.validation out.",
         )
         return
@@ -429,7 +431,7 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
         if name in config.data.validation:
             yield RuleViolation(
                 f"data.validation.{name}",
-                f"must have another name: {', '.join(SPLITS)} are reserved for splits of the "
+                f"must have a different name: {', '.join(SPLITS)} are reserved for splits of the "
                 "training documents.",
                 f"Rename it, for example to data.validation.{name}_set.",
             )
@@ -482,7 +484,7 @@ _VALIDATION = "validation."
 
 def validation_sets(data: DataConfig) -> dict[str, SourceConfig]:
     """Return the sources in `data.validation`, keyed by `validation.NAME`. These keys cannot
-    collide with mixture sources, whose names have no dots.
+    collide with mixture sources, whose names contain no dots.
     """
     return {validation_key(name): data.validation[name] for name in sorted(data.validation)}
 

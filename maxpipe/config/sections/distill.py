@@ -44,8 +44,8 @@ class DistillConfig:
     """Weight of the KL divergence in the loss. The weight of the cross-entropy is 1 minus this
     value."""
     teacher_devices: int = field(default=0, metadata=renamed_from("devices"))
-    """Number of devices at the end of the device list that run only the teacher. The student uses
-    all other devices. If 0, teacher and student alternate on all devices."""
+    """Number of devices that run only the teacher; these are the last devices in the device list.
+    The student uses all other devices. If 0, teacher and student alternate on all devices."""
     teacher_layout: list[str] = field(default_factory=list, metadata=renamed_from("layout"))
     """Mesh and pipeline settings for the teacher, such as `[mesh.ici_stage=2, mesh.ici_fsdp=2,
     pipeline.microbatches=4]`. The teacher's pipeline runs only forward passes. If empty, the
@@ -76,7 +76,7 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
     elif section.teacher and section.teacher_logits:
         yield RuleViolation(
             "distill.teacher_logits",
-            "must be empty with distill.teacher: teacher logits are either computed or read.",
+            "must be empty if distill.teacher is set: teacher logits are either computed or read.",
             "Set distill.teacher='' to read precomputed logits, or distill.teacher_logits='' to "
             "compute them.",
         )
@@ -109,7 +109,7 @@ def _stored_logits_need_no_devices(config: Config) -> Iterator[RuleViolation]:
             empty = "0" if name == "teacher_devices" else "[]"
             yield RuleViolation(
                 f"distill.{name}",
-                "has no effect with distill.teacher_logits, because no teacher model runs.",
+                "has no effect if distill.teacher_logits is set, because no teacher model runs.",
                 f"Set distill.{name}={empty}.",
             )
 

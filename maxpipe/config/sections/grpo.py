@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
-    """Reinforcement learning with GRPO on completions that a reward function scores.
+    """Reinforcement learning with GRPO on completions that are scored by a reward function.
 
     The loss compares completions of the same prompt. Ignored unless `train.objective=grpo`.
     """
@@ -77,8 +77,8 @@ class GrpoConfig:
     """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_ratio_high.
     DAPO uses 0.28. 0 selects `grpo.clip_ratio`."""
     kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
-    """Coefficient of the KL penalty in the loss. The KL divergence is measured from the reference
-    model, which is the model at the start of the run. If 0, no reference model is kept in
+    """Coefficient of the KL penalty in the loss. The KL divergence is measured relative to the
+    reference model, which is the model at the start of the run. If 0, no reference model is kept in
     memory."""
     updates_per_rollout: int = 1
     """Number of training steps per rollout. The completions for all steps of a rollout are sampled
@@ -99,7 +99,13 @@ add_ranges(
         LARGEST,
         "0 uses grpo.clip_ratio; devices compute in float32",
     ),
-    Bound("grpo.kl_coef", 0.04, 0, LARGEST, "0 disables the reference; devices compute in float32"),
+    Bound(
+        "grpo.kl_coef",
+        0.04,
+        0,
+        LARGEST,
+        "0 disables the reference model; devices compute in float32",
+    ),
     Bound("grpo.updates_per_rollout", 1, 1, 1024, "all completions are sampled at once"),
 )
 

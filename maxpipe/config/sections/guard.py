@@ -21,10 +21,10 @@ class GuardConfig:
     bad_steps: Literal["stop", "skip", "rollback"] = field(
         default="stop", metadata=renamed_from(values={"roll_back": "rollback"})
     )
-    """Response to a bad step, whose loss or gradient norm is NaN or infinite. `stop` ends the run.
-    `skip` continues with the next batch. `rollback` restores the newest checkpoint and skips the
-    batch that caused the bad step. `events.jsonl` lists the sequences and documents of that
-    batch."""
+    """Response to a bad step, which is a step whose loss or gradient norm is NaN or infinite.
+    `stop` ends the run. `skip` continues with the next batch. `rollback` restores the newest
+    checkpoint and skips the batch that caused the bad step. `events.jsonl` lists the sequences and
+    documents of that batch."""
     max_bad_steps: int = 5
     """Maximum number of consecutive bad steps with `guard.bad_steps=skip`. The next consecutive bad
     step stops the run."""

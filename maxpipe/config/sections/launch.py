@@ -54,9 +54,9 @@ class LaunchConfig:
     spot: bool = False
     """Use spot capacity on Google Cloud, which Google can preempt."""
     restarts: int = 3
-    """Maximum number of consecutive restarts, after a run was killed or hung, that produce no newer
-    checkpoint. A run that saved a checkpoint before it stopped is always restarted. GKE cannot
-    count consecutive restarts: on GKE, the total number of restarts is limited to ten times this
+    """Maximum number of consecutive restarts without a new checkpoint, after the run was killed or
+    hung. A run that saved a checkpoint before it stopped is always restarted. GKE cannot count
+    consecutive restarts: on GKE, the total number of restarts is limited to ten times this
     value."""
     grace_seconds: int = 120
     """Time in seconds between the stop signal and the end of the job, during which the run saves a
@@ -94,7 +94,7 @@ def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
 
 
 _LONGEST_WORD, _LONGEST_NAME = 1024, 255
-"""Maximum length of a launch value, and of one path component (the limit of file systems)."""
+"""Maximum length of a launch value, and of one path component (the file-system limit)."""
 
 
 _MOST_VARIABLES = 1000

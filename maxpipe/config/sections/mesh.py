@@ -119,8 +119,8 @@ def _collective_matmul_needs_sequence_parallel(config: Config) -> Iterator[RuleV
     if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
         yield RuleViolation(
             "mesh.collective_matmul",
-            "requires mesh.sequence_parallel=true: if tokens are not sharded, matmuls have no "
-            "all-gather to overlap.",
+            "requires mesh.sequence_parallel=true: if tokens are not sharded, there is no "
+            "all-gather to overlap with matmuls.",
             "Set mesh.sequence_parallel=true, or mesh.collective_matmul=false.",
         )
 
@@ -284,7 +284,7 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
             key,
             f"replicates {largest.name} ({largest.num_bytes:,} bytes): "
             f"{largest.description}. This exceeds {LIMIT} "
-            f"({config.mesh.max_replicated_bytes:,}), and no axis rule [] allows it.",
+            f"({config.mesh.max_replicated_bytes:,}), and no axis rule set to [] allows it.",
             f"Set {key}={default if logical else largest.num_bytes}"
             + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
         )

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FAMILY = "model.family"
 _FILLED = ("own", "adapter")
-"""Fields of `ModelConfig` that are not keys of section `model` but hold other sections."""
+"""Fields of `ModelConfig` that hold other sections instead of keys of section `model`."""
 
 
 def family_section(family: str) -> str:
@@ -165,8 +165,8 @@ def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
     if heads >= tokens:
         yield RuleViolation(
             "model.mtp_heads",
-            f"must be less than train.sequence_length ({tokens}): a sequence has no tokens "
-            "further ahead.",
+            f"must be less than train.sequence_length ({tokens}): no sequence has target tokens "
+            "that far ahead.",
             f"Set model.mtp_heads={tokens - 1}, or increase train.sequence_length.",
         )
 

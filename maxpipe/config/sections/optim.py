@@ -199,8 +199,8 @@ add_item_rules("optim.weight_decays", "[{pattern: embedding, weight_decay: 0}]")
 
 
 def optimizer_warnings(config: Config) -> Iterator[Problem]:
-    """Yield warnings about optimizer settings with which training would diverge or make little
-    progress.
+    """Yield warnings about optimizer settings that would make training diverge or progress very
+    slowly.
     """
     warmup, steps = config.optim.warmup_steps, total_steps(config.train)
     if warmup >= steps > 0:
@@ -242,8 +242,8 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"optim.{key}",
             f"{decay:g}",
-            f"subtracts {taken:.3g} times each parameter's value from it in every step, with "
-            f"optim.learning_rate = {optim.learning_rate:g}: the factor must be at most 1.",
+            f"subtracts {taken:.3g} times each parameter from itself in every step if "
+            f"optim.learning_rate = {optim.learning_rate:g}: this factor must be at most 1.",
             f"Set a weight decay of 0.1, or leave optim.{key} out.",
         )
 
@@ -265,14 +265,14 @@ def _rate_is_large(config: Config) -> Iterator[Problem]:
 
 def _updates_too_small(config: Config) -> Iterator[Problem]:
     optim = config.optim
-    if optim.learning_rate < 1e-10:  # typical updates have this size, and parameters about 0.01
+    if optim.learning_rate < 1e-10:  # parameters are typically about 0.01, and updates this small
         yield Problem(
             "optim.learning_rate",
             f"{optim.learning_rate:g}",
             "is too small: all updates are lost in float32 rounding, so parameters do not change.",
             "Set optim.learning_rate=3e-4.",
         )
-    # The gradient norm is computed over more entries than the embedding table has.
+    # The gradient norm covers more entries than those of the embedding table.
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
     if entry < optim.epsilon and optim.name in ("adamw", "muon"):
         yield Problem(
@@ -302,8 +302,8 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
     )
     if optim.name == "muon" and optim.epsilon <= 1e-30:
         rule = (
-            "must be more than 1e-30 with optim.name=muon: float32 arithmetic may lose smaller "
-            "values."
+            "must be more than 1e-30 with optim.name=muon: smaller values may be lost in float32 "
+            "arithmetic."
         )
         yield RuleViolation("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
     for name, usual in (("beta1", 0.9), ("beta2", 0.95)):
@@ -333,7 +333,7 @@ def _phases_replace_the_warmup(config: Config) -> Iterator[RuleViolation]:
     if phases and warmup:
         yield RuleViolation(
             "optim.warmup_steps",
-            "must be 0 with optim.lr_phases, which include the warm-up.",
+            "must be 0 if optim.lr_phases is set, because the phases include the warm-up.",
             "Set optim.warmup_steps=0, and write the first phase as "
             f"`{{steps: {warmup}, shape: linear, from: 0, to: 1}}`.",
         )

@@ -26,7 +26,8 @@ from maxpipe.io.typed_json import legacy_value, renamed_from
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.registry import describe
 
-# Schedules import numpy, which completion does not need: functions import them when they run.
+# Schedule modules import numpy, which shell completion does not need, so functions import them
+# lazily.
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 

@@ -33,7 +33,7 @@ class RunConfig:
     """Folder that contains the run folders. If a run's folder contains a checkpoint, the run
     resumes from that checkpoint."""
     seed: int = 0
-    """Random seed for parameter initialization, data order and dropout. The same seed gives the
+    """Random seed for parameter initialization, data order and dropout. The same seed produces the
     same loss curve for every mesh, schedule and number of processes."""
 
 

@@ -120,7 +120,8 @@ class SourceConfig:
     """Allowed roles of messages. Records with other roles are invalid."""
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
     """Roles whose messages contribute to the loss. Messages with other roles are only context. With
-    `[assistant]`, `{% generation %}` blocks of the chat template select the trained tokens."""
+    `[assistant]`, `{% generation %}` blocks of the chat template select the tokens that contribute
+    to the loss."""
     rewritten_history: Literal["last", "each_turn", "error"] = "last"
     """Handling of messages that the chat template renders differently when more messages follow.
     For example, templates of reasoning models remove the reasoning from earlier responses. `last`:
@@ -197,7 +198,7 @@ def is_template(field: str) -> bool:
 
 
 def split_template(template: str) -> list[tuple[str, str]]:
-    r"""Split a template into pairs (literal text, name of the column after this text).
+    r"""Split a template into pairs (literal text, name of the column that follows it).
 
     The column name in the last pair is empty. `{name}` denotes a column, `{{` and `}}` denote
     braces, and `\n` and `\t` denote a line break and a tab.

@@ -100,7 +100,7 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
     elif keys == ["tokenizer.special_tokens"]:
         yield RuleViolation(
             "tokenizer.split_pattern",
-            "must not be empty with tokenizer.special_tokens: it defines how text is split.",
+            "must not be empty if tokenizer.special_tokens is set: it defines how text is split.",
             "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
             "replace both keys by a tokenizer.preset.",
         )

@@ -45,13 +45,13 @@ _MAX_STORED_BYTES = 1 << 28
 _MAX_NAMED_FILES = 64
 _STAT_THREADS = 32
 _LARGE_BYTES = 1 << 26
-"""Minimum size in bytes of a large file. Large files are read only when settled (see
-`Stat.is_settled`), so that later runs do not read them again.
+"""Minimum size in bytes of a file that is treated as large. Large files are read only when settled
+(see `Stat.is_settled`), so that later runs do not read them again.
 """
 
 
 class _Entry(NamedTuple):
-    """Stat of a file, and the digest of the content that the file had with this stat.
+    """Stat of a file, and the digest of its content at the time of this stat.
 
     `is_settled` is true if the file was settled when its content was read; see `Stat.is_settled`.
     """
@@ -75,7 +75,7 @@ class Digests:
         self._is_stored = True
 
     def get(self, file: File) -> str | None:
-        """Return the digest of a file; None if the file was not read since its last change."""
+        """Return the digest of a file; None if the file has not been read since its last change."""
         entry = self._known.get(file.path)
         return entry.sha256 if entry is not None and entry.stat == file.stat else None
 
@@ -119,7 +119,7 @@ class Digests:
         ]
 
     def content(self, sources: Sequence[File], moved: Heartbeat | None = None) -> dict[str, str]:
-        """Return digests keyed by file name, or by group of files if the source has many."""
+        """Return digests keyed by file name, or by group of files if the source has many files."""
         return _group_digests(sources, self.compute(sources, moved))
 
     def _read_unknown(self, local: Sequence[File], moved: Heartbeat | None) -> None:

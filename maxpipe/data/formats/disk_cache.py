@@ -1,7 +1,7 @@
 """Disk caches for folders and arrays that are slow to compute, shared by several processes.
 
 Each folder or file is created only once, by the process that holds its lock file. The timestamps of
-the lock file show that this process makes progress. The lock works among processes that see the
+the lock file show that this process is making progress. The lock works among processes that see the
 same lock file. If the cache is not shared, or its file system does not support locks, each process
 creates the folder itself. Names of folders and files contain a digest of the inputs.
 """
@@ -43,7 +43,7 @@ _READABLE = os.R_OK | os.X_OK
 def lock_file(
     path: str, task: str, moved: Heartbeat | None, *, removes: bool = False
 ) -> Iterator[Heartbeat]:
-    """Hold a lock among processes. The lock is released when the process ends in any way.
+    """Hold a lock among processes. The lock is released when the process ends for any reason.
 
     The yielded function must be called after each part of the work. While the holder makes
     progress, waiting processes call their own `moved`, so that they are not treated as stalled.
@@ -93,7 +93,7 @@ def _open_lock_file(path: str) -> FileIO:
 
 
 def _is_same_file(path: str, stream: FileIO) -> bool:
-    """Return whether `path` is still the open file, which another holder may have removed."""
+    """Return whether `path` still refers to the open file; another holder may have removed it."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(stream.fileno()))
     except FileNotFoundError:
@@ -309,7 +309,7 @@ def load(path: str, made_of: Callable[[Arrays], Value], otherwise: str) -> Value
 
 def save(path: str, arrays: Arrays, otherwise: str) -> None:
     """Write arrays to a temporary file and rename it, so that no process reads a partial file."""
-    # The tempfile module is not used, because its files are not readable for other users of the
+    # The tempfile module is not used, because its files are not readable by other users of the
     # folder.
     temporary = f"{path}.{secrets.token_hex(8)}{_TEMPORARY_SUFFIX}"
     try:

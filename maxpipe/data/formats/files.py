@@ -104,8 +104,8 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     for file in matches:
         place = file.path if file.in_bucket else os.path.realpath(file.path)
         if place in seen and not isinstance(paths, str):
-            rule = "must be matched by one path only: its documents would be read twice."
-            action = "Remove one of the paths with this file."
+            rule = "must be matched by only one path: otherwise, its documents would be read twice."
+            action = "Remove one of the paths that match this file."
             raise ConfigError.one("data.paths", file.path, rule, action)
         seen.add(place)
     return matches
@@ -443,7 +443,7 @@ def decompress(file: File) -> Generator[bytes]:
 
 
 def _is_decompression_error(error: Exception) -> bool:
-    # bz2 has no error class. It raises OSError without an errno.
+    # bz2 has no error class: it raises OSError without an errno.
     is_bz2 = isinstance(error, OSError) and error.errno is None
     is_known = isinstance(error, (zlib.error, lzma.LZMAError, EOFError, ValueError))
     return is_known or is_bz2 or type(error).__name__ == "ZstdError"

@@ -53,7 +53,7 @@ _IS_SOLID[list(b" \t\n\r\v\f")] = 0
 
 
 class LineOffsets:
-    """Line offsets stored in a file, which is read without mmap because it may get truncated."""
+    """Line offsets stored in a file, which is not memory-mapped because it may be truncated."""
 
     def __init__(self, folder: str, count: int, at: int):
         self.folder, self._count, self._at = folder, count, at

@@ -60,7 +60,7 @@ def columns_to_read(columns: list[str] | None, names: list[str]) -> list[str] | 
 
 
 def row_of(table: Any, row: int) -> Mapping[str, Any]:
-    """Return a row as Python values; raise BadRecord for invalid or too large values."""
+    """Return a row as Python values; raise BadRecord for invalid or oversized values."""
     from pyarrow import ChunkedArray
     from pyarrow.types import is_nested
 
@@ -85,7 +85,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the size of the values in bytes as Python objects, which share no equal strings."""
+    """Estimate the size in bytes of the values as Python objects, without sharing equal strings."""
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -125,11 +125,11 @@ MAX_GROUP_BYTES = 1 << 30
 """Maximum size of a row group in bytes. Only the columns that are read are counted."""
 _SLOW_GROUP_BYTES = 1 << 26
 _VALUE_BYTES = 8
-"""Minimum size of a value in memory in bytes, regardless of its compression in the file."""
+"""Minimum size in bytes of a value in memory, regardless of its compression in the file."""
 
 
 class _Cache:
-    """Recently used values of at most `_CACHED_BYTES`. A pickled cache is empty."""
+    """Cache of recently used values, with at most `_CACHED_BYTES`. A pickled cache is empty."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

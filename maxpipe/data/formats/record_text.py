@@ -32,10 +32,10 @@ Settings = Mapping[str, str]
 
 
 def chat_keys(record: Mapping[str, Any], *, with_template: bool = True) -> dict[str, str]:
-    """Return config settings that read a record as a conversation or preference pair; empty for
+    """Return config settings for reading a record as a conversation or preference pair; empty for
     other records.
 
-    Without a chat template, system messages are not read for pairs of plain text.
+    Without a chat template, system messages are ignored for plain-text pairs.
     """
     if len(halves := _present_fields(record, _HALVES)) == len(_HALVES):
         keys = _pair_keys(record, halves)
@@ -106,7 +106,7 @@ def text_fields(record: Mapping[str, Any]) -> list[str]:
 
 
 def has_words(text: str | bytes) -> bool:
-    """Return whether a text contains two adjacent words, unlike an id or a date."""
+    """Return whether a string contains two adjacent words, unlike an id or a date."""
     decoded = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
     return _WORDS.search(decoded) is not None
 

@@ -238,14 +238,14 @@ class Progress:
 # --- reads in progress --------------------------------------------------------
 
 _LOCATE_SECONDS = 5.0
-"""Time limit in seconds for locating a document, because locating may hang like the read itself."""
+"""Time limit in seconds for locating a document, since locating can hang just as reading can."""
 
 ReadTarget = str | Callable[[], str]
 """Name of a source, or a function that returns the location of a document."""
 
 
 class track_read:
-    """Record a read in this thread. While a source is read, documents may be read."""
+    """Track a read in this thread. Reads may be nested: reading a source may read documents."""
 
     __slots__ = ("_reads", "begun", "verb", "what")
 
@@ -309,7 +309,7 @@ def _describe_target(what: ReadTarget) -> str:
 
 
 def longest_active_read() -> TrackedRead | None:
-    """Return the document read that has been active for the longest time, if any."""
+    """Return the active document read that started first, if any."""
     threads = [list(reads) for reads in list(_ACTIVE_READS.values())]
     active = [
         _innermost_read(thread)

@@ -225,7 +225,7 @@ class LogitsWriter:
 
 
 def check_same(folder: Path, earlier: LogitsSpec, spec: LogitsSpec) -> None:
-    """Raise ConfigError if the folder was written for another teacher or other sequences."""
+    """Raise ConfigError if the folder is for a different teacher or other sequences."""
     theirs, ours = (_comparable_spec(spec) for spec in (earlier, spec))
     if lines := differences(theirs, ours):
         rule = f"contains logits prepared with different settings: {shorten_lines(lines)}."
@@ -285,7 +285,7 @@ def open_logits(
     """Open a folder of teacher logits for a student run with these sources and settings.
 
     Raises:
-        ConfigError: the logits were computed for other sequences or with other settings.
+        ConfigError: the logits were computed for different sequences or with different settings.
         StorageError: the folder is damaged or cannot be read.
     """
     manifest = read_manifest(folder)

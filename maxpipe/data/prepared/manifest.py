@@ -245,7 +245,7 @@ SPAN_DOCUMENTS = 1024
 """Number of consecutive documents per span. Token totals are stored per span."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
 """Size of a document's text in UTF-8 bytes, and the first 8 bytes of its BLAKE2b digest. For
-conversations, the size of the trained text, and the digest of the token ids as int64.
+conversations, the size of the text that is trained on, and the digest of the token ids as int64.
 """
 
 _TEXTS, _CONVERSATIONS = 1, 2
@@ -291,7 +291,7 @@ class ShardEntry(TypedDict):
     """Number of documents that are empty because their records could not be read."""
     tokens: int
     trained: NotRequired[int]
-    """Number of trained tokens; conversations only."""
+    """Number of tokens that are trained on; conversations only."""
     unread: NotRequired[dict[str, int]]
     """Maps unread keys to the number of conversations that contain the key."""
     marks: NotRequired[dict[str, int]]
@@ -456,7 +456,7 @@ def shorten_lines(lines: Sequence[str]) -> str:
 
 
 def short_digests(value: Any) -> Any:
-    """Return the value as text, with digests shortened to 12 digits."""
+    """Return the value as text, with digests shortened to 12 hex digits."""
     return (
         re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
         if isinstance(value, str)

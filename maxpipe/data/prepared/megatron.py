@@ -107,8 +107,8 @@ class _VerifiedFile:
 
 
 class MegatronDocuments:
-    """Documents in pairs of Megatron index and token-id files. BOS and EOS are added if the files
-    do not contain them.
+    """Documents stored as pairs of Megatron index files and token-id files. BOS and EOS are added
+    if the files do not contain them.
 
     If `digests` is set, local files without a known digest are hashed when opened, and a later
     change raises ConfigError.
@@ -266,7 +266,7 @@ def _names(path: str) -> list[str]:
     names = {name[: -len(IDX)] for name in glob.glob(pattern) if name.endswith((BIN, IDX))}
     names |= {name for name in glob.glob(pattern) if os.path.exists(name + IDX)}
     if not names:
-        rule = f"must be NAME of NAME{BIN} and NAME{IDX}, or a folder or pattern of such files: "
+        rule = f"must be the prefix NAME of NAME{BIN} and NAME{IDX}, or a folder or pattern: "
         rule += f"0 files match in {os.getcwd()}."
         raise ConfigError.one("data.path", path, rule, "Set data.path to files that exist.")
     return sorted(names)

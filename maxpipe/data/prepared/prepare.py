@@ -139,7 +139,8 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
     """Write the folder, or only its missing shards, and return a summary.
 
     Raises:
-        ConfigError: the source or the tokenizer cannot be used, or the folder has other content.
+        ConfigError: the source or the tokenizer cannot be used, or the folder contains something
+        else.
         StorageError: the output folder cannot be written.
         Preemption: the process received SIGTERM or SIGHUP.
         UnreachableError: a worker process was killed.

@@ -132,7 +132,7 @@ class _Mask:
     def __init__(self, file: ChecksummedWriter):
         self.file = file
         self.count = 0
-        """Number of trained tokens."""
+        """Number of tokens that are trained on."""
         self._rest = np.zeros(0, bool)
 
     def add(self, trained: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """Byte-level BPE: published vocabularies, and a fast encoder based on tiktoken.
 
-Rank files contain neither split patterns nor control tokens. Those in this module are from
+Rank files contain neither split patterns nor control tokens. The ones in this module are from
 `tiktoken_ext/openai_public.py` in tiktoken 0.14 (OpenAI vocabularies), `llama3/tokenizer.py` in
 meta-llama/llama3 (with the token names of Llama 3.1), and `tokenization_qwen.py` in Qwen/Qwen-7B.
 

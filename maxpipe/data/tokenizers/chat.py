@@ -1,10 +1,10 @@
 """Chat templates, which render a conversation as text for the model.
 
-A template is an untrusted program that is published with a model. It runs in the jinja2 sandbox in
-a separate process, because the sandbox does not limit time or memory. The process receives only the
-messages. It has no access to the environment variables (which may contain secrets) or open files of
-the parent process. A process that exceeds a limit is terminated, and the error names the
-conversation.
+A template is an untrusted program that is published with a model. Templates run in the jinja2
+sandbox in a separate process, because the sandbox does not limit time or memory. The process
+receives only the messages, and has no access to the environment variables (which may contain
+secrets) or open files of the parent process. A process that exceeds a limit is terminated, and the
+error names the conversation.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class ChatInput(NamedTuple):
     settings: Mapping[str, Any] = {}
     """Additional variables for the template, such as `enable_thinking`."""
     trained: Sequence[int] = ()
-    """Zero-based indices of the trained messages."""
+    """Zero-based indices of the messages that are trained on."""
     unread: tuple[str, ...] = ()
     """Record fields that are not part of any other attribute."""
 
     def up_to(self, number: int) -> ChatInput:
-        """Return the conversation up to message `number`, which is the only trained message."""
+        """Return the conversation up to message `number`, the only message that is trained on."""
         return self._replace(messages=self.messages[: number + 1], trained=[number])
 
 
@@ -64,11 +64,11 @@ class Masking(NamedTuple):
 
 
 class RenderedChat(NamedTuple):
-    """Rendered text of a conversation, with its trained spans."""
+    """Rendered text of a conversation, with the spans that are trained on."""
 
     text: str
     spans: list[tuple[int, int]]
-    """Trained spans as (begin, end) in characters."""
+    """Spans that are trained on, as (begin, end) in characters."""
     rewritten: int
     """Number of messages that are not trained on because the template later rewrites them."""
     unread: tuple[str, ...]

@@ -1,6 +1,6 @@
-"""Control tokens: ids that begin, end and pad a text, determined from the files in a model folder.
+"""Control tokens: ids that begin, end and pad text, determined from the files in a model folder.
 
-Only this module defines which tokens begin and end a text. For each token, the first of these
+Only this module defines which tokens begin and end text. For each token, the first of these
 sources that defines the token is used:
 
 - BOS: the post-processor of `tokenizer.json`, `tokenizer_config.json`, `special_tokens_map.json`,
@@ -166,7 +166,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return int32 [tokens] for each text. A batch is faster than one text at a time."""
+        """Return int32 [tokens] for each text. Batches are faster than one text at a time."""
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +185,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens in each text. A batch is faster than one text at a time."""
+        """Return the number of tokens in each text. Batches are faster than one text at a time."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -208,17 +208,16 @@ def resolve(
 ) -> ControlTokens:
     """Determine the control tokens of the vocabulary in the file `path`.
 
-    If the vocabulary has no BOS token, documents begin with EOS. If it has no padding token, EOS is
-    used for padding.
+    Without a BOS token, documents begin with EOS. Without a padding token, EOS is used for padding.
 
     Args:
         path: Vocabulary file; settings are read from its folder.
-        special: Maps the texts of the vocabulary's control tokens to ids.
-        id_of: Maps the text of any token in the vocabulary to its id.
+        special: Maps the vocabulary's control-token strings to ids.
+        id_of: Maps the string of any token in the vocabulary to its id.
         vocab_size: Exclusive upper bound of ids.
         known: Ids that the file itself assigns to `bos_token`, `eos_token` and `pad_token`.
-        published: Ids that the file itself adds before and after a text. If None, `add_bos_token`
-            and `add_eos_token` in the settings determine these ids.
+        published: Ids that the file itself adds before and after encoded text. If None,
+            `add_bos_token` and `add_eos_token` in the settings determine these ids.
 
     Raises:
         ConfigError: EOS is missing, the settings cannot be read, or the settings name a missing

@@ -168,7 +168,7 @@ TokenizerKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 
 PATH = "tokenizer.path"
 MAX_IDS = 1 << 26
-"""Exclusive upper limit of token ids. It bounds the size of arrays with one entry per id."""
+"""Exclusive upper limit of token ids, which bounds the size of arrays with one entry per id."""
 
 _OR_BYTES = "Set tokenizer.path to the file, or both tokenizer.kind=bytes and tokenizer.path=''."
 _MAX_BYTES = 1 << 28  # eight times the size of the largest published tokenizer file

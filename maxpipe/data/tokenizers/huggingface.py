@@ -2,8 +2,8 @@
 
 The normalizer and the decoder may lengthen text only up to a limit, because six chained
 replacements of `a` with `aaaaaaaaaa` would turn one character into a million. Before any text is
-encoded, an upper bound is computed from the definition: the maximum number of characters that one
-character can become. Unicode normalization (NFKC, lower case) adds little and is ignored.
+encoded, an upper bound is computed from the definition: the maximum number of characters to which
+one character can expand. Unicode normalization (NFKC, lower case) adds little and is ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from maxpipe.data.tokenizers.tokenizer_class import may_keep_file, rebuild_defin
 from maxpipe.io.typed_json import parse_json
 
 MAX_GROWTH = 64
-"""Maximum number of characters that one character may become; published tokenizers need 4."""
+"""Maximum number of characters to which one character may expand; published tokenizers need 4."""
 _MAX_STEPS = 200
 _LONGEST_UNICODE = 64
 """Size in bytes of the longest entry in any published `precompiled_charsmap`, rounded up."""
@@ -44,18 +44,18 @@ _OTHER = ""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
-    """Raise ValueError if text can become more than MAX_GROWTH times as long."""
+    """Raise ValueError if the tokenizer can expand text by more than a factor of MAX_GROWTH."""
     for part in ("normalizer", "decoder"):
         factor = growth([*_steps(definition.get(part))])
         if factor > MAX_GROWTH:
             raise ValueError(
-                f"the {part} can make text {factor:.3g} times as long; at most {MAX_GROWTH} "
-                "times is allowed"
+                f"the {part} can expand text by a factor of {factor:.3g}; at most {MAX_GROWTH} "
+                "is allowed"
             )
 
 
 def growth(steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the maximum number of characters that one character can become."""
+    """Return the maximum number of characters to which one character can expand."""
     if len(steps) > _MAX_STEPS:
         raise ValueError(
             f"normalizer or decoder has {len(steps):,} steps; at most {_MAX_STEPS} are allowed"
@@ -68,7 +68,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
 
     @functools.cache
     def of(number: int, character: str) -> float:
-        """Return how many characters one character becomes in step `number` and all later steps."""
+        """Return the length to which one character expands in step `number` and all later steps."""
         if number == len(steps):
             return 1.0
         step, same = steps[number], of(number + 1, character)
@@ -291,7 +291,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that a post-processor adds before and after a text."""
+    """Return the ids that a post-processor adds before and after encoded text."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}

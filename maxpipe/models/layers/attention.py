@@ -36,15 +36,15 @@ CANNOT: Mapping[str, frozenset[str]] = {
 
 
 LOG_SUM = "attention_lse"
-"""Name, for `jax.ad_checkpoint.checkpoint_name`, of the float32 log-sum-exp of each query token's
-scores. Backends with a custom gradient save this array with `context`, to recompute the
+"""Name passed to `jax.ad_checkpoint.checkpoint_name` for the float32 log-sum-exp of each query
+token's scores. Backends with a custom gradient save this array with `context`, to recompute the
 probabilities."""
 
 _STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
 
 
 def stands(backend: str) -> Stands:
-    """Return which token-pair arrays a backend stores."""
+    """Return the type of token-pair arrays that a backend stores."""
     return _STANDS.get(backend, "block")
 
 

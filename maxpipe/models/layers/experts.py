@@ -44,9 +44,9 @@ class Experts(Part):
     """Weighted sum of the outputs of each token's experts (arXiv:1701.06538, routed as in
     arXiv:2401.04088).
 
-    Without a capacity, `dispatch` selects whether only a token's selected experts are computed, or
-    all experts with weight 0 for the unselected ones. With a capacity, each expert accepts a
-    limited number of tokens per sequence, and excess tokens are dropped.
+    Without a capacity, `dispatch` selects whether to apply only each token's selected experts, or
+    all experts, with weight 0 for those that are not selected. With a capacity, each expert accepts
+    a limited number of tokens per sequence, and excess tokens are dropped.
     """
 
     d_model: int
@@ -81,8 +81,8 @@ class Experts(Part):
     function: Gate = "silu"
     """Activation function of the gates."""
     dispatch: Literal["auto", "dense", "grouped"] = "auto"
-    """Whether tokens are processed by all experts or only by the selected experts. `auto` computes
-    only the selected experts if these are at most half of all experts."""
+    """Whether tokens are processed by all experts or only by the selected experts. `auto` applies
+    only the selected experts if they are at most half of all experts."""
     groups: Groups | None = None
     """Expert groups for group-limited routing. If None, a token can select any experts."""
     load_balance_scope: BalanceOver = "sequence"
@@ -106,7 +106,7 @@ class Experts(Part):
             "mean",
             "",
             "Load-balance loss before multiplication by its coefficient, averaged over layers "
-            "with experts. The loss is 1 if all experts receive equally many tokens of each "
+            "with experts. The loss is 1 if all experts receive the same number of tokens of each "
             "sequence, or of the tokens that `load_balance_scope` selects. The loss is the number "
             "of experts divided by `top_k` if all tokens select the same experts.",
         ),
@@ -151,7 +151,7 @@ class Experts(Part):
     def params(self) -> Mapping[str, Param]:
         """Return the router and the projections of all experts.
 
-        The order of the dims allows one matmul without transposes to compute a projection of all
+        The dims are ordered so that a single matmul without transposes computes a projection of all
         experts.
         """
         experts, routes = (self.num_experts, "experts"), (self.num_experts, "routes")
@@ -196,8 +196,8 @@ class Experts(Part):
     def operations(self) -> tuple[Operation, ...]:
         """Return the router and the projections of all experts.
 
-        A token needs only the projections of its selected experts. A bias counts as one more row of
-        its projection.
+        A token needs only the projections of its selected experts. A bias counts as one additional
+        row of its projection.
         """
         needed, computed = self.per_token / self.num_experts, self.rows / self.num_experts
         operations = [Matmul("router")]
@@ -219,7 +219,7 @@ class Experts(Part):
     def losses(self) -> Mapping[str, float]:
         """Return the coefficients of the load-balance loss and the z-loss.
 
-        The other losses are only reported, so their coefficient is 0.
+        The other losses are logged but not added to the training loss, so their coefficient is 0.
         """
         statistics = {
             "balance": self.load_balance_loss_weight,
@@ -313,7 +313,7 @@ class Experts(Part):
 
     @property
     def rows(self) -> float:
-        """Return the mean number of experts computed per token, whether or not the token selected
+        """Return the mean number of experts applied per token, whether or not the token selected
         them.
         """
         if not self.capacity:
@@ -337,7 +337,7 @@ class Experts(Part):
 
     @property
     def _rows_in_memory(self) -> float:
-        """Return the number of token-expert pairs in memory, per token."""
+        """Return the number of token-expert pairs held in memory per token."""
         return self.rows if self.rows_received is None else self.rows_received
 
     @property
@@ -353,7 +353,7 @@ class Experts(Part):
 
     @property
     def note(self) -> str:
-        """Describe which experts are computed for each token, and with which method."""
+        """Describe which experts are applied to each token, and by which method."""
         if self.capacity:
             return f"{self.num_experts} experts with capacity {self.capacity:g} x an even share"
         if not self.grouped:
@@ -376,7 +376,7 @@ class Experts(Part):
         """Return the maximum number of token-expert pairs that one device sends to each of the
         `shards` devices.
 
-        The device holds `tokens` tokens of each of `rows` sequences with `whole` tokens each.
+        The device holds `tokens` of the `whole` tokens of each of `rows` sequences.
         """
         choices, local_experts = rows * tokens * self.per_token, self.num_experts // shards
         most = rows * tokens * min(self.per_token, local_experts)
@@ -392,7 +392,7 @@ class Experts(Part):
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
-        """Return arrays: `hidden` arrays of the expert width per token-expert pair, `width` arrays
+        """Return `hidden` arrays of the expert width per token-expert pair, `width` arrays
         of the model width per token, and `placed` arrays of the model width per permuted token.
         """
         arrays = Held(

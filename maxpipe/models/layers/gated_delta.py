@@ -108,7 +108,7 @@ class GatedDelta(Part):
         """Return the projections, the convolution, the matmuls with the state, and the matmuls
         within chunks.
 
-        The needed FLOPs are those of the recurrence: reading the state with the key and the query,
+        The model FLOPs are those of the recurrence: reading the state with the key and the query,
         and writing the state.
         """
         dk, dv, chunk = self.key_size, self.value_size, self.chunk

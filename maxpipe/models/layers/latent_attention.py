@@ -192,7 +192,7 @@ class LatentAttention(Part):
         held = Held(compute_dtype=(width, (2.0, self._value)))
         held += Held(compute_dtype=((1.0, self._query), (1.0, unrotated), (1.0, turned)))
         for norm, dims in self._normed:
-            # With `recomputed`, the input of a norm replaces its output.
+            # If `recomputed` is set, the input of each norm is counted instead of its output.
             held += norm.deferred_of((), dims, recomputed=recomputed)
             held += Held(compute_dtype=((2.0, dims),))
         return held

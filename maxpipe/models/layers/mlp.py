@@ -146,15 +146,15 @@ class Norm(Part):
     def residuals_of(self, each: Dims, over: Dims) -> Held:
         """Return the scaled array and, in float32, two copies of the input and two statistics.
 
-        `over` are the dims over which the norm reduces. The norm is applied separately to each
-        index of the dims `each`.
+        `over` are the dims over which the norm reduces. The norm is applied separately for each
+        index along the dims `each`.
         """
         dims = (*each, *over)
         return Held(float32=((2.0, dims), (2.0, each))) + self._scaled(dims)
 
     def deferred_of(self, each: Dims, over: Dims, *, recomputed: bool) -> Held:
-        """Return the norm's parameters and, without recomputation, also the scaled array and a
-        cotangent.
+        """Return the norm's parameters and, unless the forward pass is recomputed, also the scaled
+        array and a cotangent.
         """
         if recomputed:
             return Held(token_independent=(over,) * len(self.params))
@@ -175,7 +175,8 @@ class RMSNorm(Norm):
     """Normalization by the root mean square (arXiv:1910.07467)."""
 
     offset: float = 0.0
-    """Constant added to the stored scale. If 1, a stored scale of 0 multiplies by 1."""
+    """Constant added to the stored scale. If 1, a stored scale of 0 leaves the normalized input
+    unchanged."""
 
     @property
     def params(self) -> Mapping[str, Param]:

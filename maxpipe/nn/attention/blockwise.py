@@ -1,4 +1,4 @@
-"""Blockwise attention in plain JAX, whose memory is linear in T on every platform.
+"""Blockwise attention in plain JAX, with memory use linear in T on every platform.
 
 Only the scores of one (query block, key block) pair are in memory at a time. The forward pass uses
 online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from the log-sum-exp

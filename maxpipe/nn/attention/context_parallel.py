@@ -3,7 +3,7 @@
 `all_gather`: every device gathers the keys and values of full sequences for its local query tokens.
 Zig-zag order balances the number of computed scores across devices (arXiv:2407.21783). If all
 layers have a window, only tokens within the window are gathered. `ulysses`: an all-to-all converts
-sequence shards for head shards, attention runs on full sequences, and a second all-to-all restores
+sequence shards to head shards, attention runs on full sequences, and a second all-to-all restores
 the sequence shards (arXiv:2309.14509).
 
 `ring`: keys and values rotate around the context axis, and each device sends the next shard while
@@ -158,7 +158,8 @@ def _prepend_preceding_tokens(
 ) -> Float[Array, "_ _ G H"]:
     """Prepend the last tokens of the preceding chunk to each of the two local chunks.
 
-    The tokens before a sequence's first chunk are arbitrary, because no query token sees them.
+    The tokens before a sequence's first chunk are arbitrary, because no query token attends to
+    them.
     """
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]

@@ -78,7 +78,7 @@ def forward(
 
     `beside` is None, a bias `[B, 1, T, S]` added to the scores, or the offsets of packed documents.
     D is B without packed documents; otherwise, D is the maximum number of documents. With packed
-    documents, the T dim of the log-sum-exp starts at the first token of each document.
+    documents, index 0 in the T dim of the log-sum-exp is the first token of each document.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)

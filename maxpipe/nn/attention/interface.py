@@ -35,14 +35,15 @@ class Mask:
     segments: Int[Array, "B T"]
     """Document ID of each query token. A query token attends only to keys of the same document."""
     positions: Int[Array, "B T"] | None = None
-    """Position of each query token within its document. None means the index in the sequence."""
+    """Position of each query token within its document. If None, positions are indices in the
+    sequence."""
     key_segments: Int[Array, "B S"] | None = None
-    """Document ID of each key. None means the document IDs of the query tokens."""
+    """Document ID of each key. If None, the document IDs of the query tokens are used."""
     key_positions: Int[Array, "B S"] | None = None
     """Position of each key within its document. None means that keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Indices of the query tokens within the key sequence, if the device holds a subset. None means
-    the indices 0 to T - 1."""
+    """Indices of the query tokens within the key sequence, if the device holds a subset. If None,
+    the indices are 0 to T - 1."""
     run: int = 0
     """Length of each contiguous run of query tokens if `places` is set. Must divide T."""
     causal: bool = True
@@ -50,7 +51,7 @@ class Mask:
     window: int | Int[Array, ""] = 0
     """Number of tokens that a query token attends to, including itself. 0 means all tokens."""
     windows: tuple[int, ...] = ()
-    """All values that `window` can have if it is an array."""
+    """All possible values of `window`, if it is an array."""
     scale: float | None = None
     """Factor that multiplies the scores. If None, `H ** -0.5` is used."""
     soft_cap: float = 0.0
