@@ -37,7 +37,7 @@ PREAMBLE = f"""\
 and are applied to all attention and MLP projections. Sizes are in GiB per device. The column
 "state" is the size of parameters and optimizer state, and "gradients" is the size of the float32
 accumulators. Both are predicted by `maxpipe plan`. The columns "arguments" (the state and a batch)
-and "peak" are reported by the compiler. The number of TFLOP is that of the compiled program on one
+and "peak" are reported by the compiler. TFLOP counts are those of the compiled program on one
 device.
 
 """

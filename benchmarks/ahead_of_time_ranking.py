@@ -234,8 +234,8 @@ def page_of(rows: Sequence[Row]) -> str:
     place = by_compiler.index(by_forecast[0]) + 1
     correlation, _ = spearmanr(predicted, seconds)
     lines = [
-        f"Spearman correlation of the two orders: {correlation:.3f} (required: at least {LEAST}). "
-        f"The layout that is predicted to be fastest has compiler rank {place} "
+        f"Spearman correlation of the two rankings: {correlation:.3f} (required: at least "
+        f"{LEAST}). The layout that is predicted to be fastest has compiler rank {place} "
         f"(required: at most {AMONG}).",
         "",
         "| predicted rank | predicted ms | compiler rank | compiler ms | compute ms "

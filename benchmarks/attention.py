@@ -126,7 +126,7 @@ def main() -> None:
         [
             "# Blockwise attention",
             f"`python benchmarks/attention.py --write`, JAX {jax.__version__} on {device}. The "
-            f"test is the forward and backward pass in float32 with {HEADS} query heads and "
+            f"benchmark runs the forward and backward pass in float32 with {HEADS} query heads and "
             f"{KV_HEADS} key/value heads of size {SIZE}. `blockwise` and `xla` run alternately, "
             "and a ratio is the time of `blockwise` divided by that of `xla`. Times and ratios are "
             "in processor time over all cores unless stated otherwise. The document column is the "

@@ -55,7 +55,7 @@ def table(cache: Path) -> str:
 
 
 PREAMBLE = f"""\
-# Splash attention in estimates of the TPU compiler
+# TPU compiler estimates for splash attention
 
 `python benchmarks/attention_ahead_of_time.py --write`. No TPU was used. The full train step of
 an 8B-class model with AdamW was compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved

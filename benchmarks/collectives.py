@@ -158,12 +158,12 @@ PREAMBLE = """\
 sequences of 32 tokens per device and microbatch. The model was compiled for CPUs. All counts are
 exact, and no time was measured. The table lists the number of bytes that one device sends in a
 step. All-gathers, reduce-scatters and all-reduces are counted as ring algorithms. Reductions of
-losses and statistics with less than 1100 bytes are omitted. The closed-form expressions are those
-of `maxpipe plan`. The bytes of all-reduces are compared, but not the number of all-reduces, because
+losses and statistics smaller than 1100 bytes are omitted. The closed-form expressions are those of
+`maxpipe plan`. The bytes of all-reduces are compared, but not the number of all-reduces, because
 compilers merge them. Over the tensor axis, the compiler inserts the all-reduces. In the backward
-pass, it reduces the input gradient of each weight matrix separately. The closed-form expression
-excludes the all-reduces of the embedding and the loss head. With sequence parallelism, all other
-collectives are explicit in the program.
+pass, the compiler reduces the input gradient of each weight matrix separately. The closed-form
+expression excludes the all-reduces of the embedding and the loss head. With sequence parallelism,
+all other collectives are explicit in the program.
 
 """
 

@@ -50,10 +50,13 @@ def page(name: str, row: Row, cache: Path) -> str:
     """Return Markdown with the command, its output, its run time and its host memory use."""
     values = compiled(row, cache)
     assert values is not None, f"{row.name} was not compiled"
-    took = f"{values['wall_seconds']:.0f} s, {values['process_bytes'] / GIB:.1f} GiB of host memory"
+    took = (
+        f"{values['wall_seconds']:.0f} s and used {values['process_bytes'] / GIB:.1f} GiB of "
+        "host memory"
+    )
     command = " ".join(["maxpipe compile", *row.arguments])
     text = report.format_compile_report(CompileReport.from_json(values))
-    return f"## {name}\n\n```\n{command}\n{text}\n```\nThe command used {took}.\n"
+    return f"## {name}\n\n```\n{command}\n{text}\n```\nThe command ran for {took}.\n"
 
 
 def main() -> None:

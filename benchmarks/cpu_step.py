@@ -53,10 +53,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], float]] = {
 
 NOTE = """
 The reference without a pipeline in f0c6ded does not match the decoder of that revision. Relative to
-revision 73af47b, the time of the reference was 0.95. The ratios depend on the processor, because
-memory bandwidth limited the copies that were removed. One day earlier, the ratios were 0.69, 0.75
-and 0.74 on another machine, where every step took 1.6 times as long. The last of these ratios
-exceeded its limit.
+revision 73af47b, the time ratio of the reference was 0.95. The ratios depend on the processor,
+because memory bandwidth limited the copies that were removed. One day earlier, the ratios were
+0.69, 0.75 and 0.74 on another machine, where every step took 1.6 times as long. The last of these
+ratios exceeded its limit.
 """
 
 
@@ -268,9 +268,9 @@ def main() -> None:
             f"Model: {MODEL['num_layers']} layers, D {MODEL['d_model']}, F {MODEL['d_mlp']}, "
             f"{MODEL['num_heads']} heads, T {TOKENS}, V {MODEL['vocab_size']}, float32, {ROWS} "
             f"sequences. Layouts with stages use the interleaved schedule with 2 repeats and 8 "
-            f"microbatches. Times are the processor time of a step, as medians of "
-            f"{options.steps - 1} steps. The last column is the largest relative difference of the "
-            f"losses of {options.steps} steps, with a limit of {MOST:.0e}.\n\n"
+            f"microbatches. Times are the processor time per step, as medians of "
+            f"{options.steps - 1} steps. The last column is the largest relative difference "
+            f"between the losses of {options.steps} steps, with a limit of {MOST:.0e}.\n\n"
             "| layout | before | after | ratio | limit | loss difference |\n"
             "| --- | --- | --- | --- | --- | --- |\n"
         )

@@ -91,7 +91,9 @@ def compare(folder: Path) -> list[str]:
         few.writelines(line for number, line in enumerate(all_lines) if number % 8 == 0)
     options = ["--vocab-size", str(VOCABULARY), "--out", str(tokenizer)]
     run(command("tokenizer", "train", str(sample), *options))
-    python = os.environ.get("DATASETS") or sys.exit("DATASETS must name a Python with datasets")
+    python = os.environ.get("DATASETS") or sys.exit(
+        "DATASETS must name a Python interpreter with datasets"
+    )
     times: dict[str, list[float]] = {name: [] for name in ("maxpipe", *WAYS)}
     for number in range(REPEATS):
         seconds, tokens = prepared(folder, lines, tokenizer, number)
@@ -209,9 +211,9 @@ PREAMBLE = f"""\
 are medians. For each comparison, the two programs run alternately, {REPEATS} times each. In the
 comparison of `data prepare`, both programs read the same JSON Lines file, which is generated from
 the source files of the Python standard library. Both use the same byte-level BPE tokenizer with a
-vocabulary of {VOCABULARY}. maxpipe encodes with tiktoken if a tokenizer of this type gives
-identical ids. For all other tokenizer types, both programs use the same library, so only the
-surrounding code differs.
+vocabulary of {VOCABULARY}. For such tokenizers, maxpipe encodes with tiktoken if the resulting
+token IDs are identical. For all other tokenizer types, both programs use the same library, so only
+the surrounding code differs.
 """
 
 if __name__ == "__main__":

@@ -191,17 +191,17 @@ LISTED = "\n".join(
     for each in SHAPES
 )
 PREAMBLE = f"""\
-# MoE layers in estimates of the TPU compiler
+# TPU compiler estimates for MoE layers
 
 `python benchmarks/experts.py --write`. No TPU was used. The forward and backward pass of one
 bfloat16 layer is compiled for one chip of {TOPOLOGY}. The backward pass computes the gradients of
-the input and of all weights. The layer has no balance loss. The comparison is a dense layer whose
-width equals the total width of the experts of one token. `grouped` and `dense` drop no tokens.
-`capacity` has buffers for {CAPACITY} times the mean number of tokens per expert.
+the input and of all weights. The layer has no balance loss. The baseline is a dense layer whose
+width equals the total width of the experts selected for one token. `grouped` and `dense` drop no
+tokens. `capacity` has buffers for {CAPACITY} times the mean number of tokens per expert.
 
 {LISTED}
 
-Cycles are estimates of the compiler, which has no estimates for custom kernels and gathers. Kernels
+Cycles are estimated by the compiler, which has no estimates for custom kernels and gathers. Kernels
 are assumed to reach the matmul rate of the dense layer, including its activation function, for all
 row tiles that they process. Kernels process one additional tile for each expert that starts inside
 a tile. The time of gathers is computed from the bytes that they read and write, at the published

@@ -80,14 +80,14 @@ reports, and "predicted" is the memory that `maxpipe plan` predicts.
 """
 TAIL = """
 The first PyTorch row has no document mask, so tokens can attend to other documents. The script also
-has a row with a dense mask for all token pairs, which was not measured, because the GPU time was
-used up.
+has a row with a dense mask for all token pairs, which was not measured, because the GPU time ran
+out.
 
-A kernel that loads a bias element for every pair of tokens needs twice the time of a kernel that
+A kernel that loads a bias element for every pair of tokens is half as fast as a kernel that
 computes the mask itself ([decision 40](../docs/decisions/0040-segment-aware-gpu-attention.md)).
-Before maxpipe selected the kernel at run time, the step with `names` needed 615.8 ms (44.2% MFU)
-with one document per sequence and 614.7 ms (44.3%) with five. The forward kernel also ran a second
-time in the backward pass. PyTorch needed 682.8 ms with the mask that transformers generates under
+Before maxpipe selected the kernel at run time, the step with `names` took 615.8 ms (44.2% MFU) with
+one document per sequence and 614.7 ms (44.3%) with five. The forward kernel also ran a second time
+in the backward pass. PyTorch took 682.8 ms with the mask that transformers generates under
 `torch.compile`.
 
 The next table shows the time of the forward and backward pass of attention alone, for 8 sequences
@@ -101,7 +101,7 @@ sequences with heads of size 128.
 
 These times and the earlier step times were measured with a separate script. The working memory of
 the kernel grows with the maximum number of documents, so the maximum is 8. With 32, the step with
-five documents needed 60.56 GiB instead of 48.34 GiB, and 488.1 ms.
+five documents used 60.56 GiB instead of 48.34 GiB, and took 488.1 ms.
 
 The profiler divides the 521 ms of the step with `names` and one document as follows:
 

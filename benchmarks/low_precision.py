@@ -96,7 +96,7 @@ TEXT = """# int8 and fp8 matmuls
 `python benchmarks/low_precision.py --write`.
 
 The first table contains training losses of the quickstart's model, which has 8 layers. The default
-uses float32 matmuls, and the other rows use 8-bit matmuls. Runs have {steps} steps of 8 x 128
+uses float32 matmuls, and the other rows use 8-bit matmuls. Each run has {steps} steps of 8 x 128
 tokens. Each loss is the mean over {every} steps. The last column is the mean difference from the
 default over the second half of the run. The first column gives `model.matmul`,
 `model.matmul_scales` and, if set, `model.matmul_weight_gradients`.
@@ -111,7 +111,7 @@ recomputation.
 
 {compiled}
 
-The MLP gains most, because a matmul of its width needs more time than the passes that quantize its
+The MLP gains most, because a matmul of its width takes longer than the passes that quantize its
 operands. The attention projections are only as wide as the model and gain nothing.
 """
 

@@ -179,14 +179,14 @@ The differences between layouts near the top are smaller than the variation of a
 time, so their order changes between runs of this benchmark. The correlations cover only the best
 few percent of the layouts in a search. The predictions have the following known errors:
 
-- Predictions for tensor parallelism without sequence parallelism (`sequence_parallel=False`) are up
-  to 25% too slow. The cost of splitting layers is measured with sequence parallelism and also used
-  without it.
-- Predictions with one gather per small layer are too fast (`deep`,
-  `ici_fsdp=8 weight_gather=iteration`). With 2 and 4 microbatches, the error is 20%. Devices that
-  share CPU cores wait for each other at each gather, but the calibration measures only the wait
-  times of complete ticks.
-- Predictions with `remat=none` are up to 10% too slow.
+- For tensor parallelism without sequence parallelism (`sequence_parallel=False`), predicted times
+  are up to 25% too long. The cost of splitting layers is measured only with sequence parallelism,
+  but is also used without it.
+- With one gather per small layer, predicted times are too short (`deep`, `ici_fsdp=8
+  weight_gather=iteration`). With 2 and 4 microbatches, the error is 20%. Devices that share CPU
+  cores wait for each other at each gather, but the calibration measures only the wait times of
+  complete ticks.
+- With `remat=none`, predicted times are up to 10% too long.
 - The loss head is not measured separately.
 """
 

@@ -109,11 +109,11 @@ PREAMBLE = f"""\
 
 `python benchmarks/packing.py --write`, on one core. The first table packs {DOCUMENTS:,} documents
 with log-normal lengths (median 403 tokens, mean 829). The second table packs the files of the
-Python standard library, with one token per byte. A plan may need at most {SECONDS} s. The lower
-bound is the number of sequences that the tokens would fill without gaps. Packing without splitting
-documents cannot need fewer sequences. Efficiency is the fraction of positions that have a target.
-*Documents split* is the fraction of documents that would fit in one sequence but are split across
-two or more.
+Python standard library, with one token per byte. The time limit for a plan is {SECONDS} s. The
+lower bound is the number of sequences that the tokens would fill without gaps. Packing without
+splitting documents can never use fewer sequences. Efficiency is the fraction of positions that have
+a target. *Documents split* is the fraction of documents that would fit in one sequence but are
+split across two or more.
 """
 
 if __name__ == "__main__":

@@ -200,7 +200,7 @@ def table() -> str:
     return "\n".join(
         [
             f"The model has {num_params(describe(config.model)) / 1e6:.0f} M parameters, and a "
-            f"step of {config.train.batch_size * config.train.sequence_length:,} tokens needs "
+            f"step of {config.train.batch_size * config.train.sequence_length:,} tokens runs in "
             f"{step:.2f} s. The guard is measured with steps of {SHORT['sequence_length']} tokens.",
             "",
             "| operation | seconds | relative to a step |",

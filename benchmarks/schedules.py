@@ -209,11 +209,12 @@ def tables(rounds: int) -> str:
         f"Model: {MODEL.num_layers} layers, D {MODEL.d_model}, F {MODEL.d_mlp}, "
         f"{MODEL.num_heads} heads, T {TOKENS}, V {MODEL.vocab_size}, float32. The mesh is {STAGES} "
         f"stages x fsdp {FSDP}, with {REPEATS} repeats unless stated otherwise and "
-        f"{ROWS_PER_MICROBATCH} sequences per microbatch. A program computes value and gradients.",
+        f"{ROWS_PER_MICROBATCH} sequences per microbatch. Each program computes the loss and the "
+        "gradients.",
         "",
         f"M = 8. Times are medians of {rounds} rounds, relative to the first row. The column "
         "'CPU time / fsdp 8' is relative to the second row. Collectives are counted in the program "
-        f"text. Gradients differ by at most {error:.1e} of the maximum of their array.",
+        f"text. Gradients differ by at most {error:.1e} of the largest entry in their array.",
         "",
         "| program | wall time | CPU time | CPU time / fsdp 8 | temp MiB | temp ratio | bubble | "
         + " | ".join(COLLECTIVES)

@@ -195,7 +195,7 @@ def _entries(mode: Mode, entries: list[tuple[float, float, str, str]]) -> list[s
 
 
 PREAMBLE = f"""\
-# Gather and remat modes in estimates of the TPU compiler
+# TPU compiler estimates for gather and remat modes
 
 `python benchmarks/tpu_ahead_of_time.py --write`. No TPU was used. The full train step of an
 8B-class model with AdamW ({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}) was compiled for

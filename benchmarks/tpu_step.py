@@ -221,33 +221,33 @@ relative to all traffic that a device sends.
   for 1%. bfloat16 norms and RoPE were not tested. All norms are fused with matmuls or sums, and the
   RoPE matmuls are already in bfloat16.
 - With the expert axis, XLA copied all rows before each exchange, because the same buffer was input
-  and output. With a separate, uninitialized output buffer, 216 of 322 Mcycles of copies are not
-  needed. Removing the row of zeros for tokens without an expert saves another 20 Mcycles. The step
+  and output. With a separate, uninitialized output buffer, 216 of the 322 Mcycles of copies are
+  avoided. Removing the row of zeros for tokens without an expert saves another 20 Mcycles. The step
   improved from 2.31 to 2.07 Gcycles.
 - Variants of the exchange were compiled once each, in a separate program with one exchange in each
-  direction (not in the tables). This program needs 7.7 Mcycles with the copy and 5.1 Mcycles with
-  the uninitialized buffer. It needs 11.2 Mcycles with a buffer of zeros, 11.6 Mcycles with rows in
+  direction (not in the tables). This program takes 7.7 Mcycles with the copy and 5.1 Mcycles with
+  the uninitialized buffer. It takes 11.2 Mcycles with a buffer of zeros, 11.6 Mcycles with rows in
   two dims in the compiler's layout, and 16.2 Mcycles with pairs of elements as 32-bit words.
-- Expert kernels were previously counted for the full buffer, which has four times the occupied
-  rows. They now report the rows that they multiply. Activations and copies still process the unused
-  rows. A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the tokens
-  that exceed it.
+- Expert kernels were previously counted for the full buffer, which has four times as many rows as
+  are occupied. They now report the rows that they multiply. Activations and copies still process
+  the unused rows. A smaller `model.moe.all_to_all_capacity_factor` reduces the buffer and drops the
+  tokens that exceed it.
 - No operation reads the region of the buffer that the exchange does not write.
   `tests/pipeline/test_axes.py` runs the exchange with NaN in this region.
 - Gathers and sums in loops over layers can use fusions or sparse cores (see the tables below and
   decision 31). Newer compilers reject fused gathers on chips other than v5e. With libtpu 0.0.42,
   only sums run on the sparse cores. Sums on the sparse cores need fewer cycles and less memory than
-  fused gathers, but slightly more waiting. With 0.0.50 (JAX 0.12) the same step needs 0.449
-  Gcycles, and all but 4.8 GiB are asynchronous (one compilation, not in the tables).
+  fused gathers, but slightly more waiting. With 0.0.50 (JAX 0.12) the same step takes 0.449
+  Gcycles, and all but 4.8 GiB of the traffic is asynchronous (one compilation, not in the tables).
 - The older compiler always runs the gathers of `window` before the loop over ticks. Neither
   `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make these gathers
   asynchronous. The newer compiler runs the gathers on the sparse cores, in parallel with each other
-  and with pending reductions. With 16 layers, the step needs 1.284 Gcycles with 2.3 GiB exposed.
-  The older compiler needs 1.286 Gcycles with 9.3 GiB exposed (one compilation each, not in the
-  tables).
-- A scoped VMEM limit of 32 MiB instead of 24 MiB saves 0.9 to 2% of the cycles of dense steps, also
-  with tensor parallelism (one compilation each, not in the tables). The limit has no effect on
-  steps with experts.
+  and with pending reductions. With 16 layers, the step takes 1.284 Gcycles with 2.3 GiB exposed.
+  The older compiler's program takes 1.286 Gcycles with 9.3 GiB exposed (one compilation each, not
+  in the tables).
+- A scoped VMEM limit of 32 MiB instead of 24 MiB saves 0.9 to 2% of the cycles of dense steps,
+  including with tensor parallelism (one compilation each, not in the tables). The limit has no
+  effect on steps with experts.
 - Activations in host memory are transferred during the loops over layers. `maxpipe compile` reports
   the link rate that is necessary to overlap these transfers fully. Transferring the gate and up
   activations exceeds the bandwidth of a host link, so smaller activations should be offloaded.
@@ -256,10 +256,10 @@ relative to all traffic that a device sends.
   the transfer, so offloading saves memory at the cost of time. XLA's peak also includes host
   memory, which maxpipe's reports now exclude.
 - Offloaded optimizer state was also compiled once for 8 layers of the 8B model on v5p:2x2x1 (not in
-  the tables). The vocabulary size is 8192. The mesh has 2 stages x fsdp 2, and the moments need
+  the tables). The vocabulary size is 8192. The mesh has 2 stages x fsdp 2, and the moments take
   3.75 GiB. Arguments fall from 5.63 to 1.88 GiB, and the peak from 11.45 to 7.88 GiB. The step
-  sends 3.75 GiB to the host, and the report lists 7.5 GiB from the host. Half of these belong to
-  the branch that checks an update, which almost never runs.
+  sends 3.75 GiB to the host, and the report lists 7.5 GiB from the host. Half of this traffic
+  belongs to the branch that checks an update, which almost never runs.
 
 """
 

@@ -94,10 +94,10 @@ class Engine:
     """Whether each parameter is used in its stored dtype. If None, all parameters are cast to the
     compute dtype."""
     contracted_dims: Tree = None
-    """Number of leading dims contracted by the matmul of each parameter that is quantized to 8
+    """Number of leading dims that the matmul contracts, for each parameter that is quantized to 8
     bits; 0 for all other parameters. If None, no parameter is quantized."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of the parameters with `contracted_dims`."""
+    """Quantizer of the parameters whose entry in `contracted_dims` is nonzero."""
     gradient_specs: Tree = None
     """PartitionSpec of the gradient of each trainable parameter. If None, the parameters' own specs
     are used."""
@@ -329,5 +329,5 @@ def _sum_sources(sums: jax.Array) -> jax.Array:
 
 
 def _from_first_stage(loss: jax.Array) -> jax.Array:
-    """Return the loss of this device's sequences from stage 0; all stages compute the same loss."""
+    """Return stage 0's loss for this device's sequences; all stages compute the same loss."""
     return broadcast_from(loss, STAGE, 0)

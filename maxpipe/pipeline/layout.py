@@ -142,7 +142,7 @@ class LayerLayout:
         return (same & earlier).sum(axis=-1).astype(np.int32)
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
-        """Stack layers `{type: [n, ...]}`, which are in model order. Layer types may be missing.
+        """Stack layers given in model order as `{type: [n, ...]}`. Layer types may be missing.
 
         Returns `{type: [R, P, L, ...]}` for the chunks and `{type: [n, ...]}` for the prologue.
         """
@@ -221,7 +221,7 @@ class LayerTypeStack:
     @cached_property
     def _number_at(self) -> np.ndarray:
         """Return int `[R * P * L]`: the index of each layer among the ring layers of this type, or
-        -1.
+        -1 for padding.
         """
         numbers = {layer: n for n, layer in enumerate(self.layers[self.num_prologue_layers :])}
         return np.array([numbers.get(int(layer), -1) for layer in self.layer_at], int)
@@ -242,7 +242,7 @@ class LayerTypeStack:
         return ring.reshape(*self.shape, *layers.shape[1:])
 
     def unstack(self, stacked: jax.Array, outside: jax.Array | None = None) -> jax.Array:
-        """Return `[n, ...]` in model order, without padding, given `[R, P, L, ...]`.
+        """Return the layers `[n, ...]` in model order, without padding, given `[R, P, L, ...]`.
 
         `outside` contains the prologue layers of this type, if any.
         """

@@ -122,7 +122,7 @@ class LossGradients(NamedTuple):
 
 
 class _Logits(NamedTuple):
-    """Float32 logits for this stage's columns of the vocabulary."""
+    """Float32 logits for this stage's vocabulary columns."""
 
     values: Float[Array, "B T v"]
     slope: Float[Array, "B T v"] | float | None
@@ -200,8 +200,8 @@ class LossHead(NamedTuple):
         count: int,
         temperature: float,
     ) -> tuple[Float[Array, "B T K"], Int[Array, "B T K"]]:
-        """Return the `count` largest log-probabilities of each token, in sorted order, and their
-        token IDs.
+        """Return the `count` largest log-probabilities at each position in descending order, and
+        their token IDs.
         """
 
         def of_block(output: Array, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
@@ -233,8 +233,8 @@ class LossHead(NamedTuple):
         """Return the loss, and the gradients of the loss multiplied by `scale`.
 
         `output` comes from the last stage, `head` is this stage's shard, and `inputs` are the
-        microbatch's arrays. MTP heads (`ahead`) add to both gradients. The other results of MTP
-        heads are the second return value (see `MtpLossHeads.add`).
+        microbatch's arrays. MTP heads (`ahead`) contribute to both gradients. The other results of
+        MTP heads are the second return value (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)
         output, mask, given = self._token_arrays(output, inputs)
@@ -409,8 +409,8 @@ class LossHead(NamedTuple):
     def _segment_losses(
         self, scores: Scores, inputs: Any, scale: Float[Array, ""] | None
     ) -> tuple[Float[Array, "*sums"], Scores]:
-        """Compute the results of `_token_losses` for a per-segment objective; `scores` must cover
-        all tokens.
+        """Compute the same results as `_token_losses` for a per-segment objective; `scores` must
+        cover all tokens.
         """
         weight, rows = inputs[self.objective.normaliser], self._sum_by_segment(scores, inputs)
         lost, cotangents, reports = _value_and_grad(self.objective, rows, inputs, weight, scale)
@@ -528,7 +528,7 @@ def sum_by_source(
 
 def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
     """Return the einsum with float32 accumulation. The CPU backend lacks some bfloat16 matmuls, so
-    it casts the inputs to float32.
+    inputs are cast to float32 on CPU.
     """
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)
     if a.dtype != jnp.bfloat16:

@@ -136,8 +136,8 @@ class MtpLossHeads:
         return self.weights.zeros(self.local_weights)
 
     def empty_results(self, like: Float[Array, "B T D"], inputs: Tree) -> MtpResults:
-        """Return zero results. `like` is an activation, and `inputs` are the arrays of a
-        microbatch.
+        """Return results initialized to zero. `like` is an activation, and `inputs` are the arrays
+        of a microbatch.
         """
         losses = mark_varying(jnp.zeros(self.num_heads, jnp.float32))
         if not isinstance(self.functions, MtpLayerFns):

@@ -39,12 +39,12 @@ class BatchArraySpec(NamedTuple):
 class Objective(ABC):
     """A loss function per token or per segment.
 
-    A per-token objective receives scores in the shape of the IDs and returns losses `[B, T]`, which
-    are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of each
-    segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is `segments_per_loss`
-    times N, and segment s contains the tokens with segment ID s + 1. Metrics have the same shape as
-    the losses. The step divides the sum of the losses and of each metric by the sum of the
-    `normaliser` array over the batch.
+    A per-token objective receives scores with the shape of the IDs and returns losses `[B, T]`,
+    which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of
+    each segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is
+    `segments_per_loss` times N, and segment s contains the tokens with segment ID s + 1. Metrics
+    have the same shape as the losses. The step divides the sum of the losses and of each metric by
+    the sum of the `normaliser` array over the batch.
     """
 
     segments_per_loss: ClassVar[int] = 0

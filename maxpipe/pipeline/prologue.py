@@ -146,15 +146,11 @@ class Embedding(NamedTuple):
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
-        """Exchange this device's columns for all shards' tokens with all columns for its own
-        tokens.
-        """
+        """Exchange this device's columns of all shards' tokens for all columns of its tokens."""
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """Exchange all columns for this device's tokens with its own columns for all shards'
-        tokens.
-        """
+        """Exchange all columns of this device's tokens for its columns of all shards' tokens."""
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.
@@ -333,7 +329,7 @@ class PrologueLayers:
         return jnp.minimum(members, self.schedule.num_microbatches - 1)
 
     def _work(self, number: jax.Array, slot: jax.Array) -> SlotWork:
-        """Return the work of a round, which is the same on every stage.
+        """Return this stage's work in a round; the trip count is the same on every stage.
 
         The last round can be short. A stage without a microbatch then processes the last microbatch
         again and discards the result.

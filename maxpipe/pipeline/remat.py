@@ -8,8 +8,8 @@ identified by data flow, not by shape.
 A split backward pass divides the traced program into two parts: input gradients first, weight
 gradients later. Both parts come from the same program, so shared intermediates are computed once,
 in the first part. Intermediates that the second part needs are saved between the parts; a minimum
-cut of the data flow minimizes their size in bytes. Cheap elementwise operations can be recomputed
-in the second part; matmuls are never recomputed.
+cut of the data-flow graph minimizes their size in bytes. Cheap elementwise operations can be
+recomputed in the second part; matmuls are never recomputed.
 
 Source: JaxPP partitions the jaxpr of the backward pass for zero-bubble schedules
 (arXiv:2412.14374). The minimum cut follows arXiv:2206.11719, which uses it to select the values to
@@ -186,7 +186,7 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value whose reshaped copy this value is, or the value itself."""
+        """Return the value before any reshapes that produced this value."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -202,7 +202,7 @@ class FlatJaxpr:
         return {value, *read}.intersection(self.inputs)
 
     def environment(self, names: Sequence[int], values: Arrays) -> dict[int, Any]:
-        """Return a dict from value numbers to arrays, including the constants."""
+        """Return a dict that maps value numbers to arrays, including the constants."""
         return {**self.constants, **dict(zip(names, values, strict=True))}
 
     def run(self, equations: Sequence[int], env: dict[int, Any]) -> None:
@@ -225,7 +225,7 @@ class FlatJaxpr:
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Return whether a value already varies over the axes of `mark`, as kept values do."""
+    """Return whether a value varies over the axes of `mark`, which is true of kept values."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)
@@ -250,7 +250,7 @@ _INFINITE_CAPACITY = 2**31 - 1
 def _min_cut(
     flat: FlatJaxpr, early: set[int], late: list[int], outputs: Sequence[int], free: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the values to keep between the two parts, and the early equations to recompute.
+    """Return the values to keep between the two parts, and the first-part equations to recompute.
 
     Every value is an edge whose capacity is its size in bytes; cutting the edge means keeping the
     value. Values that must not be recomputed are connected to the source, and values that the

@@ -1,7 +1,7 @@
 """Run the layers of one chunk in a slot of the schedule: forward, backward, or weight gradients.
 
 The layers in a slot run in a loop whose trip count is read from the table: 0 if the stage is idle.
-Conditionals are avoided, because XLA would copy buffers in them. With several layer types, every
+Conditionals are avoided, because XLA copies buffers inside them. With several layer types, every
 iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's stacks
 are indexed by the inner counter; otherwise, XLA would treat the reads as loop-invariant and copy
 them out of the loop. With `idle="compute"`, every stage runs as many iterations as the busiest
@@ -190,8 +190,8 @@ class Reports(NamedTuple):
 class LayerSlots:
     """Run the layers of a stage's chunks.
 
-    Trees of weights, gradients and saved arrays are dicts keyed by layer type. The argument `held`
-    of the methods is the weight tree: all weights of the stage, or the prefetch window.
+    Trees of weights, gradients and saved arrays are dicts keyed by layer type. The methods' `held`
+    argument is the weight tree: all weights of the stage, or the prefetch window.
     """
 
     layers: dict[str, LayerFn]
@@ -492,8 +492,8 @@ class LayerSlots:
         stash: Tree,
         deferred: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input, and the deferred arrays with those of this chunk
-        added.
+        """Return the gradient of a chunk's input, and the deferred arrays including those of this
+        chunk.
         """
         kept, kept_bases = self._saved_activations(pieces, held, work, stash)
         bases = self._stack_offsets(work.chunk)

@@ -66,7 +66,7 @@ class TickTable(NamedTuple):
 
     @classmethod
     def from_schedule(cls, schedule: Schedule, layout: LayerLayout, idle: Idle) -> TickTable:
-        """Return the columns of a schedule that the program uses."""
+        """Return the schedule columns that the program uses."""
         names = [name for name in SlotRow._fields if not name.startswith("any_")]
 
         def columns(slots: SlotColumns) -> SlotRow:
@@ -173,7 +173,8 @@ def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
     """Run all ticks of a program, gathering weights into the prefetch window between them."""
     visits, weights, slots = program.schedule.weight_window, program.weights, program.slots
     # Iteration i runs the ticks between gathers i - 1 and i, overlapped with gather i. The first
-    # iteration runs no ticks. The last iteration has no new gather, so it repeats the previous one.
+    # iteration runs no ticks. The last iteration has nothing new to gather, so it repeats the
+    # previous gather.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
     starts = np.append(visits.gather_tick[:1], stops[:-1])
     # Number of reductions due before each iteration. The remaining reductions run after the loop.

@@ -50,7 +50,7 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
-    """Return the full tree with leaves replaced by those of a partial tree.
+    """Return the full tree, with every leaf that also exists in the partial tree replaced.
 
     An 8-bit weight is kept, and its `gradient` is set to the new leaf.
     """
@@ -77,7 +77,7 @@ class WeightSharding:
     axes: tuple[str, ...] = ()
     """Mesh axes over which this dim is sharded, including fsdp."""
     ungathered_axes: tuple[str, ...] = ()
-    """Mesh axes over which another dim is sharded that is never gathered. Each device uses its
+    """Mesh axes that shard another dim, which is never gathered. Each device uses its
     shard to process the tokens of all devices along these axes."""
     auto_axes: tuple[Any, ...] = ()
     """Auto axes over which each dim is sharded, in the format of a PartitionSpec."""
@@ -92,7 +92,7 @@ class WeightSharding:
     reduce_dtype: str = "float32"
     """Dtype in which gradients are communicated in reductions."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of the weight, which is then gathered in 8 bits. None if the weight is not
+    """Quantizer for the weight, which is then gathered in 8-bit form. None if the weight is not
     quantized."""
     contracted_dims: int = 0
     """Number of leading dims contracted by the matmul, not counting the `num_stacked` stacked
@@ -137,7 +137,7 @@ class WeightSharding:
 
     @property
     def stacked(self) -> WeightSharding:
-        """Return the sharding of such weights stacked along a new leading dim."""
+        """Return the sharding of weights like this one, stacked along a new leading dim."""
         dim = self.dim if self.dim == NOT_SHARDED else self.dim + 1
         automatic = (None, *self.auto_axes)
         return replace(self, dim=dim, auto_axes=automatic, num_stacked=self.num_stacked + 1)

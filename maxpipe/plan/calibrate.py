@@ -78,7 +78,7 @@ FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 MiB)."""
 NUM_STREAMED_PARAMS = 2**25
 """Number of parameters in the timed update. With moments and gradients, they occupy 512 MiB, which
-exceeds the caches. This is the count per device, or in total if the devices share the memory of one
+exceeds the caches. The count is per device, or the total if the devices share the memory of one
 machine."""
 _MAX_MEMORY_SHARE = 0.9
 """Maximum fraction of a layer's time that can be attributed to memory traffic."""
@@ -213,7 +213,8 @@ def fit_hardware(
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
-        # A transfer that is as fast as an almost empty collective does not determine the bandwidth.
+        # If a transfer is as fast as an almost empty collective, the bandwidth cannot be
+        # determined.
         rates = [
             sent / (seconds - found.latency)
             for seconds, sent in moved
@@ -231,7 +232,7 @@ def fit_hardware(
 def _fit_size_figures(
     measured: Sequence[tuple[float, float]], predicted: Sequence[float]
 ) -> dict[str, float]:
-    """Fit the dependence of the time per token on the microbatch size, relative to the prediction.
+    """Fit how the time per token depends on the microbatch size, relative to the prediction.
 
     The prediction already includes the cost per microbatch of reading weights and accumulating
     gradients.

@@ -152,8 +152,8 @@ class CompileReport:
     buffers: dict[str, int]
     """Size in bytes of the buffers carried by the tick loop; included in `working_bytes`."""
     beside_bytes: int = 0
-    """Calculated size in bytes of device memory outside the step's arguments: the reference
-    parameters of GRPO."""
+    """Calculated size in bytes of device memory that is not part of the step's arguments: GRPO's
+    reference parameters."""
     entries: list[ProfileLine] = field(default_factory=list)
     """Operations on the busiest stages in descending order of cycles; empty without cycle
     estimates."""
@@ -295,7 +295,7 @@ def _save_error(save: Path) -> ConfigError:
 def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
     """Return descriptions of the costs that a compiler without a GPU cannot determine."""
     found = [
-        "time: the compiler estimates no cycles for GPUs",
+        "time: the compiler has no cycle estimates for GPUs",
         "kernels: without a GPU, there is no autotuning and there are no Triton matmuls, so a run "
         "can use other kernels and other workspace sizes",
         "memory of CUDA and NCCL outside the program",
@@ -506,7 +506,7 @@ def executions(
         shares = {
             rf"{outside}/{embed}/cond$": schedule.prologue.forward,
             rf"{outside}/{embed_grad}/cond$": schedule.prologue.backward,
-            # Equally many microbatches enter and leave the pipeline.
+            # As many microbatches leave the pipeline as enter it.
             rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}

@@ -200,7 +200,7 @@ class CostModel:
         """Return the time in seconds of the MTP layers for one microbatch, including their
         embedding lookup.
 
-        The forward pass of MTP layers runs twice for every `pipeline.remat` mode.
+        The forward pass of MTP layers runs twice in every `pipeline.remat` mode.
         """
         if not (layers := self.sizes.layers.mtp):
             return 0.0
@@ -229,7 +229,7 @@ class LayerCost:
 
     @cached_property
     def traffic(self) -> LayerTraffic:
-        """Return the communication of the layer."""
+        """Return the layer's communication."""
         return LayerTraffic(self.model.sizes, self.name)
 
     @cached_property
@@ -320,7 +320,7 @@ class LayerCost:
 
     @cached_property
     def size_factor(self) -> float:
-        """Return the time per token, relative to that of the fastest microbatch size."""
+        """Return the time per token, relative to the fastest microbatch size."""
         hardware = self.model.hardware
         if not hardware.fastest_mib:
             return 1.0
@@ -449,9 +449,7 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Return the fraction of trained weights among the weights that are applied to each
-        token.
-        """
+        """Return the fraction of the weights applied to each token that are trained."""
         sizes = self.model.sizes
         computed = sizes.params.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0

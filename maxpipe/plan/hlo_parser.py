@@ -23,7 +23,7 @@ class Instruction:
 
     name: str
     shape: str
-    """Shape as printed. For a tuple, this is the shapes of all its members."""
+    """Shape as printed. For a tuple, the shapes of all its members."""
     opcode: str
     operands: tuple[str, ...]
     """Names of the operands in the same computation; for a constant, its value."""
@@ -127,7 +127,7 @@ def parse_hlo(text: str) -> Module:
         elif _INSTRUCTION.match(line):
             current.append(line)
         elif current:
-            # The metadata of a kernel contain line breaks. The cycle estimate and the origin are on
+            # A kernel's metadata contains line breaks. The cycle estimate and the origin are on
             # the last line.
             current[-1] += f"\n{line}"
     if not entry:
@@ -144,8 +144,8 @@ def _instruction(text: str) -> Instruction:
     opcode, _, _ = rest.partition("(")
     end = _closing(rest, len(opcode))
     pieces = split_operands(rest[len(opcode) + 1 : end - 1])
-    # CPU programs print an operand as `f32[8]{0} %name`. TPU programs print the same operand as
-    # `%name`.
+    # In CPU programs, an operand is printed as `f32[8]{0} %name`. In TPU programs, the same operand
+    # is printed as `%name`.
     operands = tuple(piece.split()[-1].lstrip("%") for piece in pieces)
     return Instruction(name, shape, opcode, operands, rest[end:])
 

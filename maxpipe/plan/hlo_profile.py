@@ -60,8 +60,8 @@ class InstructionCost:
     count: float
     """Number of executions per run of the program."""
     flops: float = 0.0
-    """FLOP of the matmuls in one execution; a multiply-add counts as 2. For a kernel, the FLOP come
-    from its scope name or its cost estimate."""
+    """FLOP of the matmuls in one execution; a multiply-add counts as 2. For a kernel, the count is
+    read from its scope name or its cost estimate."""
     fused: Computation = field(default_factory=dict)
     """Instructions in a fusion; empty for other instructions."""
 
@@ -77,7 +77,7 @@ class InstructionCost:
 
     @property
     def num_bytes(self) -> float:
-        """Return the size in bytes of the largest result, times the number of executions."""
+        """Return the size in bytes of the largest result, times the execution count."""
         return max(array_bytes(self.instruction.shape), default=0) * self.count
 
 
@@ -108,7 +108,7 @@ class Collective:
     flops_between: float = 0.0
     """FLOP of the matmuls and kernels in these instructions, including loops."""
     between_slices: bool = False
-    """Whether hosts send the data between slices. If so, `group` contains device IDs."""
+    """Whether the hosts transfer the data between slices. If so, `group` contains device IDs."""
 
     @property
     def total_bytes(self) -> float:
@@ -203,7 +203,7 @@ def profile_program(
             windows.
         regions: patterns for `op_name`, keyed by region name. Called computations belong to the
             region of their caller.
-        copy_bytes: minimum size in bytes of copies inside loops for them to be listed.
+        copy_bytes: copies inside loops are listed only if they are at least this many bytes.
     """
     walk = _Walk(module, trips or {}, shares or {}, windows or {}, regions or {}, copy_bytes)
     walk.visit(module.entry, 1.0, "", 0)

@@ -1,4 +1,4 @@
-"""List the operations of a compiled step that need the most cycles.
+"""List the most expensive operations of a compiled step, by cycles.
 
 An entry contains the costs of one instruction of the compiled program, summed over its executions.
 Cycles are the compiler's estimate. The compiler has no estimate for kernels, so their cycles are
@@ -66,7 +66,7 @@ class ProfileLine:
 
 
 def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
-    """Return all entries sorted by cycles, or an empty list if the compiler estimates no cycles."""
+    """Return all entries sorted by cycles, or an empty list without cycle estimates."""
     clock = hardware.clock_ghz * 1e9
     if not found.cycles or not clock:
         return []

@@ -337,7 +337,7 @@ def _with_float32(sizes: Sizes) -> Sizes:
 
 @cache
 def _has_older_cpu_compiler() -> bool:
-    """Return whether the installed jax has an older CPU compiler, without importing jax."""
+    """Return whether the installed jax has the older CPU compiler; does not import jax."""
     try:
         major, minor, *_ = importlib.metadata.version("jax").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -355,8 +355,7 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # A wider dtype adds half of a buffer's float32 size, so a float32 copy is twice that
-    # difference.
+    # Widening adds half of a buffer's float32 size, so a float32 copy needs twice the difference.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
@@ -364,7 +363,7 @@ WEIGHT_COPIES = {"iteration": 2.0, "window": 0.8, "step": 0.8}
 """Number of compute-dtype copies of a layer's gathered weights and gradients during its backward
 pass. This constant and the next two are fitted to measurements on TPU."""
 SCORE_COPIES = 2.9 / 2
-"""Actual number of copies of the attention scores per copy that a sublayer declares. The scores of
+"""Number of attention-score copies in memory for each copy that a sublayer declares. The scores of
 all attention blocks are live at the same time."""
 REDUCED_COPIES = 1.2
 """Number of copies of unsharded activations held by tensor-parallel reductions, in addition to the
@@ -422,15 +421,15 @@ CPU_GATHERED = 4.0
 """Number of copies of activations that are gathered or not yet reduced, if tokens are sharded
 between matmuls; fitted to measurements."""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Number of copies of every array that a sublayer declares, if activations are saved and if they
-are recomputed; fitted to measurements."""
+"""Number of copies of every array that a sublayer declares: with saved activations, and with
+recomputed activations. Fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
 """Number of copies of the attention scores while other arrays are live, and during the backward
 pass of attention; fitted to measurements."""
 CPU_BARRIER_COPIES = 0.6
-"""Number of copies of each array that optimization barriers would avoid, if the compiler drops the
-barriers; fitted to measurements. Operands of matmuls already have the right layout, unless tokens
-are sharded."""
+"""Number of additional copies of each array if the compiler drops the optimization barriers that
+would avoid these copies; fitted to measurements. Operands of matmuls already have the right layout,
+unless tokens are sharded."""
 CPU_GATHERING = 2 / 3
 """Fraction of a stage's gathered float32 weights that are live during their conversion to the
 compute dtype; fitted to measurements. All weights are gathered before the first conversion."""

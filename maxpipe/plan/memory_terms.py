@@ -32,20 +32,20 @@ class Term:
 TERMS: dict[str, Term] = {
     "state": Term(
         "parameters and optimizer state",
-        "more mesh.ici_fsdp, mesh.ici_stage or mesh.ici_tensor",
+        "a larger mesh.ici_fsdp, mesh.ici_stage or mesh.ici_tensor",
     ),
     "gradients": Term(
         "gradient accumulators",
-        "pipeline.weight_gather=iteration (sharded over fsdp), more mesh.ici_fsdp or "
+        "pipeline.weight_gather=iteration (sharded over fsdp), a larger mesh.ici_fsdp or "
         "mesh.ici_stage",
     ),
     "copies": Term(
         "parameter shards in the compute dtype",
-        "pipeline.remat=chunk (no copies on TPUs), more mesh.ici_fsdp",
+        "pipeline.remat=chunk (no copies on TPUs), a larger mesh.ici_fsdp",
     ),
     "turned": Term(
         "transposed parameter shards, because GPUs gather along the first dimension",
-        "more mesh.ici_fsdp or mesh.ici_stage",
+        "a larger mesh.ici_fsdp or mesh.ici_stage",
     ),
     "widened": Term(
         "float32 copies of narrower arrays, because CPUs compute in float32",
@@ -57,42 +57,42 @@ TERMS: dict[str, Term] = {
     ),
     "window": Term(
         "unsharded weights of the chunks in use",
-        "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
+        "pipeline.weight_gather=iteration, or a larger pipeline.repeats (shorter chunks)",
     ),
     "partial": Term(
         "unreduced gradients of complete chunks",
-        "pipeline.weight_gather=iteration, or more pipeline.repeats (shorter chunks)",
+        "pipeline.weight_gather=iteration, or a larger pipeline.repeats (shorter chunks)",
     ),
     "stash": Term(
         "activations saved for the backward pass",
-        "pipeline.remat=full or chunk, pipeline.offloaded_names, more (smaller) "
+        "pipeline.remat=full or chunk, pipeline.offloaded_names, a larger "
         "pipeline.microbatches, a smaller pipeline.group",
     ),
     "deferred": Term(
         "inputs of deferred weight gradients",
-        "a schedule without split backwards (pipeline.schedule=interleaved), more (smaller) "
+        "a schedule without split backwards (pipeline.schedule=interleaved), a larger "
         "pipeline.microbatches",
     ),
-    "inbox": Term("receive buffers", "more (smaller) pipeline.microbatches"),
-    "sent": Term("send buffers", "more (smaller) pipeline.microbatches"),
+    "inbox": Term("receive buffers", "a larger pipeline.microbatches"),
+    "sent": Term("send buffers", "a larger pipeline.microbatches"),
     "outside": Term(
         "activations of the prologue layers",
         "pipeline.prologue_layers=0, pipeline.remat=chunk",
     ),
-    "reports": Term("losses and statistics of layers", "more mesh.ici_stage"),
-    "ahead": Term("losses and statistics of MTP heads", "fewer model.mtp_heads"),
+    "reports": Term("losses and statistics of layers", "a larger mesh.ici_stage"),
+    "ahead": Term("losses and statistics of MTP heads", "a smaller model.mtp_heads"),
     "update": Term(
         "copies of gradients during their reduction and the optimizer update",
-        "more mesh.ici_fsdp or mesh.ici_stage, optim.name=adamw",
+        "a larger mesh.ici_fsdp or mesh.ici_stage, optim.name=adamw",
     ),
     "logits": Term(
         "logits of a microbatch or of a token block, and their gradient",
-        "a smaller pipeline.loss_block_tokens, more mesh.ici_stage or mesh.ici_tensor (which shard "
-        "the vocabulary), more (smaller) pipeline.microbatches",
+        "a smaller pipeline.loss_block_tokens, a larger mesh.ici_stage or mesh.ici_tensor (which "
+        "shard the vocabulary), a larger pipeline.microbatches",
     ),
     "layer": Term(
         "unsharded weights, gradient and activations of one layer",
-        "more mesh.ici_tensor, more mesh.ici_context for long sequences, more (smaller) "
+        "a larger mesh.ici_tensor, a larger mesh.ici_context for long sequences, a larger "
         "pipeline.microbatches, a shorter train.sequence_length",
     ),
     "reference": Term(

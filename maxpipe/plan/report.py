@@ -79,8 +79,9 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
         lines.append(f"compute: {busy}, {format_duration(report.seconds)} (compiler estimate)")
         if report.kernel_flops:
             lines.append(
-                f"  including kernels without estimate: {format_si(report.kernel_flops, 'FLOP')}, "
-                f"assumed to run at {report.kernel_efficiency:.0%} of the peak"
+                "  including kernels without an estimate: "
+                f"{format_si(report.kernel_flops, 'FLOP')}, assumed to run at "
+                f"{report.kernel_efficiency:.0%} of the peak"
             )
     lines += ["", *_table([*report.collectives, *report.transfers])]
     if report.transfers and report.seconds:

@@ -142,7 +142,7 @@ def search(
 
     Args:
         config: config that defines the model, batch and optimizer. Its layout keys are ignored.
-        hardware: hardware figures of the devices.
+        hardware: hardware parameters of the devices.
         num_devices: total number of devices across all slices.
         num_slices: number of slices.
         fixed: keys of `mesh` and `pipeline` that must have the given values.
@@ -219,7 +219,7 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
             raise ConfigError.one(
                 "command line: --fix",
                 text,
-                "must be a key of mesh or pipeline with its value.",
+                "must be a mesh or pipeline key with its value.",
                 "Write --fix mesh.ici_stage=4.",
             )
         _, fixed[key] = parse_setting(text)
@@ -228,14 +228,16 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
             raise ConfigError.one(
                 f"command line: --fix {key}",
                 value,
-                "must be a number of devices that is at least 1.",
+                "must be a device count of at least 1.",
                 f"Write --fix {key}=2, or remove it to search over all values.",
             )
     return fixed
 
 
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort layouts by predicted time. Times within `TIE` are ordered by simplicity."""
+    """Sort layouts by predicted time. Times that differ by less than `TIE` count as equal, and
+    the simplest layout comes first.
+    """
     left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
     complexities, ranked = [_complexity(candidate) for candidate in left], []
     while left:
@@ -248,7 +250,7 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return a sort key by complexity: stages, axis sizes that shard a layer, and repeats."""
+    """Return a measure of complexity: stages, axis sizes that shard a layer, and repeats."""
     axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 

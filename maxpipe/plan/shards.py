@@ -64,7 +64,7 @@ class MeshShards:
         return self.shards(self.table["sequence"])
 
     def nontrivial_axes(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the given axes that have more than one device, in mesh order."""
+        """Return the given axes that have more than one device, in mesh order."""
         named = {*axes}
         return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
 

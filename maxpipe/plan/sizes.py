@@ -44,7 +44,7 @@ _balanced_partition = lru_cache(maxsize=256)(balance_layers)
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Numbers of layers of each type in the chunks, the prologue and the MTP heads."""
+    """Number of layers of each type in the chunks, the prologue and the MTP heads."""
 
     model: Model
     described: Model
@@ -304,7 +304,7 @@ class ActivationSizes:
     def _scored_pairs(self, scores: Scores) -> int:
         """Return the mean number of query-key pairs per head and sequence on one device.
 
-        Plain attention skips future tokens only if queries and keys belong to the same tokens.
+        Plain attention skips future tokens only if queries and keys cover the same tokens.
         """
         tokens, exchange = self.config.train.sequence_length, self.context_method(scores)
         in_blocks = scores.storage == "block"

@@ -174,7 +174,8 @@ def _version(package: str) -> str:
 TOPOLOGY_OPTION = "command line: --topology"
 CPU_DEVICES = "mesh.cpu_devices"
 _CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
-"""TPU types whose accelerator names count cores. The names of newer types count chips."""
+"""TPU types whose accelerator names contain the number of cores. The names of newer types contain
+the number of chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
 _GENERIC_NAMES = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
@@ -247,7 +248,7 @@ def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION)
     dims = tuple(int(size) for size in sizes.split("x"))
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
-        rule = f"must have {shape} as the size of {hardware.name} slices."
+        rule = f"must specify the size of {hardware.name} slices with {shape}."
         raise ConfigError.one(
             where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
         )
@@ -275,7 +276,7 @@ def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
     sizes = [size for size in sizes if size]
     if sizes and len(sizes) == kinds[kind].torus_dims and math.prod(sizes) <= _most(kinds[kind]):
         return f"{kind}:{'x'.join(map(str, sizes))}"
-    # Google Cloud accelerator names such as v5p-64 count cores.
+    # Google Cloud accelerator names such as v5p-64 contain the number of cores.
     cores = _CORES_PER_CHIP.get(kind, 1) if name.startswith(f"{kind}-") else 1
     return _topology_name(kinds[kind], math.prod(sizes) // cores if sizes else 8)
 
@@ -327,7 +328,7 @@ def local_devices(topology: Topology) -> Sequence[Any]:
 
     present = jax.devices()
     if len(present) != topology.num_devices or jax.process_count() > 1:
-        rule = f"must be {len(present)}, the number of devices on this machine, for --measure."
+        rule = f"must be {len(present)}, the number of devices on this machine, with --measure."
         raise ConfigError.one(
             "command line: --devices", topology.num_devices, rule, "Remove --measure."
         )

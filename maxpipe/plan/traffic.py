@@ -359,7 +359,7 @@ class HeadTraffic:
 
 
 class LayerExecutions(NamedTuple):
-    """Numbers of executions per device and step, keyed by layer type."""
+    """Execution counts per device and step, keyed by layer type."""
 
     run: Mapping[str, float]
     """Number of times that the average stage runs a layer (forward and backward for one
@@ -374,7 +374,7 @@ class LayerExecutions(NamedTuple):
 
 
 def layer_executions(sizes: Sizes, schedule: Schedule) -> LayerExecutions:
-    """Return the numbers of executions with the configured `pipeline.weight_gather`."""
+    """Return the execution counts under the configured `pipeline.weight_gather`."""
     pipeline = sizes.config.pipeline
     # Every stage runs the MTP layers for all microbatches.
     ahead = {kind: count * sizes.mesh.stages for kind, count in sizes.layers.mtp.items()}

@@ -1,4 +1,4 @@
-"""Catalog of schedules, keyed by name, and their construction.
+"""Catalog of schedules, keyed by name, and the functions that construct them.
 
 Each entry defines a generator of execution orders, the ring's shape, and metadata. `make_schedule`
 places and verifies the execution orders, and the engine runs the resulting table.
@@ -50,8 +50,7 @@ class ScheduleSpec:
     supports_delay: bool = False
     """Whether the schedule supports delayed messages, which need two ticks."""
     idle: Callable[[int, int, int], float] | None = None
-    """Idle fraction in closed form, as a function of (stages, repeats, microbatches), for F = I =
-    W."""
+    """Closed-form idle fraction as a function of (stages, repeats, microbatches), for F = I = W."""
 
     @property
     def uses_group(self) -> bool:
@@ -242,6 +241,6 @@ def _check_sizes(
 
 
 def repeats_rule(name: str, spec: ScheduleSpec) -> str:
-    """Return the message for the rule of a schedule with a fixed number of repeats."""
+    """Return the error message that states the number of repeats required by a schedule."""
     reason = "which has one chunk per stage" if spec.repeats == 1 else "whose chunks form a V"
     return f"must be {spec.repeats} with pipeline.schedule={name}, {reason}."

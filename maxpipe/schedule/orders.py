@@ -78,8 +78,8 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
     remaining backward passes.
 
     The warm-up is the shortest one that keeps every slot busy if a message needs one tick. It
-    consists of (R-1) * N forward passes until the first microbatch leaves the network, and two more
-    for each later stage. Memory does not depend on the number of microbatches.
+    consists of (R-1) * N forward passes, until the first microbatch leaves the network, plus two
+    for each stage that follows. Memory does not depend on the number of microbatches.
 
     Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). With a single
     group, this is the breadth-first order (arXiv:2211.05953).
@@ -362,7 +362,7 @@ def read_orders(
 
 
 class _CsvCell(NamedTuple):
-    """A CSV cell with an action, and its column."""
+    """A CSV cell that contains an action, and its column."""
 
     chunk: int
     kind: ActionKind
@@ -468,7 +468,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
             f"{path}: line {line.number}, cell {cell.column}",
             cell,
             f"chunk {cell.chunk} of {num_chunks} belongs to line {home} in a {shape} over "
-            f"{pluralize(len(lines), 'stage')}, the shape closest to this file.",
+            f"{pluralize(len(lines), 'stage')}, the shape that best matches this file.",
             f"Move this action to line {home}.",
         )
     return ring

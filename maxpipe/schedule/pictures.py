@@ -111,7 +111,7 @@ def draw_overview(schedule: Schedule) -> Canvas:
         x += 24 + text_width(name, 18) + 16
     if schedule.num_repeats > 1:
         y += 26
-        canvas.labels.append(Label(12, y + 15, "one colour for each repeat", 18, _INK, "l"))
+        canvas.labels.append(Label(12, y + 15, "one color for each repeat", 18, _INK, "l"))
     canvas.width, canvas.height = OVERVIEW_WIDTH, y + 32
     return canvas
 

@@ -287,7 +287,7 @@ class _BufferAllocator:
         return "X" if self.mixed else "F" if kind == "F" else "B"
 
     def _directions(self) -> list[tuple[str, int]]:
-        """Return (port, step) for every direction in which messages travel around the ring."""
+        """Return (port, step) for every direction in which messages are sent around the ring."""
         ring = self.ring
         directions = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:
@@ -363,7 +363,7 @@ def _runs(slots: SlotColumns, column: np.ndarray) -> list[list[_Run]]:
 
 
 def _align_runs(runs: list[list[_Run]]) -> list[list[_Run]]:
-    """Return one list for each event e that contains the e-th run of every stage."""
+    """Return one list per event; list e contains the e-th run of every stage."""
     longest = max(map(len, runs), default=0)
     return [[per_stage[e] for per_stage in runs if e < len(per_stage)] for e in range(longest)]
 

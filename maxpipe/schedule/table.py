@@ -86,8 +86,8 @@ class Ring:
         return self.locate_chunk(chunk) if chunk >= 0 else None
 
     def direction(self, repeat: int, *, turns: bool, backward: bool) -> int:
-        """Return the direction of a message: +1 to the next stage, -1 to the previous stage, 0 to
-        itself.
+        """Return the direction of a message: +1 to the next stage, -1 to the previous stage, 0 if
+        it stays on the same stage.
 
         `repeat` is the sender's repeat; `turns` is true if the receiver's repeat is different.
         """
@@ -344,8 +344,8 @@ def balance_layers(
     spans = np.where(points[:, None] > points, total[:, None] - total, np.inf)
 
     def best(limit: float) -> tuple[np.ndarray, np.ndarray]:
-        """Return the minimum cost of the first n layers in k chunks, and the size of the last
-        chunk.
+        """Return the minimum cost of dividing the first n layers into k chunks, and the size of the
+        last chunk.
 
         This cost is the largest cost of a chunk, or the sum of squared costs if `limit` is finite.
         """

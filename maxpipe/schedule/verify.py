@@ -1,4 +1,4 @@
-"""Statically verify that a schedule computes the network. The check needs milliseconds and no JAX.
+"""Statically verify that a schedule computes the network, in milliseconds and without JAX.
 
 The table is simulated on strings, using the engine's rules for messages and buffers. Every read
 must return exactly the value that the unpipelined network has at that point. A violated dependency,
@@ -44,7 +44,7 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
     _PrologueSimulation(schedule).run()
     found = schedule.idle_fraction()
     if idle is not None and abs(found - idle) > IDLE_TOLERANCE:
-        reason = f"the table idles {found:.2%} of the time, but its closed form is {idle:.2%}."
+        reason = f"the table is idle {found:.2%} of the time, but the closed form gives {idle:.2%}."
         raise ScheduleError(schedule, 0, 0, "F", reason)
 
 

@@ -260,7 +260,7 @@ def resolve_mesh(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def shared_metadata(config: Config) -> dict[str, str]:
-    """Return the settings that must be equal in all processes, keyed by name."""
+    """Return the settings that must be identical in all processes, keyed by name."""
     facts = {"maxpipe": maxpipe.__version__, "jax": jax.__version__}
     for key, value in flatten(to_dict(redact.redact_value(config))).items():
         if not may_differ(key):

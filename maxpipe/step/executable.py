@@ -33,7 +33,7 @@ PROGRAM_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.o
 
 
 class Provenance(TypedDict):
-    """Content of a program's metadata file."""
+    """Contents of a program's metadata file."""
 
     sha256: str
     facts: dict[str, str]
@@ -64,10 +64,10 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
 def load(
     folder: Path, facts: Mapping[str, str], in_tree: Any, out_tree: Any, devices: Sequence[Any]
 ) -> Any:
-    """Return the program stored in a folder if its metadata match `facts`.
+    """Return the program stored in a folder if its metadata matches `facts`.
 
     Raises:
-        ConfigError: the metadata differ from `facts`, or the program cannot be loaded on these
+        ConfigError: the metadata differs from `facts`, or the program cannot be loaded on these
             devices.
         StorageError: the program is missing or damaged, or other users can write to it.
     """

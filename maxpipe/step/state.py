@@ -375,9 +375,9 @@ def format_differences(found: Sequence[Difference], where: str) -> str:
     more = f", and {len(found) - 1} more replicas differ" if found[1:] else ""
     return (
         f"{where}: {found[0]}\n  must be bitwise equal to the replica on device "
-        f"{found[0].other.id}{more}; events.jsonl lists all differences. Nothing was saved since "
-        "the replicas were last equal.\n  Restart to resume from the newest checkpoint; remove "
-        "the device if it is reported again."
+        f"{found[0].other.id}{more}; events.jsonl lists all differences. Nothing has been "
+        "saved since the replicas were last equal.\n  Restart to resume from the newest "
+        "checkpoint; remove the device if it is reported again."
     )
 
 
@@ -464,7 +464,7 @@ PARAM_STREAM, DROPOUT_STREAM = 0, 1
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout on a mesh of a model's and an optimizer's train state."""
+    """Layout on a mesh of the train state of a model and its optimizer."""
 
     param_layout: ParamLayout
     optimizer: Optimizer

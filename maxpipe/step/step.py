@@ -131,7 +131,7 @@ def balance_step(
 
 Tree = Any
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
-"""Metrics, keyed by tag. Training losses are in nats per token, and evaluation losses in total
+"""Metrics, keyed by tag. Training losses are in nats per token, and evaluation losses are sums in
 nats. With a data mixture, evaluation sums are per source `[sources]`, and training adds the sums
 under `BY_SOURCE`."""
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
@@ -150,7 +150,7 @@ class Steps(StateLayout):
     schedules: Callable[[int], Schedule]
     """Function that returns the schedule for a given number of microbatches."""
     byte_lengths: np.ndarray
-    """Length in bytes of the text of each token ID."""
+    """Byte length of each token's text, indexed by token ID."""
 
     @property
     def objective(self) -> Objective:
@@ -380,8 +380,8 @@ def check_update(
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
     """Return whether the update keeps parameters and moments finite, and their new bounds.
 
-    The cheap bound is almost always sufficient. Otherwise, the update is computed an additional
-    time to check its results, which requires a pass over all parameters and state.
+    The cheap bound is almost always sufficient. Otherwise, the update is computed once more to
+    check its results, which requires a pass over all parameters and state.
 
     Args:
         optimizer: the optimizer.

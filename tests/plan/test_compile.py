@@ -175,7 +175,7 @@ def test_kernels_are_said_to_be_assumed(report: CompileReport) -> None:
     text = format_compile_report(
         replace(report, cycles=3e9, kernel_flops=2e12, kernel_efficiency=0.5)
     )
-    assert "kernels without estimate: 2 TFLOP, assumed to run at 50% of the peak" in text
+    assert "kernels without an estimate: 2 TFLOP, assumed to run at 50% of the peak" in text
 
 
 def test_layers_count_by_their_windows() -> None:

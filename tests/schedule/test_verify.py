@@ -732,7 +732,7 @@ def test_idle_time_is_compared_with_the_closed_form() -> None:
     found = schedule.idle_fraction()
     verify(schedule, idle=found + 0.0009)
     with pytest.raises(
-        ScheduleError, match=r"idles 27\.27% of the time, but its closed form is 27\.38%"
+        ScheduleError, match=r"idle 27\.27% of the time, but the closed form gives 27\.38%"
     ):
         verify(schedule, idle=found + 0.0011)
 
