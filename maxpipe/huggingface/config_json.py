@@ -28,7 +28,7 @@ from maxpipe.models.huggingface import (
     Rotary,
     Theirs,
     Twice,
-    Unlike,
+    UnsupportedError,
     Whole,
     an_object,
     written,
@@ -81,13 +81,13 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
     """Resolve the duplicate values of a config.json, so that each table row reads a single key.
 
     Raises:
-        Unlike: no family supports one of the values.
+        UnsupportedError: no family supports one of the values.
     """
     found = NormalizedConfig(dict(content))
     if whole is not None:
         _select_language_model(found, content, table, whole)
     if found.content.get(_HETEROGENEOUS):
-        raise Unlike(
+        raise UnsupportedError(
             _HETEROGENEOUS,
             found.content[_HETEROGENEOUS],
             "must be null: per-layer overrides are not supported.",
@@ -255,7 +255,7 @@ def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
     """Check that a YaRN config has a `factor`. transformers computes it only if it is null.
 
     Raises:
-        Unlike: the `factor` key is missing.
+        UnsupportedError: the `factor` key is missing.
     """
     objects = [content.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
     if kind == "yarn" and any(objects) and not any("factor" in said for said in objects):
@@ -264,7 +264,7 @@ def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
             f"Set {where}.factor to the published factor, or to null for the ratio "
             f"{_LENGTH} / {_ORIGINAL}."
         )
-        raise Unlike(f"{where}.factor", None, rule, action)
+        raise UnsupportedError(f"{where}.factor", None, rule, action)
 
 
 def _are_numbers(*values: Any) -> bool:
@@ -277,7 +277,7 @@ def _drop_unread(
     """Drop RoPE parameters that the RoPE type does not use.
 
     Raises:
-        Unlike: a partial rotary factor is set, but the RoPE type does not support one.
+        UnsupportedError: a partial rotary factor is set, but the RoPE type does not support one.
     """
     rows = (
         (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
@@ -287,7 +287,7 @@ def _drop_unread(
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}
     if _SHARE not in known and said.get(_SHARE, 1) != 1:
         rule = f"must be 1 with rope_type = {kind!r}, which does not support partial RoPE."
-        raise Unlike(f"{where}.{_SHARE}", said[_SHARE], rule)
+        raise UnsupportedError(f"{where}.{_SHARE}", said[_SHARE], rule)
     for name in said.keys() - known:
         if name != _SHARE and name not in _ALWAYS_SET:
             found.unread.append(f"{where}.{name}")
@@ -376,8 +376,8 @@ def read_description(folder: Path) -> ModelDescription:
             raise ConfigError.one(f"{path}: {whole.section}", json.dumps(inner), rule, _COPY)
     try:
         found = normalize(content, table, whole)
-    except Unlike as unlike:
-        raise _conversion_error(str(path), table, unlike) from unlike
+    except UnsupportedError as error:
+        raise _conversion_error(str(path), table, error) from error
     content = found.content
     ours = _read(path, table, content)
     section: dict[str, Any] = {"family": family, family: {}}
@@ -451,8 +451,8 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
         try:
             for name, value in row.read(content, ours).items():
                 ours[name] = _coerce(f"model.{name}", value)
-        except Unlike as unlike:
-            raise _conversion_error(str(path), table, unlike) from unlike
+        except UnsupportedError as error:
+            raise _conversion_error(str(path), table, error) from error
         except (TypeError, ZeroDivisionError, OverflowError) as error:
             given = {name: content.get(name) for name in row.names}
             rule = f"must be valid for {table.architecture}: {error}."
@@ -460,12 +460,12 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
     return ours
 
 
-def _conversion_error(where: str, table: HuggingFace, unlike: Unlike) -> ConfigError:
+def _conversion_error(where: str, table: HuggingFace, error: UnsupportedError) -> ConfigError:
     return ConfigError.one(
-        f"{where}: {unlike.key}",
-        json.dumps(unlike.value)[:200],
-        unlike.rule,
-        unlike.action
+        f"{where}: {error.key}",
+        json.dumps(error.value)[:200],
+        error.rule,
+        error.action
         or f"maxpipe does not support this variant of {table.architecture}: use a model without "
         "this setting, or train it with its original code.",
     )
@@ -480,7 +480,7 @@ def _coerce(key: str, value: Any) -> Any:
         return int(value)
     if kind in (int, float, bool) and type(value) is not kind:
         names = {int: "an integer", float: "a number", bool: "true or false"}
-        raise Unlike(key, value, f"must be {names[kind]}.")
+        raise UnsupportedError(key, value, f"must be {names[kind]}.")
     return value
 
 
@@ -508,11 +508,11 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
     for table in family.huggingface:
         try:
             return table, written(table.keys, ours)
-        except Unlike as unlike:
+        except UnsupportedError as error:
             last = ConfigError.one(
-                unlike.key,
-                unlike.value,
-                f"{unlike.rule.rstrip('.')} to be exported as {table.architecture}.",
+                error.key,
+                error.value,
+                f"{error.rule.rstrip('.')} to be exported as {table.architecture}.",
                 "A model with this value cannot be converted to the Hugging Face format: keep it "
                 "as a maxpipe checkpoint.",
             )

@@ -23,7 +23,7 @@ from maxpipe.models.huggingface import (
     Tensor,
     Theirs,
     Twice,
-    Unlike,
+    UnsupportedError,
 )
 from maxpipe.models.layers.attention import Rope
 from maxpipe.models.layers.experts import Experts
@@ -143,7 +143,9 @@ class _HeadSizes:
         unrotated, turned = theirs.get(self.names[0], 128), theirs.get(self.names[1], 64)
         for name, size in zip(self.names[2:], (unrotated + turned, turned), strict=True):
             if theirs.get(name, size) != size:
-                raise Unlike(name, theirs[name], f"must be {size} to match the other keys.")
+                raise UnsupportedError(
+                    name, theirs[name], f"must be {size} to match the other keys."
+                )
         return {"head_dim": unrotated + turned, "deepseek.qk_rope_head_dim": turned}
 
     def write(self, ours: Ours) -> Theirs:
@@ -166,10 +168,12 @@ class _GroupsOfV2:
         method = theirs.get(self.names[0]) or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
             rule = "must be 'greedy' or 'group_limited_greedy': other values are not supported."
-            raise Unlike(self.names[0], method, rule)
+            raise UnsupportedError(self.names[0], method, rule)
         counts = [1, 1] if method == "greedy" else [theirs.get(name) for name in self.names[1:]]
         if None in counts:
-            raise Unlike(self.names[1], None, "is required with expert groups, as is topk_group.")
+            raise UnsupportedError(
+                self.names[1], None, "is required with expert groups, as is topk_group."
+            )
         names = ("deepseek.num_expert_groups", "deepseek.expert_groups_per_token")
         return dict(zip(names, counts, strict=True))
 
@@ -186,7 +190,7 @@ class _Shared(Key):
 
     def write(self, ours: Ours) -> Theirs:
         if not ours[self.ours]:
-            raise Unlike(f"model.{self.ours}", 0, "must be at least 1.")
+            raise UnsupportedError(f"model.{self.ours}", 0, "must be at least 1.")
         return super().write(ours)
 
 

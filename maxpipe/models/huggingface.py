@@ -17,7 +17,7 @@ Ours = Mapping[str, Any]
 """Config values keyed by name below `model`, such as `num_heads` and `llama.rope_factor`."""
 
 
-class Unlike(ValueError):
+class UnsupportedError(ValueError):
     """Error for a value that the other format cannot represent, with its key and violated rule."""
 
     def __init__(self, key: str, value: Any, rule: str, action: str = ""):
@@ -37,7 +37,7 @@ class Row(Protocol):
         """Convert `config.json` to our config keys; `ours` has the values of the preceding rows.
 
         Raises:
-            Unlike: the model family does not support the value.
+            UnsupportedError: the model family does not support the value.
         """
         ...
 
@@ -45,7 +45,7 @@ class Row(Protocol):
         """Convert maxpipe's config values to `config.json` keys.
 
         Raises:
-            Unlike: transformers cannot represent the value.
+            UnsupportedError: transformers cannot represent the value.
         """
         ...
 
@@ -79,7 +79,7 @@ class Key:
         if value is None:
             value = self.default(ours) if callable(self.default) else self.default
         if value is None:
-            raise Unlike(self.theirs, None, "is missing and has no default.")
+            raise UnsupportedError(self.theirs, None, "is missing and has no default.")
         if self.zero_means and value == ours[self.zero_means]:
             value = 0
         return {self.ours: value}
@@ -89,7 +89,7 @@ class Key:
         if self.zero_means and not value:
             value = ours[self.zero_means]
         if self.is_integer and value != (value := int(value)):
-            raise Unlike(f"model.{self.ours}", ours[self.ours], "must be a whole number.")
+            raise UnsupportedError(f"model.{self.ours}", ours[self.ours], "must be a whole number.")
         return dict.fromkeys(self.names, value)
 
 
@@ -117,7 +117,9 @@ class Fixed:
             for value in self.values
         ):
             allowed = " or ".join("null" if value is None else repr(value) for value in self.values)
-            raise Unlike(self.theirs, actual, f"must be {allowed}: other values are not supported.")
+            raise UnsupportedError(
+                self.theirs, actual, f"must be {allowed}: others are unsupported."
+            )
         return {}
 
     def write(self, ours: Ours) -> Theirs:
@@ -141,8 +143,8 @@ class Only:
 
     def write(self, ours: Ours) -> Theirs:
         """Check the value, which corresponds to no `config.json` key."""
-        if ours[self.ours] != self.value:
-            raise Unlike(f"model.{self.ours}", ours[self.ours], f"must be {self.value!r}.")
+        if (value := ours[self.ours]) != self.value:
+            raise UnsupportedError(f"model.{self.ours}", value, f"must be {self.value!r}.")
         return {}
 
 
@@ -214,7 +216,7 @@ class Rotary:
             not isinstance(rope_type, str) or rope_type not in self.scalings
         ):
             known = " or ".join(repr(scaling) for scaling in ("default", *self.scalings))
-            raise Unlike("rope_type", rope_type, f"must be {known}.")
+            raise UnsupportedError("rope_type", rope_type, f"must be {known}.")
         if rope_type == "default":
             ours_read |= dict(self.unscaled)
         length = theirs.get("max_position_embeddings")
@@ -245,13 +247,13 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
     """Return the JSON object stored under a key, or an empty dict for null.
 
     Raises:
-        Unlike: the value is not an object.
+        UnsupportedError: the value is not an object.
     """
     section = theirs.get(key)
     if section is None:
         return {}
     if not isinstance(section, dict):
-        raise Unlike(key, section, "must be an object or null.")
+        raise UnsupportedError(key, section, "must be an object or null.")
     return section
 
 
@@ -327,7 +329,7 @@ def written(keys: Iterable[Row], ours: Ours) -> dict[str, Any]:
     """Return the content of `config.json` for maxpipe config values.
 
     Raises:
-        Unlike: transformers cannot represent a value.
+        UnsupportedError: transformers cannot represent a value.
     """
     params: dict[str, Any] = {}
     for row in keys:
@@ -435,7 +437,7 @@ class Unquantised:
             )
         by = f" by {method}" if isinstance(method, str) else ""
         rule = f"must be null, because the folder's weights are quantized{by}."
-        raise Unlike("quantization_config", quantization, rule, action)
+        raise UnsupportedError("quantization_config", quantization, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
         """Return an empty dict, because the mere presence of the key has a meaning."""
@@ -489,7 +491,7 @@ class LayerTypes:
         if layer_types is not None and layer_types != (wanted := self._of(ours)):
             names = " and ".join(map(repr, self.types))
             rule = f"must list {len(wanted)} layers, {names}{' in turn' * (len(self.types) > 1)}."
-            raise Unlike("layer_types", layer_types, rule)
+            raise UnsupportedError("layer_types", layer_types, rule)
         return {}
 
     def write(self, ours: Ours) -> Theirs:
@@ -526,7 +528,7 @@ class NoWindow:
             first = self.first if max_window_layers is None else max_window_layers
         if first < ours["num_layers"]:
             rule = f"must be false: sliding-window layers ({window} tokens) are not supported."
-            raise Unlike("use_sliding_window", theirs["use_sliding_window"], rule)
+            raise UnsupportedError("use_sliding_window", theirs["use_sliding_window"], rule)
         return {}
 
     def write(self, ours: Ours) -> Theirs:
@@ -572,7 +574,7 @@ class Period:
             if types == self._types(count, first):
                 return {self.ours: first}
         rule = f"must list {count} layers, where every n-th is {FULL!r} and the others are "
-        raise Unlike("layer_types", types, f"{rule}{self.others!r}.")
+        raise UnsupportedError("layer_types", types, f"{rule}{self.others!r}.")
 
     def write(self, ours: Ours) -> Theirs:
         """Return both keys."""

@@ -10,7 +10,16 @@ from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
-from maxpipe.models.huggingface import Fixed, HuggingFace, Kept, Key, Ours, Rotary, Theirs, Unlike
+from maxpipe.models.huggingface import (
+    Fixed,
+    HuggingFace,
+    Kept,
+    Key,
+    Ours,
+    Rotary,
+    Theirs,
+    UnsupportedError,
+)
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Model
 
@@ -113,7 +122,7 @@ class _Turned:
                 "must be a number of rotated dims that transformers can represent as a fraction of "
                 f"{all_of_it}."
             )
-            raise Unlike("model.phi3.rope_size", size, rule)
+            raise UnsupportedError("model.phi3.rope_size", size, rule)
         return {"partial_rotary_factor": share}
 
 
@@ -124,7 +133,7 @@ def _chosen(ours: Ours) -> str:
         rule = (
             "must be 1 unless model.phi3.rope_short_factor or model.phi3.rope_long_factor is set."
         )
-        raise Unlike("model.phi3.rope_factor", ours["phi3.rope_factor"], rule)
+        raise UnsupportedError("model.phi3.rope_factor", ours["phi3.rope_factor"], rule)
     return "default"
 
 

@@ -22,7 +22,7 @@ from maxpipe.models.huggingface import (
     Tensor,
     Theirs,
     Twice,
-    Unlike,
+    UnsupportedError,
 )
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.gated_delta import GatedDelta
@@ -160,13 +160,15 @@ class _Turning:
         factor = 0.25 if stated is None else stated
         head = ours["head_dim"]
         if type(factor) not in (int, float) or not 0 < factor <= 1 or not isinstance(head, int):
-            raise Unlike("partial_rotary_factor", factor, "must be more than 0 and at most 1.")
+            raise UnsupportedError(
+                "partial_rotary_factor", factor, "must be more than 0 and at most 1."
+            )
         if (size := int(head * factor)) < 2 or size % 2:
             rule = (
                 f"must rotate a positive even number of the {head} dims of a head, but rotates "
                 f"{size}."
             )
-            raise Unlike("partial_rotary_factor", factor, rule)
+            raise UnsupportedError("partial_rotary_factor", factor, rule)
         return {"qwen3_next.rotary_dim": size}
 
     def write(self, ours: Ours) -> Theirs:

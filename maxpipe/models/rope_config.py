@@ -14,7 +14,7 @@ from typing import Literal
 from maxpipe.errors import RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
-from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, Unlike
+from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, UnsupportedError
 from maxpipe.models.layers.attention import Rope
 
 
@@ -199,7 +199,9 @@ class _Original:
         for name in ("original_max_position_embeddings", "max_position_embeddings"):
             if theirs.get(name) is not None:
                 return {self.ours: theirs[name]}
-        raise Unlike("original_max_position_embeddings", None, "is missing and has no default.")
+        raise UnsupportedError(
+            "original_max_position_embeddings", None, "is missing and has no default."
+        )
 
     def write(self, ours: Ours) -> Theirs:
         return {"original_max_position_embeddings": ours[self.ours]}
@@ -248,7 +250,9 @@ class Longest:
         original = _Original(self.original).read(theirs, ours)
         factor = theirs.get("factor")
         if factor is None and theirs.get("max_position_embeddings") is None:
-            raise Unlike("max_position_embeddings", None, "is missing and has no default.")
+            raise UnsupportedError(
+                "max_position_embeddings", None, "is missing and has no default."
+            )
         if factor is None:
             factor = theirs["max_position_embeddings"] / original[self.original]
         return {**original, self.factor: max(factor, 1.0)}
@@ -259,7 +263,7 @@ class Longest:
         longest = round(original * ours[self.factor])
         if longest / original != ours[self.factor]:
             rule = f"must give an integer number of tokens when multiplied by {original}."
-            raise Unlike(f"model.{self.factor}", ours[self.factor], rule)
+            raise UnsupportedError(f"model.{self.factor}", ours[self.factor], rule)
         return {
             "original_max_position_embeddings": original,
             "max_position_embeddings": longest,
@@ -296,10 +300,10 @@ class Turns:
         """Return the number of rotations, or 0 if it equals the published value.
 
         Raises:
-            Unlike: the key is required and missing.
+            UnsupportedError: the key is required and missing.
         """
         if self.is_required and theirs.get(self.theirs) is None:
-            raise Unlike(
+            raise UnsupportedError(
                 self.theirs,
                 None,
                 "is required with rope_type = 'llama3'; transformers also requires it.",
