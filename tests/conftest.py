@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,10 @@ import pytest
 import tests.signatures  # noqa: F401  what the import hook below calls
 from tests.bucket import Bucket, served, variables
 from tests.fork_server import ForkServer, running_servers
+
+# A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NUM_DEVICES = 8
 # Where calls are held against the shapes and types of their signatures.
