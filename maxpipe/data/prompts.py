@@ -172,7 +172,7 @@ class PromptRecord:
 
 
 class PromptSequences:
-    """Sequences of one prompt each. Each prompt is repeated `group_size` times; see `Sequences`."""
+    """Sequences with one prompt each. A prompt is repeated `group_size` times; see `Sequences`."""
 
     def __init__(
         self, prompts: list[PromptRecord], group_size: int, sequence_length: int, pad_id: int
@@ -308,7 +308,7 @@ class _PromptLine(NamedTuple):
 
     @property
     def message_texts(self) -> list[str]:
-        """Texts of the messages."""
+        """Text of each message."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         contents = [message.get("content", "") for message in self.prompt.messages]

@@ -299,7 +299,7 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
     raise ConfigError.one(
         "data.path",
         folder,
-        f"contains token ids of a tokenizer other than tokenizer.*: {named} with "
+        f"contains token ids from a tokenizer other than tokenizer.*: {named} with "
         f"{stored['vocab_size']} ids and fingerprint {stored['fingerprint'][:12]}; tokenizer.* has "
         f"{tokenizer.vocab_size} ids and fingerprint {tokenizer.fingerprint()[:12]}.",
         suggest_tokenizer_action(

@@ -241,7 +241,7 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
         raise ConfigError.one(
             PATH, folder, f"must contain only one tokenizer: found {several}.", action
         )
-    rule = f"must be {what}, or a folder with one: this folder has none."
+    rule = f"must be {what}, or a folder that contains one: this folder does not."
     raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
 
 
