@@ -60,7 +60,7 @@ class TrainedMessage(NamedTuple):
 
     record: Any
     number: int
-    """Index of the message among the messages of the record that are trained on."""
+    """Index of the message among the record's trained messages."""
 
 
 class TrainedMessageSource:
@@ -471,7 +471,7 @@ def no_trained_tokens_error(template: str, count: int) -> ConfigError:
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
-    """Return token ids, loss mask and statistics of one record; raises errors like `encode`."""
+    """Return token ids, loss mask and statistics of one record. See `encode` for errors."""
     with track_read(partial(conversations.source.where, document)):
         encoded = conversations.encode(document)
     assert encoded.trained is not None

@@ -169,7 +169,7 @@ class Loader:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in the stream, or in one epoch if the stream repeats without an end."""
+        """Number of batches in the stream, or in one epoch if the stream repeats endlessly."""
         return self.ramp.num_batches(
             len(self.stream) if self.stream.end is None else self.stream.end
         )

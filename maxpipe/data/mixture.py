@@ -114,9 +114,9 @@ class Mixture:
     def with_limits(self, limits: Sequence[int], since: int) -> Mixture:
         """Return this mixture with a limit for each source, applied from sample `since` on.
 
-        `limits` are the maximum numbers of samples per source. The share of a source that has ended
-        is distributed among the remaining sources in proportion to their shares. A stage ends when
-        all of its sources have ended. The mixture has no samples after the last stage.
+        `limits` are the maximum sample counts per source. The share of a source that has ended is
+        distributed among the remaining sources in proportion to their shares. A stage ends when all
+        of its sources have ended. The mixture has no samples after the last stage.
         """
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]

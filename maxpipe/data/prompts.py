@@ -2,9 +2,9 @@
 
 A prompt file for generation has one prompt per line, as plain text or as a JSON object.
 
-A reinforcement-learning run reads the records of a prompt file, by sample number, instead of
-documents. Each prompt is repeated once per completion in its group. Order, epochs and data position
-work as for other data: the step number alone determines the prompts of a step.
+Instead of documents, a reinforcement-learning run reads records of a prompt file by sample number.
+Each prompt is repeated once per completion in its group. Order, epochs and data position are
+handled as for other data: the step number alone determines the prompts of a step.
 """
 
 from __future__ import annotations

@@ -307,15 +307,15 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
 def check_size(file: File, size_bytes: int) -> None:
     """Raise ConfigError if the size changed after the source was opened."""
     if size_bytes != file.size_bytes:
-        rule = "must not change while a run uses it: "
-        rule += f"the size was {file.size_bytes} bytes and is now {size_bytes} bytes."
+        rule = f"must not change while in use: the size was {file.size_bytes} bytes and is now "
+        rule += f"{size_bytes} bytes."
         action = "Restore the file, or restart with the changed file."
         raise ConfigError.one("data.path", file.path, rule, action)
 
 
 def file_changed_error(file: File) -> ConfigError:
     """Return the error for a file whose content changed after the first read."""
-    rule = "must not change while a run uses it: the content has changed."
+    rule = "must not change while in use: the content has changed since the start."
     action = "Restore the file, or restart with the changed file."
     return ConfigError.one("data.path", file.path, rule, action)
 

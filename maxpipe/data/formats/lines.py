@@ -332,7 +332,8 @@ class JsonLines:
         packed = [file for file in files if is_compressed(file)]
         for file in packed:
             if not file.in_bucket and digests.get(file) is None:
-                # Detect errors in the first bytes before the full file is read for its digest.
+                # Detect errors in the first bytes before reading the full file to compute its
+                # digest.
                 with contextlib.closing(decompress(file)) as content:
                     next(content, None)
         if packed:

@@ -139,7 +139,7 @@ class _Cache:
         return _Cache, ()
 
     def get(self, key: Hashable, read: Callable[[], tuple[Any, int]]) -> Any:
-        """Return the value for a key; `read` provides a missing value and its size in bytes."""
+        """Return the cached value for a key, or call `read` to get the value and its size."""
         # The lock ensures that several threads that need the same value read it only once.
         with self._lock:
             if key not in self._values:

@@ -79,8 +79,8 @@ class Source(Protocol):
 
 
 def place_of(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """Return the number of the part that contains an index, and the index within this part. `ends`
-    contains the exclusive end index of each part.
+    """Return the index of the part that contains item `index`, and the item's index within this
+    part. `ends` contains the exclusive end index of each part.
     """
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
@@ -294,7 +294,7 @@ def _innermost_read(reads: Sequence[track_read]) -> TrackedRead:
 
 
 def _describe_target(what: ReadTarget) -> str:
-    """Return a description of a target for messages, or "" if it takes `_LOCATE_SECONDS`."""
+    """Return a description of a target for messages, or "" if it cannot be located in time."""
     if isinstance(what, str):
         return what
     places: list[str] = []

@@ -312,7 +312,7 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
 
 WINDOW_SPANS = 1024
 """Number of spans per window; a window has about a million documents. A source that fits in one
-window is fully shuffled, in the same order as its documents would be if they were read as text.
+window is fully shuffled, into the same order as if its documents were read as text.
 """
 
 _CACHED_WINDOWS = 4

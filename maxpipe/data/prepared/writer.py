@@ -373,7 +373,7 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return documents from `first` on, or the errors; see `ShardEncoder.encode_batch`."""
+    """Return encoded documents from `first` on, or the errors; see `ShardEncoder.encode_batch`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # pickling the error would lose its `problems`

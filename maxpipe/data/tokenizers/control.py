@@ -166,7 +166,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return the token ids of each text, int32 [tokens]. Large batches are encoded faster."""
+        """Return the token ids of each text, int32 [tokens]; faster than one call per text."""
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +185,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens in each text. Large batches are counted faster."""
+        """Return the number of tokens in each text; faster than one call per text."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:

@@ -246,7 +246,7 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
-    """Infer the kind from the first bytes, as names such as `tokenizer.model` are ambiguous."""
+    """Infer the kind from the first bytes; names such as `tokenizer.model` are ambiguous."""
     try:
         with open(files.open_regular(path), "rb") as stream:
             head = stream.read(_HEAD_BYTES)
