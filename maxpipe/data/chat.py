@@ -51,7 +51,7 @@ _ANSWERS_VERSION = 1
 _CACHE_MESSAGES = CacheMessages(
     "counting trained messages",
     "counting trained messages again",
-    "the next start counts the trained messages again",
+    "the trained messages will be counted again on the next start",
 )
 
 
@@ -60,14 +60,14 @@ class TrainedMessage(NamedTuple):
 
     record: Any
     number: int
-    """Index of the message among the messages of the record that are trained on."""
+    """Index of the message among the record's trained messages."""
 
 
 class TrainedMessageSource:
     """Source with one document per trained message of another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
-        """Create the source. `counts` int64 [records]: number of trained messages per record."""
+        """Create the source; `counts`, int64 [records], counts each record's trained messages."""
         self._source = source
         self.ends = np.cumsum(counts)
         """int64 [records]: end index (exclusive) of each record's documents."""
@@ -114,7 +114,7 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source, or with `each_turn` a source with one document per trained message."""
+    """Return the source or, with `each_turn`, a source with one document per trained message."""
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
@@ -158,9 +158,9 @@ def expand_trained_messages(
 _MAX_TEMPLATE_BYTES = 1 << 24
 _PASS_RECORDS = 256
 _VERSION = 2
-"""Increased whenever the same records produce different ids or masks than in earlier releases."""
+"""Incremented whenever a release changes the ids or masks produced for the same records."""
 REWRITTEN = 8
-"""Bit of `EncodedDocument.marks`: the template rewrites messages, which are not trained on."""
+"""Bit of `EncodedDocument.marks`: the template rewrites some messages, which are not trained on."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -207,7 +207,7 @@ def resolve_chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplat
 
 
 def load_start_date(run: str, cache_dir: str) -> str:
-    """Return the date on which the run in folder `run` was first started. `cache_dir` stores it."""
+    """Return the date on which the run in folder `run` was first started, stored in `cache_dir`."""
     name = hashlib.sha256(run.encode()).hexdigest()[:32]
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
@@ -216,7 +216,7 @@ def load_start_date(run: str, cache_dir: str) -> str:
     words = CacheMessages(
         "reading the date of the run's first start",
         "prompts use the current date",
-        "prompts use a different date when the run resumes on another day",
+        "prompts will use a different date if the run resumes on another day",
     )
     return load_or_compute(
         path,
@@ -246,7 +246,7 @@ class CountedConversation(NamedTuple):
     ids: np.ndarray
     trained: np.ndarray
     raw: bytes
-    """UTF-8 bytes of the text that is trained on."""
+    """The text that is trained on, encoded as UTF-8."""
     digest: int
     """`digest_of` applied to the ids as int64."""
     marks: int
@@ -356,8 +356,8 @@ class ConversationEncoder:
 
 
 def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return bool [tokens]: true for tokens that overlap a span. A token without characters is
-    included if it is inside a span.
+    """Return a mask, bool [tokens], that is true for tokens that overlap a span. A token without
+    characters is included if it is inside a span.
     """
     # The tokenizer library may report arbitrary positions for tokens without characters.
     begins = np.maximum.accumulate(offsets[:, 0]) if len(offsets) else offsets[:, 0]
@@ -471,7 +471,7 @@ def no_trained_tokens_error(template: str, count: int) -> ConfigError:
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:
-    """Return token ids, loss mask and statistics of one record. Raises the errors of `encode`."""
+    """Return token ids, loss mask and statistics of one record. See `encode` for errors."""
     with track_read(partial(conversations.source.where, document)):
         encoded = conversations.encode(document)
     assert encoded.trained is not None

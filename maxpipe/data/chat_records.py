@@ -172,7 +172,7 @@ def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
 
 
 def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
-    """Return the name of the messages field: `name`, or the field of ShareGPT records."""
+    """Return the name of the messages field: `name`, or the field that ShareGPT records use."""
     is_absent = name == _MESSAGES and fields.get(name) is None
     return _SHAREGPT if is_absent and fields.get(_SHAREGPT) is not None else name
 
@@ -190,8 +190,8 @@ def fields_of(name: str) -> list[str]:
 
 
 def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
-    """Return the value of the field `name`, or if `name` is a template, the template filled from
-    the record.
+    """Return the value of the field `name`, or if `name` is a template, the template filled with
+    fields of the record.
 
     `key` is the config key that is set to `name`.
 
@@ -212,7 +212,7 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
         settings = chat or settings
-    rule = f"must have the field that {key} names ({name})."
+    rule = f"must have the field named by {key} ({name})."
     raise BadRecord(shorten(f"fields {', '.join(names) or 'none'}"), rule, f"Set {settings}.")
 
 
@@ -239,7 +239,7 @@ def turns_of(value: Any) -> Any:
 
 
 def message_of_text(text: str, role: str) -> list[Message]:
-    """Return a list with one message, which has this text and role."""
+    """Return a list that contains one message with this text and role."""
     return [{"role": role, "content": text}]
 
 
@@ -302,7 +302,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
-        message["content"] = message.pop("refusal")  # the key of refusals in OpenAI records
+        message["content"] = message.pop("refusal")  # OpenAI records store refusals under this key
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")

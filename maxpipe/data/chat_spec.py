@@ -150,7 +150,7 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether the source has a template. Pairs of plain texts do not require one."""
+    """Return whether the source has a template. Plain-text pairs do not require one."""
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
@@ -287,7 +287,8 @@ class LengthLimitedTokenFiles(LengthLimitedDocuments):
         self.num_documents, self.num_tokens = documents.num_documents, documents.num_tokens
         self.span_tokens: np.ndarray = documents.span_tokens
         self.is_length_limited = True
-        """Whether lengths are limited. `span_tokens` counts tokens before truncation."""
+        """Whether long conversations are truncated; `span_tokens` counts the tokens before
+        truncation."""
 
     def lengths_between(self, first: int, stop: int) -> np.ndarray:
         """Return the token counts, int64, of documents `first` to `stop` - 1."""

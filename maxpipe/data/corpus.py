@@ -177,7 +177,7 @@ class Corpus:
 
     data: DataConfig
     mixture_names: Sequence[str]
-    """Names of the sources in the run's mixture; a validation corpus has other sources."""
+    """Names of the sources in the run's mixture; a validation corpus has different sources."""
     indexed: Sequence[IndexedSource]
     tokenizer: Tokenizer
     seed: int
@@ -448,7 +448,7 @@ _FINGERPRINT_LABELS = {
 
 
 _FINGERPRINT_DEFAULTS = {"packing": "concatenate", "long_conversations": "split"}
-"""Default values. Fingerprints omit these values, to match those of earlier releases."""
+"""Default values that fingerprints omit, so that they match fingerprints from earlier releases."""
 
 
 def _omit_default(name: str, value: str) -> dict[str, str]:

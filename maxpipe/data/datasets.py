@@ -54,8 +54,8 @@ def find_overlaps(
     """Return the overlaps of the training data with the held-out documents and the validation sets.
 
     Memory use grows only with the number of evaluation documents; run time grows with the number of
-    all documents. With `large`, sources with too many documents for a full shuffle are included.
-    `moved` is called after each chunk of data, as a heartbeat.
+    all documents. If `large` is true, sources with too many documents for a full shuffle are
+    included. `moved` is called after each chunk of data, as a heartbeat.
     """
     candidates: dict[str, tuple[Corpus, Split]] = {"": (train, "validation")}
     candidates |= {name: (corpus, "all") for name, corpus in sets.items()}
@@ -104,7 +104,7 @@ class _TrainingDigests:
         self._source_of[places], self._number_of[places] = len(self._sources) - 1, numbers
 
     def has(self, digests: np.ndarray) -> np.ndarray:
-        """Return bool [digests]: whether each digest occurs in the training data."""
+        """Return bool [digests], true for each digest that occurs in the training data."""
         places, is_known = self._places(digests)
         return is_known & (self._source_of[places] >= 0)
 

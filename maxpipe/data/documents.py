@@ -159,7 +159,7 @@ def build_index(
         task=f"indexing documents of {source.name}",
     )
     for document in index.unreadable.tolist():
-        # Reading the record counts it as unreadable, and raises an error above the limit.
+        # Reading the record counts it as unreadable, and raises an error if the limit is exceeded.
         source[document]
     return index
 
@@ -199,7 +199,7 @@ def load_or_build_index(
             if (array := getattr(index, part.name)) is not None
         },
         disk_cache.CacheMessages(
-            task, "reading all documents again", "the next start reads all documents"
+            task, "reading all documents again", "all documents will be read on the next start"
         ),
         keep=keep,
         moved=moved,

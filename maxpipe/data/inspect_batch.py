@@ -79,11 +79,12 @@ def inspect_sequence(
     if not rows:
         last = loader.num_batches
         rule = (
-            f"must be a step with data: it reads batch {batch + 1}, but the last batch is {last}."
+            "must be a step for which data exists: it would read batch "
+            f"{batch + 1}, but the last batch is {last}."
         )
         raise ConfigError.one("command line: step", None, rule, "Set a smaller step.")
     if row >= len(rows):
-        rule = f"must be a row (from 0) of a batch with {pluralize(len(rows), 'sequence')}."
+        rule = f"must be a zero-based row index in a batch with {pluralize(len(rows), 'sequence')}."
         raise ConfigError.one("command line: row", row, rule, "Set a smaller row.")
     place = rows[row]
     arrays = {name: array[0] for name, array in loader.batch(batch, [row]).items()}

@@ -34,7 +34,7 @@ from maxpipe.data.sources import Heartbeat
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
-# Increased whenever the same seed and data produce different batches than in earlier releases.
+# Incremented whenever a release changes the batches produced for the same seed and data.
 _ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]
@@ -169,7 +169,7 @@ class Loader:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches in the stream, or in one epoch if the stream repeats without an end."""
+        """Number of batches in the stream, or in one epoch if the stream repeats endlessly."""
         return self.ramp.num_batches(
             len(self.stream) if self.stream.end is None else self.stream.end
         )

@@ -44,7 +44,7 @@ class QuotaStage(NamedTuple):
     """Range of samples with constant quotas."""
 
     first: int
-    """Number of the first sample in the range."""
+    """Index of the first sample in the range."""
     quotas: tuple[int, ...]
     """Number of samples per block for each source. All quotas are 0 in a stage without samples."""
 
@@ -89,7 +89,7 @@ class Mixture:
         return sources, samples
 
     def samples_before(self, number: int) -> np.ndarray:
-        """Return int64 [sources]: how many samples before sample `number` come from each source."""
+        """Return how many samples before sample `number` come from each source, int64 [sources]."""
         stage = int(np.searchsorted(self._firsts, number, side="right")) - 1
         return self._before[stage] + self._samples_in_stage(
             stage, number - int(self._firsts[stage])
@@ -114,9 +114,9 @@ class Mixture:
     def with_limits(self, limits: Sequence[int], since: int) -> Mixture:
         """Return this mixture with a limit for each source, applied from sample `since` on.
 
-        `limits` are the maximum numbers of samples per source. The share of a source that has ended
-        is distributed among the remaining sources in proportion to their shares. A stage ends when
-        all of its sources have ended. The mixture has no samples after the last stage.
+        `limits` are the maximum sample counts per source. The share of a source that has ended is
+        distributed among the remaining sources in proportion to their shares. A stage ends when all
+        of its sources have ended. The mixture has no samples after the last stage.
         """
         at = [stage for stage in self.stages if stage.first <= since][-1]
         coming = [at._replace(first=since), *(s for s in self.stages if s.first > since)]
@@ -180,7 +180,7 @@ class Mixture:
         )
 
     def _samples_in_stage(self, stage: int, count: int) -> np.ndarray:
-        """Return int64 [sources]: each source's samples in the first `count` samples of a stage."""
+        """Count the samples of each source in a stage's first `count` samples, int64 [sources]."""
         blocks, remainder = divmod(count, BLOCK)
         samples = blocks * self._quotas[stage]
         if remainder and any(self.stages[stage].quotas):

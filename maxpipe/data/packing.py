@@ -283,7 +283,7 @@ def pack_documents(
     strategy: Strategy,
     most_pieces: int = 0,
 ) -> PackingPlan:
-    """Return the packing plan for the documents `order`, int64 [documents].
+    """Return the packing plan for the documents in `order`, an int64 array of shape [documents].
 
     `lengths`, int64 [all documents], is the number of tokens per document. The same arguments
     produce the same plan on every machine. The chunks of a sequence are in document order. If
@@ -431,7 +431,7 @@ _FORMER_PACKINGS = {"concatenate": "cut"}
 releases."""
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
-    "packing documents into sequences", "packing them again", "the next start packs them again"
+    "packing documents into sequences", "packing them again", "they will be packed again"
 )
 
 
@@ -452,7 +452,7 @@ class BinPackedSequences:
     def __init__(
         self, documents: Documents, order: np.ndarray, plan: PackingPlan, sequence_length: int
     ):
-        """Create the sequences of a plan for the documents `order`, int64 [documents]."""
+        """Create the sequences of a plan for the documents in `order`, int64 [documents]."""
         lengths = documents.lengths[order]
         self.sequence_length = sequence_length
         self.num_tokens = int(lengths.sum())
@@ -553,7 +553,7 @@ class Packer:
     """Maximum number of preference pairs per sequence; 0 for other documents."""
 
     def __call__(self, documents: Documents, order: np.ndarray) -> Sequences:
-        """Return the sequences packed from the documents `order`, int64 [documents]."""
+        """Return the sequences packed from the documents in `order`, int64 [documents]."""
         if self.packing == "concatenate":
             return ConcatenatedSequences(documents, order, self.sequence_length)
         assert self.packing != "auto", "`auto` is resolved before packing"

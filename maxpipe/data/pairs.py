@@ -273,7 +273,7 @@ def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
     if isinstance(one, str) and isinstance(other, str):
         if one == other:
             rule = (
-                "must have two different responses: both are equal, so the prompt cannot be "
+                "must have two different responses: they are identical, so the prompt cannot be "
                 "separated from the response."
             )
             raise BadRecord("", rule, "Remove the record.")

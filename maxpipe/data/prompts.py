@@ -2,9 +2,9 @@
 
 A prompt file for generation has one prompt per line, as plain text or as a JSON object.
 
-A reinforcement-learning run reads the records of a prompt file, by sample number, instead of
-documents. Each prompt is repeated once per completion in its group. Order, epochs and data position
-work as for other data: the step number alone determines the prompts of a step.
+Instead of documents, a reinforcement-learning run reads records of a prompt file by sample number.
+Each prompt is repeated once per completion in its group. Order, epochs and data position are
+handled as for other data: the step number alone determines the prompts of a step.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class PromptRecord:
 
 
 class PromptSequences:
-    """Sequences of one prompt each. Each prompt is repeated `group_size` times; see `Sequences`."""
+    """Sequences with one prompt each. A prompt is repeated `group_size` times; see `Sequences`."""
 
     def __init__(
         self, prompts: list[PromptRecord], group_size: int, sequence_length: int, pad_id: int
@@ -308,7 +308,7 @@ class _PromptLine(NamedTuple):
 
     @property
     def message_texts(self) -> list[str]:
-        """Texts of the messages."""
+        """Text of each message."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         contents = [message.get("content", "") for message in self.prompt.messages]

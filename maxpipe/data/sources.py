@@ -109,7 +109,7 @@ def _open_records(
         case "synthetic":
             return SyntheticRecords(seed)
         case "tokens" | "megatron":
-            rule = "must be a source of text for this command: this source contains token ids."
+            rule = "must be a text source for this command: this source contains token ids."
             action = "Set data.source and data.path to the original text."
             raise ConfigError.one("data.source", config.source, rule, action)
 

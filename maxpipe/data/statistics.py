@@ -4,7 +4,7 @@ Memory use does not depend on the size of the text: only the length of each docu
 number of duplicates is estimated if a source has more documents than a `DuplicateCounter` can
 store.
 
-The statistics are formatted as text or drawn as an HTML page or a PNG image.
+The statistics are formatted as text, or plotted in an HTML page or a PNG image.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def text(stats: Statistics) -> str:
 
 
 def draw(all_of: Sequence[Statistics], path: Path) -> None:
-    """Draw the statistics to a file whose suffix selects the format; see `PICTURE_SUFFIXES`."""
+    """Plot the statistics to a file whose suffix determines the format; see `PICTURE_SUFFIXES`."""
     whole = Canvas()
     for part in all_of:
         whole.append_canvas(_picture(part), whole.height)
@@ -133,7 +133,7 @@ def _table(stats: Statistics) -> str:
 
 
 def _picture(stats: Statistics) -> Canvas:
-    """Draw two histograms over document lengths: number of documents and number of tokens."""
+    """Plot two histograms over document length: number of documents and number of tokens."""
     canvas, bars = Canvas(width=_WIDTH), stats.histogram()
     title = f"{stats.name}: {pluralize(len(stats.lengths), 'document')}, {stats.tokens:,} tokens"
     canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, _INK, "l", bold=True))

@@ -118,12 +118,12 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
         rule = f"{rule[:-1]}, but the embedding of {model} has {rows} rows."
         action = "Use the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER."
         raise ConfigError.one("model.vocab_size", rows, rule, action)
-    action = f"Set model.vocab_size={-(-need // 128) * 128} (or any value from {need})."
+    action = f"Set model.vocab_size={-(-need // 128) * 128} (or any value of at least {need})."
     raise ConfigError.one("model.vocab_size", rows, rule, action)
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if a stored token id has no embedding row, which devices do not detect."""
+    """Raise ConfigError if a stored token id has no embedding row; devices do not check this."""
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
         return

@@ -36,7 +36,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 _RECORDS, _CHARACTERS = 32, 1 << 22
-"""Maximum number, and maximum total characters, of the records on which settings are tested."""
+"""Maximum number and total length in characters of the records on which settings are tested."""
 _NAMED = 20
 _MAX_JOINED = 4
 _TOOLS = ("tools", "functions")

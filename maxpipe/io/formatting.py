@@ -7,7 +7,7 @@ from typing import Any
 
 
 def pluralize(number: int, noun: str) -> str:
-    """Format a number with its noun: `1 slice`, `2 slices`, `3 batches`."""
+    """Format a count with its noun: `1 slice`, `2 slices`, `3 batches`."""
     plural = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{number} {noun}{'' if number == 1 else plural}"
 

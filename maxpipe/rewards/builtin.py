@@ -73,8 +73,8 @@ def read_pattern(record: Record, field: str) -> re.Pattern[str]:
 def expected_value(record: Record, field: str) -> Fraction:
     """Return the value of the expression in a field of a record, or in its prompt.
 
-    If the field is missing, the expression is the text before the last `=` of the prompt, from the
-    start of that line.
+    If the field is missing, the expression is read from the prompt: the text before the last `=`,
+    from the start of its line.
     """
     if field in record:
         return evaluate_expression(read_text(record, field))

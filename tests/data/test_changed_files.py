@@ -343,7 +343,7 @@ def test_only_shards_of_unchanged_files_are_sealed(
     if change == "touch":
         assert "wrote" in prepare(plan(data, tmp_path / "out"), silent)
         return
-    with pytest.raises(ConfigError, match=r"must not change during reading") as error:
+    with pytest.raises(ConfigError, match=r"must not change while in use") as error:
         prepare(plan(data, tmp_path / "out"), silent)
     assert "--out" in str(error.value) and len(entered) == 2
     monkeypatch.undo()
@@ -407,7 +407,7 @@ def test_a_change_of_megatron_files_while_they_are_read(tmp_path: Path) -> None:
     path.touch()
     assert (loader.batch(0)["tokens"] == first["tokens"]).all()
     flip(path, path.stat().st_size // 2)
-    with pytest.raises(ConfigError, match=r"a\.bin\n.*must not change during reading"):
+    with pytest.raises(ConfigError, match=r"a\.bin\n.*must not change while in use"):
         loader.batch(1)
 
 

@@ -380,7 +380,7 @@ def test_a_copy_that_cannot_be_read_is_made_elsewhere(
     monkeypatch.setattr(os, "access", lambda path, mode: path != denied and access(path, mode))
     documents = source(file, tmp_path)
     assert [documents[i] for i in range(2)] == ["a", "b"]
-    assert f"{folder} cannot be read: the next start reads all files" in caplog.text
+    assert f"{folder} cannot be read: all files will be read on the next start" in caplog.text
 
 
 @pytest.mark.parametrize("is_made", [False, True])

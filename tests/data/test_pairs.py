@@ -193,7 +193,7 @@ def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
         (record([], [], said(("assistant", "b"))), {}, "chosen has no message"),
         (record("a", said(("robot", "b")), "c"), {}, "data.chat_roles"),
         (record(said(("user", "a")), "b", "c"), {"template": ""}, "chat template"),
-        ({"chosen": "ab", "rejected": "ab"}, {"prompt_field": ""}, "both are equal"),
+        ({"chosen": "ab", "rejected": "ab"}, {"prompt_field": ""}, "they are identical"),
         (
             record(said(("user", "a")), said(("user", "b")), "c"),
             {},

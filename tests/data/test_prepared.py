@@ -307,7 +307,7 @@ def test_mistakes_in_documents_are_explained(
     assert main(["data", "prepare", *inputs, "--out", "gs://bucket/tokens"]) == 2
     tokens = ["data.source=tokens", "data.path=x", "--out", str(tmp_path / "other")]
     assert main(["data", "prepare", *tokens]) == 2
-    assert "must be a source of text" in capsys.readouterr().err
+    assert "must be a text source" in capsys.readouterr().err
 
 
 def test_a_tokenizer_that_is_another_is_refused(tokens: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class ArrayRecords:
         try:
             self._records = ArrayRecordDataSource([file.path for file in files])
             if not len(self._records):
-                raise ValueError("the files have no records")
+                raise ValueError("the files contain no records")
             first = self._records[0]
         except Exception as error:  # the reader raises various exception classes
             raise ConfigError.one(

@@ -105,7 +105,7 @@ class Digests:
         """Return the digest of each file. Only new and changed files are read.
 
         Raises:
-            ConfigError: a file cannot be read, or changes during reading.
+            ConfigError: a file cannot be read, or changes while it is being read.
         """
         local = _local(sources)
         if any(self.get(file) is None for file in local):
@@ -128,7 +128,7 @@ class Digests:
         unknown = [file for file in local if self.get(file) is None]
         for file in unknown:
             if file.path in self._known:
-                _LOG.info("%s may have changed since it was last read: reading again", file.path)
+                _LOG.info("%s may have changed since it was last read: reading it again", file.path)
             if file.size_bytes >= _LARGE_BYTES and self._keep:
                 wait_until_settled(file)
         for file, entry in zip(unknown, hash_files(unknown, moved), strict=True):
@@ -199,7 +199,9 @@ class Digests:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             files.write(path, dump_checksummed({"files": content}, indent=None))
         except OSError as error:
-            _LOG.warning("%s cannot be written (%s): the next start reads all files", path, error)
+            _LOG.warning(
+                "%s cannot be written (%s): all files will be read on the next start", path, error
+            )
 
 
 def _local(sources: Sequence[File]) -> list[File]:
@@ -257,7 +259,7 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
 def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_Entry]:
     """Yield the stat and the digest of each local file, computed by several threads."""
     total = sum(file.size_bytes for file in sources)
-    progress = Progress("reading files for their digests (bytes)", total, moved)
+    progress = Progress("reading files to compute their digests (bytes)", total, moved)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))
     waiting: deque[tuple[File, Stat, bool, int, Future[bytes]]] = deque()
     parts, done = b"", 0

@@ -1,9 +1,9 @@
 """Disk caches for folders and arrays that are slow to compute, shared by several processes.
 
 Each folder or file is created only once, by the process that holds its lock file. The timestamps of
-the lock file show that this process is making progress. The lock works among processes that see the
-same lock file. If the cache is not shared, or its file system does not support locks, each process
-creates the folder itself. Names of folders and files contain a digest of the inputs.
+the lock file show that this process is making progress. The lock is effective between processes
+that see the same lock file. If the cache is not shared, or its file system does not support locks,
+each process creates the folder itself. Names of folders and files contain a digest of the inputs.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _READABLE = os.R_OK | os.X_OK
 def lock_file(
     path: str, task: str, moved: Heartbeat | None, *, removes: bool = False
 ) -> Iterator[Heartbeat]:
-    """Hold a lock among processes. The lock is released when the process ends for any reason.
+    """Hold an interprocess lock. The lock is released when the process ends for any reason.
 
-    The yielded function must be called after each part of the work. While the holder makes
-    progress, waiting processes call their own `moved`, so that they are not treated as stalled.
-    `task` describes the work in messages, for example `indexing documents of jsonl`.
+    The yielded function must be called after each unit of work. While the holder makes progress,
+    waiting processes call their own `moved`, so that they are not treated as stalled. `task`
+    describes the work in messages, for example `indexing documents of jsonl`.
 
-    With `removes`, the lock file is removed at the end. A host that sees changes to a shared folder
-    late may then hold the lock at the same time as another host. The work must therefore be safe to
-    repeat.
+    If `removes` is true, the lock file is removed when the lock is released. A host that sees
+    changes to a shared folder late may then hold the lock at the same time as another host. The
+    work must therefore be safe to repeat.
 
     Raises:
         OSError: the file cannot be opened or locked.
@@ -137,7 +137,7 @@ def _holder(stream: FileIO) -> str:
 
 
 FillFolder = Callable[[str, Heartbeat], None]
-"""Function that fills a folder, and calls its second argument after each part of the work."""
+"""Function that fills a folder, and calls its second argument after each unit of work."""
 
 
 class FolderCache:
@@ -183,7 +183,7 @@ class FolderCache:
                 unusable = f"{final} cannot be read"
             else:
                 return _make_folder(self._folder, name, file, make, moved)
-            _LOG.warning("%s: the next start reads all files", unusable)
+            _LOG.warning("%s: all files will be read on the next start", unusable)
         if self._own is None:
             self._own = tempfile.mkdtemp(prefix="maxpipe-")
             weakref.finalize(self, shutil.rmtree, self._own, True)
@@ -251,7 +251,7 @@ def load_or_compute(
 
     If `keep` is true, a computed value is written to the file. Processes that need the same file
     wait for the process that computes it. If this process is killed, another waiting process
-    computes the file. `make` calls its argument after each part of its work.
+    computes the file. `make` calls its argument after each unit of work.
     """
     if (value := load(path, made_of, words.unreadable)) is not None:
         return value

@@ -54,7 +54,7 @@ class Stat(NamedTuple):
 
     @property
     def age_seconds(self) -> float:
-        """Time in seconds since the last change; negative if the clock of the storage is ahead."""
+        """Time in seconds since the last change; negative if the storage clock is ahead."""
         return (time.time_ns() - max(self.mtime_ns, self.ctime_ns)) / 1e9
 
     @property
@@ -82,8 +82,7 @@ class File:
 
 
 def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[File]:
-    """Expand one or several files, folders and glob patterns, local or in a bucket, to a list of
-    files.
+    """Expand files, folders and glob patterns, local or in a bucket, to a list of files.
 
     Files are listed in the order of `paths`, and sorted by name within each path. `suffixes`
     filters the files of folders, but not the matches of patterns.
@@ -308,7 +307,7 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
 def check_size(file: File, size_bytes: int) -> None:
     """Raise ConfigError if the size changed after the source was opened."""
     if size_bytes != file.size_bytes:
-        rule = f"must not change during reading: the size was {file.size_bytes} bytes and is now "
+        rule = f"must not change while in use: the size was {file.size_bytes} bytes and is now "
         rule += f"{size_bytes} bytes."
         action = "Restore the file, or restart with the changed file."
         raise ConfigError.one("data.path", file.path, rule, action)
@@ -316,7 +315,7 @@ def check_size(file: File, size_bytes: int) -> None:
 
 def file_changed_error(file: File) -> ConfigError:
     """Return the error for a file whose content changed after the first read."""
-    rule = "must not change during reading: the content has changed since the start."
+    rule = "must not change while in use: the content has changed since the start."
     action = "Restore the file, or restart with the changed file."
     return ConfigError.one("data.path", file.path, rule, action)
 
@@ -360,7 +359,7 @@ PIECE_BYTES = 1 << 20
 
 _READ_BYTES = 1 << 18
 _ZSTD_READ_BYTES = 1 << 10
-"""Input bytes per zstd step. A few bytes may expand to 128 KiB, all at once."""
+"""Number of input bytes per zstd step; a few input bytes may expand to 128 KiB of output."""
 _WINDOW_BYTES = 1 << 27
 """Memory limit of a decompressor in bytes, sufficient for `zstd --long=27` and `xz -9`."""
 
@@ -386,7 +385,7 @@ class _Gzip:
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
         piece = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        # zlib may have more output even without further input.
+        # zlib may produce more output even without further input.
         self._is_full = len(piece) == max_length
         return piece
 

@@ -233,7 +233,7 @@ def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _too_large_error(file: File, most_bytes: int) -> ConfigError:
-    rule = f"must have at most {most_bytes} bytes when unpacked, which is the "
+    rule = f"must be at most {most_bytes} bytes when unpacked, which is the  "
     rule += "unused part of data.max_decompressed_bytes."
     action = "Set a larger data.max_decompressed_bytes if <run.dir>/.index has enough space, or "
     action += "remove the file from data.path."
@@ -277,8 +277,8 @@ def _scan_lines(
 
 def _long_line_error(file: File, number: int) -> ConfigError:
     unpacked_file = " when the file is unpacked" if is_compressed(file) else ""
-    rule = f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must have "
-    rule += f"at most {MAX_RECORD_BYTES} bytes to fit in memory."
+    rule = f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must be "
+    rule += f"at most {MAX_RECORD_BYTES} bytes long to fit in memory."
     action = "Split the document, or remove the file from data.path."
     return ConfigError.one(f"{file.path}:{number}", None, rule, action)
 
@@ -308,7 +308,7 @@ def _load(folder: str, file: File, content: File) -> Lines:
 
 def _unusable_cache_error(folder: str, why: str) -> StorageError:
     return StorageError(
-        f"{folder}: cannot be used\n  {why}.\n  Delete this folder: the next start recreates it."
+        f"{folder}: cannot be used\n  {why}.\n  Delete this folder; the next start recreates it."
     )
 
 
@@ -332,7 +332,8 @@ class JsonLines:
         packed = [file for file in files if is_compressed(file)]
         for file in packed:
             if not file.in_bucket and digests.get(file) is None:
-                # Detect errors in the first bytes before the full file is read for its digest.
+                # Detect errors in the first bytes before reading the full file to compute its
+                # digest.
                 with contextlib.closing(decompress(file)) as content:
                     next(content, None)
         if packed:
@@ -350,7 +351,7 @@ class JsonLines:
         if not len(self):
             rule = "must contain JSON objects, one per line: found "
             rule += f"{pluralize(len(files), 'file')} without lines."
-            action = "Set data.path to a file with lines, or data.source=corpus."
+            action = "Set data.path to a file that contains lines, or data.source=corpus."
             raise ConfigError.one("data.path", files[0].path, rule, action)
 
     def __len__(self) -> int:

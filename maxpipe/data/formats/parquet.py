@@ -139,7 +139,7 @@ class _Cache:
         return _Cache, ()
 
     def get(self, key: Hashable, read: Callable[[], tuple[Any, int]]) -> Any:
-        """Return the value for a key. `read` returns a missing value, and its size in bytes."""
+        """Return the cached value for a key, or call `read` to get the value and its size."""
         # The lock ensures that several threads that need the same value read it only once.
         with self._lock:
             if key not in self._values:
@@ -303,7 +303,7 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
 def _read_in_parts(
     content: Any, where: str, group: int, columns: list[str] | None, rows: int
 ) -> Any:
-    """Return a row group that is read `rows` rows at a time, checking the total size."""
+    """Read a row group in batches of `rows` rows, and check the total size."""
     import pyarrow
 
     parts, size = [], 0
@@ -474,7 +474,7 @@ def _read(folder: str, name: str, kind: Any) -> Any:
 
 
 class _Batch(NamedTuple):
-    """Position of a record batch in a file. Messages are stored as (first byte, end)."""
+    """Position of a record batch in a file. Messages are byte ranges (first byte, end)."""
 
     file: int
     num_rows: int

@@ -74,7 +74,7 @@ def settings_text(keys: Settings) -> str:
 
 
 def text_template(record: Mapping[str, Any]) -> str:
-    """Return a `data.template` with prompt and response; empty if a field is not text."""
+    """Return a `data.template` for the prompt and the response; empty if either is not text."""
     names = _present_fields(record, (*_PROMPTS, *CONTEXTS)), _present_fields(record, RESPONSES)
     joined = [name for group in names for name in group]
     if not all(names) or not all(isinstance(record[name], str) for name in joined):
@@ -83,7 +83,7 @@ def text_template(record: Mapping[str, Any]) -> str:
 
 
 def template_of_fields(names: Sequence[str]) -> str:
-    """Return a template with one line per field; empty if a template cannot contain a name."""
+    """Return a template with one line per field; empty if a name is invalid in a template."""
     if any(not name.strip() or name != name.strip() or {*name} & {*"{}"} for name in names):
         return ""
     return r"\n".join(f"{{{name}}}" for name in dict.fromkeys(names))
@@ -280,7 +280,7 @@ def _suggest_settings(record: Mapping[str, Any]) -> str:
     if texts:
         return f"Set data.text_field={shlex.quote(texts[0])}."
     if isinstance(record.get("prompt"), list | tuple):
-        return "Set grpo.prompts to the file if its records are prompts of train.objective=grpo."
+        return "Set grpo.prompts to the file if its records are prompts for train.objective=grpo."
     return "Add a text field to every record."
 
 

@@ -69,7 +69,7 @@ class Source(Protocol):
         """Return content digests keyed by file name; empty for a source without files.
 
         Raises:
-            ConfigError: a file cannot be read, or changes during reading.
+            ConfigError: a file cannot be read, or changes while it is being read.
         """
         ...
 
@@ -79,8 +79,8 @@ class Source(Protocol):
 
 
 def place_of(ends: np.ndarray, index: int) -> tuple[int, int]:
-    """Return the part that contains an index, and the index within this part. `ends` contains the
-    exclusive end index of each part.
+    """Return the index of the part that contains item `index`, and the item's index within this
+    part. `ends` contains the exclusive end index of each part.
     """
     part = int(np.searchsorted(ends, index, side="right"))
     return part, index - (int(ends[part - 1]) if part else 0)
@@ -210,7 +210,8 @@ class RecordSource:
         if count <= _NAMED:
             # The content of a record may contain terminal control sequences.
             _LOG.warning(
-                "%s Skipped: counts as an empty document.", redact.redact_for_terminal(problem.line)
+                "%s Skipped; the record counts as an empty document.",
+                redact.redact_for_terminal(problem.line),
             )
         if count == _NAMED:
             _LOG.warning("%s: further skipped records are counted but not logged", self.name)
@@ -293,7 +294,7 @@ def _innermost_read(reads: Sequence[track_read]) -> TrackedRead:
 
 
 def _describe_target(what: ReadTarget) -> str:
-    """Return a description of a target for messages, or an empty string after `_LOCATE_SECONDS`."""
+    """Return a description of a target for messages, or "" if it cannot be located in time."""
     if isinstance(what, str):
         return what
     places: list[str] = []

@@ -225,7 +225,7 @@ class LogitsWriter:
 
 
 def check_same(folder: Path, earlier: LogitsSpec, spec: LogitsSpec) -> None:
-    """Raise ConfigError if the folder is for a different teacher or other sequences."""
+    """Raise ConfigError if the folder was prepared for a different teacher or other sequences."""
     theirs, ours = (_comparable_spec(spec) for spec in (earlier, spec))
     if lines := differences(theirs, ours):
         rule = f"contains logits prepared with different settings: {shorten_lines(lines)}."

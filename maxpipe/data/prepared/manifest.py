@@ -144,7 +144,7 @@ def suggest_folder(folder: Path) -> str:
 
 
 def suggest_action(folder: Path) -> str:
-    """Return the suggested action for a folder that already contains something else."""
+    """Return the suggested action for a folder that already contains other files."""
     return f"Set another folder, such as --out {suggest_folder(folder)}, or remove this one."
 
 
@@ -190,7 +190,7 @@ def append_journal(journal: BinaryIO, line: Mapping[str, Any]) -> None:
 
 
 class _Terminated(BaseException):
-    """SIGTERM or SIGHUP. Not a subclass of Exception, so that error handlers do not catch it."""
+    """Raised on SIGTERM or SIGHUP. Not an Exception subclass, so error handlers do not catch it."""
 
 
 @contextlib.contextmanager
@@ -240,7 +240,7 @@ DTYPES = ("<u2", "<i4")
 """Supported token-id dtypes."""
 
 CONTENT_KEY = "content"
-"""Key of the metadata entry that maps file names of a source to digests."""
+"""Key of the metadata entry that maps a source's file names to digests."""
 SPAN_DOCUMENTS = 1024
 """Number of consecutive documents per span. Token totals are stored per span."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
@@ -314,7 +314,7 @@ class SourceEntry(TypedDict):
     name: str
     fingerprint: str
     content: NotRequired[dict[str, str]]
-    """Maps file names of the source to digests; missing in folders of earlier releases."""
+    """Maps the source's file names to digests; absent in folders written by earlier releases."""
     documents: int
     data: dict[str, Any]
     seed: int
@@ -443,7 +443,7 @@ def list_files(shards: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, FileE
 
 
 def check_sizes(folder: Path, number: int, files: Mapping[str, FileEntry]) -> None:
-    """Raise OSError for a missing file of a shard, and ValueError for a wrong size."""
+    """Raise OSError if a file of a shard is missing, or ValueError if its size is wrong."""
     for suffix, entry in files.items():
         if (folder / shard_name(number, suffix)).stat().st_size != entry["bytes"]:
             raise ValueError("the file is truncated")

@@ -60,13 +60,13 @@ class _IndexedFile:
         return self.layout.num_bounds - 1 if self.has_bounds else self.layout.num_sequences
 
     def bounds(self, first: int, stop: int) -> np.ndarray:
-        """Return int64 [documents]: the first sequence of each document in `range(first, stop)`."""
+        """Return the first sequence of each document in `range(first, stop)`, int64 [documents]."""
         if not self.has_bounds:
             return np.arange(first, stop)
         return _table(self.index, self.layout.bounds_at, "<i8", first, stop)
 
     def offsets(self, sequences: np.ndarray) -> np.ndarray:
-        """Return int64 [sequences]: number of ids before each of the sorted sequences."""
+        """Return the number of ids before each of the sorted sequences, int64 [sequences]."""
         first, stop = int(sequences[0]), int(sequences[-1])
         size, layout = self.layout.dtype.itemsize, self.layout
         past_end = stop == layout.num_sequences
@@ -176,7 +176,7 @@ class MegatronDocuments:
         return f"{' and '.join(words)} added" if words else "BOS and EOS as stored"
 
     def _count(self) -> np.ndarray:
-        """Return int64 [spans]: the number of tokens in each span."""
+        """Return the number of tokens in each span, int64 [spans]."""
         parts = []
         for first in range(0, self.num_documents, _ENTRIES):
             lengths = self.lengths_between(first, min(first + _ENTRIES, self.num_documents))

@@ -139,8 +139,7 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
     """Write the folder, or only its missing shards, and return a summary.
 
     Raises:
-        ConfigError: the source or the tokenizer cannot be used, or the folder contains something
-        else.
+        ConfigError: the source or the tokenizer cannot be used, or the folder contains other files.
         StorageError: the output folder cannot be written.
         Preemption: the process received SIGTERM or SIGHUP.
         UnreachableError: a worker process was killed.
@@ -241,7 +240,7 @@ def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
     changed = changed_files(earlier["source"].get(CONTENT_KEY), spec["source"].get(CONTENT_KEY))
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
-        rule = f"contains documents of different files: {shorten_lines(lines)}."
+        rule = f"contains documents from different files: {shorten_lines(lines)}."
         raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
     known = tuple(
         key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in earlier["source"]
@@ -308,7 +307,7 @@ def _check_unchanged(
         for number in here:
             meta = documents.meta(number - first, number - first + 1)[0]
             if encoder.identity(number) != (meta["text_bytes"], meta["digest"]):
-                rule = f"must not change while {folder} is prepared: the text has changed."
+                rule = f"must not change while {folder} is being prepared: the text has changed."
                 action = f"Restore the files, or remove {folder} and restart."
                 raise ConfigError.one(source.where(number), None, rule, action)
 
@@ -470,7 +469,7 @@ def _finish(folder: Path, spec: Spec, finished: _FinishedShards) -> Manifest:
 
 
 def _span_starts(folder: Path, finished: _FinishedShards) -> np.ndarray:
-    """Return int64 [spans + 1]: number of tokens before each span, followed by the total."""
+    """Return the number of tokens before each span, then the total, int64 [spans + 1]."""
     starts: list[np.ndarray] = []
     first = tokens = 0
     for number, shard in enumerate(finished.shards):

@@ -195,7 +195,7 @@ class ChecksummedReader:
             if stat == state.stat:
                 return content
         content, stat = self._read_and_verify(first, last)
-        # If one write follows another within a short time, the second may not change the stat.
+        # If two writes occur in quick succession, the second may not change the stat.
         if stat is not None and stat.is_settled:
             if stat != state.stat:
                 state = self._state = _VerifiedBlocks(stat, np.zeros(len(self._crcs), bool))

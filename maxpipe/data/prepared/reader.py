@@ -299,7 +299,7 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
     raise ConfigError.one(
         "data.path",
         folder,
-        f"contains token ids of a tokenizer other than tokenizer.*: {named} with "
+        f"contains token ids from a tokenizer other than tokenizer.*: {named} with "
         f"{stored['vocab_size']} ids and fingerprint {stored['fingerprint'][:12]}; tokenizer.* has "
         f"{tokenizer.vocab_size} ids and fingerprint {tokenizer.fingerprint()[:12]}.",
         suggest_tokenizer_action(
@@ -312,7 +312,7 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
 
 WINDOW_SPANS = 1024
 """Number of spans per window; a window has about a million documents. A source that fits in one
-window is fully shuffled, in the same order as its documents would be if they were read as text.
+window is fully shuffled, into the same order as if its documents were read as text.
 """
 
 _CACHED_WINDOWS = 4

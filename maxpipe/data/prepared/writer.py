@@ -149,7 +149,7 @@ class _Mask:
 
 
 class ShardWriter:
-    """Writer for the files of one shard. Files of an earlier attempt are replaced."""
+    """Writer for the files of one shard. Files left over from an earlier attempt are replaced."""
 
     def __init__(self, folder: Path, number: int, dtype: np.dtype, *, has_mask: bool = False):
         self.tokens = 0
@@ -231,7 +231,7 @@ class ShardEncoder(Protocol):
     def encode_batch(self, first: int, stop: int) -> DocumentBatch:
         """Return documents `first` to `stop` - 1, or fewer (at least one) if documents are long.
 
-        This bounds the memory for batches of long documents.
+        The lower count bounds the memory used by batches of long documents.
         """
         ...
 
@@ -309,7 +309,7 @@ class _ConversationShardEncoder:
 
 
 def _histograms(raws: list[bytes]) -> np.ndarray:
-    """Return uint32 [texts, 256]: byte histogram of each text."""
+    """Return the byte histogram of each text, uint32 [texts, 256]."""
     counts = [np.bincount(np.frombuffer(raw, np.uint8), minlength=256) for raw in raws]
     return np.array(counts, np.uint32)
 
@@ -373,7 +373,7 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return documents from `first` on, or the errors; see `ShardEncoder.encode_batch`."""
+    """Return encoded documents from `first` on, or the errors; see `ShardEncoder.encode_batch`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # pickling the error would lose its `problems`

@@ -147,7 +147,7 @@ class ByteBpe:
         self._added = re.compile(added) if added else None
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Return int32 [tokens]; None if the ids could differ from the ids of `tokenizers`."""
+        """Return int32 [tokens], or None if the ids could differ from those of `tokenizers`."""
         if len(text) > _LONGEST or (not text.isascii() and self._ambiguous_character.search(text)):
             return None
         if self._added is not None and self._added.search(text):

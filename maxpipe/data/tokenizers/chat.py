@@ -25,7 +25,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
-"""Seconds added to the CPU time limit to get the wall time limit, as the machine may be busy."""
+"""Seconds by which the wall time limit exceeds the CPU time limit, because machines may be busy."""
 _MAX_REQUEST_BYTES = 1 << 24
 _MAX_RESPONSE_BYTES = 1 << 28
 
@@ -236,7 +236,7 @@ class ChatTemplate:
     def render(
         self, conversations: Sequence[ChatInput], *, add_generation_prompt: bool = True
     ) -> list[str]:
-        """Return the text of each conversation, ending where the model's response begins.
+        """Return each conversation as rendered text that ends where the model's response begins.
 
         Rendering many conversations in one call is much faster than rendering them one by one. Keys
         that the template does not read are logged.

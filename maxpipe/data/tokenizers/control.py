@@ -56,7 +56,7 @@ class Framing:
     before: tuple[int, ...]
     after: tuple[int, ...] = ()
     reads_control: bool = False
-    """Whether text that spells a control token is encoded as this token."""
+    """Whether text that spells a control token is encoded as that token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Tokenizer(ABC):
     are excluded.
     """
     byte_lengths: np.ndarray
-    """int32 [vocab_size]: size in bytes of the text of each id; 0 for control ids."""
+    """int32 [vocab_size]: length in bytes of each id's text; 0 for control ids."""
     _fingerprint: str
 
     @property
@@ -162,18 +162,18 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
-        """Return int32 [tokens]. Text that spells a control token is encoded as plain text."""
+        """Return the token ids, int32 [tokens]. Control tokens are encoded as plain text."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return int32 [tokens] for each text. Batches are faster than one text at a time."""
+        """Return the token ids of each text, int32 [tokens]; faster than one call per text."""
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of `encode_chat`, and int64 [tokens, 2]: each token's character range."""
 
     def encode_chat(self, text: str) -> np.ndarray:
-        """Return int32 [tokens] for rendered text, with control tokens encoded as their ids."""
+        """Return the token ids of rendered text, int32 [tokens], including control tokens."""
         return self.encode_chat_offsets(text)[0]
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -185,7 +185,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens in each text. Batches are faster than one text at a time."""
+        """Return the number of tokens in each text; faster than one call per text."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -208,7 +208,8 @@ def resolve(
 ) -> ControlTokens:
     """Determine the control tokens of the vocabulary in the file `path`.
 
-    Without a BOS token, documents begin with EOS. Without a padding token, EOS is used for padding.
+    If there is no BOS token, documents begin with EOS. If there is no padding token, EOS is used
+    for padding.
 
     Args:
         path: Vocabulary file; settings are read from its folder.

@@ -241,12 +241,12 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
         raise ConfigError.one(
             PATH, folder, f"must contain only one tokenizer: found {several}.", action
         )
-    rule = f"must be {what}, or a folder with one: this folder has none."
+    rule = f"must be {what}, or a folder that contains one: this folder does not."
     raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
-    """Infer the kind from the first bytes, as names such as `tokenizer.model` are ambiguous."""
+    """Infer the kind from the first bytes; names such as `tokenizer.model` are ambiguous."""
     try:
         with open(files.open_regular(path), "rb") as stream:
             head = stream.read(_HEAD_BYTES)

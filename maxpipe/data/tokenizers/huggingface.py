@@ -3,7 +3,8 @@
 The normalizer and the decoder may lengthen text only up to a limit, because six chained
 replacements of `a` with `aaaaaaaaaa` would turn one character into a million. Before any text is
 encoded, an upper bound is computed from the definition: the maximum number of characters to which
-one character can expand. Unicode normalization (NFKC, lower case) adds little and is ignored.
+one character can expand. Unicode normalization (NFKC, lowercasing) lengthens text only slightly and
+is ignored.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def growth(steps: Sequence[Mapping[str, Any]]) -> float:
         pattern, content = _replacement(step)
         if content:
             grown = of_text(number + 1, content)
-            if not pattern:  # a regex may match any character and the empty string next to it
+            if not pattern:  # a regex may match any character and the adjacent empty string
                 return same + grown
             # Each match consumes all characters of the pattern.
             return max(same, grown / len(pattern)) if character in pattern else same
@@ -109,7 +110,7 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Return pattern and inserted text. The pattern is empty if text may be inserted anywhere."""
+    """Return a step's pattern and inserted text. The pattern is empty if text may go anywhere."""
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
     if step.get("type") != "Replace":
@@ -201,7 +202,7 @@ class HuggingFaceTokenizer(Tokenizer):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """Return int32 [vocab_size]: token sizes in bytes. A `spelled` token's text is its name."""
+        """Return token lengths in bytes, int32 [vocab_size]. `spelled` ones decode to a name."""
         decoder = json.dumps(definition.get("decoder"))
         # A byte-level vocabulary represents each byte as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder

@@ -208,7 +208,7 @@ class _Renderer:
     def _join_content_lists(
         self, messages: list[_TrackedMessage], *, prompt: bool
     ) -> list[_TrackedMessage]:
-        """Return the messages. If the template does not support lists, join lists of strings."""
+        """Return the messages, joining lists of strings if the template does not support lists."""
         joined = [
             message
             if (parts := _texts_of(dict.get(message, "content"))) is None
