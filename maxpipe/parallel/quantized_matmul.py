@@ -49,7 +49,7 @@ class MatmulQuantizer:
     """Whether the attention projections are quantized."""
 
     def operand_dtype(self, *, gradient: bool = False) -> Any:
-        """Return the 8-bit dtype of operands; e5m2 for fp8 gradients without blocks."""
+        """Return the operands' 8-bit dtype, which is e5m2 for fp8 gradients without block scales."""
         if self.format == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn
@@ -436,7 +436,7 @@ def matmuls(
     how: MatmulQuantizer,
     into: bool,
 ) -> list[Float[Array, "B T *N"]]:
-    """Return `MatmulQuantizer.matmul` of `x` and each weight, in the dtype of `x`.
+    """Multiply `x` by each weight with `MatmulQuantizer.matmul`, preserving the dtype of `x`.
 
     If `into` is set, the weights are input projections of attention or an MLP. `most` is the
     maximum absolute value in each token, if known.
