@@ -318,7 +318,7 @@ _MAX_BYTES = 1 << 24
 _MAX_LAYERS = 10_000
 _DTYPES = ("dtype", "torch_dtype")
 
-# Keys that any config.json may have and that do not affect the model's logits.
+# Keys that may appear in any config.json and do not affect the model's logits.
 _IGNORED_KEYS = frozenset(
     {"architectures", "model_type", "transformers_version", "_name_or_path", *_DTYPES}
     | {"auto_map", "_attn_implementation_autoset", "attn_implementation", "is_llama_config"}

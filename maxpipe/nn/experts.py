@@ -112,7 +112,7 @@ def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "
 def _all_to_all(
     x: Float[Array, "S D"], sent: Int[Array, " X"], received: Int[Array, " X"]
 ) -> Float[Array, "S D"]:
-    """Send each device its block of rows, of which the first `sent` rows are used.
+    """Send each device its block of rows; only the first `sent` rows of a block are used.
 
     Unused rows in the result are uninitialized and never read.
     """

@@ -49,7 +49,7 @@ class MatmulQuantizer:
     """Whether the attention projections are quantized."""
 
     def operand_dtype(self, *, gradient: bool = False) -> Any:
-        """Return the operands' 8-bit dtype, which is e5m2 for fp8 gradients without block scales."""
+        """Return the operands' 8-bit dtype, which is e5m2 for fp8 gradients without blocks."""
         if self.format == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn

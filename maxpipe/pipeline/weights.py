@@ -90,7 +90,7 @@ class WeightSharding:
     """Dim along which the gradient is reduce-scattered over the data axis at the end of a step,
     counted with stacked dims. `NOT_SHARDED` if each device receives the full gradient."""
     reduce_dtype: str = "float32"
-    """Dtype in which gradients are communicated in reductions."""
+    """Dtype used to communicate gradients in reductions."""
     quantizer: MatmulQuantizer | None = None
     """Quantizer for the weight, which is then gathered in 8-bit form. None if the weight is not
     quantized."""

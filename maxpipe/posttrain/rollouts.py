@@ -92,7 +92,8 @@ class RewardedCompletion:
 
 
 class Rollouts:
-    """Sample, reward and store the completions for `updates_per_rollout` steps at a time.
+    """Sample completions for `updates_per_rollout` steps at a time, and store them with their
+    rewards.
 
     A position is the index of a batch, as in `BadStepMonitor.offset`.
     """

@@ -1,8 +1,8 @@
 """Build the steps, batches and objective of a config.
 
 Training, evaluation and `maxpipe compile` share these functions. `build_steps` receives the config
-sections of a model and a mesh. `build_steps` returns the steps with the shardings of their inputs
-and outputs.
+sections of a model and a mesh, and returns the steps with the shardings of their inputs and
+outputs.
 
 Source: Pax, which also partitions a model in a single function.
 """
