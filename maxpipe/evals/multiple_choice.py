@@ -183,7 +183,7 @@ def apply_chat_template(
 
 @dataclass
 class MultipleChoice:
-    """Multiple-choice questions, and their conversion to continuations."""
+    """Multiple-choice questions, which are converted to continuations."""
 
     questions: Sequence[Question]
     separator: str = " "

@@ -352,7 +352,7 @@ class ModelDescription:
 
 
 def read_description(folder: Path) -> ModelDescription:
-    """Read the `config.json` of a folder.
+    """Read the `config.json` in a folder.
 
     Raises:
         ConfigError: the file cannot be read, or no family supports the model.
@@ -497,7 +497,7 @@ def values(config: ModelConfig) -> dict[str, Any]:
 
 
 def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
-    """Return the conversion table of the equivalent transformers class, and config.json values.
+    """Return the equivalent transformers class's conversion table, and the config.json values.
 
     Raises:
         ConfigError: no transformers class is equivalent to the model.

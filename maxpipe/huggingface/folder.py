@@ -109,8 +109,8 @@ class HuggingFaceFolder:
 
     @property
     def model_dtypes(self) -> dict[str, str]:
-        """Return dtypes for the `model` section that represent the weights without loss. Models in
-        float32 also compute in float32.
+        """Return dtypes for the `model` section that represent the weights without loss. Models
+        stored in float32 also compute in float32.
         """
         if self.dtype == "F32":
             return {"param_dtype": "float32", "compute_dtype": "float32"}

@@ -1,6 +1,6 @@
 """Mixture of experts: routing, dispatch over the expert axis, and computation of the experts.
 
-With expert parallelism, every device reserves capacity for tokens from each other device. Tokens
+With expert parallelism, every device reserves capacity for tokens from every other device. Tokens
 are sent in fixed-size buffers, whose last rows may be empty. On TPUs, a ragged all-to-all sends
 only the used rows.
 """

@@ -34,8 +34,7 @@ from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
-    """Return the leaves of a tree for which a tree of bools is true, or None for a single frozen
-    leaf.
+    """Return the leaves whose entry in a tree of bools is true, or None for one frozen leaf.
 
     Frozen leaves may already be missing from the tree.
     """

@@ -423,7 +423,7 @@ as a string."""
 def prepare_teacher_logits(
     loaded: LoadedConfig, folder: Path, report: ProgressCallback, *, shard_bytes: int
 ) -> str:
-    """Compute and write the missing files of teacher logits, and return a one-line summary.
+    """Compute and write the missing teacher-logit files, and return a one-line summary.
 
     Raises:
         ConfigError: the teacher or the documents cannot be used, or the folder contains other

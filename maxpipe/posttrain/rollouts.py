@@ -62,7 +62,7 @@ class ReferenceParams:
                 None,
                 "must point to the initial weights of this run, which are the reference "
                 "of grpo.kl_coef, but now points to other weights.",
-                "Restore the initial weights, name their step with RUN@STEP, or set run.name to a "
+                "Restore the initial weights, specify their step as RUN@STEP, or set run.name to a "
                 "new name.",
             )
 

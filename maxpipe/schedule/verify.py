@@ -1,5 +1,4 @@
-"""Statically verify, in milliseconds and without JAX, that a schedule executes the network
-correctly.
+"""Statically verify, in milliseconds and without JAX, that a schedule executes correctly.
 
 The table is simulated on strings, using the engine's rules for messages and buffers. Every read
 must return exactly the value that the unpipelined network has at that point. A violated dependency,

@@ -52,8 +52,8 @@ class Options(NamedTuple):
     sequences. Multi-document sequences need at most as many blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
     """(first key, start, stop) of each query block in unrolled attention: its query tokens are
-    `start` to `stop`, and its keys are the first key to `stop`. An empty tuple selects attention in
-    loops."""
+    `start` to `stop`, and its keys are the first key to `stop`. An empty tuple selects the
+    loop-based algorithm."""
 
 
 class QueryKeyMask(NamedTuple):
@@ -162,7 +162,8 @@ def _forward_rule(
 
 
 class _Blocks:
-    """Queries in blocks `[blocks, B, G, n, t, H]` and keys in blocks `[blocks, B, G, s, H]`.
+    """Queries split into blocks `[blocks, B, G, n, t, H]`, and keys into blocks
+    `[blocks, B, G, s, H]`.
 
     The block dim comes first, so that each block is contiguous in memory. Each contiguous run of
     query tokens is padded to a multiple of the block size.

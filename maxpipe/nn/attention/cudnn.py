@@ -77,8 +77,8 @@ def forward(
     """Run the forward kernel. Return the output and the log-sum-exp of each query token's scores.
 
     `beside` is None, a bias `[B, 1, T, S]` added to the scores, or the offsets of packed documents.
-    D is B without packed documents; otherwise, D is the maximum number of documents. With packed
-    documents, index 0 in the T dim of the log-sum-exp is the first token of each document.
+    D is B if documents are not packed; otherwise, D is the maximum number of documents. With packed
+    documents, index 0 along dim T of the log-sum-exp is each document's first token.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)

@@ -140,12 +140,12 @@ class KVCache(NamedTuple):
 
     @property
     def key(self) -> Float[Array, "B S G H"]:
-        """Return the keys in the layout of attention backends."""
+        """Return the keys in the layout that attention backends expect."""
         return jnp.swapaxes(self.keys, 1, 2)
 
     @property
     def value(self) -> Float[Array, "B S G v"]:
-        """Return the values in the layout of attention backends."""
+        """Return the values in the layout that attention backends expect."""
         return jnp.swapaxes(self.values, 1, 2)
 
     def append(
