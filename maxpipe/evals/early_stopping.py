@@ -1,4 +1,4 @@
-"""Early stopping: ends a run after several evaluations in which the metric did not improve.
+"""Early stopping: end a run after several evaluations without an improvement in the metric.
 
 The counters are saved with the data position, so that a resumed run ends at the same step as an
 uninterrupted run.

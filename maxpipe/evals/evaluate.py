@@ -1,4 +1,4 @@
-"""Evaluate a model during training, or evaluate a checkpoint or folder on any layout.
+"""Evaluate a model during training, or evaluate a checkpoint or folder with any layout.
 
 `Evaluator` computes the token-weighted validation loss and the metrics of multiple-choice tasks
 during training. The module also computes the training loss of every source of a mixture.
@@ -238,8 +238,8 @@ class Evaluator:
         params: Any,
         read: Callable[[Loader, int, int], AbstractContextManager[Any]],
     ) -> dict[str, float]:
-        """Return the metrics of parameters after step `number`; empty without evaluations or after
-        a stop.
+        """Return the metrics after step `number`; empty if nothing was evaluated or a stop was
+        requested.
 
         `read(loader, begin, end)` returns the batches [begin, end) of a loader.
         """

@@ -85,7 +85,7 @@ class TaskSummary(TypedDict):
 
 
 def read_questions(path: str, where: str) -> list[Question]:
-    """Read the questions of a file; `where` names the config key or option of the path.
+    """Read the questions in a file; `where` is the config key or option that sets the path.
 
     Raises:
         ConfigError: the file cannot be read or has invalid lines; the error lists every such line.
@@ -183,7 +183,7 @@ def apply_chat_template(
 
 @dataclass
 class MultipleChoice:
-    """Multiple-choice questions, and their conversion to continuations."""
+    """Multiple-choice questions, which are converted to continuations."""
 
     questions: Sequence[Question]
     separator: str = " "

@@ -144,8 +144,8 @@ class CompletionText:
 
 
 FinishReason = Literal["end", "stop", "length", "room", "interrupted"]
-"""Why a completion ended: an end token, a stop string, `--max-tokens`, the model's sequence length,
-or an interrupt."""
+"""Reason a completion ended: an end token, a stop string, `--max-tokens`, the model's sequence
+length, or an interrupt."""
 
 
 class Prompt(NamedTuple):
@@ -168,7 +168,7 @@ class GenerationLimits:
     stops: tuple[str, ...] = ()
     batch_size: int = 16
     longest_prompt: int = 0
-    """Length in tokens of the longest expected prompt, with which one program is compiled for all
+    """Length in tokens of the longest expected prompt. If set, one program is compiled for all
     prompts."""
     stop_ids: frozenset[int] = frozenset()
     """Ids of control tokens that end a completion, in addition to the stop strings."""

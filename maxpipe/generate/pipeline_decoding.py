@@ -290,7 +290,7 @@ class PipelineDecodeEngine:
     def _decode_turn(
         self, params: Tree, turning: RingState, numbers: Array, is_full: Array
     ) -> RingState:
-        """Run each microbatch through every stage once, starting at a different stage each."""
+        """Run each microbatch through every stage once, each starting at a different stage."""
         stages, stage = self._stages, axis_index(STAGE)
 
         def tick(now: Array, turning: RingState) -> RingState:
@@ -322,7 +322,8 @@ class PipelineDecodeEngine:
     ) -> tuple[Array, Tree]:
         """Apply this stage's layers to microbatch `at`; update its caches only if `works`."""
         layout, stage = self.layout, axis_index(STAGE)
-        # If all stages have the same number of layers, of one type, no branch is needed.
+        # If there is one layer type and all stages have the same number of layers, no branch is
+        # needed.
         alike = len(layout.ring_layer_types) == 1 and bool((layout.layer_at >= 0).all())
         layer_at, kind_at, place_at = (
             jnp.asarray(table[0])[stage]

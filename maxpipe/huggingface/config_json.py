@@ -318,7 +318,7 @@ _MAX_BYTES = 1 << 24
 _MAX_LAYERS = 10_000
 _DTYPES = ("dtype", "torch_dtype")
 
-# Keys that any config.json may have and that do not affect the model's logits.
+# Keys that may appear in any config.json and do not affect the model's logits.
 _IGNORED_KEYS = frozenset(
     {"architectures", "model_type", "transformers_version", "_name_or_path", *_DTYPES}
     | {"auto_map", "_attn_implementation_autoset", "attn_implementation", "is_llama_config"}
@@ -352,7 +352,7 @@ class ModelDescription:
 
 
 def read_description(folder: Path) -> ModelDescription:
-    """Read the `config.json` of a folder.
+    """Read the `config.json` in a folder.
 
     Raises:
         ConfigError: the file cannot be read, or no family supports the model.
@@ -497,7 +497,7 @@ def values(config: ModelConfig) -> dict[str, Any]:
 
 
 def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
-    """Return the conversion table of the equivalent transformers class, and config.json values.
+    """Return the equivalent transformers class's conversion table, and the config.json values.
 
     Raises:
         ConfigError: no transformers class is equivalent to the model.

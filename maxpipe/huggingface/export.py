@@ -284,7 +284,7 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Assign tensors in layer order to files of at most `shard_bytes`, or one larger tensor."""
+    """Assign tensors, in layer order, to files of at most `shard_bytes` or one larger tensor."""
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():
@@ -418,10 +418,10 @@ def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """Tokenizer and chat format with which a run was trained.
+    """Tokenizer and chat format that a run was trained with.
 
     `tokenizer` is None if it cannot be opened. `is_run` is False if the weights were imported and
-    not trained since.
+    have not been trained since.
     """
 
     tokenizer: Tokenizer | None

@@ -109,8 +109,8 @@ class HuggingFaceFolder:
 
     @property
     def model_dtypes(self) -> dict[str, str]:
-        """Return dtypes for the `model` section that represent the weights without loss. Models in
-        float32 also compute in float32.
+        """Return dtypes for the `model` section that represent the weights without loss. Models
+        stored in float32 also compute in float32.
         """
         if self.dtype == "F32":
             return {"param_dtype": "float32", "compute_dtype": "float32"}
@@ -317,7 +317,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
 
 
 def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelDescription, int]:
-    """Remove multi-token prediction layers from the description if the folder has none.
+    """Remove multi-token prediction layers from the model description if the folder has none.
 
     Also return the number of removed layers. transformers drops these layers when it saves a model,
     but keeps the layer count in config.json.
@@ -481,7 +481,7 @@ def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, even if threads of a library still write to it shortly after Ctrl-C.
+    """Remove a folder, even if library threads keep writing to it shortly after Ctrl-C.
 
     A second Ctrl-C does not interrupt the removal.
     """
@@ -562,7 +562,7 @@ def copy_tokenizer_files(
 
 
 def _check_inside(folder: Path, path: Path) -> None:
-    """Check that a file is not a symlink out of the folder, so that no other file is published.
+    """Check that a file is not a symlink to a file outside the folder, which would be published.
 
     Symlinks to `blobs` in the Hugging Face cache, next to the folder's `snapshots`, are allowed.
 

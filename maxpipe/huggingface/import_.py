@@ -47,7 +47,7 @@ FOLDER = "huggingface"
 """Name of the folder next to `checkpoints` that contains config.json and the tokenizer files."""
 
 WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
-"""Keys in the data position that a checkpoint stores."""
+"""Keys of the data position stored in a checkpoint."""
 
 _SLAB_BYTES = 1 << 24
 """Slab size in bytes. The operating system would reclaim larger allocations after each use, and

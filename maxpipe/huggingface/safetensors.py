@@ -71,7 +71,7 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsReader:
-    """Reader of one file, which is reopened for each read: a folder may have hundreds of files."""
+    """Reader of one file, reopened for each read because a folder may have hundreds of files."""
 
     def __init__(self, path: Path):
         """Read and check the header.
@@ -368,9 +368,9 @@ def _pattern(name: str) -> str:
 
 
 def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
-    """Return the rows `other` if the files contain all tensors of these rows, else no rows.
+    """Return the rows `other` if the files contain all tensors of these rows; otherwise, no rows.
 
-    No rows are returned either if the files contain a tensor that `other` would replace.
+    The result is also empty if the files contain a tensor that `other` would replace.
     """
     wanted = {_pattern(row.theirs) for row in other.values()}
     replaced = {_pattern(rows[name].theirs) for name in other} - wanted
@@ -503,7 +503,7 @@ def tensor_mismatch_error(
     parts = (
         [f"lacks {pluralize(len(missing), 'tensor')}: {format_names(missing)}"] if missing else []
     )
-    action = f"Save the model again, with all tensors of {name}: some are in no file here."
+    action = f"Save the model again with all tensors of {name}: some are missing from the files."
     if surplus:
         of = f"has {pluralize(len(surplus), 'tensor')} that {FILE} does not describe"
         parts.append(f"{of}: {format_names(surplus)}")
@@ -520,7 +520,7 @@ def tensor_mismatch_error(
 def _layers(
     folder: Path, said: ModelDescription, missing: Sequence[str], surplus: Sequence[str]
 ) -> ConfigError | None:
-    """Return an error if exactly the last layers are missing or unexpected, else None."""
+    """Return an error if entire layers at the end are missing or unexpected, else None."""
     numbers = [int(m[1]) if (m := _LAYER.fullmatch(name)) else -1 for name in (*missing, *surplus)]
     said_count = said.config.num_layers
     if -1 in numbers or (missing and surplus):

@@ -24,9 +24,7 @@ def residual_gain(config: ModelConfig) -> float:
 
 
 def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
-    """Return an attention sublayer with the sizes set in section `model`; `options` are additional
-    fields of `Attention`.
-    """
+    """Return an attention sublayer with sizes from `config`; `options` sets additional fields."""
     return Attention(
         config.d_model,
         config.num_heads,
@@ -40,9 +38,7 @@ def attention(config: ModelConfig, rope: Rope, **options: Any) -> Attention:
 
 
 def gated_mlp(config: ModelConfig, **options: Any) -> GatedMLP:
-    """Return a gated MLP with the width set in section `model`; `options` are additional fields of
-    `GatedMLP`.
-    """
+    """Return a gated MLP with the width from `config`; `options` sets additional fields."""
     return GatedMLP(config.d_model, config.d_mlp, residual_gain(config), **options)
 
 

@@ -27,8 +27,8 @@ _LEVELS = (
     *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-"""Quantization level of each 4-bit code as a fraction of the block's largest magnitude; from the
-paper's table."""
+"""Quantization level of each 4-bit code, as a fraction of the block's largest magnitude (values
+from the paper)."""
 
 
 def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, Array]:
@@ -44,8 +44,8 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     if dtype == "int8":
         return jnp.round(scaled * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
-    # A code is the number of thresholds below the weight; computing it as a sum needs no array over
-    # all codes.
+    # A code is the number of thresholds below the weight. Summing one comparison at a time avoids
+    # an array with an extra dim for the thresholds.
     below = ((scaled > threshold).astype(jnp.uint8) for threshold in middle)
     codes = sum(below, jnp.zeros(scaled.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
@@ -81,7 +81,7 @@ with this one."""
 
 
 def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[Key, Array]:
-    """Derive all stored layer parameters from the initialized or loaded parameters.
+    """Derive a layer's stored parameters from its initialized or loaded parameters.
 
     The arrays may have leading stacking dims. DoRA magnitudes are initialized to the column norms
     of the quantized base matrix, so that a new adapter does not change the model.
@@ -162,9 +162,7 @@ def apply_adapters(
 
 
 def _scale_dim(layer_type: LayerType, key: Key) -> int:
-    """Return the dim of a quantized matrix along which weights share scales, as a negative
-    index.
-    """
+    """Return the negative index of the dim along which a quantized matrix shares scales."""
     declared = layer_type.declared[key]
     dim = dim_of_scales(declared)
     assert dim is not None

@@ -1,4 +1,4 @@
-"""Attention backends, and grouped-query attention with RoPE over packed sequences."""
+"""Grouped-query attention with RoPE over packed sequences."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _SLOW_TURNS = 1.0
 def rotary_frequencies(
     rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
-    """Return the rotation angle per position of each pair of dims, float32 `[H / 2]`.
+    """Return the rotation angle per position for each pair of dims, float32 `[H / 2]`.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
@@ -92,9 +92,7 @@ def _yarn(
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
     def pair(turns: float) -> Float[Array, ""]:
-        """Return the fractional index of the pair that rotates this many times in the original
-        context.
-        """
+        """Return the fractional pair index with this many rotations in the original context."""
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
 
@@ -115,8 +113,7 @@ def rotate(
     length: float = 1.0,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
-    """Rotate each pair of dims (i, i + half) by the angle of its position; the remaining dims are
-    unchanged.
+    """Rotate each pair of dims (i, i + half) by its token's angle; leave all other dims unchanged.
 
     `length` multiplies the rotated dims. On TPU, a matmul with a permutation matrix swaps the
     halves, which is five times faster than moving data between lanes.
@@ -164,7 +161,7 @@ def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Arra
 
 
 def _rotate_backward(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
-    """Rotate the cotangent by the negative angles. This avoids sums of low-precision gradients."""
+    """Rotate the cotangent by the negative angles. This avoids summing low-precision gradients."""
     cos, sin = angles
     return _rotate_by_matmul(grad, cos, -sin), None, None
 
@@ -188,9 +185,7 @@ class Attention(SpecModule):
         self.part, self.rules = part, rules
 
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
-        """Compute causal attention within document segments, limited to the window if one is
-        set.
-        """
+        """Compute causal attention within document segments and within the window, if any."""
         part, dtype, rules = self.part, x.dtype, self.rules
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_dim, context)
@@ -250,9 +245,7 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the name of the per-layer window, or "" if the rotary factors depend on the cache
-        size.
-        """
+        """Return the per-layer window's name, or "" if rotary factors depend on the cache size."""
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod

@@ -46,7 +46,7 @@ _MODULES: Mapping[type, Any] = {
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
 }
-"""Module class that computes each sublayer class."""
+"""Module class that implements each sublayer class."""
 
 
 def norm_module(part: Part) -> Any:
@@ -113,8 +113,8 @@ def init_params(
 ) -> dict[_Name, Float[Array, "*dims"]]:
     """Initialize parameters, keyed by name.
 
-    The key of a randomly initialized parameter is derived from its index among these parameters.
-    Parameters that are derived from other parameters are omitted.
+    The random key of each randomly initialized parameter is derived from its index among these
+    parameters. Parameters that are derived from other parameters are omitted.
     """
     drawn = [name for name, param in params.items() if isinstance(param.init, spec.Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
@@ -191,7 +191,7 @@ class Decoder:
     # Parameters.
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Initialize all parameters; those of a layer depend only on the key and its index."""
+        """Initialize all parameters; a layer's parameters depend only on the key and its index."""
         indices = {layer_type: [] for layer_type in self.model.layer_types}
         for number, layer_type in enumerate(self.model.layers):
             indices[layer_type].append(number)
@@ -241,8 +241,7 @@ class Decoder:
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
-        """Return the number of contracted dims of each parameter that layers receive in 8 bits, and
-        0 for all other parameters.
+        """Return each parameter's number of contracted dims if layers receive it in 8 bits, else 0.
 
         With sequence parallelism, layers quantize their weights themselves.
         """
@@ -338,7 +337,7 @@ class Decoder:
         return self._projected(params, self.norm(params["final_norm"], x))
 
     def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """Apply an MTP head that is a projection to the final norm's output."""
+        """Apply a projection-only MTP head to the final norm's output."""
         transform = params["transform"].astype(hidden.dtype)
         return hidden + jax.nn.silu(jnp.einsum("btd,de->bte", hidden, transform))
 
@@ -355,8 +354,8 @@ class Decoder:
 
         The output is the input of both the output projection and the next head. `x` is the previous
         head's output, or the final norm's output for the first head. `embedded` holds the
-        embeddings of the tokens ahead, and `number` is the head's zero-based index. The layer
-        indices of heads continue after those of the network.
+        embeddings of the later tokens, and `number` is the head's zero-based index. The heads'
+        layer indices follow those of the network's layers.
         """
         heads = self.model.ends.mtp_layers
         assert heads is not None
@@ -371,7 +370,7 @@ class Decoder:
     def _mtp_losses(
         self, params: Params, x: Array, batch: Params, key: LayerKey
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Return the summed losses, with the cross entropy in nats of each MTP head.
+        """Return the summed losses, including the cross entropy of each MTP head, in nats.
 
         If the heads are layers, also return their statistics `[heads, ...]`.
         """
@@ -560,7 +559,7 @@ class Decoder:
 
 
 def _targets(batch: Params) -> Float[Array, ""]:
-    """Return the number of target tokens, but at least 1."""
+    """Return the number of target tokens, or 1 if there are none."""
     return jnp.maximum(batch["loss_mask"].astype(jnp.float32).sum(), 1.0)
 
 

@@ -1,6 +1,6 @@
 """Mixture of experts: routing, dispatch over the expert axis, and computation of the experts.
 
-With expert parallelism, every device reserves capacity for tokens from each other device. Tokens
+With expert parallelism, every device reserves capacity for tokens from every other device. Tokens
 are sent in fixed-size buffers, whose last rows may be empty. On TPUs, a ragged all-to-all sends
 only the used rows.
 """
@@ -52,7 +52,7 @@ from maxpipe.parallel.sharding import AxisRules, constrain
 
 
 class ReceivedTokens(NamedTuple):
-    """Tokens received from all devices of the expert axis for the e local experts."""
+    """Tokens received from all devices along the expert axis for the e local experts."""
 
     x: Float[Array, "1 S D"]
     expert_ids: Int[Array, "1 S 1"]
@@ -77,8 +77,8 @@ def dispatch_tokens(
     weights: Float[Array, "B T E"],
     room: int,
 ) -> tuple[ReceivedTokens, SentTokens]:
-    """Send each token to the devices that hold its experts. `room` is the capacity, in rows,
-    between a pair of devices.
+    """Send each token to the devices that hold its experts. `room` is the maximum number of rows
+    sent from one device to another.
 
     Expert index E means no expert. If the capacity is exceeded, first choices have priority over
     second choices and earlier tokens over later tokens, regardless of the expert.
@@ -112,7 +112,7 @@ def combine_tokens(x: Float[Array, "1 S D"], sent: SentTokens) -> Float[Array, "
 def _all_to_all(
     x: Float[Array, "S D"], sent: Int[Array, " X"], received: Int[Array, " X"]
 ) -> Float[Array, "S D"]:
-    """Send each device its block of rows, whose first `sent` rows are used.
+    """Send each device its block of rows; only the first `sent` rows of a block are used.
 
     Unused rows in the result are uninitialized and never read.
     """
@@ -268,8 +268,8 @@ class Experts(SpecModule):
     def __call__(self, x: Float[Array, "B T D"], context: LayerContext) -> Output:
         """Apply the experts; if there is a `loss_mask`, also return losses and statistics.
 
-        Decoding drops no tokens, because the capacity would depend on the number of tokens per
-        call.
+        No tokens are dropped in decoding, because the capacity would depend on the number of tokens
+        per call.
         """
         part, split, shards = self.part, context.split(self.rules), x
         x = split.gather_tokens(x)
@@ -345,7 +345,7 @@ class Experts(SpecModule):
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
-        """Return whether to use grouped dispatch; in decoding, only if it computes fewer rows."""
+        """Return whether to use grouped dispatch; in decoding, only if that computes fewer rows."""
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
@@ -394,7 +394,7 @@ class Experts(SpecModule):
     def _dense_experts_of_axis(
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
-        """Apply all experts to all tokens, including experts on other expert-axis devices."""
+        """Apply all experts to all tokens, including experts on other devices."""
         whole = all_gather(x, EXPERT, 0)
         return reduce_scatter(
             self._dense_experts(whole, all_to_all(weights, EXPERT, 2, 0), low), EXPERT, 0
@@ -453,7 +453,7 @@ class Experts(SpecModule):
     def _drop_over_capacity(
         self, places: Int[Array, "B T k"], inputs: Mapping[str, Any]
     ) -> Int[Array, "B T k"]:
-        """Return the experts of each token, replaced by index E where the expert is at capacity.
+        """Return the experts of each token; index E replaces experts that are at capacity.
 
         Capacity is counted over full sequences, even if this device holds only a shard of each.
         """

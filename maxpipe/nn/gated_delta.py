@@ -34,7 +34,7 @@ Weights = Mapping[str, Array]
 
 
 class GatedDeltaCache(NamedTuple):
-    """Cache of one layer, whose size is independent of the number of earlier tokens."""
+    """Cache of one layer. Its size does not depend on the number of earlier tokens."""
 
     tail: Float[Array, "B w K E"]
     """Convolution inputs of the most recent tokens."""
@@ -373,7 +373,7 @@ def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
 
 
 def _product(x: Float[Array, "*dims C C"], y: Float[Array, "*dims C C"]) -> Array:
-    """Multiply in full float32, because rounding errors would accumulate over the chunk."""
+    """Multiply in full float32 precision; rounding errors would otherwise accumulate in a chunk."""
     return jnp.matmul(x, y, precision=lax.Precision.HIGHEST)
 
 

@@ -35,8 +35,7 @@ def gated_activation(
     *,
     in_8_bits: bool = False,
 ) -> Float[Array, "*rows F"]:
-    """Compute `function(gate) * up`, optionally weighted, and store the result once for all
-    matmuls.
+    """Compute `function(gate) * up`, optionally weighted, and store it once for all matmuls.
 
     Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
     backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
@@ -93,7 +92,7 @@ def gated_mlp(
     prefix: str = "",
     largest: Float[Array, "B T 1"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Compute a gated MLP with those parameters of `module` whose names start with the prefix."""
+    """Compute a gated MLP with the parameters of `module` whose names start with the prefix."""
     gate, up, down = (
         getattr(module, f"{prefix}{name}")[...].astype(x.dtype) for name in ("gate", "up", "down")
     )
@@ -158,8 +157,8 @@ def _quantized_gated_mlp_backward(
     """Compute the gradients of the MLP; the arrays between the projections are computed twice.
 
     The first computation is fused into the matmul that computes their cotangents, and determines
-    the scales. The second computation quantizes the arrays. With a single computation, XLA for TPU
-    would materialize some of these arrays and need a third more cycles.
+    the scales. The second computation quantizes the arrays. If the arrays were computed only once,
+    XLA for TPU would materialize some of them and need a third more cycles.
     """
     del prefix
     x, largest, gate, up, weights = saved

@@ -35,13 +35,11 @@ class LayerContext:
     quantizer: MatmulQuantizer | None = None
     """Quantizer for matmuls with weights. If None, matmuls use the compute dtype."""
     max_abs: Float[Array, "B T 1"] | None = None
-    """Largest magnitude in each input token. Set if matmuls use 8 bits and the preceding norm
-    computes these magnitudes."""
+    """Largest activation magnitude of each input token. Set if matmuls use 8 bits and the preceding
+    norm computes these magnitudes."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
-        """Return `number` itself, or this layer's value if `number` is the name of a per-layer
-        value.
-        """
+        """Return `number` itself, or this layer's value if it is the name of a per-layer value."""
         if not isinstance(number, str):
             return number
         return jnp.asarray(self.values[number], jnp.float32)[self.index]

@@ -18,7 +18,7 @@ from maxpipe.parallel.collectives import mark_varying
 
 
 class TokenPermutation(NamedTuple):
-    """Assignment of the k token-expert pairs of each of n tokens to rows."""
+    """Assignment of token-expert pairs to rows, with k pairs for each of n tokens."""
 
     choice_of_row: Int[Array, " N"]
     """Pair index in each row: the token index times k, plus the index of the choice. The index is n
@@ -35,8 +35,7 @@ class TokenPermutation(NamedTuple):
 def sort_by_expert(
     places: Int[Array, "n k"], num_experts: int
 ) -> tuple[TokenPermutation, Int[Array, " E"]]:
-    """Assign a row to each pair, in the order of experts; also return the number of rows per
-    expert.
+    """Assign a row to each pair, sorted by expert; also return the number of rows per expert.
 
     Expert index `num_experts` means no expert, and the pair gets no row.
     """

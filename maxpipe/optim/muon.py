@@ -3,7 +3,7 @@
 Each device holds a shard of every matrix in its layers. All-to-alls over the axes that shard the
 matrices give each device a subset of complete matrices. The device orthogonalizes these matrices,
 and the inverse all-to-alls restore the shards. Over an axis of n devices, a device with a shard of
-B bytes sends 2 (n - 1) / n B in total, if n divides the number of matrices.
+B bytes sends 2 B (n - 1) / n bytes in total if n divides the number of matrices.
 
 Source: Keller Jordan's Muon (the Newton-Schulz iteration and its coefficients). The update is
 scaled by 0.2 times the square root of the longer side, which matches the magnitude of AdamW's
@@ -58,8 +58,8 @@ def update_scale(rows: int, columns: int) -> float:
 def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     """Return a matrix with the same singular vectors, and with singular values of about 0.7 to 1.2.
 
-    A zero matrix is returned unchanged. I should be at most O, because the matmuls are otherwise
-    larger than necessary.
+    A zero matrix is returned unchanged. I should be at most O; otherwise, the matmuls are larger
+    than necessary.
     """
     # Divide by the largest entry first, so that squares neither overflow nor underflow in float32.
     x = x / jnp.maximum(jnp.abs(x).max(), 1e-30)

@@ -279,9 +279,9 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
 
 Tree = Any
 _PARAMETER = "parameter"
-"""Key of the parameter itself in rounding and in loops over layers."""
+"""Key that identifies the parameter itself when rounding and in loops over layers."""
 _GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
-"""Keys of other arrays in loops over layers."""
+"""Keys that identify other arrays in loops over layers."""
 
 
 class OptState(NamedTuple):
@@ -399,7 +399,7 @@ class Optimizer:
 
     @property
     def is_elementwise(self) -> bool:
-        """Return whether the update of each entry depends only on that entry."""
+        """Return whether each entry's update depends only on that entry."""
         return self.config.name in ("adamw", "lion")
 
     def bound_update(

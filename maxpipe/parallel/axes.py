@@ -54,7 +54,8 @@ ALLOWED_AXIS_RULES: dict[str, tuple[tuple[str, ...], ...]] = {
     "mlp": ((), ("tensor",)),
     "vocab": (("stage",), ("stage", "tensor")),
 }
-"""Values that `mesh.axis_rules` allows. The pipeline controls the stage axis and the batch axes."""
+"""Allowed values of each `mesh.axis_rules` entry. The pipeline controls the stage axis and the
+batch axes."""
 
 
 def exchanges_heads(method: str, heads: int, kv_heads: int, context: int, tensor: int) -> bool:
@@ -136,8 +137,8 @@ class MeshConfig:
     """Number of parameter replicas within a slice. Each replica processes a different shard of the
     batch."""
     ici_fsdp: int = 1
-    """Number of parameter shards within a slice. The devices of each shard process a different
-    shard of the batch."""
+    """Number of parameter shards within a slice. Devices with different parameter shards process
+    different shards of the batch."""
     ici_stage: int = 1
     """Number of pipeline stages within a slice."""
     ici_tensor: int = 1
@@ -145,8 +146,8 @@ class MeshConfig:
     ici_context: int = 1
     """Number of shards of each sequence within a slice."""
     ici_expert: int = 1
-    """Number of shards of the experts within a slice. The devices of each shard process a different
-    shard of the batch."""
+    """Number of expert shards within a slice. Devices with different expert shards process
+    different shards of the batch."""
     dcn_data: int = 1
     """Number of parameter replicas across slices."""
     dcn_fsdp: int = 1
@@ -158,8 +159,8 @@ class MeshConfig:
     dcn_context: int = 1
     """Number of shards of each sequence across slices."""
     dcn_expert: int = 1
-    """Number of shards of the experts across slices. The devices of each shard process a different
-    shard of the batch."""
+    """Number of expert shards across slices. Devices with different expert shards process different
+    shards of the batch."""
     context_attention: Literal["auto", "all_gather", "ulysses", "ring"] = dataclasses.field(
         default="auto",
         metadata=renamed_from(values={"gather": "all_gather", "heads": "ulysses"}),
@@ -168,9 +169,8 @@ class MeshConfig:
     the keys and values of full sequences. `ulysses`: devices exchange tokens for heads, so that
     each device computes some of the heads over full sequences; context x tensor must divide both
     the number of heads and the number of key/value heads. `ring`: keys and values are sent around a
-    ring, so no device holds the keys and values of full sequences; requires
-    `pipeline.idle=compute`, or one stage. `auto`: `ulysses` if the sizes permit it, `all_gather`
-    otherwise."""
+    ring, so no device holds the keys and values of full sequences; requires `pipeline.idle=compute`
+    or a single stage. `auto`: `ulysses` if the sizes permit it, `all_gather` otherwise."""
     shard_mode: Literal["auto", "explicit"] = "auto"
     """Sharding mode of arrays outside the pipeline. `auto`: the compiler chooses the shardings
     between a program's inputs and outputs. `explicit`: array types include the shardings over all
@@ -187,17 +187,17 @@ class MeshConfig:
     their results or compute their operands. Each collective is replaced by a ring of messages and
     smaller matmuls. Ignored unless `mesh.sequence_parallel` is set."""
     axis_rules: dict[str, list[str]] = field(default_factory=dict)
-    """Changes to the table from logical axes to mesh axes, e.g. `{mlp: [tensor]}`.
+    """Changes to the table that maps logical axes to mesh axes, e.g. `{mlp: [tensor]}`.
     `maxpipe config explain mesh.axis_rules` prints the default table."""
     max_replicated_bytes: int = dataclasses.field(
         default=2**27, metadata=renamed_from("largest_copy_bytes")
     )
-    """Maximum size in bytes of a parameter, summed over all layers of a stage, that is replicated
+    """Maximum size in bytes, summed over all layers of a stage, of a parameter that is replicated
     over the fsdp, expert and context axes. A larger replicated parameter is rejected unless an axis
     rule set to `[]` explicitly replicates it; parameters replicated in this way are reported. 0
     disables the limit."""
 
 
 QUANTIZATION_BLOCK = 128
-"""Number of elements along a dim that share a scale with `model.matmul_scales=block`. If this
+"""Number of elements along a dim that share one scale if `model.matmul_scales=block`. If this
 number does not divide the size of the dim, the largest power of two that divides both is used."""

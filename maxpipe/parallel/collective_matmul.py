@@ -1,10 +1,10 @@
 """Collective matmuls: all-gathers and reduce-scatters overlapped with matmuls.
 
-The arrays that move between devices are sharded over tokens (dim 1) and the stationary arrays over
-features, both over the same mesh axis. Shards are sent around the ring in both directions. Each
-shard is multiplied while the next shard is transferred. Partial sums are sent around the ring in
-the same way, and every device adds its matmul result to them. In shapes, t is T divided by the axis
-size, and weights have their per-device dims.
+The arrays that move between devices are sharded over tokens (dim 1), and the stationary arrays are
+sharded over features, both along the same mesh axis. Shards are sent around the ring in both
+directions. Each shard is multiplied while the next shard is transferred. Partial sums are sent
+around the ring in the same way, and every device adds its matmul result to them. In shapes, t is T
+divided by the axis size, and weights have their per-device dims.
 
 Source: Wang et al., Overlap Communication with Dependent Computation via Decomposition in Large
 Deep Learning Models, ASPLOS 2023.

@@ -54,9 +54,9 @@ def map_shards(
 
     The specs name these axes. Kernels need this function, because a Mosaic call requires all axes
     to be manual, including axes of size 1. A kernel declares no varying axes, so the type checks
-    for varying axes are disabled inside `run`, and its results are marked as varying. The returned
-    function must not be differentiated, because the marks would become sums over devices. If `run`
-    declares varying axes, set `states_types` to enable the checks.
+    for varying axes are disabled inside `run`, and the results of `run` are marked as varying. The
+    returned function must not be differentiated, because the marks would become sums over devices.
+    If `run` declares varying axes, set `states_types` to enable the checks.
     """
     mesh = jax.sharding.get_abstract_mesh()
     remaining_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
@@ -164,7 +164,7 @@ def max_over(x: jax.Array, axes: str | Sequence[str]) -> jax.Array:
 
 
 def broadcast_from(x: jax.Array, axis: str, position: int | jax.Array) -> jax.Array:
-    """Return, on all devices along the axis, the array of the device at `position`."""
+    """Broadcast the array from the device at `position` to all devices along the axis."""
     return sum_over(jnp.where(axis_index(axis) == position, x, 0), axis)
 
 
@@ -279,7 +279,7 @@ def shard_tokens(batch: Mapping[str, Any], by_row: Sequence[str] = ()) -> Mappin
 
 
 def local_positions(tokens: int) -> Int[Array, " T"]:
-    """Return the positions within the sequence of the `tokens` tokens on this device."""
+    """Return the sequence positions of the `tokens` tokens held by this device."""
     return local_shard(mark_varying(jnp.arange(tokens * axis_size(CONTEXT))), dim=0)
 
 

@@ -51,7 +51,7 @@ def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshCo
     """Replace each -1 in the mesh config with the number of remaining devices.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of devices or of slices.
+        ConfigError: the product of the sizes is not the number of devices or of slices.
     """
     slices, given = _num_slices(devices), config
     config = infer_axis_sizes(config, len(devices), slices)
@@ -114,7 +114,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     """Return a mesh over all devices with the axis names in `AXES`.
 
     Raises:
-        ConfigError: the sizes do not multiply to the number of devices or of slices.
+        ConfigError: the product of the sizes is not the number of devices or of slices.
     """
     devices = list(jax.devices() if devices is None else devices)
     config = resolve_mesh_config(config, devices)

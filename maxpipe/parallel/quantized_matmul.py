@@ -49,7 +49,7 @@ class MatmulQuantizer:
     """Whether the attention projections are quantized."""
 
     def operand_dtype(self, *, gradient: bool = False) -> Any:
-        """Return the 8-bit dtype of operands; e5m2 for fp8 gradients without blocks."""
+        """Return the operands' 8-bit dtype, which is e5m2 for fp8 gradients without blocks."""
         if self.format == "int8":
             return jnp.int8
         return jnp.float8_e5m2 if gradient and self.scales != "block" else jnp.float8_e4m3fn
@@ -232,10 +232,10 @@ class MatmulQuantizer:
         If `into` is set, the weight is an input projection of attention or an MLP, and the inner
         operand is the cotangent. Otherwise, the weight is an output projection, and the inner
         operand is `x`. The inner operand has one scale per token. If the inner operand is already
-        quantized, its 8-bit numbers are reused. Its hidden width is sharded over the mesh axes in
-        `over`. The outer operand is pre-multiplied by the inner operand's per-token scales and
-        quantized with one scale per sequence. `most` contains the maximum absolute value in each
-        token of the outer operand, if known.
+        quantized, its 8-bit numbers are reused. The inner operand's hidden width is sharded over
+        the mesh axes in `over`. The outer operand is pre-multiplied by the inner operand's
+        per-token scales and quantized with one scale per sequence. `most` contains the maximum
+        absolute value in each token of the outer operand, if known.
         """
         moved = (CONTEXT,) if axis_size(CONTEXT) > 1 else ()
         inside, other = (cotangent, x) if into else (x, cotangent)
@@ -436,7 +436,7 @@ def matmuls(
     how: MatmulQuantizer,
     into: bool,
 ) -> list[Float[Array, "B T *N"]]:
-    """Return `MatmulQuantizer.matmul` of `x` and each weight, in the dtype of `x`.
+    """Multiply `x` by each weight with `MatmulQuantizer.matmul`, preserving the dtype of `x`.
 
     If `into` is set, the weights are input projections of attention or an MLP. `most` is the
     maximum absolute value in each token, if known.
@@ -539,7 +539,7 @@ _matmuls.defvjp(_matmuls_forward, _matmuls_backward)
 def quantized_einsum(form: str, x: Array, weight: Array, how: MatmulQuantizer) -> Array:
     """Compute `jnp.einsum` of quantized operands; the gradient of `x` uses a quantized cotangent.
 
-    The letter `e`, for experts, is the batch dim of the weight.
+    The letter `e` (experts) denotes the batch dim of the weight.
     """
     dims = _EinsumDims.from_equation(form)
     x = how.quantize_dequantize(x, dims.contracted_of_x)

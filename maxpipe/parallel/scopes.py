@@ -68,7 +68,7 @@ WINDOW_SWITCH = "windows"
 
 
 def window(size: int) -> str:
-    """Return the scope of the branch for a window size."""
+    """Return the name scope of the branch that handles the given window size."""
     return f"window_{size}"
 
 

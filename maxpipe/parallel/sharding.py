@@ -72,8 +72,8 @@ def reshard_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def trace_on_mesh(mesh: Mesh, run: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Return `run`, traced under this mesh. If no argument is on the mesh, JAX cannot infer the
-    mesh of the outputs.
+    """Return `run` wrapped so that it is traced under this mesh. If no argument is on the mesh, JAX
+    cannot infer the mesh of the outputs.
     """
 
     def traced(*arguments: Any) -> Tree:
@@ -125,7 +125,7 @@ STACKED_AXES = ("repeat", "stage", "layer")
 
 @dataclass(frozen=True)
 class AxisRules:
-    """Table from logical axes to mesh axes, as a hashable object for model code."""
+    """Table that maps logical axes to mesh axes, as a hashable object for model code."""
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
     context_attention: str = "auto"

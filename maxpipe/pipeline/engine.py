@@ -102,7 +102,7 @@ class Engine:
     """PartitionSpec of the gradient of each trainable parameter. If None, the parameters' own specs
     are used."""
     reduce_dtype: str = "float32"
-    """Dtype in which gradients are communicated in reductions across devices."""
+    """Dtype used to communicate gradients in cross-device reductions."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., StepGradients]:
         """Return the training step as a function (params, batch, key) -> `StepGradients`.

@@ -450,7 +450,7 @@ def _value_and_grad(
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
-    """Return the losses, the cotangents of the scores (empty without `scale`), and the metrics."""
+    """Return the losses, the cotangents of the scores (empty if `scale` is None), and metrics."""
 
     def run(scores: Scores) -> tuple[Array, Scores]:
         return objective(scores, inputs)
@@ -527,7 +527,7 @@ def sum_by_source(
 
 
 def _einsum_float32(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the einsum with float32 accumulation. The CPU backend lacks some bfloat16 matmuls, so
+    """Compute an einsum with float32 accumulation. The CPU backend lacks some bfloat16 matmuls, so
     inputs are cast to float32 on CPU.
     """
     multiply = partial(jnp.einsum, equation, preferred_element_type=jnp.float32)

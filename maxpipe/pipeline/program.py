@@ -511,7 +511,7 @@ class StepProgram:
             kind: self._stacked(kind, weights.finish(gradients.layers[kind]))
             for kind, weights in self.weights.items()
         }
-        # Every stage has computed the same gradient of the final norm; the gradient of stage 0 is
+        # Every stage has computed the same gradient of the final norm; only stage 0's gradient is
         # used.
         divisions = select_trainable(self.plan.weight_shardings, self.plan.trainable)
         final_norm = jax.tree.map(
@@ -572,7 +572,7 @@ def _unstacked_shardings(divisions: Tree, *, num_stacked: int) -> Tree:
 
 @dataclass(frozen=True)
 class Network:
-    """Functions and constants of a stack of layers between an embedding and a loss head.
+    """Functions and constants of a network: an embedding, a stack of layers and a loss head.
 
     Parameters are `{embedding [V, D], layers {type: ... [R, P, L, ...]}, final_norm, head [D, V]}`.
     If `head` is missing, the embedding table is used as the head. Prologue layers are stored in
@@ -587,7 +587,7 @@ class Network:
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weight with which each auxiliary loss of the layers is added to the objective's loss."""
+    """Weight of each auxiliary loss of the layers when it is added to the objective's loss."""
     embed_scale: float = 1.0
     """Factor that multiplies the embeddings."""
     logit_scale: float = 1.0

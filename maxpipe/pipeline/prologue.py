@@ -146,11 +146,11 @@ class Embedding(NamedTuple):
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
-        """Exchange this device's columns of all shards' tokens for all columns of its tokens."""
+        """Return all columns for this device's tokens, given its columns for all shards' tokens."""
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """Exchange all columns of this device's tokens for its columns of all shards' tokens."""
+        """Return this device's columns for all shards' tokens, given all columns for its tokens."""
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.

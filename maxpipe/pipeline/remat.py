@@ -186,7 +186,7 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Return the value before any reshapes that produced this value."""
+        """Follow reshapes back to the value that was originally reshaped, and return that value."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -225,7 +225,7 @@ class FlatJaxpr:
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Return whether a value varies over the axes of `mark`, which is true of kept values."""
+    """Return whether a value already varies over the axes of `mark`, as kept values do."""
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)
@@ -244,7 +244,7 @@ def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
 
 
 _INFINITE_CAPACITY = 2**31 - 1
-"""Largest capacity of an edge. Capacities are int32, so byte counts are scaled down to fit."""
+"""Maximum capacity of an edge. Capacities are int32, so byte counts are scaled down to fit."""
 
 
 def _min_cut(

@@ -34,8 +34,7 @@ from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
-    """Return the leaves of a tree for which a tree of bools is true, or None for a single frozen
-    leaf.
+    """Return the leaves whose entry in a tree of bools is true, or None for one frozen leaf.
 
     Frozen leaves may already be missing from the tree.
     """
@@ -90,7 +89,7 @@ class WeightSharding:
     """Dim along which the gradient is reduce-scattered over the data axis at the end of a step,
     counted with stacked dims. `NOT_SHARDED` if each device receives the full gradient."""
     reduce_dtype: str = "float32"
-    """Dtype in which gradients are communicated in reductions."""
+    """Dtype used to communicate gradients in reductions."""
     quantizer: MatmulQuantizer | None = None
     """Quantizer for the weight, which is then gathered in 8-bit form. None if the weight is not
     quantized."""

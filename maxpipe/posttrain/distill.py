@@ -149,7 +149,7 @@ def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
 
     Raises:
         ConfigError: the model does not exist, or its vocabulary or layout does not match.
-        StorageError: the model is damaged.
+        StorageError: the model is corrupted.
     """
     config = loaded.config
     key = error_location(KEY, loaded.origins)
@@ -233,8 +233,8 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
         raise ConfigError.one(
             key,
             chosen.name,
-            f"must have the vocabulary of the student: it has {its} ids, but model.vocab_size is "
-            f"{mine}.",
+            f"must have the same vocabulary as the student: the teacher has {its} ids, but "
+            f"model.vocab_size is {mine}.",
             f"Set model.vocab_size={its} with the teacher's tokenizer, or choose another teacher.",
         )
     chosen.check_tokenizer(own)
@@ -248,7 +248,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
         raise ConfigError.one(
             key,
             chosen.name,
-            "must have the tokenizer of the student: the tokenizer in the teacher's folder encodes "
+            "must use the same tokenizer as the student: the teacher's tokenizer encodes "
             "the same text to different ids.",
             f"Set tokenizer.kind=auto and tokenizer.path={folder}, or choose another teacher.",
         )
@@ -328,7 +328,7 @@ class TeacherLoader:
 
 @dataclass(frozen=True)
 class TeacherSource:
-    """Where teacher logits come from: an online teacher, stored logits, or neither."""
+    """Source of teacher logits: an online teacher, stored logits, or neither."""
 
     teacher: TeacherEntry | None = None
     teacher_loader: TeacherLoader | None = None
@@ -423,7 +423,7 @@ as a string."""
 def prepare_teacher_logits(
     loaded: LoadedConfig, folder: Path, report: ProgressCallback, *, shard_bytes: int
 ) -> str:
-    """Compute and write the missing files of teacher logits, and return a one-line summary.
+    """Compute and write the missing teacher-logit files, and return a one-line summary.
 
     Raises:
         ConfigError: the teacher or the documents cannot be used, or the folder contains other

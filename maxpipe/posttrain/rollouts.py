@@ -62,7 +62,7 @@ class ReferenceParams:
                 None,
                 "must point to the initial weights of this run, which are the reference "
                 "of grpo.kl_coef, but now points to other weights.",
-                "Restore the initial weights, name their step with RUN@STEP, or set run.name to a "
+                "Restore the initial weights, specify their step as RUN@STEP, or set run.name to a "
                 "new name.",
             )
 
@@ -92,7 +92,8 @@ class RewardedCompletion:
 
 
 class Rollouts:
-    """Sample, reward and store the completions for `updates_per_rollout` steps at a time.
+    """Sample completions for `updates_per_rollout` steps at a time, and store them with their
+    rewards.
 
     A position is the index of a batch, as in `BadStepMonitor.offset`.
     """

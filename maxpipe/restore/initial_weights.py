@@ -146,7 +146,7 @@ NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fr
 
 
 class Notifier(Protocol):
-    """Interface for messages at the start of a run, implemented by its console."""
+    """Interface for printing messages at the start of a run; implemented by the run's console."""
 
     def note(self, text: str) -> None: ...
 
@@ -167,7 +167,7 @@ class InitialWeights(NamedTuple):
 def read_weights(
     text: str, loaded: LoadedConfig, steps: Steps, console: Notifier, tokenizer: str = ""
 ) -> InitialWeights:
-    """Read weights from the address `text`, which has the form of `checkpoint.restore_from`.
+    """Read weights from the address `text`, in the same format as `checkpoint.restore_from`.
 
     `tokenizer` is the fingerprint of the run's tokenizer. A warning is printed if the weights were
     trained with another tokenizer.
@@ -191,7 +191,7 @@ def read_weights(
         if before and tokenizer and before != tokenizer:
             console.warn(
                 f"tokenizer: the fingerprint was {before} at step {facts.step} and is now "
-                f"{tokenizer}: the weights were trained with other token ids"
+                f"{tokenizer}: the weights were trained with different token ids"
             )
 
     abstract = with_vocab_size(wanted, size) if grows else wanted

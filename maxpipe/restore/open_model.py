@@ -259,7 +259,7 @@ def _open_folder(
 
 
 class _SilentNotifier:
-    """Notifier without output: the run that trained the adapters has already printed messages."""
+    """Notifier that prints nothing: the run that trained the adapters has printed the messages."""
 
     def note(self, text: str) -> None:
         """Ignore the text."""

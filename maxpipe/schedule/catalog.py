@@ -25,8 +25,8 @@ ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleav
 number of repeats."""
 
 MAX_FORWARDS = 300_000
-"""Maximum of stages x repeats x microbatches. At this limit, placement needs about 30 s and 1 GiB
-of memory."""
+"""Maximum value of stages x repeats x microbatches. At this limit, placement needs about 30 s and 1
+GiB of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     "zb_h1": ScheduleSpec(
         orders.zero_bubble_h1,
-        "split backward fills the bubble; memory of 1F1B",
+        "split backward fills the bubble; same memory as 1F1B",
         repeats=1,
         split=True,
     ),

@@ -255,7 +255,7 @@ class Label(NamedTuple):
 
 
 def text_width(text: str, size: float) -> float:
-    """Return an estimate of the width in pixels that is large enough for most fonts."""
+    """Return an estimate of the text's width in pixels that is an upper bound for most fonts."""
     return 0.56 * size * len(text)
 
 

@@ -119,7 +119,7 @@ def zero_bubble_h2(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run two chunks per stage in a V shape: almost no bubble, with the memory of 1F1B.
+    """Run two chunks per stage in a V shape: almost no bubble, with the same memory as 1F1B.
 
     Source: ZB-V (arXiv:2401.10241, arXiv:2405.15362).
     """

@@ -273,7 +273,7 @@ class Schedule:
         return self.backward.at_first_chunk
 
     def tick_costs(self, costs: Costs) -> np.ndarray:
-        """Return the duration of each tick `[K]`, which is that of the slowest stage."""
+        """Return the duration of each tick `[K]`, which is determined by the slowest stage."""
         spent = [costs.of(kind) * slots.active for kind, slots in self.kinds]
         if self.mixed:
             return np.sum(spent, axis=0).max(axis=1)

@@ -1,9 +1,9 @@
-"""Statically verify that a schedule computes the network, in milliseconds and without JAX.
+"""Statically verify, in milliseconds and without JAX, that a schedule executes correctly.
 
 The table is simulated on strings, using the engine's rules for messages and buffers. Every read
 must return exactly the value that the unpipelined network has at that point. A violated dependency,
 a message in the wrong slot, an overwritten live slot or a read from a dead slot results in a wrong
-string. The error then shows the region of the timeline around the wrong cell.
+string. The error message then shows the part of the timeline around the offending cell.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ IDLE_TOLERANCE = 1e-3
 
 
 class ScheduleError(MaxpipeError):
-    """Raised if the table of a schedule does not compute the network."""
+    """Raised if a schedule's table does not execute the network correctly."""
 
     def __init__(self, schedule: Schedule, tick: int, stage: int, kind: str, reason: str):
         self.tick, self.stage, self.kind = tick, stage, kind
@@ -34,7 +34,7 @@ def verify(schedule: Schedule, *, idle: float | None = None) -> None:
     """Check the full table. `idle` is the closed form of the table's idle fraction, if known.
 
     Raises:
-        ScheduleError: a cell is wrong. The message shows the first wrong cell in the timeline.
+        ScheduleError: a cell is wrong. The message shows the first incorrect cell in the timeline.
     """
     _check_columns(schedule)
     _check_weight_window(schedule)
@@ -108,8 +108,8 @@ def _check_weight_window(schedule: Schedule) -> None:
 
 
 def _check_kinds(schedule: Schedule) -> None:
-    """Check that only existing slot types have work, and that mixed ticks have at most one
-    action.
+    """Check that work is assigned only to slot types that exist, and that mixed ticks contain at
+    most one action.
     """
     kinds = dict(schedule.kinds)
     last = schedule.kinds[-1][0]

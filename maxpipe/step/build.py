@@ -1,8 +1,8 @@
 """Build the steps, batches and objective of a config.
 
 Training, evaluation and `maxpipe compile` share these functions. `build_steps` receives the config
-sections of a model and a mesh. `build_steps` returns the steps with the shardings of their inputs
-and outputs.
+sections of a model and a mesh, and returns the steps with the shardings of their inputs and
+outputs.
 
 Source: Pax, which also partitions a model in a single function.
 """
@@ -99,7 +99,8 @@ def build_steps(
     num_sources: int = 0,
     objective: Objective = CrossEntropy(),  # noqa: B008
 ) -> Steps:
-    """Return the steps of a model on a mesh. The default objective is cross entropy.
+    """Return the train and eval steps for a model on a mesh. The default objective is cross
+    entropy.
 
     With a data mixture, losses are summed separately for each of the `num_sources` sources.
 
@@ -206,7 +207,7 @@ def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPoli
 def steps_from_config(
     config: Config, mesh: Mesh, byte_lengths: np.ndarray, *, num_sources: int | None = None
 ) -> Steps:
-    """Return the steps of a config on a mesh; see `build_steps`.
+    """Return the train and eval steps for a config on a mesh; see `build_steps`.
 
     Losses are summed separately for `num_sources` sources (default: the sources of the mixture).
     """

@@ -58,7 +58,7 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
             with open(files.open_regular(path, flags, 0o600), "wb") as file:
                 file.write(content)
     except OSError as error:
-        raise StorageError.unwritable(folder, error, "Set another folder with --save.") from error
+        raise StorageError.unwritable(folder, error, "Set --save to another folder.") from error
 
 
 def load(
@@ -69,7 +69,7 @@ def load(
     Raises:
         ConfigError: the metadata differs from `facts`, or the program cannot be loaded on these
             devices.
-        StorageError: the program is missing or damaged, or other users can write to it.
+        StorageError: the program is missing or corrupted, or other users can write to it.
     """
     try:
         _check_private(folder, folder.stat())
@@ -115,7 +115,7 @@ def check_devices(platform: str, count: int, where: str, folder: Path, action: s
 
 def _damage_error(folder: Path) -> StorageError:
     return StorageError(
-        f"{CONFIG_KEY} = {folder}\n  is damaged: the checksum of the program is wrong.\n  "
+        f"{CONFIG_KEY} = {folder}\n  is corrupted: the program's checksum does not match.\n  "
         "Recompile with `maxpipe compile ... --save`."
     )
 

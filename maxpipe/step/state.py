@@ -382,7 +382,7 @@ def format_differences(found: Sequence[Difference], where: str) -> str:
 
 
 class ReplicaCheck:
-    """Compare the replicas within trees that have the given shardings."""
+    """Bitwise comparison of array replicas in trees that have the given shardings."""
 
     def __init__(self, mesh: Mesh, abstract: Tree, shardings: Tree):
         self._devices = list(mesh.devices.flat)

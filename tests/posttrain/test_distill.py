@@ -226,7 +226,7 @@ def test_sources_of_a_mixture_find_their_rows(asked: Place) -> None:
 
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [
-    (("model.vocab_size=300",), "must have the vocabulary of the student: it has 259 ids"),
+    (("model.vocab_size=300",), "same vocabulary as the student: the teacher has 259 ids"),
     (("distill.top_k=260",), "must be at most model.vocab_size (259)"),
     (
         ("distill.teacher_devices=8",),

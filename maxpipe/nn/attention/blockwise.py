@@ -1,12 +1,13 @@
 """Blockwise attention in plain JAX, with memory use linear in T on every platform.
 
-Only the scores of one (query block, key block) pair are in memory at a time. The forward pass uses
-online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from the log-sum-exp
-of each query token (arXiv:2205.14135). The backward pass follows algorithm 4 of arXiv:2307.08691,
-but with the loop order of that paper's forward pass. The number of loop iterations depends on the
-causal mask, the window and document boundaries. This number can differ between devices and layers,
-because a custom gradient avoids differentiating through the loops. Short sequences use no loops:
-they have few query blocks, and each block computes the scores of all its visible keys at once.
+Only the scores of one (query block, key block) pair are held in memory at a time. The forward pass
+uses online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from the
+log-sum-exp of each query token (arXiv:2205.14135). The backward pass follows algorithm 4 of
+arXiv:2307.08691, but with the loop order of that paper's forward pass. The number of loop
+iterations depends on the causal mask, the window and document boundaries. The iteration count can
+differ between devices and layers, because a custom gradient avoids differentiating through the
+loops. Short sequences, which have few query blocks, are processed without loops: each block
+computes the scores of all its visible keys at once.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ class Options(NamedTuple):
     sequences. Multi-document sequences need at most as many blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
     """(first key, start, stop) of each query block in unrolled attention: its query tokens are
-    `start` to `stop`, and its keys are the first key to `stop`. An empty tuple selects attention in
-    loops."""
+    `start` to `stop`, and its keys are the first key to `stop`. An empty tuple selects the
+    loop-based algorithm."""
 
 
 class QueryKeyMask(NamedTuple):
-    """Segments, positions and window from which the mask is computed."""
+    """Segment IDs, positions and window from which the mask is computed."""
 
     segments: Int[Array, "B T"]
     key_segments: Int[Array, "B S"]
@@ -121,7 +122,7 @@ def _mean_trips(
 ) -> float:
     """Return the mean number of loop iterations over key blocks for a single-document sequence.
 
-    The loop bounds are those of `_Blocks.bounds`.
+    The loop bounds are the same as in `_Blocks.bounds`.
     """
     first, blocks = np.arange(0, keys, query_block), -(-keys // key_block)
     last = np.minimum(first + query_block, keys) - 1
@@ -150,8 +151,8 @@ def _forward_rule(
     rows: QueryKeyMask,
     options: Options,
 ) -> tuple[Array, tuple[Any, ...]]:
-    """Name the output and the log-sum-exp within this rule, so that the backward pass reads the
-    saved copies.
+    """The output and the log-sum-exp are named within this rule, so that the backward pass reads
+    the saved copies.
     """
     run = _forward_unrolled if options.unrolled else forward
     mixed, log_sum = run(query, key, value, sinks, rows, options)
@@ -161,7 +162,8 @@ def _forward_rule(
 
 
 class _Blocks:
-    """Queries in blocks `[blocks, B, G, n, t, H]` and keys in blocks `[blocks, B, G, s, H]`.
+    """Queries split into blocks `[blocks, B, G, n, t, H]`, and keys into blocks
+    `[blocks, B, G, s, H]`.
 
     The block dim comes first, so that each block is contiguous in memory. Each contiguous run of
     query tokens is padded to a multiple of the block size.
@@ -383,7 +385,7 @@ _SCORE_EINSUM = "bgxh,bgsh->bgxs"
 
 
 class _Unrolled:
-    """Layouts of queries and keys for attention without loops.
+    """Query and key layouts for attention without loops.
 
     Query heads that share a key head are merged with the query-token dim, so a sum over query
     tokens reduces a single dim.
@@ -398,7 +400,7 @@ class _Unrolled:
         return x.transpose(0, 2, 3, 1, 4)
 
     def cut(self, x: Float[Array, "B G n T h"], start: int, stop: int) -> Float[Array, "B G x h"]:
-        """Return a block of query tokens, where x is n times t."""
+        """Return a block of t query tokens, merged with the n heads of a group into dim x."""
         x = x[:, :, :, start:stop]
         return x.reshape(*x.shape[:2], -1, x.shape[-1])
 

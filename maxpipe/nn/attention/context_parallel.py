@@ -122,9 +122,7 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
 
 
 def _windows(mask: Mask) -> tuple[int, ...]:
-    """Return the windows that occur in the layers; 0 means that the window is unlimited or
-    unknown.
-    """
+    """Return the window sizes used by the layers; 0 means an unlimited or unknown window."""
     return mask.windows or ((mask.window,) if isinstance(mask.window, int) else (0,))
 
 

@@ -6,9 +6,9 @@ the kernel uses only the causal mask. If documents are contiguous, the kernels f
 GPUs skip pairs of tokens from different documents. In all other cases, the kernel reads a dense
 bias.
 
-The kernels run in a program with all mesh axes manual, so each device calls them separately. This
-module emits XLA's custom calls directly. The corresponding functions in jax are private and change
-between releases. Those functions also query the local GPU, which is absent in ahead-of-time
+All mesh axes are manual in the program that runs the kernels, so each device calls them separately.
+This module emits XLA's custom calls directly. The corresponding functions in jax are private and
+change between releases. Those functions also query the local GPU, which is absent in ahead-of-time
 compilation.
 
 Source: FlashAttention-2 (arXiv:2307.08691) as implemented in cuDNN.
@@ -54,8 +54,8 @@ class Kernel:
     window: int = 0
     """Number of tokens that a query token attends to, including itself. 0 means all tokens."""
     packed: int = 1
-    """Maximum number of documents per sequence, averaged over the batch. 1 means one document per
-    sequence."""
+    """Upper limit on the average number of documents per sequence in a batch. 1 means one document
+    per sequence."""
 
 
 class DocumentOffsets(NamedTuple):
@@ -77,8 +77,8 @@ def forward(
     """Run the forward kernel. Return the output and the log-sum-exp of each query token's scores.
 
     `beside` is None, a bias `[B, 1, T, S]` added to the scores, or the offsets of packed documents.
-    D is B without packed documents; otherwise, D is the maximum number of documents. With packed
-    documents, index 0 in the T dim of the log-sum-exp is the first token of each document.
+    D is B if documents are not packed; otherwise, D is the maximum number of documents. With packed
+    documents, index 0 along dim T of the log-sum-exp is each document's first token.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)
@@ -249,10 +249,10 @@ class CudnnOptions:
     """Static options of a compiled attention program."""
 
     windows: tuple[int, ...]
-    """Windows that occur in the layers. If there are several, the program selects the layer's
-    window at run time."""
+    """Window sizes used by the layers. If there are several, the program selects the layer's window
+    at run time."""
     causal: bool
-    """Whether the mask is causal by token index. If so, queries and keys belong to the same
+    """Whether the causal mask compares token indices. If so, queries and keys belong to the same
     tokens."""
     scale: float
 
@@ -429,7 +429,7 @@ def _argument(known: _KernelMask) -> DocumentOffsets | Array | None:
 
 
 def _document_starts(segments: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """Return a mask of the tokens that begin a document."""
+    """Return a mask that is true for the first token of each document."""
     return jnp.diff(segments, axis=1, prepend=segments[:, :1] - 1) != 0
 
 

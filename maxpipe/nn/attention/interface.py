@@ -42,8 +42,8 @@ class Mask:
     key_positions: Int[Array, "B S"] | None = None
     """Position of each key within its document. None means that keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Indices of the query tokens within the key sequence, if the device holds a subset. If None,
-    the indices are 0 to T - 1."""
+    """Indices of the query tokens within the key sequence, if the device holds only some of them.
+    If None, the indices are 0 to T - 1."""
     run: int = 0
     """Length of each contiguous run of query tokens if `places` is set. Must divide T."""
     causal: bool = True
@@ -55,7 +55,7 @@ class Mask:
     scale: float | None = None
     """Factor that multiplies the scores. If None, `H ** -0.5` is used."""
     soft_cap: float = 0.0
-    """Soft cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
+    """Soft cap on the scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     sinks: Float[Array, " N"] | None = None
     """Sink logit of each head in the softmax."""
 
@@ -140,12 +140,12 @@ class KVCache(NamedTuple):
 
     @property
     def key(self) -> Float[Array, "B S G H"]:
-        """Return the keys in the layout of attention backends."""
+        """Return the keys in the layout that attention backends expect."""
         return jnp.swapaxes(self.keys, 1, 2)
 
     @property
     def value(self) -> Float[Array, "B S G v"]:
-        """Return the values in the layout of attention backends."""
+        """Return the values in the layout that attention backends expect."""
         return jnp.swapaxes(self.values, 1, 2)
 
     def append(
@@ -193,7 +193,7 @@ def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | N
 
 
 def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
-    """Repeat key/value heads if there are fewer heads than head shards."""
+    """Repeat key/value heads if there are fewer of them than head shards."""
     count, shards = x.shape[2], _head_shards(num_heads)
     return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
 

@@ -33,8 +33,8 @@ from maxpipe.parallel.collectives import map_shards, mark_varying
 LANES = 128
 """Block sizes are multiples of this number."""
 _LONG = 4096
-"""Minimum sequence length for large blocks. Larger blocks need fewer kernel steps, each with a
-fixed overhead, but waste a larger share of the work on the half-masked diagonal."""
+"""Minimum sequence length for which large blocks are used. Larger blocks need fewer kernel steps,
+each with a fixed overhead, but waste a larger share of the work on the half-masked diagonal."""
 
 
 def attend(
@@ -76,8 +76,8 @@ class SplashOptions:
     """Static options of a kernel."""
 
     windows: tuple[int, ...]
-    """Windows that occur in the layers. If there are several, the program selects the layer's
-    window at run time."""
+    """Window sizes used by the layers. If there are several, the program selects the layer's window
+    at run time."""
     causal: bool
     scale: float
     soft_cap: float
@@ -303,7 +303,7 @@ def _ids(seen: _SplashMask) -> kernels.SegmentIds:
 
 @dataclass(frozen=True)
 class CausalWindowMask:
-    """Causal and window mask by token index, without document boundaries."""
+    """Causal and window mask computed from token indices, ignoring document boundaries."""
 
     causal: bool
     window: int
@@ -401,7 +401,7 @@ def _kernel(
 
 
 def _key_step_size(block: int) -> int:
-    """Return the number of keys of a block whose scores a kernel computes at a time."""
+    """Return the number of keys in a block for which a kernel computes scores at a time."""
     return block // 2 if block % (2 * LANES) == 0 and block > 512 else block
 
 
