@@ -112,7 +112,7 @@ def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]
             section = section_of(name)
             rule = "must be messages or prompt with train.objective=sft, which trains only on "
             rule += (
-                f"responses: documents of {section}.source={source.source} do not mark responses."
+                f"responses: documents from {section}.source={source.source} do not mark responses."
             )
             records = f"{section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
             records = "" if source.source in COLUMNS else records
@@ -193,8 +193,8 @@ def _check_vocabulary(
             Problem(
                 error_location("data.source", origins),
                 config.data.source,
-                "is the default dataset for first runs (sources of Python's standard library), but "
-                f"the model has a vocabulary of {vocabulary} ids.",
+                "is the default dataset for first runs (the source code of Python's standard "
+                f"library), but the model has a vocabulary of {vocabulary} ids.",
                 "Set data.source=text and data.path=data/*.txt (your own), or set "
                 "data.source=corpus if this is intended.",
             )

@@ -1,7 +1,7 @@
 """Load a `Config` from files and overrides, and record the origin of each value.
 
 Only this module uses OmegaConf. The type of each value is determined by the schema, not by YAML:
-`name: on` is the string "on". All errors are collected and raised as one `ConfigError`.
+`name: on` is the string "on". All errors are collected and raised as a single `ConfigError`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ from maxpipe.config.yaml_values import (
 from maxpipe.errors import ConfigError, Problem
 
 _MOST_IN_CONTEXT = 2000
-"""Maximum number of unknown keys whose values affect the translation of other keys. The longest
-known config of another trainer contains 700 keys."""
+"""Maximum number of unknown keys whose values are considered when other keys are translated. The
+longest known config of another trainer contains 700 keys."""
 _MAX_PROBLEMS = 100
 
 
@@ -360,7 +360,7 @@ def _unset() -> dict[str, Any]:
 
 
 def _copied(nodes: dict[str, Any], section: str) -> Any:
-    """Return a section that the caller may change; its first change copies it."""
+    """Return a section that the caller may modify; a shared section is copied first."""
     if nodes[section] is _unset()[section]:
         nodes[section] = copy.deepcopy(nodes[section])
         OmegaConf.set_readonly(nodes[section], False)

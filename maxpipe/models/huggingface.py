@@ -34,7 +34,7 @@ class Row(Protocol):
         ...
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Convert `config.json` to our config keys; `ours` has the values of the preceding rows.
+        """Convert `config.json` to our config keys; `ours` has the values from the preceding rows.
 
         Raises:
             UnsupportedError: the model family does not support the value.
@@ -545,7 +545,7 @@ RAMP = (
 
 @dataclass(frozen=True)
 class Period:
-    """Row for `layer_types` where every n-th layer attends to all tokens, and for the key of n."""
+    """Row for `layer_types`, where every n-th layer is global, and for the key that stores n."""
 
     ours: str
     others: str

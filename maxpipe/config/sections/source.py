@@ -59,7 +59,7 @@ class SourceConfig:
     )
     """Handling of invalid records, such as malformed lines, missing columns or text that is not
     UTF-8. `stop` ends the run. `skip` treats the record as an empty document. Missing, truncated or
-    damaged files always stop the run."""
+    corrupted files always stop the run."""
     max_bad_records: int = dataclasses.field(default=100, metadata=renamed_from("unreadable_limit"))
     """Maximum number of records that `data.bad_records=skip` may skip."""
     max_decompressed_bytes: int = dataclasses.field(
@@ -119,9 +119,9 @@ class SourceConfig:
     )
     """Allowed roles of messages. Records with other roles are invalid."""
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
-    """Roles whose messages contribute to the loss. Messages with other roles are only context. With
-    `[assistant]`, `{% generation %}` blocks of the chat template select the tokens that contribute
-    to the loss."""
+    """Roles whose messages contribute to the loss. Messages with other roles are used only as
+    context. With `[assistant]`, `{% generation %}` blocks of the chat template select the tokens
+    that contribute to the loss."""
     rewritten_history: Literal["last", "each_turn", "error"] = "last"
     """Handling of messages that the chat template renders differently when more messages follow.
     For example, templates of reasoning models remove the reasoning from earlier responses. `last`:

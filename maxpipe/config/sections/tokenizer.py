@@ -41,8 +41,8 @@ class TokenizerConfig:
     """Regular expression that splits text into words before tokenization. Tokens never span two
     words. Only for `tiktoken` files without a preset."""
     special_tokens: list[str] = field(default_factory=list)
-    """Control tokens, in the order of their ids. The ids follow the largest rank. Ignored unless
-    `tokenizer.split_pattern` is set."""
+    """Control tokens, in the order of their ids. The ids are consecutive and start after the
+    largest rank. Ignored unless `tokenizer.split_pattern` is set."""
 
 
 _EXAMPLES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model"}

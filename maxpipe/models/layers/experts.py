@@ -136,13 +136,14 @@ class Experts(Part):
             "load",
             "largest",
             "",
-            "Largest number of tokens that any expert received, relative to the mean of its layer.",
+            "Largest number of tokens that any expert received, relative to the mean in the same "
+            "layer.",
         ),
         "moe/load_min": Summary(
             "load",
             "smallest",
             "",
-            "Smallest number of tokens that any expert received, relative to the mean of its "
+            "Smallest number of tokens that any expert received, relative to the mean in the same "
             "layer. The ratio is 0 if an expert received no tokens.",
         ),
     }
@@ -323,8 +324,8 @@ class Experts(Part):
         return min(self.capacity * self.per_token, float(self.num_experts))
 
     def with_shards(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
-        """Return the expert sublayer on `shards` devices, each with `tokens` of
-        the `whole` tokens per sequence.
+        """Return the expert sublayer on `shards` devices that each hold `tokens` of the
+        `whole` tokens per sequence.
 
         `rows` is the number of sequences.
         """
@@ -376,7 +377,7 @@ class Experts(Part):
         """Return the maximum number of token-expert pairs that one device sends to each of the
         `shards` devices.
 
-        The device holds `tokens` of the `whole` tokens of each of `rows` sequences.
+        The device holds `tokens` of the `whole` tokens in each of the `rows` sequences.
         """
         choices, local_experts = rows * tokens * self.per_token, self.num_experts // shards
         most = rows * tokens * min(self.per_token, local_experts)
