@@ -169,8 +169,8 @@ class DivergenceError(MaxpipeError):
 
 
 class ReplicaError(MaxpipeError):
-    """Raised if replicas of the same data on different devices differ. Checkpoints on disk are
-    still valid.
+    """Raised if replicas of the same data differ between devices. Checkpoints on disk are still
+    valid.
     """
 
     exit_code = ExitCode.STORAGE

@@ -115,8 +115,8 @@ class Hardware:
     this memory allocated between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
     """Maximum amount of temporary memory, in MiB, that the process keeps allocated between steps.
-    At twice this amount and above, all temporary memory is reallocated in every step. Between the
-    two amounts, the reallocated fraction grows quadratically."""
+    At twice this amount and above, all temporary memory is reallocated in every step. Between these
+    two amounts, the fraction that is reallocated grows quadratically."""
     measured: str = ""
     """Date and machine of the calibration; empty for published specifications."""
 
@@ -138,7 +138,7 @@ class Hardware:
         return 2 if self.is_tpu else 1
 
     def hops(self, count: int) -> float:
-        """Return the traffic per link of an all-to-all over `count` devices, relative to an
+        """Return the traffic per link of an all-to-all over `count` devices, relative to that of an
         all-gather.
 
         In a ring of N devices, data travels N / 4 hops on average (jax-ml.github.io/scaling-book,
@@ -244,7 +244,8 @@ _NONZERO_FIELDS = {
 """Names of fields that must not be 0."""
 _TORUS_DIMS = {0, 2, 3}
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
-"""Limits of all numeric fields, in the unit of each field. No real device exceeds these limits."""
+"""Minimum and maximum of all numeric fields, each in the unit of the field. No real device exceeds
+these limits."""
 
 
 def _check_figures(figures: Mapping[str, object]) -> None:

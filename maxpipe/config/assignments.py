@@ -332,7 +332,7 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
         rule = (
             "must be a section with keys or the name of a bundled model (`maxpipe configs list`)."
         )
-        action = action or "Write model: tiny, or the keys of a model below `model:`."
+        action = action or "Write `model: tiny`, or write the model's keys below `model:`."
         problems.append(reference.problem(rule, action))
         return []
     document = read_file(ConfigFile(found.path, f"shipped config {found.name}"), problems)

@@ -53,9 +53,10 @@ vocabularies of at least 30,000 tokens."""
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:
-    """Return errors for settings that are valid but would probably train on unintended data.
+    """Return errors for settings that are valid but would probably cause training on unintended
+    data.
 
-    Not used for memory forecasts and ahead-of-time compilation, which need neither documents nor a
+    Not called for memory forecasts or ahead-of-time compilation, which need neither documents nor a
     tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
@@ -69,12 +70,12 @@ def check_training(
 
 
 def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return an error if the run length is not set. Memory forecasts and data commands need no run
-    length.
+    """Return an error if the run length is not set. Memory forecasts and data commands do not need
+    a run length.
     """
     if config.train.steps or config.train.tokens:
         return []
-    rule = "must be more than 0 if train.tokens is 0: one of the two must set the run length."
+    rule = "must be more than 0 if train.tokens is 0: one of the two keys must set the run length."
     return [
         Problem(
             error_location("train.steps", origins),

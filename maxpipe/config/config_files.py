@@ -171,13 +171,13 @@ _LIST = "`maxpipe configs list` lists the bundled configs"
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Path of a config file, which may not exist."""
+    """Path to a config file; the file may not exist."""
 
     path: Path
     origin: str
     """Name of the file as shown in messages and by `config print --origin`."""
     argument: str = ""
-    """Hugging Face model ID by which the user selected the file, if any."""
+    """Hugging Face model ID with which the user selected the file, if any."""
 
     @property
     def run_name(self) -> str:
@@ -291,8 +291,8 @@ def _similar_folder(path: Path) -> Path | None:
 
 
 def missing_file_action(path: Path) -> str:
-    """Return the suggested action for a missing file, which names a bundled config, a similar file
-    or the missing folder.
+    """Return the suggested action for a missing file. The action names a bundled config, a similar
+    file or the missing folder.
     """
     if found := bundled_configs().get(path.stem):
         return (

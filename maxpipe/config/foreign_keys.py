@@ -99,9 +99,7 @@ def value_action(key: str, value: str, choices: Iterable[str]) -> str:
 
 
 def list_action(key: str) -> str:
-    """Return the suggested action if a key is set to a list instead of a string, or an empty
-    string.
-    """
+    """Return the suggested action, or "", for a key that is set to a list instead of a string."""
     return foreign_tables()["lists"].get(key, "")
 
 

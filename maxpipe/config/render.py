@@ -83,10 +83,10 @@ def _paragraph(text: str) -> str:
 
 
 def explain(key: str) -> str:
-    """Return an explanation of a key or section. Without a name, list all sections.
+    """Return an explanation of a key or section. If no name is given, list all sections.
 
-    The explanation of a key contains its type, default, range and documentation; that of a section
-    lists its keys.
+    The explanation of a key contains its type, default, range and documentation; the explanation of
+    a section lists its keys.
 
     Raises:
         ConfigError: the name is neither a key nor a section.

@@ -113,7 +113,7 @@ def add_local_folder_rule(key: str, action: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
         if url_scheme(value_of(config, key)):
-            yield RuleViolation(key, "must be a folder in a file system, not a URL.", action)
+            yield RuleViolation(key, "must be a folder path, not a URL.", action)
 
 
 MAX_FINDINGS = 8

@@ -7,7 +7,7 @@ these strings. The keys of each model family are declared in `maxpipe/models`. T
 import jax, so that `maxpipe --help` starts quickly.
 
 The tables below `Config` list all sections and keys, including those of all model families. A
-section is a field of `Config`, or the section of a model family inside `model`, such as
+section is a field of `Config`, or the section of a model family within `model`, such as
 `model.llama`. A config contains the keys of one family only, but these tables contain the keys of
 all families. A key may contain sections with user-defined names: `data.mixture.web.path` is
 declared as `data.mixture.NAME.path`. A key may also be a list of items with fields:
@@ -73,7 +73,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        """Copy section `adapter` into section `model`, which then describes the complete model."""
+        """Copy section `adapter` into section `model`, to describe the complete model there."""
         adapter = self.adapter if self.adapter.rank else None
         if self.model.adapter != adapter:
             object.__setattr__(self, "model", replace(self.model, adapter=adapter))

@@ -310,7 +310,7 @@ def _example(key: str, number: float, axes: Sequence[str], context: TranslationC
 
 
 def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
-    key, why, number = "optim.warmup_steps", "the warm-up is set in steps.", _number(raw)
+    key, why, number = "optim.warmup_steps", "the warm-up length is set in steps.", _number(raw)
     if number is None:
         return Translation((), why, _leave_out(key), key=key)
     if not number:

@@ -344,8 +344,8 @@ class ItemError(ValueError):
     def __init__(self, key: str, raw: Raw, rule: str = "", action: str = "", hint: Any = None):
         super().__init__(rule)
         self.key, self.raw, self.rule, self.action, self.hint = key, raw, rule, action, hint
-        """`key` is the item or field, such as `optim.lr_phases[1].steps`. If `rule` is empty, the
-        value does not have the type `hint`."""
+        """`key` is the item or field, such as `optim.lr_phases[1].steps`. An empty `rule` means
+        that the value does not have the type `hint`."""
 
 
 def read_items(raw: Raw, key: str) -> list[Any]:
@@ -415,5 +415,5 @@ def _read_field(raw: Raw, hint: Any, place: str) -> Any:
 def _name(name: str, place: str) -> str:
     if not NAME_FORM.fullmatch(name):
         rule = "must have names of at most 64 letters, digits, `_` and `-`."
-        raise ItemError(place, name, rule, "Write the name of a source in data.mixture.")
+        raise ItemError(place, name, rule, "Use the name of a source in data.mixture.")
     return name

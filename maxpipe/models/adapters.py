@@ -2,8 +2,8 @@
 
 A `K x N` matrix W with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
 and B are stored alongside W. They have W's logical axes plus one axis for the rank. Stacking,
-sharding, the optimizer and the forecasts of `plan` therefore need no special case. The module does
-not import jax.
+sharding, the optimizer and the forecasts of `plan` therefore need no special handling. The module
+does not import jax.
 
 Sources: LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353; QLoRA, arXiv:2305.14314.
 """

@@ -171,15 +171,15 @@ class Rotary:
     """Rotary keys: `rope_parameters`, or `rope_theta` and `rope_scaling` in older releases."""
 
     theta: str
-    """Our key for the RoPE base."""
+    """maxpipe key for the RoPE base."""
     default: float
     """Default RoPE base in transformers."""
     scalings: Mapping[str, tuple[Row, ...]]
     """Rows for the other parameters, keyed by `rope_type`."""
     unscaled: Ours
-    """Our values for the `rope_type` `default`."""
+    """maxpipe values for the `rope_type` `default`."""
     select_type: Callable[[Ours], str] = lambda ours: "default"
-    """Function that returns the `rope_type` for our values."""
+    """Function that returns the `rope_type` for maxpipe values."""
     layers: str = ""
     """Layer type to read, if `rope_parameters` has one entry per layer type."""
     legacy_theta_key: str = "rope_theta"
@@ -440,7 +440,7 @@ class Unquantised:
         raise UnsupportedError("quantization_config", quantization, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
-        """Return an empty dict, because the mere presence of the key has a meaning."""
+        """Return an empty dict, because the key has an effect even if it is null."""
         return {}
 
 

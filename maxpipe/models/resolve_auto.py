@@ -57,7 +57,7 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return whether keys are passed around a ring of devices. In that case, scores are
+        """Return True if keys are passed around a ring of devices. In that case, scores are
         computed block by block.
         """
         return self.context > 1 and self.method == "ring"

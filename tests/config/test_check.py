@@ -524,11 +524,15 @@ def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: boo
     [
         (
             "[layers.atention.*,head]",
-            "'layers.atention.*', matches none of the parameters: embedding, ",
+            "'layers.atention.*', which matches none of the parameters: embedding, ",
             "Set model.frozen=[head,layers.attention.*].",
         ),
-        ("[layers.layer.mlp.dwon]", "no parameter", "Set model.frozen=[layers.layer.mlp.down]."),
-        ("[zzz]", "no parameter", "Set model.frozen=[]."),
+        (
+            "[layers.layer.mlp.dwon]",
+            "none of the parameters",
+            "Set model.frozen=[layers.layer.mlp.down].",
+        ),
+        ("[zzz]", "none of the parameters", "Set model.frozen=[]."),
         ("['']", "contains '', which", "Set model.frozen=[]."),
         ("['*']", "freezes every parameter", "Set model.frozen=[layers.*] to train"),
         ("[embedding,final_norm.*,head,layers.*]", "every parameter", "or model.frozen=[] to"),

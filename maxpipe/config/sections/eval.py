@@ -49,7 +49,7 @@ class EvalConfig:
     `eval/sums/accuracy`. All tasks are scored in each evaluation."""
     patience: int = 0
     """Patience for early stopping: the run ends after this number of consecutive evaluations
-    without an improvement of `checkpoint.best_metric`. Before it ends, the run performs a final
+    without an improvement in `checkpoint.best_metric`. Before it ends, the run performs a final
     evaluation and saves a checkpoint. Only the periodic evaluations scheduled by `eval.every`
     count. 0 disables early stopping."""
     min_delta: float = field(default=0.0, metadata=renamed_from("min_gain"))

@@ -58,7 +58,7 @@ class GrpoConfig:
     allow_code: bool = False
     """Allow the code in `grpo.reward_file` to run. The code runs with your permissions."""
     reward_timeout_seconds: float = field(default=10.0, metadata=renamed_from("reward_seconds"))
-    """Time limit in seconds for one call of the reward function."""
+    """Time limit in seconds for one call to the reward function."""
     advantages: Literal["std", "mean"] = "std"
     """Normalization of the advantage, which is a completion's reward minus the mean reward of its
     group. `std` divides the advantage by the standard deviation of the group's rewards (GRPO,

@@ -105,7 +105,7 @@ add_ranges(
     Bound("pipeline.repeats", 1, 1),
     Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
     Bound("pipeline.prologue_layers", 0, 0),
-    Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if logits are large"),
+    Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if the logits are large"),
 )
 
 

@@ -108,9 +108,9 @@ class SourceConfig:
     long_pairs: Literal["truncate", "drop", "error"] = "truncate"
     """Handling of pairs that are too long for one sequence. A pair has two halves: the prompt with
     the chosen response, and the prompt with the rejected response. `truncate` removes tokens at the
-    end of the longer half, or of both halves if they have equal lengths. It drops the pair if no
-    token of a response remains. `drop` skips the pair, and `error` ends the run. The number of
-    pairs that are too long is printed. Ignored unless `data.chat=pairs`."""
+    end of the longer half, or of both halves if they have equal lengths. If no token of a response
+    remains, `truncate` drops the pair. `drop` skips the pair, and `error` ends the run. The number
+    of pairs that are too long is printed. Ignored unless `data.chat=pairs`."""
     chat_template: str = ""
     """File that contains the Jinja chat template. If empty, the template in the tokenizer's folder
     is used."""

@@ -35,7 +35,7 @@ class TokenizerConfig:
         "none", "gpt2", "p50k", "cl100k", "o200k", "o200k_harmony", "llama3", "qwen"
     ] = "none"
     """Name of the published vocabulary in a `tiktoken` file. The preset defines the split pattern,
-    and the control tokens with their ids. The number of ranks in the file must match that of the
+    the control tokens and their ids. The number of ranks in the file must match that of the
     preset."""
     split_pattern: str = ""
     """Regular expression that splits text into words before tokenization. Tokens never span two

@@ -44,9 +44,9 @@ class Experts(Part):
     """Weighted sum of the outputs of each token's experts (arXiv:1701.06538, routed as in
     arXiv:2401.04088).
 
-    Without a capacity, `dispatch` selects whether to apply only each token's selected experts, or
-    all experts, with weight 0 for those that are not selected. With a capacity, each expert accepts
-    a limited number of tokens per sequence, and excess tokens are dropped.
+    If there is no capacity limit, `dispatch` selects whether to apply only each token's selected
+    experts, or all experts, with weight 0 for those that are not selected. With a capacity limit,
+    each expert accepts a limited number of tokens per sequence, and excess tokens are dropped.
     """
 
     d_model: int
@@ -63,10 +63,11 @@ class Experts(Part):
     z_loss_weight: float = 0.0
     """Coefficient of the router z-loss (arXiv:2202.08906)."""
     capacity: float = 0.0
-    """Expert capacity in tokens, as a multiple of an even share. 0 disables the limit."""
+    """Expert capacity: maximum number of tokens per expert, as a multiple of the average per
+    expert. 0 disables the limit."""
     send_capacity_factor: float = 0.0
     """All-to-all capacity: number of token-expert pairs that a device sends to each device of the
-    expert axis, as a multiple of an even share. 0 disables the limit."""
+    expert axis, as a multiple of the average per device. 0 disables the limit."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores
     (arXiv:2412.19437)."""
@@ -343,9 +344,7 @@ class Experts(Part):
 
     @property
     def grouped(self) -> bool:
-        """Return whether tokens are sorted by expert and processed only by their selected
-        experts.
-        """
+        """Return True if tokens are sorted by expert and only selected experts process them."""
         if self.capacity:
             return False
         if self.dispatch == "auto":
@@ -365,12 +364,12 @@ class Experts(Part):
 
     @property
     def permutes_tokens(self) -> bool:
-        """Return whether tokens are permuted into expert order and back."""
+        """Return True if tokens are permuted into expert order and back."""
         return self.grouped or bool(self.capacity)
 
     @property
     def drops_tokens(self) -> bool:
-        """Return whether tokens can be dropped because of a capacity limit."""
+        """Return True if tokens can be dropped because of a capacity limit."""
         return bool(self.capacity or self.send_capacity_factor)
 
     def send_capacity(self, shards: int, rows: int, tokens: int, whole: int) -> int:
