@@ -280,7 +280,7 @@ def _read_measured(path: Path) -> Hardware:
             None,
             f"is not a valid calibration file from `maxpipe plan --calibrate`: "
             f"{str(error).splitlines()[0]}",
-            "Delete the file, or calibrate again.",
+            "Delete the file, or run the calibration again.",
         ) from error
 
 

@@ -244,7 +244,8 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if is_hub_id(argument) and not os.path.lexists(argument):
         rule += (
-            " It looks like a model on the Hugging Face Hub, but maxpipe does not download models."
+            " It looks like the ID of a Hugging Face Hub model, but maxpipe does not download "
+            "models."
         )
         return Problem(where, "", rule, _hub_model_action(argument))
     if guess := did_you_mean(os.path.basename(argument).lower(), bundled_configs()):

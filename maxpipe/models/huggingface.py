@@ -118,7 +118,7 @@ class Fixed:
         ):
             allowed = " or ".join("null" if value is None else repr(value) for value in self.values)
             raise UnsupportedError(
-                self.theirs, actual, f"must be {allowed}: others are unsupported."
+                self.theirs, actual, f"must be {allowed}: other values are unsupported."
             )
         return {}
 
