@@ -138,7 +138,7 @@ def out_of_memory_error(error: MemoryError) -> ConfigError:
 
 
 class UnreachableError(MaxpipeError):
-    """Raised if processes of a run did not connect in time, or became unreachable. Restarting the
+    """Raised if processes of a run do not connect in time, or become unreachable. Restarting the
     run may help.
     """
 
@@ -161,23 +161,23 @@ class DivergenceError(MaxpipeError):
     """Raised if the loss, a gradient or the train state diverges, so that the run must not
     continue.
 
-    Runs are deterministic, so a restarted run would fail again. The exit code is therefore the same
-    as for an invalid config.
+    Runs are deterministic, so a restarted run would fail in the same way. The exit code is
+    therefore the same as for an invalid config.
     """
 
     exit_code = ExitCode.CONFIG
 
 
 class ReplicaError(MaxpipeError):
-    """Raised if replicas of the same data on different devices differ. Checkpoints on disk are
-    still valid.
+    """Raised if replicas of the same data differ between devices. Checkpoints on disk are still
+    valid.
     """
 
     exit_code = ExitCode.STORAGE
 
 
 class Preemption(MaxpipeError):
-    """Raised after a signal stopped the run. The run's state has been saved, and the run can be
+    """Raised after a signal stops the run. The run's state has been saved, and the run can be
     restarted.
     """
 
@@ -185,6 +185,6 @@ class Preemption(MaxpipeError):
 
 
 class UserInterrupt(Preemption):
-    """Raised after Ctrl-C stopped the run. The run should not be restarted automatically."""
+    """Raised after Ctrl-C stops the run. The run should not be restarted automatically."""
 
     exit_code = ExitCode.INTERRUPTED

@@ -80,13 +80,13 @@ class Hardware:
     """Memory traffic in MiB of a layer's forward pass at the measured microbatch size with the
     lowest time per token. 0 if only one size was measured."""
     growth_above: float = 0.0
-    """Relative increase of the time per token for each doubling of the memory traffic above
+    """Relative increase in the time per token for each doubling of the memory traffic above
     `fastest_mib`, due to cache misses."""
     growth_below: float = 0.0
-    """Relative increase of the time per token for each halving of the memory traffic below
-    `fastest_mib`, due to overheads."""
+    """Relative increase in the time per token for each halving of the memory traffic below
+    `fastest_mib`, due to fixed overheads."""
     split_cost: float = 0.0
-    """Relative increase of a layer's time for each doubling of the tensor axis. The matmuls become
+    """Relative increase in a layer's time for each doubling of the tensor axis. The matmuls become
     narrower, and devices that share CPU cores wait for each other in every reduction."""
     ring_cost: float = 0.05
     """Relative increase in the time of collective matmuls for each additional token shard. The
@@ -96,8 +96,8 @@ class Hardware:
     """Fraction of the memory bandwidth that copies of buffer slices reach, counting both reads and
     writes. The default is the TPU compiler's estimate."""
     exchange_rate: float = 1.0
-    """Bandwidth of an all-to-all, relative to an all-gather with the same number of bytes per
-    device."""
+    """Bandwidth of an all-to-all, relative to that of an all-gather with the same number of bytes
+    per device."""
     tokens_rate: float = 1.0
     """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to that of other
     collectives."""
@@ -114,15 +114,15 @@ class Hardware:
     """Rate in GB/s at which a step's temporary memory is allocated and cleared. 0 if devices keep
     this memory allocated between steps, as accelerators do."""
     fresh_from_mib: float = 0.0
-    """Largest size in MiB of temporary memory that the process keeps allocated between steps. At
-    twice this size and above, all temporary memory is reallocated in every step. Between the two
-    sizes, the reallocated fraction grows quadratically."""
+    """Maximum amount of temporary memory, in MiB, that the process keeps allocated between steps.
+    At twice this amount and above, all temporary memory is reallocated in every step. Between these
+    two amounts, the fraction that is reallocated grows quadratically."""
     measured: str = ""
     """Date and machine of the calibration; empty for published specifications."""
 
     @property
     def is_tpu(self) -> bool:
-        """Return whether the device is a TPU: only TPU links form a torus."""
+        """Return True if the device is a TPU: only TPU links form a torus."""
         return self.torus_dims > 0
 
     @property
@@ -138,7 +138,7 @@ class Hardware:
         return 2 if self.is_tpu else 1
 
     def hops(self, count: int) -> float:
-        """Return the traffic per link of an all-to-all over `count` devices, relative to an
+        """Return the traffic per link of an all-to-all over `count` devices, relative to that of an
         all-gather.
 
         In a ring of N devices, data travels N / 4 hops on average (jax-ml.github.io/scaling-book,
@@ -220,7 +220,7 @@ def save_measured(hardware: Hardware) -> Path:
         StorageError: the file cannot be written.
     """
     path = measured_file(hardware.topology)
-    text = "# Written by `maxpipe plan --calibrate`. Delete this file to use published figures\n"
+    text = "# Written by `maxpipe plan --calibrate`. Delete this file to use published values\n"
     text += "# again.\n" + yaml.safe_dump(dataclasses.asdict(hardware), sort_keys=False)
     try:
         files.write(path, text)
@@ -231,7 +231,7 @@ def save_measured(hardware: Hardware) -> Path:
 
 
 _FORMER_NAMES = {"names_replay": "names_recomputed"}
-"""Maps field names in earlier releases to current names."""
+"""Maps field names from earlier releases to current names."""
 _PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
 """Exceptions that parsing an invalid file can raise."""
 
@@ -244,7 +244,8 @@ _NONZERO_FIELDS = {
 """Names of fields that must not be 0."""
 _TORUS_DIMS = {0, 2, 3}
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
-"""Limits of all numeric fields, in the unit of each field. No real device exceeds these limits."""
+"""Minimum and maximum of all numeric fields, each in the unit of the field. No real device exceeds
+these limits."""
 
 
 def _check_figures(figures: Mapping[str, object]) -> None:
@@ -277,8 +278,9 @@ def _read_measured(path: Path) -> Hardware:
         raise ConfigError.one(
             str(path),
             None,
-            f"is not a valid file of `maxpipe plan --calibrate`: {str(error).splitlines()[0]}",
-            "Delete the file, or calibrate again.",
+            f"is not a valid calibration file from `maxpipe plan --calibrate`: "
+            f"{str(error).splitlines()[0]}",
+            "Delete the file, or run the calibration again.",
         ) from error
 
 

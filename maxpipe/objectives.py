@@ -269,7 +269,7 @@ TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 probability, and their float32 log-probabilities at `temperature`."""
 
 _LEAST = 2.0**-22
-"""Minimum probability of the bucket of all other tokens, which is the accuracy of float32 sums."""
+"""Minimum probability of the bucket of all other tokens. This is the accuracy of float32 sums."""
 
 Direction = Literal["forward", "reverse"]
 

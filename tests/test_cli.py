@@ -202,7 +202,7 @@ def test_version(capsys: Capture):
         ("config print TINY train.steps", "has no value"),
         ("config print TINY train.steps = 5", "has no value"),
         ("train", "are required"),
-        ("train TINY", "one of the two must set the run length"),
+        ("train TINY", "one of the two keys must set the run length"),
         ("train TINY train.steps=x", "must be an integer"),
         ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Add --stages"),
     ],

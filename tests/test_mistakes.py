@@ -401,7 +401,7 @@ def test_what_is_meant_is_accepted(arguments: str):
 def test_a_named_model_takes_the_place_of_the_default_of_a_file(tmp_path: Path):
     code, message = said(["config", "print", "llama3-8b", "first/run.yml"])
     assert code == 0 and "  num_layers: 32\n" in message and "  vocab_size: 128256\n" in message
-    assert "model: llama3-8b replaces tiny, the default of first/run.yml\n" in message
+    assert "model: llama3-8b replaces tiny, the default model of first/run.yml\n" in message
     assert "  name: first\n" in message and "  steps: 300\n" in message
     code, message = said(["config", "print", "first/run.yml", "model=llama3-8b"])
     assert code == 0 and "  num_layers: 32\n" in message

@@ -50,14 +50,14 @@ class Assignment:
     """Assignment of an unparsed value to a config key."""
 
     path: tuple[str, ...]
-    """Components of the key: the section (two components for the section of a model family), the
-    key, and the entry name if the key is a mapping. For a key in a named section, the path also
-    contains the name of that section and the key inside it. Missing trailing components are
+    """Components of the full key: the section (two components for a model family's section), the
+    key name, and the entry name if the key is a mapping. For a key in a named section, the path
+    also contains the name of that section and the key within it. Missing trailing components are
     omitted."""
     raw: Raw
     origin: str
     place: str
-    """Location for messages: the file with the line number, or the command line."""
+    """Location shown in messages: the file and line number, or `command line`."""
     option: str = ""
     """Original command-line option, such as `--lr=1`; empty for other assignments."""
 
@@ -182,7 +182,7 @@ def _split(path: tuple[str, ...], raw: Raw, origin: str, place: str) -> Iterator
 
 def _key_path(section: str, rest: Sequence[str]) -> tuple[str, ...]:
     """Split the path after the section into the key and the mapping entry, or into the key, the
-    name of a named section and the key inside it.
+    name of a named section and the key within that section.
     """
     holds_sections = f"{section}.{rest[0]}.{NAME}" in NAMED_SECTIONS
     return tuple(".".join(rest).split(".", 2 if holds_sections else 1))
@@ -208,7 +208,7 @@ def _is_collection(hint: Any) -> bool:
 
 
 def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Iterator[Problem]:
-    """Yield a warning for each assignment that uses a key or value format of an earlier release.
+    """Yield a warning for each assignment that uses a key or value format from an earlier release.
 
     Assignments with the origin `saved_as`, which come from a saved config, are exempt.
     """
@@ -220,7 +220,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
         if isinstance(new.raw, list) and new.raw != each.raw:
             items = to_yaml_line(upgrade_setting(".".join(each.path), each.raw)[1])
             setting = f"`{new.path[-1]}: {items}`" if each.is_in_file else f'"{key}={items}"'
-            rule = f"uses the format of an earlier release: {key} is now a list of mappings."
+            rule = f"uses a format from an earlier release: {key} is now a list of mappings."
             yield each.problem(rule, f"Write {setting}.")
             continue
         text += "" if new.raw == each.raw else f"={format_raw(new.raw)}"
@@ -228,7 +228,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
-    """Yield an error for each former key name if the same file also sets the current name."""
+    """Yield an error for each key that a file sets under both its former and its current name."""
     first: dict[tuple[str, str], Assignment] = {}
     for each in assignments:
         key = ".".join(rename_former_key(each).path)
@@ -237,12 +237,12 @@ def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
             former = each if ".".join(each.path) != key else other
             place = other.place if former is each else each.place
             yield former.problem(
-                f"was renamed to {key}, which is also set: {place}.", f"Keep only {key}."
+                f"was renamed to {key}, which is also set ({place}).", f"Keep only {key}."
             )
 
 
 def rename_former_key(assignment: Assignment) -> Assignment:
-    """Return the assignment with the current name of its key."""
+    """Return the assignment with its key renamed to the current name."""
     key = ".".join(assignment.path)
     new, value = upgrade_setting(key, assignment.raw)
     raw = str(value).lower() if isinstance(value, bool) else _as_raw(value)
@@ -264,7 +264,7 @@ _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MI
 
 
 class ModelReference(NamedTuple):
-    """Assignments of a bundled model that a config file or override refers to by name."""
+    """Assignments from a bundled model config that a config file or override references by name."""
 
     before: list[Assignment]
     """Default assignments, which config files override."""
@@ -285,10 +285,11 @@ def resolve_model(
     *,
     is_saved: bool,
 ) -> ModelReference:
-    """Return the assignments of the bundled model that files or overrides refer to by name.
+    """Return the assignments from the bundled model config that files or overrides reference by
+    name.
 
-    A model name in a file is only a default, which is replaced by a file that defines a complete
-    model. A model name in an override replaces the models of all files.
+    A model name in a file is only a default: a file that defines a complete model replaces it. A
+    model name in an override replaces the models of all files.
     """
     overrides = [each for each in from_overrides if is_reference(each)]
     in_file = [each for each in in_files if is_reference(each)]
@@ -301,7 +302,7 @@ def resolve_model(
     found = _settings(last, problems)
     if models or is_saved:
         notes = [
-            f"model: {_short(name)} replaces {last.raw}, the default of {last.origin}"
+            f"model: {_short(name)} replaces {last.raw}, the default model of {last.origin}"
             for name in models[-1:]
         ]
         return ModelReference([], [], tuple(notes) if found else ())
@@ -331,7 +332,7 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
         rule = (
             "must be a section with keys or the name of a bundled model (`maxpipe configs list`)."
         )
-        action = action or "Write model: tiny, or the keys of a model below `model:`."
+        action = action or "Write `model: tiny`, or write the model's keys below `model:`."
         problems.append(reference.problem(rule, action))
         return []
     document = read_file(ConfigFile(found.path, f"shipped config {found.name}"), problems)

@@ -53,9 +53,10 @@ vocabularies of at least 30,000 tokens."""
 def check_training(
     config: Config, origins: Mapping[str, str], skip: Collection[str] = ()
 ) -> list[Problem]:
-    """Return errors for settings that are valid but would probably train on unintended data.
+    """Return errors for settings that are valid but would probably cause training on unintended
+    data.
 
-    Not used for memory forecasts and ahead-of-time compilation, which need neither documents nor a
+    Not called for memory forecasts or ahead-of-time compilation, which need neither documents nor a
     tokenizer.
     """
     wrong = not {"data.source", "data.mixture", "data.validation"}.isdisjoint(skip)
@@ -69,12 +70,12 @@ def check_training(
 
 
 def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:
-    """Return an error if the run length is not set. Memory forecasts and data commands need no run
-    length.
+    """Return an error if the run length is not set. Memory forecasts and data commands do not need
+    a run length.
     """
     if config.train.steps or config.train.tokens:
         return []
-    rule = "must be more than 0 if train.tokens is 0: one of the two must set the run length."
+    rule = "must be more than 0 if train.tokens is 0: one of the two keys must set the run length."
     return [
         Problem(
             error_location("train.steps", origins),
@@ -112,7 +113,7 @@ def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]
             section = section_of(name)
             rule = "must be messages or prompt with train.objective=sft, which trains only on "
             rule += (
-                f"responses: documents of {section}.source={source.source} do not mark responses."
+                f"responses: documents from {section}.source={source.source} do not mark responses."
             )
             records = f"{section}.source=jsonl, {section}.path=chats.jsonl (your own) and "
             records = "" if source.source in COLUMNS else records
@@ -193,8 +194,8 @@ def _check_vocabulary(
             Problem(
                 error_location("data.source", origins),
                 config.data.source,
-                "is the default dataset for first runs (sources of Python's standard library), but "
-                f"the model has a vocabulary of {vocabulary} ids.",
+                "is the default dataset for first runs (the source code of Python's standard "
+                f"library), but the model has a vocabulary of {vocabulary} ids.",
                 "Set data.source=text and data.path=data/*.txt (your own), or set "
                 "data.source=corpus if this is intended.",
             )

@@ -1,7 +1,7 @@
 """Find bundled configs and resolve command-line arguments to config files.
 
-Bundled configs are in `configs/` of a source checkout, or in a copy of that folder in the installed
-package. An argument is a path or the name of a bundled config.
+Bundled configs are stored in `configs/` of a source checkout, and in a copy of that folder in the
+installed package. An argument is a path or the name of a bundled config.
 
 This module also defines the names of files and folders in a run folder.
 """
@@ -30,7 +30,7 @@ _FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class BundledConfig:
-    """Config that commands accept by name instead of by path."""
+    """Config that commands accept by name instead of path."""
 
     name: str
     kind: Literal["run", "model", "sft"]
@@ -65,8 +65,8 @@ def bundled_folder() -> Path:
 
 @cache
 def bundled_configs() -> Mapping[str, BundledConfig]:
-    """Return the bundled configs, keyed by name: first runs for beginners, then models, then
-    fine-tuning runs. Models are ordered by size.
+    """Return the bundled configs, keyed by name. Configs for first runs come first, then models,
+    then fine-tuning runs. Models are ordered by size.
     """
     runs = [
         BundledConfig(path.stem, "run", path)
@@ -163,20 +163,21 @@ SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")
 _DATA = (".jsonl", ".parquet", ".txt", ".array_record", ".arrayrecord", ".arrow", ".gz", ".zst")
 FOREIGN_SUFFIXES = (".toml", ".json")
-"""Suffixes of other trainers' config files, which can be translated but not used for training."""
+"""Suffixes of other trainers' config files, which can be translated but cannot be used directly for
+training."""
 _MAX_BYTES = 1 << 20
 _LIST = "`maxpipe configs list` lists the bundled configs"
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """Path of a config file, which may not exist."""
+    """Path to a config file; the file may not exist."""
 
     path: Path
     origin: str
     """Name of the file as shown in messages and by `config print --origin`."""
     argument: str = ""
-    """Hugging Face model ID by which the user selected the file, if any."""
+    """Hugging Face model ID with which the user selected the file, if any."""
 
     @property
     def run_name(self) -> str:
@@ -222,12 +223,12 @@ def _check_ambiguous_name(found: BundledConfig) -> None:
 
 
 def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
-    where = f"command line: {argument}" if argument else "command line: an empty argument"
+    where = f"command line: {argument}" if argument else "command line: empty argument"
     if argument in keys:
         return Problem(where, "", "has no value.", f"Write {argument}=VALUE without spaces.")
     rule = "must be a .yml or .yaml file, the name of a bundled config, or `section.key=value`."
     if os.path.isfile(argument) and os.path.splitext(argument)[1] in _DATA:
-        action = f"Name a config, and set data.path={argument} and its data.source."
+        action = f"Specify a config, and set data.path={argument} and its data.source."
         return Problem(where, "", f"{rule} It is a data file.", action)
     if os.path.splitext(argument)[1] in _PROGRAMS:
         action = "Write each setting as section.key=value, such as train.batch_size=64, or edit a "
@@ -243,7 +244,8 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
         return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
     if is_hub_id(argument) and not os.path.lexists(argument):
         rule += (
-            " It looks like a model on the Hugging Face Hub, but maxpipe does not download models."
+            " It looks like the ID of a Hugging Face Hub model, but maxpipe does not download "
+            "models."
         )
         return Problem(where, "", rule, _hub_model_action(argument))
     if guess := did_you_mean(os.path.basename(argument).lower(), bundled_configs()):
@@ -290,8 +292,8 @@ def _similar_folder(path: Path) -> Path | None:
 
 
 def missing_file_action(path: Path) -> str:
-    """Return the suggested action for a missing file, which names a bundled config, a similar file
-    or the missing folder.
+    """Return the suggested action for a missing file. The action names a bundled config, a similar
+    file or the missing folder.
     """
     if found := bundled_configs().get(path.stem):
         return (

@@ -32,7 +32,7 @@ from maxpipe.io.formatting import pluralize
 SUFFIXES = FOREIGN_SUFFIXES
 
 _FEWEST = 4
-"""An entire file is translated only if it contains at least this many keys of other trainers."""
+"""An entire file is translated only if it contains at least this many keys from other trainers."""
 _WIDTH = 96
 _MOST_TRANSLATED = 300
 """Maximum number of unknown keys per file that are examined to detect another trainer's config."""
@@ -146,7 +146,7 @@ class TranslationReport(NamedTuple):
 
 
 class OtherTrainerError(Exception):
-    """Raised if one or more config files belong to other trainers."""
+    """Raised if one or more config files are written for other trainers."""
 
     def __init__(self, reports: dict[str, TranslationReport]):
         super().__init__()
@@ -159,7 +159,7 @@ def translate_files(
     foreign: Collection[str],
     context: TranslationContext,
 ) -> dict[str, TranslationReport]:
-    """Return the translations of all config files of other trainers, keyed by origin.
+    """Return the translations of all config files written for other trainers, keyed by origin.
 
     `foreign` contains the origins of files in a format that only other trainers use.
     """
@@ -221,7 +221,7 @@ def translate_file(
     body = "\n".join(f"    {line}".rstrip() for line in text)
     named = sum(bool(remark) for _, remark in lines.values())
     rule = (
-        f"contains {pluralize(count, 'key')} of another trainer; maxpipe has equivalents for "
+        f"contains {pluralize(count, 'key')} from another trainer; maxpipe has equivalents for "
         f"{named}. A config must be a YAML file with sections and keys below them."
     )
     action = f"Write these lines to a .yml file, and use it instead of {origin}:\n{body}"
@@ -235,7 +235,7 @@ _ACCELERATE_KEYS = ("distributed_type", "compute_environment")
 
 
 def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, ...]:
-    """Replace a key whose meaning depends on other keys in the file with an unambiguous name."""
+    """If the meaning of a key depends on other keys in the file, rename the key unambiguously."""
     if path == ("num_processes",) and any(each in names for each in _ACCELERATE_KEYS):
         return ("num_gpus",)
     return path

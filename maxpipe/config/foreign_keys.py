@@ -99,9 +99,7 @@ def value_action(key: str, value: str, choices: Iterable[str]) -> str:
 
 
 def list_action(key: str) -> str:
-    """Return the suggested action if a key is set to a list instead of a string, or an empty
-    string.
-    """
+    """Return the suggested action, or "", for a key that is set to a list instead of a string."""
     return foreign_tables()["lists"].get(key, "")
 
 
@@ -123,7 +121,7 @@ def match_command(word: str, commands: Collection[str]) -> NameMatch:
 @functools.cache
 def foreign_tables() -> dict[str, Any]:
     """Return the tables in `foreign_keys.yml`."""
-    import yaml  # slow to import, and most commands need no table
+    import yaml  # slow to import, and most commands do not need the tables
 
     text = Path(__file__).with_suffix(".yml").read_text(encoding="utf-8")
     safe_loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

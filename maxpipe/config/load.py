@@ -1,7 +1,7 @@
 """Load a `Config` from files and overrides, and record the origin of each value.
 
 Only this module uses OmegaConf. The type of each value is determined by the schema, not by YAML:
-`name: on` is the string "on". All errors are collected and raised as one `ConfigError`.
+`name: on` is the string "on". All errors are collected and raised as a single `ConfigError`.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ from maxpipe.config.yaml_values import (
 from maxpipe.errors import ConfigError, Problem
 
 _MOST_IN_CONTEXT = 2000
-"""Maximum number of unknown keys whose values affect the translation of other keys. The longest
-known config of another trainer contains 700 keys."""
+"""Maximum number of unknown keys whose values are considered when other keys are translated. The
+longest known config of another trainer contains 700 keys."""
 _MAX_PROBLEMS = 100
 
 
@@ -87,8 +87,7 @@ class LoadedConfig:
 
     config: Config
     origins: dict[str, str]
-    """Maps each full key to the origin of its value: "default", a file, or the text of an
-    override."""
+    """Maps each full key to the origin of its value: "default", a file, or the override itself."""
     inferred: frozenset[str] = frozenset()
     """Full keys whose value -1 was replaced with a value computed from the number of devices."""
     warnings: tuple[Problem, ...] = ()
@@ -191,7 +190,7 @@ def to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
-    """Return YAML text that loads as an equal config, with one line per key in schema order.
+    """Return YAML text that loads back as an equal config, with one line per key in schema order.
 
     `comment` maps a full key to the comment on its line.
     """
@@ -341,7 +340,7 @@ def _build(
     broken = check(config, origins, skip=wrong.union(missing))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
-    # If a file could not be read, ignore errors about default values, which the file might set.
+    # If a file could not be read, ignore errors about default values that the file might override.
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:
         raise ConfigError(problems)
@@ -360,7 +359,7 @@ def _unset() -> dict[str, Any]:
 
 
 def _copied(nodes: dict[str, Any], section: str) -> Any:
-    """Return a section that the caller may change; its first change copies it."""
+    """Return a section that the caller may modify; a shared section is copied first."""
     if nodes[section] is _unset()[section]:
         nodes[section] = copy.deepcopy(nodes[section])
         OmegaConf.set_readonly(nodes[section], False)
@@ -368,8 +367,8 @@ def _copied(nodes: dict[str, Any], section: str) -> Any:
 
 
 def _other_family_problems(assignments: Iterable[Assignment], family: str) -> Iterator[Problem]:
-    """Yield an error for each key of another model family. If a key is assigned several times, only
-    the last assignment is checked.
+    """Yield an error for each key that belongs to another model family. If a key is assigned
+    several times, only the last assignment is checked.
     """
     last = {assignment.path: assignment for assignment in assignments}
     for path, assignment in last.items():

@@ -50,8 +50,8 @@ _SCHEDULE = "pipeline.schedule"
 
 @functools.cache
 def field_docs() -> dict[str, str]:
-    """Return the documentation of all sections and keys, keyed by section or full key. Each text is
-    a single line.
+    """Return the documentation of all sections and keys, keyed by section or full key. Each entry
+    is a single line.
     """
     docs: dict[str, str] = {}
     for section, declared in ALL_SECTIONS.items():
@@ -83,10 +83,10 @@ def _paragraph(text: str) -> str:
 
 
 def explain(key: str) -> str:
-    """Return an explanation of a key or section. Without a name, list all sections.
+    """Return an explanation of a key or section. If no name is given, list all sections.
 
-    The explanation of a key contains its type, default, range and documentation; that of a section
-    lists its keys.
+    The explanation of a key contains its type, default, range and documentation; the explanation of
+    a section lists its keys.
 
     Raises:
         ConfigError: the name is neither a key nor a section.
@@ -104,7 +104,7 @@ def explain(key: str) -> str:
     raise ConfigError.one(
         f"command line: {key}",
         None,
-        f"is neither a section nor a key of the config{f': {answer.why}' if answer.why else '.'}",
+        f"is neither a config section nor a config key{f': {answer.why}' if answer.why else '.'}",
         action or "`maxpipe config explain` lists the sections.",
     )
 
@@ -315,12 +315,12 @@ def print_config(loaded: LoadedConfig, *, origin: bool) -> str:
 
 
 _TEMPLATE_HEAD = """\
-First run: a small byte-level decoder, trained on the sources of Python's standard library.
+First run: a small byte-level decoder, trained on the source code of Python's standard library.
 It trains in minutes on a laptop CPU, without a download, and runs unchanged on GPUs and TPUs.
 
-  {train}                  trains the run, or resumes it after a stop
+  {train}                  starts the run, or resumes it after an interruption
   {train} train.steps=600  overrides a value for this command
-  maxpipe board{pad}shows curves
+  maxpipe board{pad}shows training curves
 
 This file contains the keys that are most useful in a first run. Other keys are listed by
 `maxpipe config explain SECTION`."""
@@ -344,7 +344,7 @@ _TEMPLATE_MORE = {
     "mesh.ici_data": "-1 uses all devices.",
     "data.source": "To train on your text, write `source: text` and `path: my-texts/*.txt`.",
 }
-"""Maps keys of the template to comments that follow the documentation from the schema."""
+"""Maps template keys to comments that are added after the documentation from the schema."""
 
 
 _TEMPLATE_NAMED = (

@@ -3,8 +3,8 @@
 Each rule lists the keys that it reads, and is skipped if one of these keys is already known to be
 invalid. The files in `sections/` define the rules.
 
-The module also converts list items in the format of earlier releases, such as the string `10%
-linear 0 -> 1`, to mappings.
+The module also converts list items from earlier releases, such as the string `10% linear 0 -> 1`,
+to mappings.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def applies_to_family(config: Config, key: str) -> bool:
-    """Return True unless the key belongs to a different model family than that of the config."""
+    """Return True unless the key belongs to a model family other than the config's."""
     section, *names = key.split(".")
     return section != "model" or len(names) == 1 or names[0] == config.model.family
 
@@ -113,7 +113,7 @@ def add_local_folder_rule(key: str, action: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
         if url_scheme(value_of(config, key)):
-            yield RuleViolation(key, "must be a folder in a file system, not a URL.", action)
+            yield RuleViolation(key, "must be a folder path, not a URL.", action)
 
 
 MAX_FINDINGS = 8
@@ -315,7 +315,7 @@ def violations(
         yield from findings
 
 
-# --- list items of earlier releases -------------------------------------------
+# --- list items from earlier releases -------------------------------------------
 
 _COUNT = r"\d(?:_?\d){0,17}"
 _LENGTH = rf"\s+for\s+(?:(?P<steps>{_COUNT})\s+steps|(?P<tokens>{_COUNT})\s+tokens)"

@@ -7,7 +7,7 @@ these strings. The keys of each model family are declared in `maxpipe/models`. T
 import jax, so that `maxpipe --help` starts quickly.
 
 The tables below `Config` list all sections and keys, including those of all model families. A
-section is a field of `Config`, or the section of a model family inside `model`, such as
+section is a field of `Config`, or the section of a model family within `model`, such as
 `model.llama`. A config contains the keys of one family only, but these tables contain the keys of
 all families. A key may contain sections with user-defined names: `data.mixture.web.path` is
 declared as `data.mixture.NAME.path`. A key may also be a list of items with fields:
@@ -73,7 +73,7 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        """Copy section `adapter` into section `model`, which then describes the complete model."""
+        """Copy section `adapter` into section `model`, to describe the complete model there."""
         adapter = self.adapter if self.adapter.rank else None
         if self.model.adapter != adapter:
             object.__setattr__(self, "model", replace(self.model, adapter=adapter))
@@ -106,8 +106,8 @@ NAME = "NAME"
 
 
 def _named_section_types(hint: Any) -> list[type]:
-    """Return the dataclass of the named sections inside a key of this type, as a list of at most
-    one.
+    """Return a list with the dataclass of the named sections in a key of this type, or an empty
+    list.
     """
     inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
     return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
@@ -154,7 +154,9 @@ ALL_KEYS = KEYS | NAMED_KEYS | ITEM_KEYS
 
 
 def declared_key(key: str) -> str:
-    """Return the declared form of a key or section, without user-defined names and indices."""
+    """Return the declared form of a key or section, with placeholders for user-defined names and
+    indices.
+    """
     if "[" in key:
         return re.sub(r"\[\d+\]", ITEM, key)
     section, rest = split_key(key.split("."))
@@ -169,7 +171,7 @@ RENAMED_KEYS: dict[str, str] = {
     for field in dataclasses.fields(declared)
     for name in field.metadata.get("was", ())
 }
-"""Maps full keys of earlier releases to the current full keys."""
+"""Maps full keys from earlier releases to the current full keys."""
 
 _RENAMED_VALUES: dict[str, Mapping[str, Any] | Callable[[Any], Any]] = {
     f"{section}.{field.name}": field.metadata["values"]
@@ -180,7 +182,7 @@ _RENAMED_VALUES: dict[str, Mapping[str, Any] | Callable[[Any], Any]] = {
 
 
 def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
-    """Convert a setting of an earlier release to this release's key and value."""
+    """Convert a setting from an earlier release to the current key and value."""
     declared = declared_key(key)
     if new := RENAMED_KEYS.get(declared):
         is_named = declared != key
@@ -226,7 +228,7 @@ def default_of(key: str) -> Any:
 
 
 def legacy_value_of(key: str) -> Any:
-    """Return the value that applies to checkpoints saved before the key existed."""
+    """Return the value assumed for checkpoints saved before the key existed."""
     return field_of(key).metadata.get("before", default_of(key))
 
 

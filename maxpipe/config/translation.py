@@ -33,10 +33,10 @@ MODEL = "model"
 
 
 class Translation(NamedTuple):
-    """Translation of another trainer's setting to maxpipe settings."""
+    """Translation of another trainer's setting into maxpipe settings."""
 
     settings: tuple[tuple[str, str], ...] = ()
-    """Pairs (key, value as text); empty if no key needs to be set."""
+    """Pairs of a key and a value string; empty if no key needs to be set."""
     why: str = ""
     action: str = ""
     """Suggested action if `settings` is empty."""
@@ -75,7 +75,7 @@ def yaml_line_of_text(text: str) -> str:
 
 
 def _needs_no_quotes(text: str) -> bool:
-    """Return True if YAML quotes the text only because it would otherwise parse as another type."""
+    """Return True if YAML quotes the string only because it would otherwise change its type."""
     return (
         to_yaml_line(text) == f"'{text}'"
         and not set(text) & set(":#{}[],&*!|>%@`\"' ")
@@ -271,8 +271,8 @@ def _number(raw: Raw) -> float | None:
 def _per_device_batch(
     key: str, axes: Sequence[str] = MESH_AXES
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """Return a translator from sequences per device to the total over all devices and gradient
-    accumulation steps.
+    """Return a function that converts sequences per device to the total over all devices and
+    gradient accumulation steps.
     """
     accumulates = key == "train.batch_size"
 
@@ -310,7 +310,7 @@ def _example(key: str, number: float, axes: Sequence[str], context: TranslationC
 
 
 def _share_of_steps(raw: Raw, context: TranslationContext) -> Translation:
-    key, why, number = "optim.warmup_steps", "the warm-up is set in steps.", _number(raw)
+    key, why, number = "optim.warmup_steps", "the warm-up length is set in steps.", _number(raw)
     if number is None:
         return Translation((), why, _leave_out(key), key=key)
     if not number:
@@ -338,8 +338,8 @@ def _share_of_rate(raw: Raw, context: TranslationContext) -> Translation:
 def _switch(
     key: str, when_true: str, when_false: str
 ) -> Callable[[Raw, TranslationContext], Translation]:
-    """Return a translator from another trainer's boolean to one of two values of `key`. If the
-    selected value is empty, the key is left out.
+    """Return a function that translates another trainer's boolean to one of two values of `key`. If
+    the selected value is empty, the key is left out.
     """
 
     def translated(raw: Raw, context: TranslationContext) -> Translation:
@@ -408,7 +408,7 @@ def _rl(raw: Raw, context: TranslationContext) -> Translation:
 
 
 def _offloaded(raw: Raw, context: TranslationContext) -> Translation:
-    """Translate DeepSpeed's device for optimizer-state offloading."""
+    """Translate DeepSpeed's device setting for optimizer-state offloading."""
     key = "optim.offload_state"
     if isinstance(raw, str) and normalize_name(raw) in ("cpu", "nvme"):
         return Translation(((key, "true"),), key=key)
@@ -420,7 +420,7 @@ _PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
 
 
 def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
-    """Return (rule, action) for a dataset name that is not the path of a file."""
+    """Return (rule, action) for a dataset name that is not a file path."""
     return (
         "maxpipe does not download datasets: data must be in files.",
         f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "

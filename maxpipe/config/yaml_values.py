@@ -110,7 +110,7 @@ def find_invalid_text(text: str) -> tuple[str, str] | None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        return "is not Unicode text.", "Write the value in UTF-8."
+        return "is not Unicode text.", "Encode the value as UTF-8."
     return None
 
 
@@ -152,7 +152,7 @@ def _read_int(raw: Raw) -> int:
             raise ValueError(text)
         if 2**53 <= abs(value) < 2**63:
             rule = "floats of 2**53 or more are inexact."
-            raise TooLargeError(f"must be an integer without decimal point or exponent: {rule}")
+            raise TooLargeError(f"must be an integer without a decimal point or exponent: {rule}")
     if not -(2**63) <= value < 2**63:
         raise TooLargeError("must be an integer from -2**63 to 2**63 - 1.")
     return value
@@ -258,7 +258,7 @@ def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
     what = error.problem if isinstance(error, yaml.MarkedYAMLError) else None
     if what and what.startswith("but "):
         what = f"{getattr(error, 'context', '')}, {what}"
-    what = what or str(getattr(error, "reason", "unexpected end of the text"))
+    what = what or str(getattr(error, "reason", "unexpected end of input"))
     line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
     return Problem(
         f"{place}{line}",
@@ -309,7 +309,7 @@ def raw_of(node: yaml.Node) -> Raw:
 def find_duplicates(
     node: yaml.Node, file: str, path: str, problems: list[Problem], depth: int = 2
 ) -> None:
-    """Record an error for each duplicate key in a mapping, or in the mappings of a list."""
+    """Record an error for each duplicate key in a mapping or in a list of mappings."""
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
             find_duplicates(item, file, f"{path}[{number}]", problems, depth)
@@ -344,8 +344,8 @@ class ItemError(ValueError):
     def __init__(self, key: str, raw: Raw, rule: str = "", action: str = "", hint: Any = None):
         super().__init__(rule)
         self.key, self.raw, self.rule, self.action, self.hint = key, raw, rule, action, hint
-        """`key` is the item or field, such as `optim.lr_phases[1].steps`. If `rule` is empty, the
-        value does not have the type `hint`."""
+        """`key` is the item or field, such as `optim.lr_phases[1].steps`. An empty `rule` means
+        that the value does not have the type `hint`."""
 
 
 def read_items(raw: Raw, key: str) -> list[Any]:
@@ -415,5 +415,5 @@ def _read_field(raw: Raw, hint: Any, place: str) -> Any:
 def _name(name: str, place: str) -> str:
     if not NAME_FORM.fullmatch(name):
         rule = "must have names of at most 64 letters, digits, `_` and `-`."
-        raise ItemError(place, name, rule, "Write the name of a source in data.mixture.")
+        raise ItemError(place, name, rule, "Use the name of a source in data.mixture.")
     return name

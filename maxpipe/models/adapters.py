@@ -1,9 +1,9 @@
 """Low-rank adapters for a model's weight matrices, and quantization of the frozen base weights.
 
 A `K x N` matrix W with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
-and B are stored next to W. They have W's logical axes plus one axis for the rank. Stacking,
-sharding, the optimizer and the forecasts of `plan` therefore need no special case. The module does
-not import jax.
+and B are stored alongside W. They have W's logical axes plus one axis for the rank. Stacking,
+sharding, the optimizer and the forecasts of `plan` therefore need no special handling. The module
+does not import jax.
 
 Sources: LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353; QLoRA, arXiv:2305.14314.
 """
@@ -142,7 +142,7 @@ def dim_of_scales(param: Param) -> int | None:
     fsdp never shards this dim, so the scales are sharded in the same way as the weights.
     """
     if not isinstance(param.init, Normal) or not param.axes[-1]:
-        return None  # an unnamed axis holds the taps of a convolution, which is not quantized
+        return None  # an unnamed axis indexes convolution taps, and convolutions are not quantized
     axes = (param.axes.index(axis) for axis in _WITHIN if axis in param.axes)
     return next(axes, None)
 
@@ -178,7 +178,7 @@ def residuals_of_changes(layer_type: LayerType) -> Held:
 
 
 def is_held(layer_type: LayerType, key: Key) -> bool:
-    """Return whether a matrix is quantized."""
+    """Return True if a matrix is quantized."""
     part, name = key
     return (part, name + SCALE) in layer_type.stored
 

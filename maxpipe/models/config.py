@@ -118,7 +118,7 @@ class AdapterConfig:
     dropout: float = 0.0
     """Dropout rate applied to the adapter inputs during training."""
     targets: list[str] = field(default_factory=list, hash=False)  # lists are not hashable
-    """Name patterns of the matrices that get an adapter, such as `layers.attention.*`. The syntax
+    """Name patterns of the matrices that receive adapters, such as `layers.attention.*`. The syntax
     is the same as in `model.frozen`. An empty list selects all supported matrices: the projections
     of attention and MLPs. Embeddings, norms, routers and routed experts do not support adapters."""
     base_quantization: Literal["default", "int8", "nf4"] = field(

@@ -50,8 +50,8 @@ class DeepseekConfig(RoutedConfig):
     """Size of the query latent of each token. If 0, queries are projected directly from the layer's
     input."""
     qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
-    """Number of RoPE dims, the last dims of each query and key head. Must be even. All heads share
-    the RoPE dims of a key."""
+    """Number of RoPE dims, which are the last dims of each query and key head. Must be even. All
+    heads share the RoPE dims of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
     """Size of a value head."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))

@@ -29,9 +29,9 @@ class Gemma2Config(RopeConfig):
     """Attention scores are divided by the square root of this value. If 0, `model.head_dim` is
     used."""
     attn_logit_softcapping: float = field(default=50.0, metadata=renamed_from("score_cap"))
-    """Soft cap of the attention scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
+    """Soft cap on the attention scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     final_logit_softcapping: float = field(default=30.0, metadata=renamed_from("logit_cap"))
-    """Soft cap of the logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
+    """Soft cap on the logits: `cap * tanh(logits / cap)`. 0 disables the cap."""
 
 
 def describe(config: ModelConfig) -> Model:

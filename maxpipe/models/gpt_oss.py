@@ -28,8 +28,7 @@ class GptOssConfig(MixtureConfig):
     """Slope of the gate's sigmoid. A gate g becomes `g * sigmoid(swiglu_alpha * g)`."""
     swiglu_limit: float = field(default=7.0, metadata=renamed_from("gate_limit"))
     """Clamp limit for expert activations. Gates are clamped from above at this limit. The up
-    projection that a gate multiplies is clamped to the range from `-swiglu_limit` to
-    `swiglu_limit`."""
+    projections are clamped to the range from `-swiglu_limit` to `swiglu_limit`."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length (YaRN). 1 disables the
     scaling."""

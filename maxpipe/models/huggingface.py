@@ -34,7 +34,7 @@ class Row(Protocol):
         ...
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Convert `config.json` to our config keys; `ours` has the values of the preceding rows.
+        """Convert `config.json` to our config keys; `ours` has the values from the preceding rows.
 
         Raises:
             UnsupportedError: the model family does not support the value.
@@ -118,7 +118,7 @@ class Fixed:
         ):
             allowed = " or ".join("null" if value is None else repr(value) for value in self.values)
             raise UnsupportedError(
-                self.theirs, actual, f"must be {allowed}: others are unsupported."
+                self.theirs, actual, f"must be {allowed}: other values are unsupported."
             )
         return {}
 
@@ -171,15 +171,15 @@ class Rotary:
     """Rotary keys: `rope_parameters`, or `rope_theta` and `rope_scaling` in older releases."""
 
     theta: str
-    """Our key for the RoPE base."""
+    """maxpipe key for the RoPE base."""
     default: float
     """Default RoPE base in transformers."""
     scalings: Mapping[str, tuple[Row, ...]]
     """Rows for the other parameters, keyed by `rope_type`."""
     unscaled: Ours
-    """Our values for the `rope_type` `default`."""
+    """maxpipe values for the `rope_type` `default`."""
     select_type: Callable[[Ours], str] = lambda ours: "default"
-    """Function that returns the `rope_type` for our values."""
+    """Function that returns the `rope_type` for maxpipe values."""
     layers: str = ""
     """Layer type to read, if `rope_parameters` has one entry per layer type."""
     legacy_theta_key: str = "rope_theta"
@@ -440,7 +440,7 @@ class Unquantised:
         raise UnsupportedError("quantization_config", quantization, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
-        """Return an empty dict, because the mere presence of the key has a meaning."""
+        """Return an empty dict, because the key has an effect even if it is null."""
         return {}
 
 
@@ -545,7 +545,7 @@ RAMP = (
 
 @dataclass(frozen=True)
 class Period:
-    """Row for `layer_types` where every n-th layer attends to all tokens, and for the key of n."""
+    """Row for `layer_types`, where every n-th layer is global, and for the key that stores n."""
 
     ours: str
     others: str

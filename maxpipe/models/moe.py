@@ -173,7 +173,9 @@ BOUNDS = (
     *moe_base.MOE_BOUNDS,
     Bound("num_dense_layers", 1, 0),
     Bound("num_shared_experts", 0, 0),
-    Bound("routed_scaling_factor", 1.0, 0, LARGEST, "unweighted experts have no gradient", False),
+    Bound(
+        "routed_scaling_factor", 1.0, 0, LARGEST, "experts with weight 0 have no gradient", False
+    ),
     Bound("num_expert_groups", 1, 1),
     Bound("expert_groups_per_token", 1, 1),
     Bound("expert_bias_update_rate", 0.001, 0, 1, "0 keeps biases constant"),

@@ -30,14 +30,14 @@ class MixtureConfig:
     """Hidden width of one expert. If 0, `model.d_mlp` is used."""
     capacity_factor: float = 0.0
     """Capacity factor: the maximum number of tokens that an expert processes per sequence, as a
-    multiple of an even share. A common value is 1.25. Tokens that exceed the capacity are dropped,
-    lower-ranked choices first. Generation never drops tokens. 0 disables the limit."""
+    multiple of the average per expert. A common value is 1.25. Tokens that exceed the capacity are
+    dropped, lower-ranked choices first. Generation never drops tokens. 0 disables the limit."""
     all_to_all_capacity_factor: float = field(default=0.0, metadata=renamed_from("exchange_factor"))
     """Capacity factor of the all-to-all with expert parallelism (`mesh.ici_expert`): the maximum
     number of token-expert pairs per microbatch that a device sends to each other device, as a
-    multiple of an even share. Pairs that exceed the capacity are dropped, lower-ranked choices
-    first. Generation never drops pairs. 0 disables the limit; buffers are then sized for the worst
-    case, which needs the most memory."""
+    multiple of the average per device. Pairs that exceed the capacity are dropped, lower-ranked
+    choices first. Generation never drops pairs. 0 disables the limit; buffers are then sized for
+    the worst case, which needs the most memory."""
     dispatch: Literal["auto", "dense", "grouped"] = field(
         default="auto", metadata=renamed_from(values={"all": "dense"})
     )

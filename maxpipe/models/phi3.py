@@ -112,7 +112,7 @@ class _Turned:
         return {"phi3.rope_size": 0 if share == 1 else int(ours["head_dim"] * share)}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the fraction that gives the same number of rotated dims in transformers."""
+        """Return the fraction that yields the same number of rotated dims in transformers."""
         if self.inside:
             return {}
         size, all_of_it = ours["phi3.rope_size"], ours["head_dim"]

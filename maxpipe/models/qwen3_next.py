@@ -172,7 +172,7 @@ class _Turning:
         return {"qwen3_next.rotary_dim": size}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return a fraction that gives the same number of rotated dims in transformers."""
+        """Return a fraction that yields the same number of rotated dims in transformers."""
         head = ours["head_dim"]
         size = ours["qwen3_next.rotary_dim"] or head
         factor = size / head

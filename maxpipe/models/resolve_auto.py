@@ -57,7 +57,7 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return whether keys are passed around a ring of devices. In that case, scores are
+        """Return True if keys are passed around a ring of devices. In that case, scores are
         computed block by block.
         """
         return self.context > 1 and self.method == "ring"
@@ -150,7 +150,7 @@ def _refuses(
             yield "does not support float32"
         for size in {part.head_dim for part in mixing}:
             if size % _CUDNN_HEAD or size > _CUDNN_LARGEST:
-                yield f"requires head sizes up to {_CUDNN_LARGEST} in multiples of {_CUDNN_HEAD}"
+                yield f"requires head sizes in multiples of {_CUDNN_HEAD}, up to {_CUDNN_LARGEST}"
         if tokens % 2:
             yield "requires an even number of tokens"
 

@@ -1,4 +1,4 @@
-"""RoPE scaling for contexts longer than in pre-training, as in published models.
+"""RoPE scaling, as in published models, for contexts longer than those used in pre-training.
 
 All families that support these methods share one set of config keys and one row of the Hugging Face
 key table.
@@ -262,7 +262,7 @@ class Longest:
         original = ours[self.original]
         longest = round(original * ours[self.factor])
         if longest / original != ours[self.factor]:
-            rule = f"must give an integer number of tokens when multiplied by {original}."
+            rule = f"must yield an integer number of tokens when multiplied by {original}."
             raise UnsupportedError(f"model.{self.factor}", ours[self.factor], rule)
         return {
             "original_max_position_embeddings": original,

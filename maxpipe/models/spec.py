@@ -164,7 +164,7 @@ Operation = Matmul | Scores | Products
 
 @dataclass(frozen=True)
 class Held:
-    """Arrays that are in memory at the same time.
+    """Arrays that are live in memory at the same time.
 
     Each entry holds the number of arrays per token and the dims of each array.
     """
@@ -539,7 +539,7 @@ class Ends:
     logit_scale: float = 1.0
     """Factor that multiplies the logits."""
     final_logit_softcapping: float = 0.0
-    """Soft cap of the scaled logits, `cap * tanh(logits / cap)`. 0 disables the cap."""
+    """Soft cap on the scaled logits: `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
     frozen: frozenset[tuple[str, ...]] = frozenset()
     """Storage paths of the frozen parameters."""

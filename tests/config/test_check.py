@@ -120,7 +120,7 @@ BROKEN: list[tuple[str, str, str]] = [
         "mesh.collective_matmul",
         "pipeline.idle=compute",
     ),
-    ("mesh.axis_rules.hedas=[]", "mesh.axis_rules.hedas", "not a logical axis"),
+    ("mesh.axis_rules.hedas=[]", "mesh.axis_rules.hedas", "not one of the logical axes"),
     ("mesh.axis_rules.batch=[]", "mesh.axis_rules.batch", "cannot be changed"),
     ("mesh.axis_rules.experts=[]", "mesh.axis_rules.experts", "cannot be changed"),
     ("mesh.axis_rules.mlp=[fsdp]", "mesh.axis_rules.mlp", "must be [] or [tensor]"),
@@ -524,11 +524,15 @@ def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: boo
     [
         (
             "[layers.atention.*,head]",
-            "'layers.atention.*', which matches no parameter: embedding, ",
+            "'layers.atention.*', which matches none of the parameters: embedding, ",
             "Set model.frozen=[head,layers.attention.*].",
         ),
-        ("[layers.layer.mlp.dwon]", "no parameter", "Set model.frozen=[layers.layer.mlp.down]."),
-        ("[zzz]", "no parameter", "Set model.frozen=[]."),
+        (
+            "[layers.layer.mlp.dwon]",
+            "none of the parameters",
+            "Set model.frozen=[layers.layer.mlp.down].",
+        ),
+        ("[zzz]", "none of the parameters", "Set model.frozen=[]."),
         ("['']", "contains '', which", "Set model.frozen=[]."),
         ("['*']", "freezes every parameter", "Set model.frozen=[layers.*] to train"),
         ("[embedding,final_norm.*,head,layers.*]", "every parameter", "or model.frozen=[] to"),
@@ -640,10 +644,10 @@ def test_names_with_and_without_the_kind_are_known(frozen: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [
-        ("launch.workdir", "/" + "x" * 300, "at most 255 characters between slashes"),
+        ("launch.workdir", "/" + "x" * 300, "at most 255 characters"),
         ("launch.workdir", "/x" * 600, "at most 1024 characters"),
         ("launch.queue", "q" * 2000, "at most 1024 characters"),
-        ("launch.program", "p" * 256, "at most 255 characters between slashes"),
+        ("launch.program", "p" * 256, "at most 255 characters"),
         ("launch.environment", f"[{','.join('A' for _ in range(1001))}]", "at most 1000 names"),
         ("launch.environment", f"[{'A' * 256}]", "at most 255 characters"),
     ],

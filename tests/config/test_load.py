@@ -162,7 +162,7 @@ def test_values_that_are_not_integers_are_refused(text: str):
         (str(2**63), "from -2**63 to 2**63 - 1"),
         (f"-{'9' * 6000}", "from -2**63 to 2**63 - 1"),
         ("1e19", "from -2**63 to 2**63 - 1"),
-        ("1e16", "without decimal point or exponent"),
+        ("1e16", "without a decimal point or exponent"),
     ],
 )
 def test_integers_beyond_64_bits_are_refused(text: str, rule: str):
@@ -299,7 +299,7 @@ def test_a_mistake_in_an_override_names_it(arg: str, message: str):
 @pytest.mark.parametrize("arg", ["train.steps", "configs", "", str(ROOT / "README"), "a.yml.txt"])
 def test_an_argument_that_is_neither_file_nor_override(arg: str):
     problem = only_problem(*VALID, arg)
-    assert problem.startswith(f"command line: {arg or 'an empty argument'}")
+    assert problem.startswith(f"command line: {arg or 'empty argument'}")
 
 
 def test_missing_keys_are_named_together():

@@ -187,7 +187,7 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
     ("given", "key", "said"),
     [
         ({"source": "jsonl"}, "path", "must not be empty with data.mixture.web.source=jsonl"),
-        ({"source": "text", "path": "[a, b]"}, "path", "must be one path"),
+        ({"source": "text", "path": "[a, b]"}, "path", "must be a single path"),
         ({"source": "text", "path": "a", "paths": ["b"]}, "paths", "data.mixture.web.path (a)"),
         ({"source": "tokens", "paths": ["b"]}, "paths", "which accepts only one path"),
         ({"source": "text", "path": "a", "template": "{x}"}, "template", "have no columns"),

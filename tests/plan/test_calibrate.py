@@ -359,5 +359,5 @@ def test_without_a_home_folder_there_are_no_measured_figures(
 def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:
     hardware.measured_folder().mkdir(parents=True)
     (hardware.measured_folder() / "cpu.yml").write_text("speed: high\n")
-    with pytest.raises(ConfigError, match="is not a valid file"):
+    with pytest.raises(ConfigError, match="is not a valid calibration file"):
         known_hardware()

@@ -247,7 +247,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("distill.teacher_layout=[mesh.ici_nothing=2]",), "distill.teacher_layout: mesh.ici_nothing"),
     (
         ("distill.teacher_layout=[train.steps=2]",),
-        "KEY=VALUE settings of the sections mesh and pipeline",
+        "KEY=VALUE settings from the sections mesh and pipeline",
     ),
     (("distill.teacher=absent",), "distill.teacher = absent"),
     (("distill.teacher=hf:absent",), "absent"),

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Saving, retention and restoring of checkpoints."""
+    """Saving, retaining and restoring checkpoints."""
 
     every: int = 1000
     """Number of steps between checkpoints. The last step is always saved. 0 saves only the last
     step."""
     keep: int = 3
-    """Number of newest checkpoints to keep. The keys `keep_every_steps`, `keep_every_hours` and
-    `keep_best` keep additional checkpoints."""
+    """Number of most recent checkpoints to keep. The keys `keep_every_steps`, `keep_every_hours`
+    and `keep_best` keep additional checkpoints."""
     keep_every_steps: int = 0
     """Also keep every checkpoint whose step is a multiple of this number. 0 keeps no additional
     checkpoints."""
@@ -35,7 +35,7 @@ class CheckpointConfig:
     checkpoints."""
     keep_best: int = 0
     """Number of best checkpoints, ranked by `checkpoint.best_metric`, to keep in addition to the
-    newest ones. Only checkpoints of steps with an evaluation are ranked."""
+    most recent ones. Only checkpoints from steps with an evaluation are ranked."""
     best_metric: str = "eval/loss"
     """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` use to compare
     checkpoints. Examples are `eval/loss`, `eval/nats_per_byte`, `eval/NAME/loss` of a validation

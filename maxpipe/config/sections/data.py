@@ -80,9 +80,9 @@ class DataConfig(SourceConfig):
     end: Literal["repeat", "stop", "fail"] = "repeat"
     """Behavior when the run needs more documents than the sources contain. `repeat` reads the
     documents again in a new order, as often as necessary. `stop` ends the run after a final
-    evaluation and checkpoint. `fail` rejects such a run before training starts. A source of a
-    mixture is exhausted after its `epochs`, or after one pass if `epochs` is not set. With `stop`,
-    the share of an exhausted source is divided among the remaining sources, until all sources are
+    evaluation and checkpoint. `fail` rejects such a run before training starts. A mixture source is
+    exhausted after its `epochs`, or after one pass if `epochs` is not set. With `stop`, the share
+    of an exhausted source is divided among the remaining sources, until all sources are
     exhausted."""
     max_pairs_per_sequence: int = dataclasses.field(
         default=16, metadata=renamed_from("pairs_per_row")
@@ -100,9 +100,9 @@ class DataConfig(SourceConfig):
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
     """Handling of validation documents whose text also occurs in the training documents. Such
     overlap makes the validation loss misleadingly low. `warn` prints a warning, `stop` ends the
-    run, and `ignore` disables the check. Documents are compared by a digest of their full text. For
-    more than a million prepared documents, the check runs only with `stop`, because it must read
-    every digest."""
+    run, and `ignore` disables the check. Documents are compared by a digest of their full text.
+    With more than a million prepared documents, the check runs only with `stop`, because it must
+    read every digest."""
     allow_change: bool = False
     """Allow a run to resume if the documents, seed, packing or tokenizer have changed since the
     checkpoint was saved. Samples may then be repeated or skipped."""
@@ -122,7 +122,9 @@ add_ranges(
         low_is_inside=False,
     ),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
-    Bound("data.max_pairs_per_sequence", 16, 1, 4096, "every batch has this capacity"),
+    Bound(
+        "data.max_pairs_per_sequence", 16, 1, 4096, "every batch has capacity for this many pairs"
+    ),
     Bound("data.max_bad_records", 100, 1),
     Bound("data.max_decompressed_bytes", 2**36, 1),
     Bound("data.prefetch_batches", 4, 1),
@@ -154,7 +156,7 @@ _NAMED = ("data.mixture", "data.validation")
 
 
 _MOST_EPOCHS = 1e9
-"""Maximum number of epochs, so that the sample indices of a source fit into 63 bits."""
+"""Maximum number of epochs, chosen so that a source's sample indices fit into 63 bits."""
 
 
 _JOINED = ("system", "prompt", "response", "chosen", "rejected")
@@ -168,9 +170,7 @@ _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """Yield (section, source) for each source, where a section is a name such as
-    `data.mixture.web`.
-    """
+    """Yield (section, source) for each source; an example of a section is `data.mixture.web`."""
     for name, source in all_sources(config.data).items():
         yield section_of(name), source
 
@@ -213,7 +213,7 @@ def _paths(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if path.startswith("[") and path.endswith("]") and "," in path:
         yield RuleViolation(
             f"{section}.path",
-            "must be one path, not a list.",
+            "must be a single path, not a list.",
             list_action("data.path").replace("data.path", f"{section}.path"),
         )
     if source.paths and path:
@@ -349,7 +349,7 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
         name = sorted(data.mixture)[0]
         yield RuleViolation(
             "data.packing",
-            "is ignored if data.mixture is set: each source has a separate packing key.",
+            "is ignored if data.mixture is set: each source has its own packing key.",
             f"Set data.mixture.{name}.packing={data.packing}, and the same key of every other "
             "source.",
         )

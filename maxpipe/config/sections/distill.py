@@ -34,9 +34,9 @@ class DistillConfig:
     considers likely. `reverse` minimizes KL(student | teacher), which concentrates the student on
     the teacher's most likely tokens."""
     temperature: float = 1.0
-    """Temperature that divides the logits of teacher and student. Values above 1 give less likely
-    tokens more weight. The divergence is multiplied by the squared temperature, so that the scale
-    of the gradients does not change."""
+    """Temperature by which the logits of the teacher and the student are divided. Values above 1
+    give less likely tokens more weight. The divergence is multiplied by the squared temperature, so
+    that the scale of the gradients does not change."""
     top_k: int = 32
     """Number of tokens compared at each position: those to which the teacher assigns the highest
     probabilities. All other tokens are merged into one bucket. At most `model.vocab_size`."""
@@ -54,7 +54,9 @@ class DistillConfig:
 
 
 add_ranges(
-    Bound("distill.temperature", 1.0, 1e-3, 1e3, "logits are divided by it in float32"),
+    Bound(
+        "distill.temperature", 1.0, 1e-3, 1e3, "logits are divided by the temperature in float32"
+    ),
     Bound("distill.top_k", 32, 1),
     Bound("distill.weight", 0.5, 0, 1, "0 would ignore the teacher", low_is_inside=False),
     Bound("distill.teacher_devices", 0, 0, why="0 alternates on all devices"),
@@ -121,14 +123,15 @@ def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
         if "=" not in text or not key.startswith(("mesh.", "pipeline.")):
             yield RuleViolation(
                 "distill.teacher_layout",
-                "must contain only KEY=VALUE settings of the sections mesh and pipeline; got "
+                "must contain only KEY=VALUE settings from the sections mesh and pipeline; got "
                 f"{text!r}.",
                 "Set distill.teacher_layout=[mesh.ici_stage=2,pipeline.microbatches=4].",
             )
         elif key == "mesh.cpu_devices":
             yield RuleViolation(
                 "distill.teacher_layout",
-                "must not contain mesh.cpu_devices, which applies to teacher and student together.",
+                "must not contain mesh.cpu_devices, which applies to both the teacher and the "
+                "student.",
                 "Set mesh.cpu_devices and distill.teacher_devices in the config of the run.",
             )
 

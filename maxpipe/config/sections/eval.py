@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskConfig:
-    """Multiple-choice task that is scored in each evaluation, in the same way as by `maxpipe eval
-    --choices`.
-    """
+    """Multiple-choice task that is scored in each evaluation, as in `maxpipe eval --choices`."""
 
     path: str = ""
     """JSON Lines file with the fields `context`, `choices` and `answer`. The file is read once, at
@@ -51,9 +49,9 @@ class EvalConfig:
     `eval/sums/accuracy`. All tasks are scored in each evaluation."""
     patience: int = 0
     """Patience for early stopping: the run ends after this number of consecutive evaluations
-    without an improvement of `checkpoint.best_metric`. Before it ends, the run performs a final
-    evaluation and saves a checkpoint. Only the periodic evaluations set by `eval.every` count. 0
-    disables early stopping."""
+    without an improvement in `checkpoint.best_metric`. Before it ends, the run performs a final
+    evaluation and saves a checkpoint. Only the periodic evaluations scheduled by `eval.every`
+    count. 0 disables early stopping."""
     min_delta: float = field(default=0.0, metadata=renamed_from("min_gain"))
     """Early stopping counts an evaluation as an improvement only if `checkpoint.best_metric` is
     better than its best value so far by more than this amount."""
@@ -90,7 +88,7 @@ add_ranges(
     Bound("eval.sample_conversations", 4, 0, why="0 samples no conversations"),
     Bound("eval.sample_every", 100, 0, why="0 disables samples"),
     Bound("eval.sample_max_tokens", 64, 1),
-    Bound("eval.sample_temperature", 1.0, 0, LARGEST, "devices compute in float32"),
+    Bound("eval.sample_temperature", 1.0, 0, LARGEST, "the value must fit into float32"),
 )
 
 
@@ -128,7 +126,7 @@ PAIR_METRICS: dict[str, BestMode] = {
     "nats_chosen": "min",
     "nats_rejected": "max",
 }
-"""Metrics of preference evaluations, in addition to the loss."""
+"""Metrics of preference evaluations other than the loss."""
 
 
 _LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_bytes")
@@ -193,7 +191,7 @@ def _check_best_metric(config: Config) -> Iterator[RuleViolation]:
                 key, rule, "Set eval.batches=8, or eval.tasks.mine.path=questions.jsonl."
             )
             return
-        rule = f"must be a metric of the evaluations in this run: {', '.join(known)}."
+        rule = f"must be an evaluation metric of this run: {', '.join(known)}."
         yield RuleViolation(key, rule, f"Set {key}={guess or next(iter(known))}.")
     elif config.checkpoint.best_mode != known[metric]:
         key = "checkpoint.best_mode"

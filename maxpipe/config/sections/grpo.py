@@ -26,11 +26,11 @@ class GrpoConfig:
     """
 
     prompts: str = ""
-    """JSON Lines file of prompts. Each object contains either a string in `prompt`, or `messages`,
-    which are rendered by the chat template. Each object also contains the fields that the reward
-    function reads, such as `answer`."""
+    """JSON Lines file that contains the prompts. Each object contains either a string in `prompt`,
+    or `messages`, which are rendered by the chat template. Each object also contains the fields
+    that the reward function reads, such as `answer`."""
     group_size: int = 8
-    """Number of completions per prompt. The completions of one prompt form a group. Each step has
+    """Number of completions per prompt. The completions of one prompt form a group. Each step uses
     `train.batch_size` completions, so the number of prompts per step is `train.batch_size /
     grpo.group_size`."""
     max_tokens: int = 64
@@ -58,7 +58,7 @@ class GrpoConfig:
     allow_code: bool = False
     """Allow the code in `grpo.reward_file` to run. The code runs with your permissions."""
     reward_timeout_seconds: float = field(default=10.0, metadata=renamed_from("reward_seconds"))
-    """Time limit in seconds for one call of the reward function."""
+    """Time limit in seconds for one call to the reward function."""
     advantages: Literal["std", "mean"] = "std"
     """Normalization of the advantage, which is a completion's reward minus the mean reward of its
     group. `std` divides the advantage by the standard deviation of the group's rewards (GRPO,
@@ -97,14 +97,14 @@ add_ranges(
         0.0,
         0,
         LARGEST,
-        "0 uses grpo.clip_ratio; devices compute in float32",
+        "0 uses grpo.clip_ratio; the value must fit into float32",
     ),
     Bound(
         "grpo.kl_coef",
         0.04,
         0,
         LARGEST,
-        "0 disables the reference model; devices compute in float32",
+        "0 disables the reference model; the value must fit into float32",
     ),
     Bound("grpo.updates_per_rollout", 1, 1, 1024, "all completions are sampled at once"),
 )

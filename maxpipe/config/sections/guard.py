@@ -52,8 +52,14 @@ class GuardConfig:
 
 add_ranges(
     Bound("guard.max_bad_steps", 5, 1),
-    Bound("guard.spike_sigmas", 6.0, 0, LARGEST, "0 disables it; devices compute in float32"),
-    Bound("guard.spike_window", 128, 2, why="a standard deviation needs two steps"),
+    Bound(
+        "guard.spike_sigmas",
+        6.0,
+        0,
+        LARGEST,
+        "0 disables detection; the value must fit into float32",
+    ),
+    Bound("guard.spike_window", 128, 2, why="a standard deviation requires at least two steps"),
     Bound("guard.max_rollbacks", 3, 0),
     Bound("guard.replica_check_every", 100, 0, why="0 disables the comparison"),
 )

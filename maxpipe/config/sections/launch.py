@@ -54,8 +54,8 @@ class LaunchConfig:
     spot: bool = False
     """Use spot capacity on Google Cloud, which Google can preempt."""
     restarts: int = 3
-    """Maximum number of consecutive restarts without a new checkpoint, after the run was killed or
-    hung. A run that saved a checkpoint before it stopped is always restarted. GKE cannot count
+    """Maximum number of consecutive restarts without a new checkpoint, after the run is killed or
+    hangs. A run that saved a checkpoint before it stopped is always restarted. GKE cannot count
     consecutive restarts: on GKE, the total number of restarts is limited to ten times this
     value."""
     grace_seconds: int = 120
@@ -89,7 +89,7 @@ def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
         elif not re.fullmatch(pattern, text):
             yield RuleViolation(key, f"must be {words}.", f"Set {key}={example}.")
         elif any(len(name) > _LONGEST_NAME for name in text.split("/")):
-            rule = f"must have at most {_LONGEST_NAME} characters between slashes."
+            rule = f"must have at most {_LONGEST_NAME} characters in each path component."
             yield RuleViolation(key, rule, f"Set {key}={example}.")
 
 
@@ -100,12 +100,15 @@ _LONGEST_WORD, _LONGEST_NAME = 1024, 255
 _MOST_VARIABLES = 1000
 
 
-_NAME, _NAME_WORDS = r"([A-Za-z0-9][A-Za-z0-9._:-]*)?", "a name of letters, digits and `._:-`"
+_NAME, _NAME_WORDS = (
+    r"([A-Za-z0-9][A-Za-z0-9._:-]*)?",
+    "a name consisting of letters, digits and the characters `._:-`",
+)
 
 
 _PATH, _PATH_WORDS = (
     r"[A-Za-z0-9_/.][A-Za-z0-9_/.,+@:-]*",
-    "a path of letters, digits and `/._,+@:-`",
+    "a path consisting of letters, digits and the characters `/._,+@:-`",
 )
 
 

@@ -1,4 +1,4 @@
-"""Value ranges and rules of config section `mesh`, declared in `maxpipe/parallel/axes.py`.
+"""Value ranges and rules for the keys of section `mesh`, declared in `maxpipe/parallel/axes.py`.
 
 Rules that depend on the available devices are checked when the mesh is built.
 """
@@ -149,8 +149,9 @@ def _axis_rules_are_known(config: Config) -> Iterator[RuleViolation]:
                 key,
                 "cannot be changed, because the pipeline determines the sharding of this axis."
                 if owned
-                else f"is not a logical axis with a rule: {', '.join(ALLOWED_AXIS_RULES)}.",
-                "Set mesh.axis_rules={} for the default table"
+                else "is not one of the logical axes that have rules: "
+                f"{', '.join(ALLOWED_AXIS_RULES)}.",
+                "Set mesh.axis_rules={} to use the default table"
                 f"{f', or rename {name} to {guess}' if guess and not owned else ''}.",
             )
         elif tuple(axes) not in ALLOWED_AXIS_RULES[name]:
@@ -170,8 +171,8 @@ def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
     if rules.get("head_dim") == ["tensor"] and split:
         yield RuleViolation(
             "mesh.axis_rules.head_dim",
-            f"must be [] if {' and '.join(split)} is sharded over tensor: a weight with both "
-            "dimensions can be sharded over a mesh axis only once.",
+            f"must be [] if {' and '.join(split)} is sharded over tensor: a mesh axis can shard "
+            "only one dimension of a weight.",
             "Set mesh.axis_rules.head_dim=[].",
         )
 
@@ -223,7 +224,7 @@ class ReplicatedWeight:
 
     @property
     def description(self) -> str:
-        """Devices that store identical copies of the weight, as text for messages."""
+        """Devices that store identical copies of the weight, formatted for messages."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
         return f"all {math.prod(self.axes.values())} devices along {axes} store identical copies"
 
@@ -284,7 +285,7 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
             key,
             f"replicates {largest.name} ({largest.num_bytes:,} bytes): "
             f"{largest.description}. This exceeds {LIMIT} "
-            f"({config.mesh.max_replicated_bytes:,}), and no axis rule set to [] allows it.",
+            f"({config.mesh.max_replicated_bytes:,}), and no axis rule is set to [] to allow it.",
             f"Set {key}={default if logical else largest.num_bytes}"
             + (f", or {LIMIT}=0 for no limit." if logical else ", or 0 for no limit."),
         )
@@ -305,7 +306,7 @@ def replication_warnings(config: Config) -> Iterator[Problem]:
             f"mesh.axis_rules.{logical}",
             format_value(list(config.mesh.axis_rules[logical])),
             f"replicates {largest.name} ({largest.num_bytes:,} bytes per device{more}): "
-            f"{largest.description}. Moments and gradients are also replicated.",
+            f"{largest.description}. The weight's moments and gradients are also replicated.",
             f"If this is intended, set {LIMIT}=0 to silence the warning; otherwise remove the "
             "rule.",
         )

@@ -1,4 +1,4 @@
-"""Value ranges and rules of config section `model`, declared in `maxpipe/models`."""
+"""Value ranges and rules for the keys of section `model`, declared in `maxpipe/models`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,14 @@ add_ranges(
     Bound("model.head_dim", 2, 2),
     Bound("model.vocab_size", BYTES_VOCABULARY, 2, MAX_INT32, "token ids are int32"),
     Bound("model.mtp_heads", 2, 0),
-    Bound("model.mtp_loss_weight", 0.3, 0, LARGEST, "devices compute in float32"),
+    Bound("model.mtp_loss_weight", 0.3, 0, LARGEST, "the value must fit into float32"),
     Bound(
-        "model.rope_theta", 10000.0, 1, LARGEST, "devices compute in float32", low_is_inside=False
+        "model.rope_theta",
+        10000.0,
+        1,
+        LARGEST,
+        "the value must fit into float32",
+        low_is_inside=False,
     ),
     Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "0 would allow a division by 0"),
     Bound("model.dropout", 0.1, 0, 1, DROPS_EVERYTHING, high_is_inside=False),
@@ -313,7 +318,8 @@ def _frozen_parameters_exist(config: Config) -> Iterator[RuleViolation]:
         guess = did_you_mean(pattern, suggestions(model))
         yield RuleViolation(
             _KEY,
-            f"contains {pattern!r}, which matches no parameter: {', '.join(declared(model))}.",
+            f"contains {pattern!r}, which matches none of the parameters: "
+            f"{', '.join(declared(model))}.",
             f"Set {_KEY}=[{','.join([*others, *filter(None, [guess])])}].",
         )
 
@@ -394,15 +400,15 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
     cut = [(size, f"columns of an MLP ({size})", "tensor", shards) for size in sorted(dims)]
     if model.matmul_weight_gradients == "same":
         shards = axis_size(mesh, "context") or 1
-        pieces = 2 * shards if shards > 1 else 1  # each device has an early and a late chunk
+        pieces = 2 * shards if shards > 1 else 1  # each device holds an early and a late chunk
         cut.append((tokens, f"tokens ({tokens})", "context", pieces))
     for size, words, axis, pieces in cut:
         block = math.gcd(size, QUANTIZATION_BLOCK)
         if size % (pieces * block):
             yield RuleViolation(
                 "model.matmul_scales",
-                f"has one scale for {block} {words}; {pieces} shards over mesh axis {axis} would "
-                "split such a block, so the loss would depend on the mesh.",
+                f"uses one scale per block of {block} {words}; {pieces} shards over mesh axis "
+                f"{axis} would split such a block, so the loss would depend on the mesh.",
                 "Set model.matmul_scales=channel, or a mesh that does not split blocks.",
             )
 
@@ -422,7 +428,7 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
             "Set model.attention=xla.",
         )
     shards, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
-    pieces = 2 * shards if shards > 1 else 1  # each device has an early and a late chunk
+    pieces = 2 * shards if shards > 1 else 1  # each device holds an early and a late chunk
     if tokens % (pieces * _SPLASH_BLOCK):
         each = f" in each of a sequence's {pieces} chunks" if pieces > 1 else ""
         yield RuleViolation(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRPhaseConfig:
-    """Phase of the learning-rate schedule. A phase without `steps` and `percent` covers the
+    """Phase of the learning-rate schedule. A phase with neither `steps` nor `percent` covers the
     remaining steps of the run.
     """
 
@@ -96,7 +96,7 @@ class OptimConfig:
     decay) keeps the learning rate constant, and decays it linearly in the last
     `optim.decay_fraction` of the run."""
     warmup_steps: int = 0
-    """Number of warm-up steps, in which the learning rate increases from 0 to its peak."""
+    """Number of warm-up steps, during which the learning rate increases from 0 to its peak."""
     lr_phases: list[LRPhaseConfig] = field(
         default_factory=list,
         hash=False,  # a list has no hash
@@ -160,34 +160,36 @@ class OptimConfig:
     updated and copied back, one layer at a time. These copies do not overlap with compute. Results
     are bitwise identical to training without offloading."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of gradients when they are reduced across devices. Each device accumulates its
-    gradients in float32."""
+    """Dtype in which gradients are reduced across devices. Each device accumulates its gradients in
+    float32."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """Rounding of parameters and moments that are stored in bfloat16. `stochastic`
+    """Rounding mode for parameters and moments that are stored in bfloat16. `stochastic`
     (arXiv:1502.02551) rounds up or down at random, unbiased in expectation, so that small updates
     are not lost. The random bits depend only on the seed, the step and the position in the model,
     so they are identical for every mesh and schedule."""
 
 
 add_ranges(
-    Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "devices compute in float32"),
+    Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "the value must fit into float32"),
     Bound("optim.warmup_steps", 0, 0),
     Bound("optim.decay_fraction", 0.2, 0, 1),
     Bound("optim.min_lr_ratio", 0.1, 0, 1),
     Bound("optim.beta1", 0.9, 0, 1, "1 would never decay", high_is_inside=False),
     Bound("optim.beta2", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
     Bound("optim.momentum", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
-    Bound("optim.ema_decay", 0.999, 0, 1, "1 would never change the average", high_is_inside=False),
+    Bound("optim.ema_decay", 0.999, 0, 1, "1 would never update the average", high_is_inside=False),
     Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "0 would allow a division by 0"),
-    Bound("optim.weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
-    Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; devices compute in float32"),
+    Bound("optim.weight_decay", 0.1, 0, LARGEST, "the value must fit into float32"),
+    Bound(
+        "optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; the value must fit into float32"
+    ),
     Bound("optim.lr_phases[].steps", 100, 0, 10**9),
     Bound("optim.lr_phases[].percent", 10, 0, 1000),
     Bound("optim.lr_phases[].from", 1, 0, 1),
     Bound("optim.lr_phases[].to", 0.1, 0, 1),
     Bound("optim.lr_phases[].times", 3, 1, 99),
-    Bound("optim.lr_multipliers[].multiplier", 0.1, 0, LARGEST, "devices compute in float32"),
-    Bound("optim.weight_decays[].weight_decay", 0.1, 0, LARGEST, "devices compute in float32"),
+    Bound("optim.lr_multipliers[].multiplier", 0.1, 0, LARGEST, "the value must fit into float32"),
+    Bound("optim.weight_decays[].weight_decay", 0.1, 0, LARGEST, "the value must fit into float32"),
 )
 add_item_rules(
     "optim.lr_phases",
@@ -226,8 +228,8 @@ def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
         yield Problem(
             "optim.lr_phases",
             format_value(phases),
-            f"has {pluralize(end, 'step')}, but the run has {steps}: it ends before the last "
-            f"{pluralize(late, 'phase')}.",
+            f"covers {pluralize(end, 'step')}, but the run has {steps}: the run ends before the "
+            f"last {pluralize(late, 'phase')}.",
             "Shorten the earlier phases, for example by setting `percent` instead of `steps`.",
         )
 
@@ -242,7 +244,7 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
         yield Problem(
             f"optim.{key}",
             f"{decay:g}",
-            f"subtracts {taken:.3g} times each parameter from itself in every step if "
+            f"reduces each parameter by {taken:.3g} times its value in every step if "
             f"optim.learning_rate = {optim.learning_rate:g}: this factor must be at most 1.",
             f"Set a weight decay of 0.1, or leave optim.{key} out.",
         )
@@ -272,7 +274,7 @@ def _updates_too_small(config: Config) -> Iterator[Problem]:
             "is too small: all updates are lost in float32 rounding, so parameters do not change.",
             "Set optim.learning_rate=3e-4.",
         )
-    # The gradient norm covers more entries than those of the embedding table.
+    # The gradient norm is computed over more entries than just the embedding table.
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
     if entry < optim.epsilon and optim.name in ("adamw", "muon"):
         yield Problem(

@@ -56,7 +56,7 @@ class PipelineConfig:
     selects the number of stages, which minimizes memory use. Ignored unless `pipeline.schedule` is
     `interleaved`."""
     delayed_forwarding: bool = False
-    """Allow each message one extra tick, so that communication overlaps with compute. This doubles
+    """Give each message one extra tick, so that communication overlaps with compute. This doubles
     the pipeline bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication
     without extra ticks."""
     layers_per_chunk: list[int] = field(default_factory=list, metadata=renamed_from("cut"))
@@ -93,11 +93,11 @@ class PipelineConfig:
     `compute` runs the computation on zeros and discards the result, so that all stages have the
     same control flow."""
     loss_block_tokens: int = field(default=-1, metadata=legacy_value(0))
-    """Block size for computing logits and loss: the number of tokens of a microbatch, per device,
-    whose logits are computed at once. 0 computes all logits of a microbatch at once. -1 selects
-    blocks of 2048 tokens if the logits exceed 512 MiB, as with long sequences or few stages, and is
-    otherwise equivalent to 0. The block size affects memory use, but changes the loss only by
-    rounding errors."""
+    """Block size for computing logits and loss: the number of microbatch tokens per device whose
+    logits are computed at once. 0 computes all logits of a microbatch at once. -1 selects blocks of
+    2048 tokens if the logits exceed 512 MiB, as with long sequences or few stages, and is otherwise
+    equivalent to 0. The block size affects memory use, but changes the loss only by rounding
+    errors."""
 
 
 add_ranges(
@@ -105,7 +105,7 @@ add_ranges(
     Bound("pipeline.repeats", 1, 1),
     Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
     Bound("pipeline.prologue_layers", 0, 0),
-    Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if logits are large"),
+    Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if the logits are large"),
 )
 
 

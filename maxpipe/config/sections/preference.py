@@ -41,7 +41,14 @@ class PreferenceConfig:
 
 
 add_ranges(
-    Bound("preference.beta", 0.1, 0, LARGEST, "devices compute in float32", low_is_inside=False),
+    Bound(
+        "preference.beta",
+        0.1,
+        0,
+        LARGEST,
+        "the value must fit into float32",
+        low_is_inside=False,
+    ),
     Bound(
         "preference.label_smoothing",
         0.1,
@@ -50,7 +57,7 @@ add_ranges(
         "at 0.5, labels carry no information",
         high_is_inside=False,
     ),
-    Bound("preference.odds_weight", 0.1, 0, LARGEST, "devices compute in float32"),
+    Bound("preference.odds_weight", 0.1, 0, LARGEST, "the value must fit into float32"),
 )
 
 

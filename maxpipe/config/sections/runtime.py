@@ -39,10 +39,10 @@ class RuntimeConfig:
     init_timeout_seconds: int = 300
     """Time in seconds that a process waits at startup for all other processes to connect."""
     heartbeat_timeout_seconds: int = 100
-    """Heartbeat timeout in seconds. If a process sends no heartbeat for this time, all other
+    """Heartbeat timeout in seconds. If a process sends no heartbeat for this long, all other
     processes exit with code 71."""
     stall_timeout_seconds: int = 1800
-    """Stall timeout in seconds. If no process makes progress for this time, all processes print
+    """Stall timeout in seconds. If no process makes progress for this long, all processes print
     their stack traces and exit with code 71. A step, batch, evaluation or save counts as progress.
     During setup, reading a checkpoint or a portion of the documents also counts. The timeout is
     suspended while a process compiles. 0 disables the timeout."""
@@ -61,9 +61,9 @@ class RuntimeConfig:
     before training starts, and `warn` prints a warning. A forecast of less than 1.2 times the
     available memory causes only a warning."""
     compiled_step: str = field(default="", metadata=renamed_from("executable"))
-    """Folder with a train step that `maxpipe compile --save` compiled ahead of time. The config,
-    the devices and the jax version must be the same as at compilation. Not supported with several
-    CPU devices."""
+    """Folder that contains a train step compiled ahead of time by `maxpipe compile --save`. The
+    config, the devices and the jax version must be the same as at compilation. Not supported with
+    several CPU devices."""
 
 
 add_ranges(

@@ -59,7 +59,7 @@ class SourceConfig:
     )
     """Handling of invalid records, such as malformed lines, missing columns or text that is not
     UTF-8. `stop` ends the run. `skip` treats the record as an empty document. Missing, truncated or
-    damaged files always stop the run."""
+    corrupted files always stop the run."""
     max_bad_records: int = dataclasses.field(default=100, metadata=renamed_from("unreadable_limit"))
     """Maximum number of records that `data.bad_records=skip` may skip."""
     max_decompressed_bytes: int = dataclasses.field(
@@ -108,9 +108,9 @@ class SourceConfig:
     long_pairs: Literal["truncate", "drop", "error"] = "truncate"
     """Handling of pairs that are too long for one sequence. A pair has two halves: the prompt with
     the chosen response, and the prompt with the rejected response. `truncate` removes tokens at the
-    end of the longer half, or of both halves if they have equal lengths. It drops the pair if no
-    token of a response remains. `drop` skips the pair, and `error` ends the run. The number of
-    pairs that are too long is printed. Ignored unless `data.chat=pairs`."""
+    end of the longer half, or of both halves if they have equal lengths. If no token of a response
+    remains, `truncate` drops the pair. `drop` skips the pair, and `error` ends the run. The number
+    of pairs that are too long is printed. Ignored unless `data.chat=pairs`."""
     chat_template: str = ""
     """File that contains the Jinja chat template. If empty, the template in the tokenizer's folder
     is used."""
@@ -119,9 +119,9 @@ class SourceConfig:
     )
     """Allowed roles of messages. Records with other roles are invalid."""
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
-    """Roles whose messages contribute to the loss. Messages with other roles are only context. With
-    `[assistant]`, `{% generation %}` blocks of the chat template select the tokens that contribute
-    to the loss."""
+    """Roles whose messages contribute to the loss. Messages with other roles are used only as
+    context. With `[assistant]`, `{% generation %}` blocks of the chat template select the tokens
+    that contribute to the loss."""
     rewritten_history: Literal["last", "each_turn", "error"] = "last"
     """Handling of messages that the chat template renders differently when more messages follow.
     For example, templates of reasoning models remove the reasoning from earlier responses. `last`:

@@ -35,14 +35,14 @@ class TokenizerConfig:
         "none", "gpt2", "p50k", "cl100k", "o200k", "o200k_harmony", "llama3", "qwen"
     ] = "none"
     """Name of the published vocabulary in a `tiktoken` file. The preset defines the split pattern,
-    and the control tokens with their ids. The number of ranks in the file must match that of the
+    the control tokens and their ids. The number of ranks in the file must match that of the
     preset."""
     split_pattern: str = ""
     """Regular expression that splits text into words before tokenization. Tokens never span two
     words. Only for `tiktoken` files without a preset."""
     special_tokens: list[str] = field(default_factory=list)
-    """Control tokens, in the order of their ids. The ids follow the largest rank. Ignored unless
-    `tokenizer.split_pattern` is set."""
+    """Control tokens, in the order of their ids. The ids are consecutive and start after the
+    largest rank. Ignored unless `tokenizer.split_pattern` is set."""
 
 
 _EXAMPLES = {"sentencepiece": "tokenizer.model", "tiktoken": "tokenizer.model"}

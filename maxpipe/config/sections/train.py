@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
 MAX_STEPS = 10**11
-"""Maximum number of steps in a run, so that sequence indices fit into 63 bits."""
+"""Maximum number of steps in a run, chosen so that sequence indices fit into 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +77,7 @@ class TrainConfig:
 add_ranges(
     Bound("train.steps", 100, 0, MAX_STEPS, "0 uses train.tokens"),
     Bound("train.tokens", 1000000, 0, 10**18, "0 uses train.steps"),
-    Bound("train.batch_size", 8, 1, 2**24, "every step lists all of its sequences"),
+    Bound("train.batch_size", 8, 1, 2**24, "every step enumerates all of its sequences"),
     Bound(
         "train.sequence_length",
         1024,
@@ -85,7 +85,9 @@ add_ranges(
         MAX_INT32,
         "the last token has no target, and positions are int32",
     ),
-    Bound("train.batch_ramp[].batch_size", 4, 1, 2**24, "every step lists all of its sequences"),
+    Bound(
+        "train.batch_ramp[].batch_size", 4, 1, 2**24, "every step enumerates all of its sequences"
+    ),
     Bound("train.batch_ramp[].steps", 10, 1, MAX_STEPS),
     Bound("train.batch_ramp[].tokens", 1000000, 1, 10**18),
 )
@@ -214,7 +216,7 @@ class BatchRamp(NamedTuple):
         return first + -(-(rows - front) // size)
 
     def sizes(self, start: int = 0) -> list[int]:
-        """Return the distinct batch sizes used from batch `start` on, in order."""
+        """Return the distinct batch sizes used from batch `start` onward, in order."""
         ends = [first for first, *_ in self.stage_starts()][1:]
         left = [s.batch_size for s, end in zip(self.stages, ends, strict=True) if end > start]
         return list(dict.fromkeys([*left, self.batch_size]))
@@ -233,7 +235,7 @@ class BatchRamp(NamedTuple):
     def metadata(self) -> dict[str, Any]:
         """Return the ramp as JSON values for the data fingerprint; inverse of `from_metadata`.
 
-        Without stages, the result has the format of earlier releases.
+        If there are no stages, the result has the format of earlier releases.
         """
         ramp = [list(stage) for stage in self.stages]
         return {"batch_size": self.batch_size} | ({"batch_ramp": ramp} if ramp else {})

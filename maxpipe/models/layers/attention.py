@@ -110,7 +110,7 @@ class Attention(Part):
     """Name of the per-layer value that stores the attention window in tokens, including the query
     token. A window of 0 means all tokens."""
     soft_cap: float = 0.0
-    """Soft cap of the scores, `cap * tanh(scores / cap)`. 0 disables the cap."""
+    """Soft cap on the scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     head_norm: RMSNorm | None = None
     """Norm applied to each query and key before RoPE."""
     joint_norm: bool = False
@@ -194,8 +194,8 @@ class Attention(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input, the output and the activation `context`. Memory traffic of queries and
-        keys is counted with the scores.
+        """Return the input, the output and the activation `context`. The memory traffic of queries
+        and keys is counted as part of the scores.
         """
         return Held(compute_dtype=((2.0, self._width), (2.0, self._query)))
 

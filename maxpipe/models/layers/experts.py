@@ -44,9 +44,9 @@ class Experts(Part):
     """Weighted sum of the outputs of each token's experts (arXiv:1701.06538, routed as in
     arXiv:2401.04088).
 
-    Without a capacity, `dispatch` selects whether to apply only each token's selected experts, or
-    all experts, with weight 0 for those that are not selected. With a capacity, each expert accepts
-    a limited number of tokens per sequence, and excess tokens are dropped.
+    If there is no capacity limit, `dispatch` selects whether to apply only each token's selected
+    experts, or all experts, with weight 0 for those that are not selected. With a capacity limit,
+    each expert accepts a limited number of tokens per sequence, and excess tokens are dropped.
     """
 
     d_model: int
@@ -63,10 +63,11 @@ class Experts(Part):
     z_loss_weight: float = 0.0
     """Coefficient of the router z-loss (arXiv:2202.08906)."""
     capacity: float = 0.0
-    """Expert capacity in tokens, as a multiple of an even share. 0 disables the limit."""
+    """Expert capacity: maximum number of tokens per expert, as a multiple of the average per
+    expert. 0 disables the limit."""
     send_capacity_factor: float = 0.0
     """All-to-all capacity: number of token-expert pairs that a device sends to each device of the
-    expert axis, as a multiple of an even share. 0 disables the limit."""
+    expert axis, as a multiple of the average per device. 0 disables the limit."""
     scores: Literal["softmax", "sigmoid"] = "softmax"
     """Activation of the router logits: `softmax` probabilities, or independent `sigmoid` scores
     (arXiv:2412.19437)."""
@@ -136,13 +137,14 @@ class Experts(Part):
             "load",
             "largest",
             "",
-            "Largest number of tokens that any expert received, relative to the mean of its layer.",
+            "Largest number of tokens that any expert received, relative to the mean in the same "
+            "layer.",
         ),
         "moe/load_min": Summary(
             "load",
             "smallest",
             "",
-            "Smallest number of tokens that any expert received, relative to the mean of its "
+            "Smallest number of tokens that any expert received, relative to the mean in the same "
             "layer. The ratio is 0 if an expert received no tokens.",
         ),
     }
@@ -323,8 +325,8 @@ class Experts(Part):
         return min(self.capacity * self.per_token, float(self.num_experts))
 
     def with_shards(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
-        """Return the expert sublayer on `shards` devices, each with `tokens` of
-        the `whole` tokens per sequence.
+        """Return the expert sublayer on `shards` devices that each hold `tokens` of the
+        `whole` tokens per sequence.
 
         `rows` is the number of sequences.
         """
@@ -342,9 +344,7 @@ class Experts(Part):
 
     @property
     def grouped(self) -> bool:
-        """Return whether tokens are sorted by expert and processed only by their selected
-        experts.
-        """
+        """Return True if tokens are sorted by expert and only selected experts process them."""
         if self.capacity:
             return False
         if self.dispatch == "auto":
@@ -364,19 +364,19 @@ class Experts(Part):
 
     @property
     def permutes_tokens(self) -> bool:
-        """Return whether tokens are permuted into expert order and back."""
+        """Return True if tokens are permuted into expert order and back."""
         return self.grouped or bool(self.capacity)
 
     @property
     def drops_tokens(self) -> bool:
-        """Return whether tokens can be dropped because of a capacity limit."""
+        """Return True if tokens can be dropped because of a capacity limit."""
         return bool(self.capacity or self.send_capacity_factor)
 
     def send_capacity(self, shards: int, rows: int, tokens: int, whole: int) -> int:
         """Return the maximum number of token-expert pairs that one device sends to each of the
         `shards` devices.
 
-        The device holds `tokens` of the `whole` tokens of each of `rows` sequences.
+        The device holds `tokens` of the `whole` tokens in each of the `rows` sequences.
         """
         choices, local_experts = rows * tokens * self.per_token, self.num_experts // shards
         most = rows * tokens * min(self.per_token, local_experts)

@@ -93,9 +93,7 @@ class GatedDelta(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the projections `qkvz` and `ba`, and the input of the output projection,
-        `read`.
-        """
+        """Return the projections `qkvz` and `ba`, and the output projection's input `read`."""
         return {
             "qkvz": self._qkvz,
             "ba": self._ba,
