@@ -39,8 +39,8 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """Entry of one checkpoint. `kept` is the reason to retain the checkpoint, or empty if no rule
-    matches.
+    """List entry for one checkpoint. `kept` is the reason to retain the checkpoint, or empty if no
+    rule matches.
     """
 
     step: int

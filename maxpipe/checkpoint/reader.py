@@ -63,7 +63,7 @@ _PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # bucket errors
 # Errors that orbax and tensorstore raise on unexpected files or content. A flipped bit in their
-# metadata can cause errors of many types. A save runs no user code that could raise them.
+# metadata can cause errors of many types. A save runs no user code that could raise such errors.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
@@ -92,8 +92,8 @@ def unwritable_error(
 def is_fault(error: BaseException) -> bool:
     """Return whether the storage may be the cause of an error.
 
-    JAX runtime errors are excluded, because the loss of one process makes the saves of all other
-    processes fail with them.
+    JAX runtime errors are excluded, because losing one process makes the saves of all other
+    processes fail with such errors.
     """
     return isinstance(error, _FAULTS) and not any(
         isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error)
@@ -273,7 +273,7 @@ class CheckpointReader:
                 _LOG.warning("%s: %s", folder / step / manifest.FILE, root_cause_text(error))
 
     def _skip(self, skipped: _Skipped) -> None:
-        """Log why a step is skipped, and quarantine it."""
+        """Log why a step is skipped, and quarantine its checkpoint."""
         folder, step, reason = skipped.folder, skipped.step, skipped.reason
         if self._primary:
             renamed = ""

@@ -214,7 +214,7 @@ class ControlChannel:
         """Wait until all processes have joined. If they cannot run together, return the failure.
 
         Args:
-            address: host and port at which the coordinator listens until all have joined.
+            address: host and port at which the coordinator listens until all processes have joined.
             facts: values, keyed by name, that must be equal in all processes.
             secret: function that returns the run's secret, or None if it is not available yet.
         """

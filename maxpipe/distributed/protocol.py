@@ -1,5 +1,4 @@
-"""Exchange authenticated messages between the coordinator and the other processes; accept
-connections.
+"""Exchange authenticated messages with the coordinator, and listen for connections from processes.
 
 Both ends have the run's secret, and each end proves this before it sends any other data:
 

@@ -50,8 +50,8 @@ _RULES = (
 exit code 71) count toward the restart limit. After a node failure, the remaining pods exit with 71
 long before Kubernetes reports the lost pod."""
 _TOTAL_RESTARTS_FACTOR = 10
-"""Multiplier for `launch.restarts`. A JobSet counts all restarts, and newer checkpoints do not
-reset the count."""
+"""Factor by which `launch.restarts` is multiplied. A JobSet counts all restarts, and newer
+checkpoints do not reset the count."""
 
 
 _SUBMIT_SCRIPT = """\

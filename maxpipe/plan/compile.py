@@ -201,7 +201,7 @@ class CompileReport:
 
 
 def build_steps(config: Config, present: Sequence[Any]) -> Steps:
-    """Build the steps of a config for these devices.
+    """Build a config's train and evaluation steps for these devices.
 
     Raises:
         ConfigError: the config does not match the devices.
@@ -294,7 +294,7 @@ def _save_error(save: Path) -> ConfigError:
 
 
 def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
-    """Return descriptions of the costs that a compiler without a GPU cannot determine."""
+    """Return descriptions of the costs that the compiler cannot determine without a GPU."""
     found = [
         "time: the compiler has no cycle estimates for GPUs",
         "kernels: without a GPU, XLA can neither autotune nor use Triton matmuls, so a run may use "

@@ -450,7 +450,7 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Return the fraction of the weights applied to each token that are trained."""
+        """Return the trained fraction of the weights that are applied to each token."""
         sizes = self.model.sizes
         computed = sizes.params.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
@@ -557,8 +557,8 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     if shared := model.hardware.shared_by:
         everyone = everyone.sum(axis=1) * sizes.mesh.num_devices / sizes.mesh.stages / shared
         total = np.maximum(total, everyone)
-    # A message overlaps with a full tick if ticks are mixed or forwarding is delayed. Otherwise, it
-    # overlaps with half a tick.
+    # A transfer has a full tick to overlap with if a tick can mix forward and backward work, or if
+    # forwarding is delayed by a tick. Otherwise, it has half a tick.
     return total, total if schedule.mixed or schedule.delayed else total / 2
 
 

@@ -130,7 +130,7 @@ def _on_host(sizes: Sizes) -> bool:
 
 
 def reference(sizes: Sizes) -> float:
-    """Return the size in bytes of the reference parameters of `grpo.kl_coef`."""
+    """Return the size in bytes of the reference parameters used with `grpo.kl_coef`."""
     config = sizes.config
     is_kept = config.train.objective == "grpo" and config.grpo.kl_coef > 0
     return _parameter_bytes(sizes, sizes.trained) if is_kept else 0.0

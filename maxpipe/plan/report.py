@@ -366,7 +366,7 @@ def format_calibration(found: Measurements, before: Hardware, after: Hardware) -
         "layer forward, other devices idle": found.forward_alone,
         "message to the next device": found.hop,
         "all-gather of layer weights": found.gather,
-        "gather or reduce-scatter of split tokens": found.tokens,
+        "gather or reduce-scatter of sharded tokens": found.tokens,
         "reduction of layer gradients": found.scatter,
         "expert all-to-all of a layer": found.exchange,
         "collective latency": found.latency,

@@ -1,9 +1,9 @@
 """Rerank the best layouts of a search by compilation or by measurement.
 
 Bayesian optimization chooses the next layout to measure. The log ratio of measured to predicted
-time is modeled as a sum of normally distributed errors. One error is shared by all layouts, one by
-all layouts with a given setting (`stage=2`, `remat=names`, microbatch size), and one is specific to
-each layout. The prior mean is the forecast.
+time is modeled as a sum of normally distributed errors. The sum has a term shared by all layouts, a
+term for each setting (`stage=2`, `remat=names`, microbatch size), and a term for each individual
+layout. The prior mean is the forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 

@@ -53,8 +53,8 @@ REMATS = ("none", "names", "full", "chunk")
 MAX_EXHAUSTIVE = 20_000
 """Maximum number of layouts to evaluate exhaustively, which takes about a minute."""
 SAMPLES_PER_MESH, HALVING = 12, 4
-"""Initial number of samples per mesh, and the halving factor. In each round, the number of meshes
-is divided and the number of samples multiplied by this factor."""
+"""Initial number of samples per mesh, and the halving factor. Each round divides the number of
+meshes, and multiplies the number of samples, by this factor."""
 TIE = 0.005
 """Relative difference below which two predicted step times count as equal."""
 NUM_RESULTS = 10

@@ -169,7 +169,7 @@ class ParameterCounts:
 
     @cached_property
     def transposed_elements(self) -> int:
-        """Return the number of a stage's parameters that are gathered along a dimension other than
+        """Return the number of parameters in a stage that are gathered along a dimension other than
         the first.
         """
         return sum(
@@ -486,7 +486,7 @@ class Sizes:
 
     config: Config
     platform: str = ""
-    """JAX platform of the devices; empty if no size depends on the platform."""
+    """JAX platform of the devices; empty if no array size depends on the platform."""
 
     def on_platform(self, platform: str) -> Sizes:
         """Return the sizes for a platform and its attention backend."""

@@ -314,7 +314,7 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
     kind = present[0].device_kind
     hardware = hardware_of_device(kind)
     if hardware is None:
-        rule = "must have a file in configs/hardware with its peak FLOP/s, memory and links."
+        rule = "must have a file in configs/hardware with its peak FLOP/s, memory and link speeds."
         raise ConfigError.one("command line", kind, rule, "Name a device type with --topology.")
     dims = _cube(count or len(present), max(1, hardware.torus_dims))
     return Topology(hardware, dims, option="--devices" if count else CPU_DEVICES)

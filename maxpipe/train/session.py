@@ -222,7 +222,7 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(loaded: LoadedConfig) -> Iterator[Session]:
-    """Join the processes of the run, and yield the session of this process.
+    """Join the processes of the run, and yield this process's session.
 
     Raises:
         ConfigError: the config does not match the machine.

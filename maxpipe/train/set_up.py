@@ -98,7 +98,7 @@ def set_up(session: Session) -> Run:
         teacher.compile(train_steps, console.stage)
         evaluator.compile(steps)
     if not config.runtime.compiled_step:
-        for program in train_steps.values():  # compilation may have changed the free memory
+        for program in train_steps.values():  # compilation may have changed how much memory is free
             check_program(config, program, lambda _: None)
     session.events.write(
         "start",
