@@ -201,7 +201,7 @@ class RunLock:
         return not self.lost_reason
 
     def check(self) -> None:
-        """Check that this run still has its folder and lock, before it writes.
+        """Check that this run still has its folder and lock; to be called before every write.
 
         Raises:
             StorageError: the lock was lost.

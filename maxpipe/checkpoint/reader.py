@@ -197,7 +197,7 @@ class CheckpointReader:
             f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
             f"  {reasons}.\n"
             "  The usual cause is a failure of the storage or of this machine, so no checkpoint "
-            "was changed. Check both of these, then run "
+            "was changed. Check both, then run "
             f"`maxpipe checkpoints verify {self._run_dir}` and start again. To continue without "
             f"them, move {' and '.join(str(one.folder / one.step) for one in skipped)} to another "
             "path" + (f": the run then resumes from step {older[-1]}." if older else ".")
@@ -211,8 +211,8 @@ class CheckpointReader:
     ) -> RestoredCheckpoint:
         """Restore one checkpoint of the durable folder with the shardings of `abstract`.
 
-        Without `abstract`, the arrays are numpy arrays. Arrays that are missing from `abstract` are
-        not read. `accept` is called before the arrays are read, and may raise an error.
+        If `abstract` is None, the arrays are numpy arrays. Arrays that are missing from `abstract`
+        are not read. `accept` is called before the arrays are read, and may raise an error.
 
         Raises:
             StorageError: the checkpoint is damaged.

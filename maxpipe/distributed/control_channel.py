@@ -7,7 +7,7 @@ coordinator. The coordinator ends the run if a process reports a failure, discon
 respond, or if no process makes progress. The conditions are checked in this order.
 
 jax has a similar service, which aborts processes with SIGABRT and does not report the cause. The
-control channel has shorter time limits, so that it reports the cause first.
+control channel has shorter time limits, so that it can report the cause first.
 """
 
 from __future__ import annotations

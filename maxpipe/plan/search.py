@@ -537,8 +537,8 @@ def _pipeline_options(
                 if gather != "window" and group_factor > 1:
                     continue
                 for remat in REMATS:
-                    # A split backward pass recomputes in both I and W slots, so full remat is too
-                    # expensive.
+                    # A split backward pass recomputes in both I and W slots, which makes full remat
+                    # too expensive.
                     if spec.split and remat in ("full", "chunk"):
                         continue
                     options.append(

@@ -53,7 +53,7 @@ class PostTraining:
     """
 
     teacher_source: TeacherSource
-    """Source of teacher logits; empty without a teacher."""
+    """Source of teacher logits; empty if there is no teacher."""
     rollouts: Rollouts | None
     """Rollouts to train on, if the dataset contains prompts instead of documents, else None."""
     reference: ReferenceParams | None
