@@ -10,12 +10,12 @@ import sys
 from types import FrameType
 
 _SUPPRESSED_CALLBACKS = {"_xla_gc_callback", "__del__"}
-"""Functions that Python may call between any two lines. Python discards their exceptions."""
+"""Functions that Python may call at any point in the code. Python discards their exceptions."""
 _UNSAFE_CODE = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
-"""Code in which an exception crashes Python: imports of native modules, and jax's compiler, whose
-partially compiled programs crash when the traceback is released."""
+"""Code where an exception would crash Python: imports of native modules, and jax's compiler,
+because partially compiled programs crash when the traceback is released."""
 _RESUMABLE = (["train"], ["data", "prepare"])
-"""Commands that resume when they are run again after a stop."""
+"""Commands that resume if they are run again after a stop."""
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, handle_interrupt)
     if any(sys.argv[1 : 1 + len(words)] == words for words in _RESUMABLE):
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # else the signal is ignored
+            if signal.getsignal(number) == signal.SIG_DFL:  # otherwise, the signal is ignored
                 signal.signal(number, handle_stop)
     try:
         from maxpipe import cli
@@ -43,16 +43,18 @@ def main() -> int:
 
 
 def _end_now(codes: list[int]) -> None:
-    """Exit immediately with the first exit code in `codes`, unless the list is empty.
+    """Exit immediately with the first exit code in `codes`; do nothing if the list is empty.
 
-    After an interrupt, jax leaves objects that crash Python when modules are unloaded at exit.
+    After an interrupt, some jax objects remain and would crash Python when modules are unloaded at
+    exit.
     """
     if codes:
         os._exit(codes[0])
 
 
 def handle_stop(number: int, frame: FrameType | None) -> None:
-    """Exit with code 75 if a signal arrives before the command starts its work or after it ends.
+    """Exit with code 75 if a signal arrives before the command starts its work or after it
+    finishes.
 
     While the command works, its own signal handlers are active.
     """

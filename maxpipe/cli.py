@@ -56,7 +56,7 @@ def _run_and_report(argv: list[str]) -> int:
     except KeyboardInterrupt:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
-        return int(ExitCode.DONE)  # the reader, such as `head`, has closed the pipe
+        return int(ExitCode.DONE)  # the reader, e.g. `head`, has closed the pipe
     except SystemExit:
         raise
     except MemoryError as error:
@@ -74,7 +74,9 @@ def _run_and_report(argv: list[str]) -> int:
 
 
 def _open_streams() -> None:
-    """Reopen closed standard streams on /dev/null, so that no other file uses their descriptors."""
+    """Reopen closed standard streams on /dev/null, so that other files cannot reuse their
+    descriptors.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDWR)
@@ -108,9 +110,8 @@ def _report_write_error(trouble: Exception) -> int:
 
 
 def _flush_output(code: object) -> Any:
-    """Flush stdout and stderr, and return the exit code.
-
-    Otherwise, Python would report a failed flush a second time at exit.
+    """Flush stdout and stderr, and return the exit code. Python would otherwise report a failed
+    flush again at exit.
     """
     for stream in (sys.stdout, sys.stderr):
         if trouble := _flush_error(stream):
@@ -139,8 +140,8 @@ def _run(argv: list[str]) -> int:
         options, rest = parser.parse_known_args(options.parser.join_option_values(argv))
         options.parser.reject_unknown([each for each in rest if each.startswith("-")])
     if hasattr(options, "inputs"):
-        # argparse ends a list of positional arguments at the first option, so later arguments are
-        # appended here. `load` separates files from overrides.
+        # argparse ends a list of positional arguments at the first option, so arguments after an
+        # option are appended here. `load` separates files from overrides.
         options.inputs += rest
     elif rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")

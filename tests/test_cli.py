@@ -204,7 +204,7 @@ def test_version(capsys: Capture):
         ("train", "are required"),
         ("train TINY", "one of the two keys must set the run length"),
         ("train TINY train.steps=x", "must be an integer"),
-        ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Add --stages"),
+        ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Set --stages"),
     ],
 )
 def test_a_mistake_is_explained_in_four_parts(args: str, message: str, capsys: Capture):

@@ -1,4 +1,4 @@
-"""Run and checkpoint addresses, as given to commands and in config keys.
+"""Parse run and checkpoint addresses, as used in commands and config keys.
 
     RUN          the name of a run in `run.dir`, the path of its folder, or gs://BUCKET/PATH/NAME
     RUN@STEP     one checkpoint of a run; STEP is a step number, `newest` or `best`
@@ -40,7 +40,8 @@ class Address:
     run_dir: str
     step: Step = None
     parent: str = ""
-    """Parent of the checkpoint folder if `given` is that folder or a checkpoint in it, else ""."""
+    """Parent of the checkpoint folder if `given` is that folder or a checkpoint inside it, else
+    ""."""
     where: str = ""
     """Config key whose value is the address; empty for a command-line argument."""
     average: bool = False
@@ -79,7 +80,7 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
     """Parse the address of a run or checkpoint.
 
     `where` is the config key whose value is `text`. `runs` is the parent folder of all runs
-    (default: the default of `run.dir`). Relative paths are resolved against `begin`.
+    (default: the default value of `run.dir`). Relative paths are resolved against `begin`.
 
     Raises:
         ConfigError: the run does not exist, or the checkpoint address is ambiguous.
@@ -96,7 +97,8 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
     run = finder.find(before)
     if found and run and _step(step) is not None:
         finder.refuse(
-            f"is ambiguous: the folder {found.run_dir} and step {step} of {run.run_dir} exist.",
+            f"is ambiguous: both the folder {found.run_dir} and step {step} of {run.run_dir} "
+            "exist.",
             f"Write {text}@newest to select the folder, or {before}/{CHECKPOINTS_FOLDER}/{step} "
             "to select the step.",
         )
@@ -108,7 +110,7 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
 
 
 def parse_run_address(text: str) -> Address:
-    """Parse the argument of a command that accepts a run but not a step.
+    """Parse the argument of a command that accepts a run but no step.
 
     Raises:
         ConfigError: `text` is not a valid address, or includes a step.
@@ -128,8 +130,8 @@ def is_run(path: Path) -> bool:
 def check_outside_checkpoints(path: str | Path, option: str) -> None:
     """Check that an output path is outside the checkpoint folder of every run.
 
-    `maxpipe checkpoints verify` could report such a file as damage, and deleting a checkpoint could
-    delete the file.
+    A file there could be reported as damage by `maxpipe checkpoints verify`, or be deleted together
+    with a checkpoint.
 
     Raises:
         ConfigError: the path is inside a checkpoint folder.
@@ -175,7 +177,7 @@ def run_names(folder: str | Path) -> list[str]:
 
 
 def _has_begun(path: Path) -> bool:
-    """Return whether a run folder contains more files than a failed start creates."""
+    """Return whether a run folder contains more files than a failed start would create."""
     checkpoints = path / CHECKPOINTS_FOLDER
     if any(os.path.exists(path / name) for name in (CONFIG_FILE, METRICS_FILE)):
         return True
@@ -196,7 +198,7 @@ def _wrong(given: str, where: str, rule: str, action: str) -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class _Finder:
-    """Finds the folder that an address names, and reports invalid addresses."""
+    """Finds the folder named by an address, and reports invalid addresses."""
 
     given: str
     where: str
@@ -206,12 +208,11 @@ class _Finder:
     def refuse(self, rule: str, action: str) -> NoReturn:
         raise _wrong(self.given, self.where, rule, action)
 
-    # These methods use os.path because pathlib raises an error for names that are too long.
+    # These methods use os.path, because pathlib raises an error if a name is too long.
 
     def find(self, text: str) -> Address | None:
-        """Return the address of the run or checkpoint that `text` names, or None without a match.
-
-        The step of a checkpoint need not exist.
+        """Return the address of the run or checkpoint that `text` names, or None if there is no
+        match. A checkpoint's step need not exist.
         """
         folders = [path for path in self._candidates(text) if os.path.isdir(path)]
         runs = [path for path in folders if is_run(path)]
@@ -245,7 +246,7 @@ class _Finder:
         return Address(self.given, str(path), where=self.where)
 
     def with_step(self, run: Address, step: str, before: str) -> Address:
-        """Return the run's address with the step that follows the `@`."""
+        """Return the run's address, with the step given after `@`."""
         if run.step is not None:
             self.refuse("names a step twice.", f"Give {before}.")
         number = _step(step)
@@ -260,7 +261,7 @@ class _Finder:
         """Raise the error for a name that matches no run."""
         path, *below = self._candidates(text)
         if os.path.isfile(path) and is_run(path.parent):
-            self.refuse("is a file, but a run is a folder.", f"Give {path.parent}.")
+            self.refuse("is a file, but a run must be a folder.", f"Give {path.parent}.")
         folder = below[0].parent if below else path.parent
         names = [name for name in run_names(folder) if _has_begun(Path(folder, name))]
         rule = f"is not a run: there is no folder {path}"
@@ -283,14 +284,16 @@ def _is_in_checkpoints(path: Path) -> bool:
 
 
 def _above(path: Path, count: int) -> Path:
-    """Return the path `count` levels up, as a relative path if `path` has enough components."""
+    """Return the ancestor of `path` that is `count` levels up, as a relative path if `path` has
+    enough components.
+    """
     return (
         path.parents[count - 1] if len(path.parts) > count else path.absolute().parents[count - 1]
     )
 
 
 def _in_bucket(text: str, where: str) -> Address:
-    """Return the address of a run in a bucket, where `@STEP` always names a step."""
+    """Return the address of a run in a bucket, where `@STEP` always denotes a step."""
     plain, step = text.rstrip("/"), None
     if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
         plain, step = suffix["run"].rstrip("/"), found

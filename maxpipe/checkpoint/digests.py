@@ -1,20 +1,20 @@
-"""Sharding-independent array digests, and the orbax item that stores them.
+"""Compute sharding-independent array digests, and store them as an orbax item.
 
 The digest of an array is a sum over all elements, modulo 2**64. Every element contributes its bits
 as an unsigned integer, multiplied by one key per dimension. The key depends on the element's index
-in that dimension. All keys are odd, so a change of one element always changes the digest. Other
-changes, such as swapped rows or blocks, remain undetected with probability about 2**-60, at worst
-2**-32 (two flipped signs). The digests of disjoint shards add up to the digest of the full array.
-The digest does not protect against forgery. Computing it with numpy is two to three times faster
-than SHA-256 and releases the GIL.
+in that dimension. All keys are odd, so a change to one element always changes the digest. Other
+changes, such as swapped rows or blocks, go undetected with a probability of about 2**-60, or at
+worst 2**-32 (two flipped signs). The digests of disjoint shards add up to the digest of the full
+array. The digest does not protect against tampering. Computing it with numpy is two to three times
+faster than SHA-256 and releases the GIL.
 
 During a save, the shards of every process are copied to host memory while training waits. The
 digests are computed from these copies in the background, while orbax writes the copies to disk.
-The digests detect any change between memory and disk without a second copy. Every process writes
-the digests of its shards to `digests/<process>.json`. orbax commits a step after all processes have
-written their digests.
+The digests thus detect any change between memory and disk without a second copy. Every process
+writes the digests of its shards to `digests/<process>.json`. orbax commits a step after all
+processes have written their digests.
 
-The module also computes digests, sizes and differences of pytrees whose leaves have dotted names.
+This module also computes digests, sizes and differences of pytrees whose leaves have dotted names.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 Tree = Any
 HostCopies = dict[str, list[tuple[np.ndarray, tuple[int, ...]]]]
-"""The shards of this process, keyed by array name, each with the index of its first element."""
+"""Shards of this process, keyed by array name, each with the index of its first element."""
 
 DIGEST_ITEM = "digests"
 _VERSION = 1
@@ -53,7 +53,7 @@ _BLOCK = 1 << 18
 """Number of elements per block. Larger blocks do not fit in the CPU cache. With smaller blocks,
 threads wait for the GIL more often."""
 _SHORT = 64
-"""Rows with fewer elements than this are merged, to limit the number of numpy calls."""
+"""Rows with fewer elements are merged, to limit the number of numpy calls."""
 # All exponent bits of NaN and infinity are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
@@ -71,7 +71,7 @@ class ArrayEntry(TypedDict):
 
 
 class PartEntry(ArrayEntry):
-    """JSON entry of a shard, including its counts of all elements and of non-finite elements."""
+    """JSON entry of a shard, including its number of elements and of non-finite elements."""
 
     elements: int
     non_finite: int
@@ -79,7 +79,7 @@ class PartEntry(ArrayEntry):
 
 @dataclasses.dataclass(slots=True)
 class ArrayDigest:
-    """The running digest of one array over the shards added so far."""
+    """Running digest of one array, over the shards added so far."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -96,7 +96,7 @@ class ArrayDigest:
         self.value = (self.value + _sum(*_words(part, first))) % _MODULO
 
     def merge(self, other: ArrayDigest) -> None:
-        """Add the shards of another digest of the same array."""
+        """Add the shards covered by another digest of the same array."""
         assert (self.dtype, self.shape) == (other.dtype, other.shape)
         self.value = (self.value + other.value) % _MODULO
         self.elements += other.elements
@@ -156,7 +156,7 @@ def digest_array(array: np.ndarray) -> ArrayDigest:
 def diff_digests(
     expected: Mapping[str, ArrayDigest], actual: Mapping[str, ArrayDigest]
 ) -> list[str]:
-    """Return one line for every array that changed, is missing or was added, sorted by name."""
+    """Return one line for every array that was changed, removed or added, sorted by name."""
     lines = []
     for name in sorted(expected.keys() | actual.keys()):
         if name not in actual:
@@ -188,7 +188,7 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
     """Merge the digests of several processes.
 
     Raises:
-        ValueError: processes recorded different dtypes or shapes of an array, or the shards do not
+        ValueError: processes recorded different dtypes or shapes for an array, or the shards do not
             cover the array.
     """
     total: dict[str, ArrayDigest] = {}
@@ -196,7 +196,7 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
         for name, digest in part.items():
             merged = total.setdefault(name, ArrayDigest(digest.dtype, digest.shape))
             if (merged.dtype, merged.shape) != (digest.dtype, digest.shape):
-                raise ValueError(f"processes recorded different dtypes or shapes of {name}")
+                raise ValueError(f"processes recorded different dtypes or shapes for {name}")
             merged.merge(digest)
     for name, one in total.items():
         if not one.is_complete:
@@ -208,8 +208,8 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
 def _words(part: np.ndarray, start: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
     """Return the elements as unsigned integers of at most 32 bits, and their start index.
 
-    Larger elements are split along an additional last dimension, because two flipped signs would
-    not be detected in 64-bit integers.
+    Larger elements are split along an additional last dimension, because two flipped signs would go
+    undetected in 64-bit integers.
     """
     part = np.ascontiguousarray(part).reshape(part.shape)
     size = part.dtype.itemsize
@@ -224,7 +224,7 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
         return 0
     shape = words.shape
     # `row` contains the product of the keys of each element in the trailing dimensions. As many
-    # dimensions count as trailing as fit together in one block.
+    # dimensions are treated as trailing as fit in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -279,7 +279,7 @@ def _axis_keys(axis: int, begin: int, end: int) -> np.ndarray:
 
 
 def leaves_by_name(tree: Tree) -> dict[str, Any]:
-    """Return a dict from dotted names to leaves, sorted by name."""
+    """Return a dict of leaves, keyed and sorted by dotted name."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in leaves]
     return dict(sorted(zip(names, (leaf for _, leaf in leaves), strict=True)))
@@ -317,7 +317,7 @@ def num_bytes(tree: Tree) -> int:
 
 
 def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
-    """Return one line for every leaf that is missing from one tree or whose shapes differ."""
+    """Return one line for every leaf that is missing from one tree or has different shapes."""
     before, now = leaves_by_name(saved), leaves_by_name(wanted)
     lines = []
     for name in sorted(before.keys() | now.keys()):
@@ -333,7 +333,7 @@ def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
 
 
 def diff_trees(first: Tree, second: Tree) -> list[str]:
-    """Return one line for every leaf that is not bitwise equal in both trees."""
+    """Return one line for every leaf that is not bitwise identical in both trees."""
     lines = []
     left, right = dict(iter_named_arrays(first)), dict(iter_named_arrays(second))
     for name in sorted(left.keys() | right.keys()):
@@ -373,8 +373,8 @@ class _DigestFile(TypedDict):
 def distribute_replicas(state: Tree) -> Iterator[Tree]:
     """Yield the state with each replicated array sharded over the devices that hold its replicas.
 
-    Every device then copies only one shard of such an array to the host. orbax would select the
-    same shards, so it makes no further copies. The shards' device memory is released on exit.
+    Every device then copies only one shard of such an array to the host. orbax selects the same
+    shards, so it makes no further copies. The shards' device memory is released on exit.
     """
     parts = jax.tree.map(_divide, state)
     try:
@@ -397,7 +397,7 @@ def _divide(leaf: Any) -> Any:
     dim = next((dim for dim, size in enumerate(local) if size % replicas == 0), None)
     if replicas == 1 or dim is None or not leaf.size:
         return leaf
-    # In pinned host memory, orbax shards only these replicated arrays.
+    # orbax shards replicated arrays in pinned host memory only if they meet these conditions.
     is_divisible = leaf.ndim >= 2 and math.prod(local) % 1024 == 0 and local[-1] % 128 == 0
     if sharding.memory_kind == "pinned_host" and not is_divisible:
         return leaf
@@ -412,7 +412,7 @@ def copy_to_host(state: Tree) -> HostCopies:
     """Copy this process's device shards to the host. Replicated shards are copied only once.
 
     jax caches the copies, so a save of the same arrays does not copy them again. Every process has
-    complete numpy arrays, so only process 0 includes them.
+    complete copies of numpy arrays, so only process 0 includes them.
     """
     shards = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
@@ -444,12 +444,14 @@ def digest_host_copies(state: Tree, copies: HostCopies) -> dict[str, ArrayDigest
 
 
 def await_digests(state: Tree, copied: Future[HostCopies | None]) -> dict[str, ArrayDigest] | None:
-    """Wait for the host copies and return their digests, or None if the save failed earlier."""
+    """Wait for the host copies, and return their digests; return None if the save failed
+    earlier.
+    """
     copies = copied.result()
     if copies is None:
         return None
     digests = digest_host_copies(state, copies)
-    copies.clear()  # orbax may keep a reference to this save until the next save
+    copies.clear()  # orbax may keep a reference to this save until the next one
     return digests
 
 
@@ -473,7 +475,7 @@ class DigestHandler(ocp.AsyncCheckpointHandler):
         return [future.CommitFutureAwaitingContractedSignals(writing, name=DIGEST_ITEM)]
 
     def save(self, directory: epath.Path, args: DigestSaveArgs) -> None:
-        raise NotImplementedError("host copies exist only during an asynchronous save")
+        raise NotImplementedError("host copies are used only by asynchronous saves")
 
     def restore(self, directory: epath.Path, args: Any = None) -> None:
         raise NotImplementedError("use `read_digest_item` to read digests")
@@ -482,7 +484,7 @@ class DigestHandler(ocp.AsyncCheckpointHandler):
 @ocp.args.register_with_handler(DigestHandler, for_save=True, for_restore=True)
 @dataclasses.dataclass
 class DigestSaveArgs(ocp.args.CheckpointArgs):
-    """Save arguments. `sums` waits for the digests, and returns None if the save has failed."""
+    """Save arguments. `sums` waits for the digests and returns None if the save failed."""
 
     step: int
     facts: Mapping[str, Any]
@@ -509,7 +511,7 @@ async def _write_item(directory: epath.Path, args: DigestSaveArgs) -> None:
 class RecordedDigests:
     """Digests of the in-memory arrays and of the metadata, recorded during a save.
 
-    `metadata_digest` is empty for checkpoints of older releases.
+    `metadata_digest` is empty in checkpoints from older releases.
     """
 
     arrays: dict[str, ArrayDigest]

@@ -51,8 +51,8 @@ Tree = Any
 FORMAT = 3
 """Checkpoint format version of this release.
 
-Format 1 has no manifest, save time or metrics. Format 2 has no array digests. This release can read
-formats 1 and 2.
+Format 1 has no manifest, save time or metrics. Format 2 has no array digests. This release can also
+read formats 1 and 2.
 """
 
 _UNFINISHED = re.compile(r".*\.orbax-checkpoint-tmp.*|[0-9]+\.deleting")
@@ -129,7 +129,7 @@ class CheckpointFolder:
         return [entry.name for entry in entries(self.path) if ".corrupt" in entry.name]
 
     def describe_incomplete(self) -> list[str]:
-        """Return one warning for every entry that is named like a checkpoint but is incomplete."""
+        """Return one warning for every entry that has a checkpoint's name but is incomplete."""
         return [
             f"{entry}: is ignored because it is not a complete checkpoint"
             for entry in entries(self.path)
@@ -137,7 +137,7 @@ class CheckpointFolder:
         ]
 
     def unfinished(self) -> list[str]:
-        """Return the names of the remains of unfinished saves and deletions.
+        """Return the names of entries left over from unfinished saves and deletions.
 
         In a bucket, they include incomplete step folders, because buckets have no atomic rename.
         """
@@ -149,7 +149,9 @@ class CheckpointFolder:
         ]
 
     def delete_unfinished(self) -> list[str]:
-        """Delete unfinished entries and return their names."""
+        """Delete the entries left over from unfinished saves and deletions, and return their
+        names.
+        """
         names = self.unfinished()
         for name in names:
             _delete(self.path / name)
@@ -162,7 +164,7 @@ class CheckpointFolder:
     def read_metadata(self, step: int) -> CheckpointMetadata:
         """Read the metadata of a checkpoint: config, data position, time and metrics.
 
-        The config of an earlier release is converted to the keys and values of this release.
+        A config from an earlier release is converted to the keys and values of this release.
 
         Raises:
             DamagedError: the metadata cannot be read, or belongs to a different step.
@@ -230,7 +232,7 @@ class CheckpointFolder:
         def read_arrays() -> Tree:
             check_regular_files(self / step / STATE_ITEM)
             target = abstract
-            if target is None:  # allocate first: an array with a damaged shape may not fit
+            if target is None:  # allocate memory first: an array with a damaged shape may not fit
                 target = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), saved)
             restore_args = ocp.checkpoint_utils.construct_restore_args(target)
             args = ocp.args.PyTreeRestore(target, restore_args, partial_restore=True)
@@ -239,7 +241,9 @@ class CheckpointFolder:
         return call_detecting_damage(read_arrays)
 
     def quarantine(self, step: int, why: str = "corrupt") -> str:
-        """Rename a step's folder so that it is no longer a checkpoint, and return the new name."""
+        """Rename a step's folder so that it no longer counts as a checkpoint, and return the new
+        name.
+        """
         name, number = f"{step}.{why}", 1
         while exists(self.path / name):
             number += 1
@@ -250,7 +254,7 @@ class CheckpointFolder:
     def remove(self, step: int) -> None:
         """Delete a checkpoint. An interrupted deletion leaves no folder that looks complete."""
         path = self / step
-        if in_bucket(path):  # a rename would copy all objects, so delete them one by one
+        if in_bucket(path):  # a rename would copy all objects, so delete them individually
             (path / manifest.FILE).unlink(missing_ok=True)
             (path / _COMMITTED).unlink(missing_ok=True)
         else:

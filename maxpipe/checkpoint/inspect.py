@@ -1,7 +1,6 @@
-"""List, describe, verify, compare, prune and delete the checkpoints of a run.
+"""List, describe, verify, compare, prune and delete a run's checkpoints.
 
-Only `prune_checkpoints` and `delete_checkpoint` change files. None of the functions requires an
-accelerator.
+Only `prune_checkpoints` and `delete_checkpoint` change files. No function requires an accelerator.
 """
 
 from __future__ import annotations
@@ -40,7 +39,9 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """Entry of one checkpoint. `kept` is the reason to retain it; empty if no rule matches."""
+    """List entry for one checkpoint. `kept` is the reason to retain the checkpoint, or empty if no
+    rule matches.
+    """
 
     step: int
     saved: str
@@ -63,7 +64,7 @@ class CheckpointList(TypedDict):
 
 
 def list_checkpoints(address: Address, rules: RetentionRules | None) -> CheckpointList:
-    """Return the checkpoints of a run as JSON-compatible values."""
+    """Return the checkpoints of a run as JSON-compatible data."""
     folder = open_address(address).durable
     return {
         "folder": str(folder.path),
@@ -113,7 +114,7 @@ def _saved(
     saved = [info for step in folder.steps() if (info := folder.read_info(step))]
     reasons = select_retained(saved, rules) if rules else {}
     for info in saved:
-        # The size is None if the run is deleting the checkpoint.
+        # The size is None if the run is currently deleting the checkpoint.
         if (size := _num_bytes(folder / info.step)) is not None:
             yield info, size, reasons.get(info.step, "")
 
@@ -152,10 +153,10 @@ def describe_checkpoint(address: Address) -> Iterator[str]:
 
 
 def verify_checkpoints(address: Address) -> Iterator[str]:
-    """Verify every file of all checkpoints, or of the addressed step; yield a result per step.
+    """Verify every file of all checkpoints or of the addressed step, and yield one result per step.
 
     Raises:
-        StorageError: a checkpoint is damaged; raised after all steps were checked.
+        StorageError: a checkpoint is damaged; raised after all steps have been checked.
     """
     checkpoints, damaged = open_address(address), []
     folder = checkpoints.durable
@@ -205,9 +206,8 @@ def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
 def prune_checkpoints(
     run_dir: str, rules: RetentionRules, *, dry_run: bool, elsewhere: bool = False
 ) -> Iterator[str]:
-    """Delete the checkpoints that no rule retains, and yield one line per checkpoint.
-
-    The newest intact checkpoint is always retained.
+    """Delete the checkpoints that no retention rule keeps, and yield one line per checkpoint. The
+    newest intact checkpoint is always kept.
 
     Raises:
         ConfigError: the checkpoints are outside the run folder and `elsewhere` is not set.
@@ -226,7 +226,7 @@ def prune_checkpoints(
 def check_own(run_dir: str, folder: CheckpointFolder) -> None:
     """Check that the checkpoints to delete are inside the run folder.
 
-    A run folder's config.yml, or a link in the folder, may refer to the checkpoints of another run.
+    A run folder's config.yml, or a link inside the folder, may refer to another run's checkpoints.
 
     Raises:
         ConfigError: the checkpoints are outside the run folder.
@@ -267,8 +267,9 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
     """Delete one checkpoint; the newest intact checkpoint requires `force`.
 
     Raises:
-        ConfigError: the address has no step, the step is the newest intact checkpoint and `force`
-            is not set, or the checkpoint is outside the run folder and `elsewhere` is not set.
+        ConfigError: the address has no step; or the step is the newest intact checkpoint and
+            `force` is not set; or the checkpoint is outside the run folder and `elsewhere` is not
+            set.
         StorageError: a run is using the folder.
     """
     if address.step is None:
@@ -296,7 +297,7 @@ def delete_checkpoint(address: Address, *, force: bool, elsewhere: bool = False)
 def find_best_checkpoint(
     address: Address, better: BestMetric | None
 ) -> tuple[str, int, str, float]:
-    """Return address, step, metric and value of the best checkpoint.
+    """Return the address, step, metric name and metric value of the best checkpoint.
 
     The default metric is the run's `checkpoint.best_metric`.
 
@@ -338,7 +339,7 @@ def diff_checkpoints(first: Address, second: Address) -> list[str]:
 
 
 def _is_right(folder: CheckpointFolder, step: int) -> bool:
-    """Return whether a checkpoint has a manifest that matches all its files and arrays."""
+    """Return whether a checkpoint has a manifest that matches all of its files and arrays."""
     wrong, has_manifest = _faults(folder, step)
     return has_manifest and not wrong
 

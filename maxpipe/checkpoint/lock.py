@@ -1,26 +1,26 @@
-"""A lock that allows one run per folder and expires when its process dies.
+"""Lock a run folder against other runs. The lock expires when its process dies.
 
 `lock.json` names the run, host and process. A heartbeat thread updates the file's modification
 time, or its size if the file system does not allow setting times. A new process may replace the
 lock if the holder was a process on the same host and is dead, or if a holder on another host has
 sent no heartbeat for `STALE_SECONDS`. A starting run waits until the holder sends a heartbeat or
-the lock expires, so the command of a run whose host was lost can be repeated at once.
+the lock expires, so after a host failure the same command can be started again at once.
 
-The initial age of a lock is measured with the clock of the file system, because the clocks of hosts
-may differ. From then on, the waiting process uses its monotonic clock, so a lock file with a
-modification time in the future does not prolong the wait.
+The initial age of a lock is measured with the file system's clock, because host clocks may differ.
+From then on, the waiting process uses its own monotonic clock, so a lock file with a modification
+time in the future does not prolong the wait.
 
 If a run's folder or lock file is moved, deleted or replaced, the run has lost the lock and stops
 writing. The folder is identified by device and inode, and the inode is not reused while the folder
 is open. The lock is identified by its token.
 
-A process replaces or releases a lock only while it holds a claim. A claim is a file that is named
-after the lock's token and that only one process can create. If two processes try to replace the
-same expired lock, exactly one process succeeds. `maxpipe.io.files.lock` is not used here, because
+A process replaces or releases a lock only while it holds a claim. A claim is a file named after the
+lock's token, which only one process can create. If two processes try to replace the same expired
+lock, exactly one of them succeeds. `maxpipe.io.files.lock` is not used here, because
 operating-system locks do not exist in buckets and may not be visible to other hosts.
 
-Locks in a bucket work the same way, with two differences: a heartbeat rewrites the object, and
-the folder has no inode to compare.
+Locks in a bucket work in the same way, except that heartbeats rewrite the object and folders have
+no inode to compare.
 """
 
 from __future__ import annotations
@@ -81,20 +81,20 @@ class LockContent(TypedDict):
 
 
 _UNREADABLE: LockContent = {"token": ""}
-"""Placeholder content of a lock file that is not a valid lock."""
+"""Placeholder returned as the content of a lock file that is not a valid lock."""
 
 
 class _NotALockError(OSError):
-    """Raised if the lock file is a pipe, a folder or too large, so it cannot be a lock."""
+    """Raised if the lock file cannot be a lock, because it is a pipe, a folder or too large."""
 
 
 class RunLock:
     """Context manager that holds the lock of a run folder.
 
-    `key` is the config key that sets the folder. Commands that delete files set `to_free`: if the
-    disk is full and no live process holds the lock, they continue without a lock. `note` is a
-    message about the previous holder. `lost_reason` is an error message once a check has found that
-    the lock was lost, and empty before.
+    `key` is the config key that sets the folder. Commands that delete files set `to_free`, so that
+    they continue without a lock if the disk is full and no live process holds the lock. `note` is a
+    message about the previous holder. `lost_reason` is empty until a check finds that the lock was
+    lost; it is then the error message.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class RunLock:
         stale_seconds: float = STALE_SECONDS,
     ):
         folder = to_epath(run_dir)
-        # A bucket path has all methods of `Path` that this class calls.
+        # A bucket path has all `Path` methods that this class calls.
         self.path = cast(Path, folder) / FILE if in_bucket(folder) else Path(folder) / FILE
         self._key, self._to_free = key, to_free
         self.note = self.lost_reason = ""
@@ -168,7 +168,9 @@ class RunLock:
             self.path.unlink()  # on a full disk, no other process can claim or replace the lock
 
     def _is_free(self) -> bool:
-        """Return whether no lock exists, or its holder was a process on this host and is dead."""
+        """Return whether there is no lock, or its holder was a process on this host that has
+        died.
+        """
         try:
             holder = _read(self.path)
         except FileNotFoundError:
@@ -189,7 +191,7 @@ class RunLock:
         self._folder = -1
 
     def check_held(self) -> bool:
-        """Return whether this run still has its folder and lock; makes only a few system calls.
+        """Return whether this run still has its folder and lock, using only a few system calls.
 
         Temporary storage failures are ignored. A lost lock is never regained.
         """
@@ -199,7 +201,7 @@ class RunLock:
         return not self.lost_reason
 
     def check(self) -> None:
-        """Check before a write that this run still has its folder and lock.
+        """Check that this run still has its folder and lock; to be called before every write.
 
         Raises:
             StorageError: the lock was lost.
@@ -273,12 +275,12 @@ class RunLock:
         raise OSError(f"other processes held the lock at each of {_ATTEMPTS} attempts")
 
     def _take_over(self) -> bool:
-        """Try to replace the lock of a dead process, and return whether this succeeded."""
+        """Try to replace the lock of a dead process, and return whether this was successful."""
         candidate = self.path.with_name(f"{FILE}.{self._token}")
         try:
             _write(candidate, self._token)
             holder = _read(self.path)
-            if _token(holder) == self._token:  # an earlier attempt of a retried write succeeded
+            if _token(holder) == self._token:  # an earlier attempt at this write succeeded
                 return True
             if not (reason := self._why_dead(holder, candidate)):
                 return False
@@ -289,7 +291,7 @@ class RunLock:
                     self.path.write_text(candidate.read_text())
                 else:
                     os.replace(candidate, self.path)
-        except FileNotFoundError:  # the holder has released the lock in the meantime
+        except FileNotFoundError:  # the holder released the lock in the meantime
             return False
         finally:
             candidate.unlink(missing_ok=True)
@@ -297,10 +299,9 @@ class RunLock:
         return True
 
     def _why_dead(self, holder: LockContent, candidate: Path) -> str:
-        """Return why the holder counts as dead, or "" if another process has acquired the lock.
-
+        """Return why the holder is considered dead, or "" if another process has acquired the lock.
         Waits until it is known whether the holder is alive. The modification time of `candidate`
-        provides the current time of the file system's clock.
+        gives the current time on the file system's clock.
 
         Raises:
             StorageError: the holder is alive.
@@ -325,7 +326,7 @@ class RunLock:
                 is_logged = True
                 _LOG.warning(
                     "%s is held by %s, last heartbeat %.0f s ago; waiting for the next heartbeat, "
-                    "or until there was no heartbeat for %.0f s",
+                    "or until %.0f s have passed without one",
                     self.path,
                     _describe_holder(holder),
                     age,
@@ -376,7 +377,7 @@ def _write(path: Path, token: str) -> None:
 
 
 def _touch(path: Path) -> None:
-    if in_bucket(path):  # the modification time of an object changes only on a write
+    if in_bucket(path):  # an object's modification time changes only when it is written
         path.write_text(path.read_text())
         return
     before = _heartbeat_stamp(path)

@@ -1,12 +1,12 @@
 """Save and restore the checkpoints of a run, and resolve addresses to steps.
 
 The manager decides when a save is due and handles failed saves. It saves pytrees in a layout that
-does not depend on the mesh, stages or schedule, so a checkpoint can be restored with different
-ones. `maxpipe.checkpoint.reader` handles damaged checkpoints.
+does not depend on the mesh, stages or schedule, so a checkpoint can be restored under different
+settings. `maxpipe.checkpoint.reader` handles damaged checkpoints.
 
 The manager also detects lost checkpoints from a run's event and metric records. A run that stopped
 before its first save restarts at step 0. A run whose checkpoints were lost does not restart,
-because the user may be able to restore the checkpoints.
+because the user may be able to recover them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
         return
     with contextlib.suppress(ConfigError):
         if os.path.isdir(os.path.join(find_checkpoint_home(run_dir), CHECKPOINTS_FOLDER)):
-            return  # a later check reports the previous `checkpoint.dir`
+            return  # a later check reports a changed `checkpoint.dir`
     for name in (EVENTS_FILE, METRICS_FILE):
         if step := _last(Path(run_dir) / name, _Step)[0]:
             rule = f"{Path(run_dir) / name} has records up to step {step}"
@@ -92,10 +92,10 @@ def check_present(run_dir: epath.PathLike, folder: epath.Path) -> None:
 
 
 def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
-    """Check that a run whose folder has no checkpoints has never recorded a save.
+    """Check that a run without checkpoints in its folder has never recorded a save.
 
     Raises:
-        StorageError: the run saved a checkpoint in this folder or in a previous folder.
+        StorageError: the run has saved a checkpoint in this folder or in a previous one.
     """
     if in_bucket(run_dir):
         return
@@ -115,7 +115,8 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
 
 
 def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
-    """Return the largest recorded step (0 if there are no records) and its checkpoint folder.
+    """Return the largest recorded step (0 if there are no records) and the checkpoint folder
+    recorded with it.
 
     Checkpoints in `checkpoint.local_dir` are ignored, because a local disk may be lost.
     """
@@ -158,7 +159,7 @@ class CheckpointManager:
     """Saves and restores the checkpoints of one run.
 
     `record(event, step=..., ...)` is called for every event. `agree` returns the first nonempty
-    string of all processes. Every process verifies a share of the files. If `write` is false, no
+    string from any process. Every process verifies a share of the files. If `write` is false, no
     file or folder is changed.
     """
 
@@ -198,14 +199,14 @@ class CheckpointManager:
             run_dir, self._folders, writes=write, record=record, agree=agree
         )
         self._newest_folder = self.durable
-        # The newest saved step, or -1 for a new run.
+        # Newest saved step, or -1 in a new run.
         self._newest = -1
         for folder in self._folders:
             with translate_storage_errors(folder.path):
                 self._newest = max([self._newest, *folder.steps()])
 
     def _check_shared(self, folder: CheckpointFolder) -> None:
-        """Check that all processes see the same folder. Otherwise, a save would be incomplete."""
+        """Check that all processes see the same folder; otherwise, saves would be incomplete."""
         if self._alone:
             return
         path = folder.path / self._agree(f".seen-{secrets.token_hex(8)}" if self._primary else "")
@@ -251,7 +252,7 @@ class CheckpointManager:
         abstract: Tree | None = None,
         accept: Callable[[CheckpointMetadata], None] = lambda facts: None,
     ) -> RestoredCheckpoint:
-        """Restore one checkpoint of the run's folder; see `CheckpointReader.restore_step`."""
+        """Restore one checkpoint from the run's folder; see `CheckpointReader.restore_step`."""
         return self._reader.restore_step(step, abstract, accept)
 
     # Save.
@@ -285,8 +286,8 @@ class CheckpointManager:
 
         The arrays may be changed as soon as this method returns. If `step` is already the newest
         checkpoint, nothing is saved. If `last` is set, this method blocks until the checkpoint is
-        on disk, retries failed attempts before it returns, and raises the error of the last attempt
-        for any `checkpoint.on_failure`.
+        on disk and retries failed attempts. If all attempts fail, it raises the last error,
+        regardless of `checkpoint.on_failure`.
 
         Raises:
             StorageError: the save failed and `checkpoint.on_failure` is `stop`.
@@ -297,7 +298,7 @@ class CheckpointManager:
         if step < self._newest:
             raise StorageError(
                 f"{self.durable.path}: step {step} was not saved\n"
-                f"  there is already a checkpoint of a later step, {self._newest}.\n"
+                f"  there is already a checkpoint for a later step, {self._newest}.\n"
                 "  Set run.name to a new name, or move the folder to another path."
             )
         facts = CheckpointMetadata(step, dict(config), dict(data), time.time(), dict(metrics or {}))
@@ -311,7 +312,7 @@ class CheckpointManager:
             attempt += 1
             save = self._writer.take_result(wait=True)
             assert save is not None
-            # Only process 0 writes the manifest, so its failure is a failure of all processes.
+            # Only process 0 writes the manifest, so a failure there affects all processes.
             again = attempt <= self._config.retries
             if save.error is None or is_fault(save.error):
                 save.error = self._agree_on(save.error)
@@ -333,7 +334,7 @@ class CheckpointManager:
         for lock in self._locks:
             lock.raise_if_lost()
         # The processes of a run may detect a failure at different steps. The first process that
-        # detects a failure ends the run, regardless of the value of on_failure.
+        # detects a failure ends the run, regardless of `on_failure`.
         if self._writer is not None:
             self._handle_result(self._writer.take_result(wait=False))
 
@@ -363,13 +364,15 @@ class CheckpointManager:
             self._writer.set_failed(SaveResult(folder, facts.step, error=error))
 
     def _check_locks(self, folder: CheckpointFolder | None = None) -> None:
-        """Check all locks of the run, or only the lock of one checkpoint folder."""
+        """Check all locks of the run, or only the one on a given checkpoint folder."""
         for lock in self._locks:
             if folder is None or f"{folder.path}/".startswith(f"{lock.path.parent}/"):
                 lock.check()
 
     def _agree_on(self, error: BaseException | None) -> BaseException | None:
-        """Return the error of this process or of the first failed process. Collective call."""
+        """Return this process's error, or else the error of the first failed process. Collective
+        call.
+        """
         if self._alone:
             return error
         number = getattr(error, "errno", None) or 0
@@ -414,7 +417,9 @@ class CheckpointManager:
             _LOG.warning("%s was not saved: %s. %s", save.folder / save.step, reason, then)
 
     def _prune(self, save: SaveResult) -> None:
-        """Delete the checkpoints that no rule retains. The step of `save` is always retained."""
+        """Delete the checkpoints that no retention rule keeps. The step of `save` is always
+        kept.
+        """
         folder = save.folder
         rules = RetentionRules.of(self._config) if folder is self.durable else RetentionRules(1)
         saved = [info for step in folder.steps() if (info := folder.read_info(step))]
@@ -440,7 +445,7 @@ class CheckpointManager:
         try:
             self.close()
         except StorageError:
-            # Do not replace the error that is already being raised.
+            # Do not replace an error that is already being raised.
             if error is None:
                 raise
 
@@ -492,10 +497,10 @@ def _prepare(folder: CheckpointFolder, primary: bool) -> None:
 
 
 def _check_free_space(folder: CheckpointFolder, step: int, needed: int) -> None:
-    """Check that the free disk space suffices for a save.
+    """Check that there is enough free disk space for a save.
 
     Raises:
-        OSError: the disk has too little free space.
+        OSError: there is not enough free disk space.
     """
     free = folder.free_bytes()
     if free is not None and free < needed:
@@ -506,7 +511,7 @@ def _check_free_space(folder: CheckpointFolder, step: int, needed: int) -> None:
         )
     if not exists(folder / step):
         return
-    if step in folder.steps():  # files of the previous attempt, which failed to write the manifest
+    if step in folder.steps():  # files from a previous attempt, which failed to write the manifest
         folder.remove(step)
     else:
         name = folder.quarantine(step, "foreign")
@@ -546,7 +551,8 @@ def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int
 
 
 def resolve_step(folder: CheckpointFolder, address: Address) -> int:
-    """Return the addressed step (default: the newest) in a folder, without communication.
+    """Return the addressed step (default: the newest) in a folder, without communicating with other
+    processes.
 
     Raises:
         ConfigError: the step has no checkpoint, or no evaluated checkpoint exists.
@@ -578,7 +584,8 @@ def read_best_metric(folder: CheckpointFolder) -> BestMetric:
 def find_best_step(
     folder: CheckpointFolder, address: Address, better: BestMetric
 ) -> tuple[int, float]:
-    """Return the step with the best value of a metric, and that value; the newest step wins ties.
+    """Return the step with the best value of a metric, and that value. In a tie, the newest step
+    wins.
 
     Raises:
         ConfigError: no checkpoint has the metric.

@@ -1,10 +1,10 @@
-"""Verify the content of a checkpoint: its files, arrays, recorded digests and manifest.
+"""Verify a checkpoint's content: files, arrays, recorded digests and manifest.
 
 The manifest lists the size and SHA-256 of every file, to detect and locate changes on disk. Neither
 the file system nor orbax detects a flipped bit in an array, so array digests are computed in memory
-during the save. The manifest is written last, by atomic replacement, after the arrays were read
-back and compared. The manifest contains its own checksum. Version 1 of the manifest listed files
-but no arrays.
+during the save. The manifest is written last, by atomic replacement, after the arrays have been
+read back and compared. The manifest contains its own checksum. Version 1 of the manifest listed
+files but no arrays.
 
 A checkpoint is intact if its decoded arrays match the digests that were computed in memory during
 the save, and its metadata is unchanged. Both conditions are checked before the manifest is written
@@ -51,7 +51,7 @@ from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksumme
 Tree = Any
 
 STATE_ITEM, METADATA_ITEM = "state", "facts"
-"""Names of the orbax items in a step's folder."""
+"""Names of orbax items in a step's folder."""
 
 MAX_METADATA_BYTES = 1 << 24
 
@@ -67,7 +67,7 @@ _MAX_INDEX_BYTES = 1 << 30
 # Number of chunks that are read in parallel. A chunk can be as large as one process's shard of an
 # array.
 _NUM_CHUNK_THREADS = 2
-# Computing digests spends most of its time on reads, in particular on network file systems.
+# Most of the time for computing digests is spent on reads, especially on network file systems.
 _NUM_THREADS = 16
 # Files that must be listed in every manifest.
 _REQUIRED_FILES = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
@@ -91,8 +91,8 @@ class BackgroundDigester:
     """Digests the files of a local folder in the background while other files are being written.
 
     Each file must be written entirely inside one `writing` context. Several threads may enter
-    `writing` concurrently. A digested file is flushed to disk and dropped from the page cache, so
-    that later reads come from disk.
+    `writing` concurrently. After a file is digested, it is flushed to disk and dropped from the
+    page cache, so that later reads come from disk.
     """
 
     def __init__(self, folder: epath.Path):
@@ -101,7 +101,7 @@ class BackgroundDigester:
         self._writers: set[object] = set()
         self._ended = 0
         self._seen: list[tuple[list[str], set[object]]] = []
-        """Pairs of file names and the writers that must finish before these files are complete."""
+        """Pairs of file names and the writers that must finish before those files are complete."""
         self._digests: dict[str, Future[ManifestFile]] = {}
 
     def __enter__(self) -> BackgroundDigester:
@@ -138,7 +138,8 @@ class BackgroundDigester:
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return the sizes and digests of most files by file name.
+        """Wait for pending digests, and return the sizes and digests of most files, keyed by file
+        name.
 
         Raises:
             OSError: a file cannot be read or flushed to disk.
@@ -161,7 +162,7 @@ def digest_files(
 ) -> dict[str, ManifestFile]:
     """Flush all files of a folder to disk, and return their sizes and digests.
 
-    `ahead` contains entries of files that were flushed earlier and are not read again.
+    `ahead` contains the entries of files that have already been flushed and are not read again.
 
     Raises:
         OSError: a file cannot be read.
@@ -177,10 +178,10 @@ def digest_files(
 
 
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
-    """Read the listed files again and return their differences from the listed digests.
+    """Read the listed files again, and return one line for each file that differs from its digest.
 
-    Without the second read, a bit that flips while a file is digested would permanently
-    mark an intact checkpoint as damaged.
+    Without this second read, a bit flip while a file is digested would permanently mark an intact
+    checkpoint as damaged.
 
     Raises:
         OSError: a file cannot be read.
@@ -260,11 +261,11 @@ def verify_files(
     index, count = share
     names = [name for name in expected if name in present][index::count]
     for name in [name for name in names if present[name] > expected[name]["bytes"]]:
-        names.remove(name)  # do not read a file that may be very large
+        names.remove(name)  # do not read the file, which may be very large
         size = expected[name]["bytes"]
         wrong.append(f"{name} has {present[name]} bytes instead of {size}")
-    # Drop all files from the page cache first, so that processes that read the same files share
-    # one read from disk.
+    # Drop all files from the page cache first, so that processes reading the same files share one
+    # read from disk.
     for name in names:
         with contextlib.suppress(OSError):  # an unreadable file is reported below
             _drop(folder / name)
@@ -319,7 +320,7 @@ def _digests(
 ) -> list[ManifestFile | OSError]:
     """Return the size and SHA-256 of every file, or the error that occurred.
 
-    If `flush` is set, every file is first flushed to disk and then read from disk.
+    If `flush` is set, every file is first flushed to disk and then read back from disk.
     """
 
     def digest(name: str) -> ManifestFile | OSError:
@@ -355,7 +356,7 @@ def _drop(path: epath.Path) -> None:
 def _flush(path: epath.Path) -> None:
     """Flush a local file to disk, so that the file survives a power failure.
 
-    A failure is not retried, because the kernel may drop pages that it could not write.
+    A failed flush is not retried, because the kernel may drop pages that it could not write.
     """
     if not in_bucket(path):
         with open_file(path) as file:
@@ -372,7 +373,9 @@ def _flush_folder(path: epath.Path) -> None:
 
 
 class SaveVerificationError(ValueError):
-    """Raised if saved content differs from memory; the message names the file or array."""
+    """Raised if saved content differs from the content in memory; the message names the file or
+    array.
+    """
 
 
 def read_shapes(folder: epath.Path) -> Tree:
@@ -416,7 +419,7 @@ def call_detecting_damage(read: Any) -> Any:
     Raises:
         DamagedError: the content is not a valid checkpoint.
         OSError: the storage failed at every attempt.
-        Exception: an error that is unrelated to storage.
+        Exception: an error unrelated to storage.
     """
     try:
         return call_with_retries(read)
@@ -426,12 +429,12 @@ def call_detecting_damage(read: Any) -> Any:
         if (failure := outage(error)) is not None:
             raise failure from error
         if not is_damage(error) and type(error) is not Exception:
-            raise  # the process may be out of memory, for example
+            raise  # for example, the process may be out of memory
         raise DamagedError(f"{STATE_ITEM} cannot be read: {root_cause_text(error)}") from error
 
 
 def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | None:
-    """Return the digests recorded during the save, or None for checkpoints of older releases.
+    """Return the digests recorded during the save, or None for checkpoints from older releases.
 
     Raises:
         DamagedError: the recorded digests are invalid.
@@ -547,13 +550,13 @@ def verify_and_write_manifest(
 ) -> int:
     """Read a step back, compare it with the in-memory digests, and write its manifest.
 
-    `ahead` contains digests of files that were flushed to disk and dropped from the page cache.
+    `ahead` contains the digests of files that were flushed to disk and dropped from the page cache.
 
     Returns:
         The total size of the files in bytes.
 
     Raises:
-        SaveVerificationError: the files differ from memory.
+        SaveVerificationError: the files differ from the arrays in memory.
         DivergenceError: an array contains NaN or infinity, so a run cannot resume from the step.
         OSError: a file cannot be read, or the manifest cannot be written.
     """
@@ -575,7 +578,7 @@ def verify_and_write_manifest(
         files = digest_files(folder, ahead)
         with ThreadPoolExecutor(1) as pool:
             # Start the second read after the first one has dropped all files from the page cache,
-            # so that it reads from disk.
+            # so that the second one reads from disk.
             again = pool.submit(find_changed_files, folder, files)
             wrong = verify_arrays(folder, step, expected)
             wrong += again.result()
@@ -586,7 +589,7 @@ def verify_and_write_manifest(
 
 
 def write_missing_manifest(folder: epath.Path, step: int) -> None:
-    """Read all content of a step that has no manifest, and write its manifest.
+    """Read all content of a step that has no manifest, and write the manifest.
 
     Raises:
         SaveVerificationError: the files differ from the recorded in-memory digests.

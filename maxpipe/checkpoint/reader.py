@@ -3,11 +3,11 @@
 - A checkpoint whose files or arrays differ from the saved content is never used. The reader tries
   the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined as
   `<step>.corrupt`, with a warning.
-- Two consecutive damaged checkpoints indicate a storage failure: the run stops and nothing is
-  renamed. The run also stops without renaming if a read fails, because a checkpoint counts as
-  damaged only if two reads returned wrong content.
-- A checkpoint without a manifest was saved by an older release, or by a run that was killed after
-  the commit and before the manifest was written. The reader compares its arrays with the recorded
+- Two consecutive damaged checkpoints indicate a storage failure, so the run stops and nothing is
+renamed. The run also stops without renaming anything if a read fails, because a checkpoint counts
+as damaged only if two reads returned wrong content. - A checkpoint without a manifest was saved by
+an older release, or by a run that was killed between the commit and the writing of the manifest.
+The reader compares its arrays with the recorded
   digests, or logs a warning if there are none, and then writes a manifest.
 - If a run has checkpoints but none of them is usable, the run stops. It never starts from scratch.
 
@@ -57,13 +57,13 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.errors import StorageError, exception_chain
 
-# Failures that a retry cannot fix. orbax reports the message of a system call, but not its errno.
+# Failures that a retry cannot fix. orbax reports a system call's error message, but not its errno.
 _PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
 _PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # bucket errors
-# Errors that orbax and tensorstore raise for unexpected files or content. A flipped bit in their
-# metadata can cause errors of many types. A save runs no user code that could raise them.
+# Errors that orbax and tensorstore raise on unexpected files or content. A flipped bit in their
+# metadata can cause errors of many types. A save runs no user code that could raise such errors.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
@@ -71,7 +71,7 @@ _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeErr
 def unwritable_error(
     folder: CheckpointFolder, error: BaseException, what: epath.Path | None = None
 ) -> StorageError:
-    """Return the error that ends the run because `what` (default: the folder) is not writable."""
+    """Return the error that ends the run if `what` (default: the folder) is not writable."""
     newest: list[int] = []
     with contextlib.suppress(OSError, StorageError):
         if what is not None and not in_bucket(folder.path) and not exists(folder.path):
@@ -90,10 +90,10 @@ def unwritable_error(
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether the storage may have caused the error.
+    """Return whether the storage may be the cause of an error.
 
-    JAX runtime errors are excluded: if one process is lost, they make the saves of all other
-    processes fail.
+    JAX runtime errors are excluded, because losing one process makes the saves of all other
+    processes fail with such errors.
     """
     return isinstance(error, _FAULTS) and not any(
         isinstance(cause, jax.errors.JaxRuntimeError) for cause in exception_chain(error)
@@ -127,7 +127,7 @@ class _Skipped:
 
 
 class CheckpointReader:
-    """Reads checkpoints from the folders of one run, with the durable folder first.
+    """Reads checkpoints from a run's folders, starting with the durable folder.
 
     For `record` and `agree`, see `CheckpointManager`. If `writes` is false, the reader neither
     renames checkpoints nor writes manifests.
@@ -197,7 +197,7 @@ class CheckpointReader:
             f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
             f"  {reasons}.\n"
             "  The usual cause is a failure of the storage or of this machine, so no checkpoint "
-            "was changed. Check both of these, then run "
+            "was changed. Check both, then run "
             f"`maxpipe checkpoints verify {self._run_dir}` and start again. To continue without "
             f"them, move {' and '.join(str(one.folder / one.step) for one in skipped)} to another "
             "path" + (f": the run then resumes from step {older[-1]}." if older else ".")
@@ -211,8 +211,8 @@ class CheckpointReader:
     ) -> RestoredCheckpoint:
         """Restore one checkpoint of the durable folder with the shardings of `abstract`.
 
-        Without `abstract`, the arrays are numpy arrays. Arrays that are missing from `abstract` are
-        not read. `accept` is called before the arrays are read, and may raise an error.
+        If `abstract` is None, the arrays are numpy arrays. Arrays that are missing from `abstract`
+        are not read. `accept` is called before the arrays are read, and may raise an error.
 
         Raises:
             StorageError: the checkpoint is damaged.
@@ -232,7 +232,7 @@ class CheckpointReader:
             ) from damage
 
     def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
-        """Return process 0's next candidate: the newest untried step, durable folder first."""
+        """Return the next candidate on process 0: the newest untried step, durable folder first."""
         candidates = []
         for index, folder in enumerate(self._folders):
             with translate_storage_errors(folder.path):
@@ -263,7 +263,7 @@ class CheckpointReader:
         if exists(folder / step / DIGEST_ITEM):
             words = "the checkpoint was read completely and matches its recorded digests"
         else:
-            words = "the checkpoint was read completely, but there are no digests to verify it"
+            words = "the checkpoint was read completely, but it has no digests to compare with"
         _LOG.warning("%s has no %s: %s", folder / step, manifest.FILE, words)
         if self._writes:
             try:
@@ -273,7 +273,7 @@ class CheckpointReader:
                 _LOG.warning("%s: %s", folder / step / manifest.FILE, root_cause_text(error))
 
     def _skip(self, skipped: _Skipped) -> None:
-        """Log why a step is skipped, and quarantine it."""
+        """Log why a step is skipped, and quarantine its checkpoint."""
         folder, step, reason = skipped.folder, skipped.step, skipped.reason
         if self._primary:
             renamed = ""
@@ -285,7 +285,7 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # other processes list the folder afterwards
+        self._agree("done" if self._primary else "")  # other processes list the folder after this
 
 
 Agree = Callable[[str], str]
@@ -320,13 +320,11 @@ def first_nonempty_text(text: str) -> str:
 
 @contextlib.contextmanager
 def translate_storage_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert any OSError inside the context to a StorageError, which ends the run.
-
-    A process must not continue after a storage failure, because other processes may not have
-    detected the failure.
+    """Convert any OSError inside the context to a StorageError, which ends the run. A process must
+    not continue after a storage failure, because other processes may not have detected it.
 
     Raises:
-        StorageError: an OSError was raised inside.
+        StorageError: an OSError was raised inside the context.
     """
     try:
         yield
@@ -352,7 +350,7 @@ def restore(
     invalid metadata.
 
     Raises:
-        DamagedError: the content differed from the saved content in two reads.
+        DamagedError: two reads both returned content that differs from the saved content.
         StorageError: the storage is unreachable, the arrays do not match `abstract`, or a newer
             release saved the checkpoint.
     """
@@ -411,7 +409,7 @@ def _restore(
 def _check_files_and_metadata(
     folder: CheckpointFolder, step: int
 ) -> tuple[str, CheckpointMetadata | None, RecordedDigests | None]:
-    """Return the faults of the files and the metadata, and the expected digests of the arrays."""
+    """Return the faults of files and metadata, and the expected digests of the arrays."""
     path = folder / step
     try:
         if manifest.has_manifest(path):
@@ -439,7 +437,7 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
     """
     saved = manifest.read_shapes(path)
     saved = {name: saved[name] for name in saved if name in abstract}
-    # If `abstract` has no step, it may contain only some of the optimizer trees.
+    # If `abstract` has no step, it may contain only some optimizer trees.
     if "step" not in abstract and "optimizer" in saved:
         trees = saved["optimizer"]
         saved["optimizer"] = {name: trees[name] for name in abstract["optimizer"] if name in trees}
@@ -449,7 +447,7 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
         raise StorageError(
             f"{path}: cannot be restored\n"
             f"  {'; '.join(lines[:3])}{more}.\n"
-            "  Use the model and optimizer of the saved run, or set run.name to a new name."
+            "  Use the saved run's model and optimizer, or set run.name to a new name."
         )
     types = {name: leaf.dtype for name, leaf in leaves_by_name(saved).items()}
 
@@ -462,7 +460,7 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
 
 
 def _cast(state: Tree, abstract: Tree) -> Tree:
-    """Cast the arrays to the dtypes of `abstract`, one array at a time to limit memory."""
+    """Cast the arrays to the dtypes of `abstract`, one array at a time to limit memory use."""
 
     def cast(leaf: Any, wanted: Any) -> Any:
         if leaf.dtype == wanted.dtype:
@@ -490,7 +488,7 @@ def _select_sections(
 
 
 def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
-    """Return the digests of the full arrays: the sums of the shard digests over all processes."""
+    """Return the digests of the full arrays, by summing the shard digests over all processes."""
     if jax.process_count() > 1:
         local = [(digest.value, digest.elements, digest.non_finite) for digest in sums.values()]
         rows = _allgather(np.array(local, np.uint64).view(np.uint32))
@@ -501,9 +499,9 @@ def _sum_over_processes(sums: dict[str, ArrayDigest]) -> dict[str, ArrayDigest]:
 
 
 def _allgather(array: np.ndarray) -> np.ndarray:
-    """Gather the arrays of all processes into one array `[processes, ...]`."""
-    # XLA on CPU may run a single-device program and a multi-device program concurrently, which can
-    # mix up their messages. Therefore, wait for all pending programs before the all-gather.
+    """Gather one array from each process into a single array `[processes, ...]`."""
+    # On CPU, XLA may run a single-device and a multi-device program concurrently and mix up their
+    # messages. Therefore, wait for all pending programs before the all-gather.
     jax.block_until_ready(jax.jit(jnp.add)(0, 0))
     return np.asarray(multihost_utils.process_allgather(array))
 

@@ -1,4 +1,4 @@
-"""Retention rules: which checkpoints of a run are kept, and which metric ranks them."""
+"""Retention rules: decide which checkpoints of a run to keep, and which metric ranks them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOUR_SECONDS = 3600
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """Checkpoint properties that retention rules use. `time` is the save time in Unix seconds."""
+    """Checkpoint properties used by retention rules. `time` is the save time in Unix seconds."""
 
     step: int
     time: float
@@ -24,14 +24,14 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class BestMetric:
-    """The metric that ranks checkpoints, and whether larger values are better."""
+    """Metric that ranks checkpoints, and whether larger values are better."""
 
     metric: str = "eval/loss"
     is_largest: bool = False
 
     @classmethod
     def of(cls, section: Mapping[str, Any] | CheckpointConfig) -> BestMetric:
-        """Return the metric in a `checkpoint` config section. Saved configs may lack its keys."""
+        """Return the metric from a `checkpoint` config section. Saved configs may lack its keys."""
         if isinstance(section, CheckpointConfig):
             return cls(section.best_metric, section.best_mode == "max")
         metric = str(section.get("best_metric") or cls().metric)
@@ -55,8 +55,8 @@ class RetentionRules:
     """Retention rules. A checkpoint is retained if any rule matches. A value of 0 disables a rule.
 
     The rules retain the last `newest` checkpoints, checkpoints whose step is divisible by
-    `every_steps`, the first checkpoint in every period of `every_hours` hours, and the `best`
-    checkpoints that rank highest by `better`.
+    `every_steps`, the first checkpoint in every `every_hours`-hour period, and the `best`
+    checkpoints ranked highest by `better`.
     """
 
     newest: int
@@ -73,7 +73,7 @@ class RetentionRules:
 
 
 def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> dict[int, str]:
-    """Return the steps to retain, mapped to the reasons for retaining them."""
+    """Return the reason for retaining each retained checkpoint, keyed by step."""
     ordered = sorted(saved, key=lambda info: info.step)
     reasons: dict[int, list[str]] = {info.step: [] for info in ordered}
     for info in ordered[-rules.newest :] if rules.newest else []:

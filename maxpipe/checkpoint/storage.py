@@ -1,7 +1,7 @@
 """Store runs and checkpoints in local folders and Google Cloud Storage buckets.
 
-A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs, and
-this module adds the operations that they lack.
+A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs; this
+module adds operations that they lack.
 
 The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
 its content was read and differs from the saved content, or is missing. All other failures are
@@ -35,7 +35,7 @@ from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_
 T = TypeVar("T")
 
 ATTEMPTS, PAUSE_SECONDS = 3, 1.0
-"""Number of attempts before a storage failure ends the run, and seconds between two attempts."""
+"""Number of attempts before a storage failure ends the run, and seconds between attempts."""
 
 # Error codes for a path that is missing or not a regular file.
 _DAMAGE = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP}
@@ -61,7 +61,9 @@ def is_damage(error: BaseException) -> bool:
 
 
 def outage(error: BaseException) -> OSError | None:
-    """Return the storage failure that caused a read error as a new OSError, or None."""
+    """Return the storage failure that caused a read error as a new OSError, or None if there was
+    none.
+    """
     for cause in exception_chain(error):
         if isinstance(cause, OSError):
             is_content = isinstance(cause, UnsafeFileError) or cause.errno in _DAMAGE
@@ -76,11 +78,11 @@ def outage(error: BaseException) -> OSError | None:
 
 
 def call_with_retries(call: Callable[[], T]) -> T:
-    """Return the result of `call`, with a few retries after storage failures.
+    """Return the result of `call`, retrying a few times after storage failures.
 
     Raises:
         OSError: the storage failed at every attempt.
-        Exception: any other exception of `call`, without retries.
+        Exception: `call` raised another exception, which is not retried.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -93,14 +95,15 @@ def call_with_retries(call: Callable[[], T]) -> T:
 
 
 CHECKPOINTS_FOLDER = "checkpoints"
-"""Name of the checkpoint folder, inside the run folder or the run's folder in `checkpoint.dir`."""
+"""Name of the checkpoint folder inside the run folder, or inside the run's folder in
+`checkpoint.dir`."""
 
 _BUCKET = "gs://"
 _OPEN_FILES = "/proc/self/fd"
 
 
 def run_folder(config: RunConfig) -> Path:
-    """Return the folder of a run, which contains all run files except those in `checkpoint.dir`."""
+    """Return a run's folder, which contains all run files except those in `checkpoint.dir`."""
     return expand_path(config.dir, "run.dir") / config.name
 
 
@@ -178,7 +181,7 @@ def translate_bucket_errors(path: epath.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
-    """Convert errors of bucket reads inside the context; objects are either complete or missing.
+    """Convert errors from bucket reads inside the context. Objects are either complete or missing.
 
     Raises:
         StorageError: the object cannot be read, so its state is unknown.
@@ -201,7 +204,7 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def create(path: epath.PathLike, text: str) -> None:
-    """Create an object. If several processes try, exactly one process succeeds.
+    """Create an object. If several processes try, exactly one of them succeeds.
 
     Raises:
         FileExistsError: the object exists.
@@ -210,10 +213,10 @@ def create(path: epath.PathLike, text: str) -> None:
 
 
 class PinnedFolder:
-    """Folder that is kept open, so that `path` remains valid if the folder is moved.
+    """A folder that is kept open, so that `path` remains valid if the folder is moved.
 
-    After the folder is deleted, `path` does not exist, whereas orbax would create a folder of the
-    old name again. In buckets and on systems without /proc, `path` is the name of the folder.
+    If the folder is deleted, `path` no longer exists, whereas orbax would recreate a folder with
+    the old name. In buckets and on systems without /proc, `path` is the folder's original path.
     """
 
     def __init__(self, folder: epath.Path):
@@ -227,7 +230,7 @@ class PinnedFolder:
             self.path = epath.Path(_OPEN_FILES) / str(self._open)
 
     def restore_names(self, error: BaseException) -> BaseException:
-        """Replace the path in an error message with the name of the folder."""
+        """Replace the path in an error message with the folder's original path."""
         for cause in exception_chain(error):
             cause.args = tuple(map(self._by_name, cause.args))
             if isinstance(cause, OSError) and cause.filename is not None:
@@ -367,19 +370,21 @@ def _exists(path: epath.Path) -> bool:
 
 
 def remedy(path: epath.PathLike, key: str) -> str:
-    """Return the suggested action for the unwritable path `path` of config key `key`."""
+    """Return the suggested action if `path`, the value of config key `key`, is not writable."""
     if link := _lost_link(path):
         return f"Create the target of {link}, or remove the link."
     if in_bucket(path):
         return (
-            "Check that this machine can reach the bucket, and grant its account the role Storage "
-            f"Object User; or set {key} to another path."
+            "Check that this machine can reach the bucket, and grant its account the Storage "
+            f"Object User role; or set {key} to another path."
         )
     return f"Free disk space, or set {key} to a writable folder."
 
 
 def _lost_link(path: epath.PathLike) -> str:
-    """Return the first broken link among the path and its parents, or an empty string."""
+    """Return the first broken link among the path and its parents, or an empty string if there is
+    none.
+    """
     if in_bucket(path):
         return ""
     whole = Path(os.path.abspath(path))

@@ -1,9 +1,9 @@
 """Write checkpoints in the background, or slab by slab with little memory.
 
 `CheckpointWriter` runs one save at a time. orbax copies the arrays to the host while the caller
-waits; threads then write the copies and their digests, and commit both. Afterwards, everything is
-read back and compared, and the manifest is written. If the run is killed before the manifest is
-written, the next start verifies the checkpoint.
+waits; threads then write and commit the copies and their digests. Afterwards, everything is read
+back and compared, and the manifest is written. If the run is killed before the manifest is written,
+the next start verifies the checkpoint.
 
 `save` writes arrays that do not fit in memory: every array is computed and written slab by slab.
 orbax chooses the file names, commits the step by a rename and writes all other items. A slab is one
@@ -60,7 +60,7 @@ _DATA = "ocdbt.process_0/d"
 """Folder of array data inside an orbax item."""
 
 NUM_THREADS = 3
-"""Number of slabs in progress at the same time: one is written while the next is computed."""
+"""Number of slabs in progress at the same time: one is written while the next one is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,8 @@ def save(
 ) -> None:
     """Write a step whose state is a pytree of `LazySlabArray`, and its manifest, in one process.
 
-    `written` is called from several threads with the size in bytes of each slab after its write.
+    After each slab is written, `written` is called with its size in bytes, possibly from several
+    threads.
 
     Raises:
         SaveVerificationError: the written content differs from the computed arrays.
@@ -144,7 +145,7 @@ class _Handler(ocp.type_handlers.TypeHandler):
         self._sums: Future[dict[str, ArrayDigest] | None] = Future()
         self._turn, self._begun, self._stopped = threading.Lock(), False, False
         self.error: BaseException | None = None
-        """The original exception raised by `LazySlabArray.read`."""
+        """Original exception raised by `LazySlabArray.read`."""
         self.ahead: dict[str, manifest.ManifestFile] = {}
         """File digests computed during the save, keyed by path relative to the step's folder."""
 
@@ -255,7 +256,7 @@ def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
     """Call `work` for every task in a few threads, and wait for all running calls.
 
     Raises:
-        Exception: the first exception that a call raised. Pending tasks are then dropped.
+        Exception: the first exception raised by a call; pending tasks are dropped.
     """
     running: set[Future[object]] = set()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -288,7 +289,7 @@ _IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
 
 @dataclass(slots=True)
 class SaveResult:
-    """Result of a save. `CheckpointWriter` sets the fields that have defaults when the save ends.
+    """Result of a save. When the save ends, `CheckpointWriter` sets the fields that have defaults.
 
     `error` is None on success.
     """
@@ -303,7 +304,7 @@ class SaveResult:
 
 _CHUNK_BYTES = 1 << 26
 """Chunk size of large arrays in bytes. A chunk is the smallest unit that can be read, so exports
-need little memory, regardless of the mesh that the run used."""
+need little memory, regardless of the mesh used by the run."""
 
 _EVEN, _FEW = 16, 256
 """Arrays are divided into chunks only if all dims above `_FEW` are multiples of `_EVEN`."""
@@ -326,7 +327,7 @@ class CheckpointWriter:
     """Writes one checkpoint at a time in the background.
 
     Process 0 calls `then(save)` in the background after every successful save. `check(folder)`
-    raises StorageError if the run has lost the lock of the folder.
+    raises StorageError if the run has lost the folder's lock.
     """
 
     def __init__(
@@ -393,7 +394,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def set_failed(self, save: SaveResult) -> None:
-        """Make `save`, which was never started, the next result of `take_result`."""
+        """Record `save`, which was never started, as the next result of `take_result`."""
         assert self._save is None
         self._save = save
 
@@ -403,7 +404,7 @@ class CheckpointWriter:
             if save.error is None:
                 with translate_bucket_errors(save.folder.path):
                     self._checkpointer.wait_until_finished()
-                    self._check(save.folder)  # from here on, the folder is accessed by name
+                    self._check(save.folder)  # from here on, the folder is accessed by its path
                     if is_primary:
                         save.num_bytes = verify_and_write_manifest(
                             save.folder / save.step, save.step
@@ -419,7 +420,7 @@ class CheckpointWriter:
     def _clean_up(self, save: SaveResult) -> None:
         try:
             self._check(save.folder)
-        except StorageError:  # the error is reported elsewhere; do not change the folder
+        except StorageError:  # the error is reported elsewhere; leave the folder unchanged
             return
         for attempt in range(_ATTEMPTS):
             try:
@@ -429,7 +430,7 @@ class CheckpointWriter:
                     else:
                         self._delete_failed_save(save)
                 return
-            except (OSError, StorageError) as error:  # undeleted files only occupy disk space
+            except (OSError, StorageError) as error:  # leftover files only occupy disk space
                 if attempt == _ATTEMPTS - 1:
                     reason = root_cause_text(error)
                     _LOG.warning("%s: clean-up failed: %s", save.folder.path, reason)
@@ -470,9 +471,9 @@ class CheckpointWriter:
 
 @functools.cache
 def ignore_orphaned_errors() -> None:
-    """Suppress tracebacks of reads and writes that were in progress when orbax raised an error.
+    """Suppress tracebacks from reads and writes that were in progress when orbax raised an error.
 
-    Such operations report an error because the event loop is closed or nothing awaits their result.
+    Such operations report errors because the event loop is closed or nothing awaits their results.
     """
     report = sys.unraisablehook
 

@@ -1,6 +1,6 @@
 """`maxpipe board`, `maxpipe curves` and `maxpipe goodput`: show the metrics of runs.
 
-`board` starts TensorBoard, `curves` plots metrics, and `goodput` prints a breakdown of wall time.
+`board` starts TensorBoard, `curves` plots metrics, and `goodput` prints a wall-time breakdown.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_SECONDS = 2.0
 
 
 def link(folder: Path, links: Path) -> int:
-    """Create a symlink to the event files of every run in `folder`, and return the number of runs.
+    """Create a symlink to the event files of each run in `folder`, and return the number of runs.
 
     `folder` may itself be a run. TensorBoard names a run after the folder that contains its event
     files, which is always called `tensorboard`. Each symlink therefore has the name of the run.
@@ -55,7 +55,7 @@ def _board(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
         links = Path(name)
         if not link(folder, links):
-            print(f"no runs in {folder} yet: new runs are shown when they start")
+            print(f"no runs in {folder} yet: runs will appear when they start")
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", name]
         command += ["--port", str(options.port), "--host", options.host]
         signal.signal(signal.SIGTERM, _exit_on_signal)
@@ -78,7 +78,7 @@ def _start_tensorboard(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """Start a TensorBoard process that ignores Ctrl-C.
 
     A terminal sends Ctrl-C to every foreground process, which would make TensorBoard print a
-    traceback. A child process inherits the set of ignored signals.
+    traceback. Child processes inherit the set of ignored signals.
     """
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -106,7 +106,7 @@ def add(commands: Commands) -> None:
         "board",
         help="start TensorBoard for a folder of runs",
         description="Start TensorBoard for a folder of runs, or for one run. Runs that start\n"
-        "later are added. Ctrl-C stops TensorBoard; the exit code is then 0.",
+        "later are added automatically. Ctrl-C stops TensorBoard; the exit code is then 0.",
         epilog="example: maxpipe board runs --port 6007",
     )
     parser.add_argument(
@@ -140,7 +140,7 @@ def _curves(options: argparse.Namespace) -> int:
     paths = _paths(options, curves.FORMS)
     tags = [tag.strip() for tag in options.tags.split(",") if tag.strip()]
     if not tags:
-        rule = "must name a metric of metrics.jsonl."
+        rule = "must name a metric in metrics.jsonl."
         raise ConfigError.one("command line: --tags", options.tags, rule, "Use train/loss.")
     runs = {}
     for run in options.run:
@@ -184,9 +184,7 @@ def add_curves(commands: Commands) -> None:
         "with the same last component, such as train/loss and eval/loss, share a panel.",
         epilog="example: maxpipe curves quickstart --tags train/loss,eval/loss --out loss.svg",
     )
-    parser.add_argument(
-        "run", metavar=RUN, nargs="+", help="run folder, or the name of a run below runs/"
-    )
+    parser.add_argument("run", metavar=RUN, nargs="+", help="run folder, or name of a run in runs/")
     parser.add_argument(
         "--tags",
         default="train/loss,eval/loss",

@@ -25,7 +25,7 @@ DIFFERENT = 1
 def _print(lines: Iterable[str]) -> int:
     remaining = iter(lines)
     while True:
-        with _storage_errors():  # covers storage errors only, not errors on stdout
+        with _storage_errors():  # handles storage errors only, not errors on stdout
             line = next(remaining, None)
         if line is None:
             return ExitCode.DONE
@@ -47,7 +47,7 @@ def _storage_errors() -> Iterator[None]:
         raise StorageError(
             f"{error.filename or 'checkpoints'}: cannot be read or written\n"
             f"  {error.strerror or error}.\n"
-            "  Check that the storage is available and that you have read and write permissions."
+            "  Check that the storage is available and that you have read and write access."
         ) from error
 
 
@@ -182,7 +182,7 @@ def add(commands: Commands) -> None:
         "checkpoints",
         help=about,
         description=f"{capitalize_first(about)}. RUN is a run folder,\n"
-        "the name of a run below runs/, or gs://BUCKET/PATH. A checkpoint is RUN@STEP,\n"
+        "the name of a run in runs/, or gs://BUCKET/PATH. A checkpoint is RUN@STEP,\n"
         "RUN@newest, RUN@best (by checkpoint.best_metric), or the path of a checkpoint folder.",
     )
     actions = subcommands(parser)
@@ -199,7 +199,7 @@ def add(commands: Commands) -> None:
     verify = actions.add_parser(
         "verify",
         help="verify every byte of a checkpoint",
-        description="Read every file of a checkpoint, and compare it with the checksum in the\n"
+        description="Read every file of a checkpoint, and compare it with its checksum in the\n"
         "manifest. Without a step, verify all checkpoints of the run. The exit code is 74 if a\n"
         "checkpoint is damaged. A checkpoint without a manifest is reported as unknown.",
         epilog="example: maxpipe checkpoints verify quickstart@120",
@@ -230,10 +230,9 @@ def add(commands: Commands) -> None:
 def _add_best(actions: Commands) -> None:
     best = actions.add_parser(
         "best",
-        help="print the checkpoint with the best evaluation",
-        description="Print RUN@STEP and the metric value of the checkpoint with the best\n"
-        "evaluation, according to the run's checkpoint.best_metric. Only checkpoints from\n"
-        "evaluated steps are considered.",
+        help="print the checkpoint with the best evaluation metric",
+        description="Print RUN@STEP and the metric value of the best checkpoint, ranked by the\n"
+        "run's checkpoint.best_metric. Only checkpoints of evaluated steps are considered.",
         epilog="example: maxpipe checkpoints best quickstart --metric eval/nats_per_byte",
     )
     add_address(best, step=False)
@@ -241,7 +240,7 @@ def _add_best(actions: Commands) -> None:
     best.add_argument(
         "--mode",
         choices=("min", "max"),
-        help="whether the smallest or the largest value of --metric is best (default: min)",
+        help="whether the smallest or largest value of --metric is best (default: min)",
     )
     best.add_argument("--json", action="store_true", help="print one JSON object")
     best.set_defaults(command=_best)
@@ -297,9 +296,9 @@ def _add_prune(actions: Commands) -> None:
             "--keep-every-hours",
             "every_hours",
             number,
-            "the first checkpoint in every period of NUMBER hours",
+            "the first checkpoint in every NUMBER-hour period",
         ),
-        ("--keep-best", "best", integer, "the NUMBER checkpoints with the best evaluation"),
+        ("--keep-best", "best", integer, "the NUMBER checkpoints with the best evaluation metric"),
     ):
         prune.add_argument(option, dest=name, type=kind, metavar="NUMBER", help=f"keep {words}")
     prune.set_defaults(command=_prune)

@@ -1,11 +1,11 @@
-"""`maxpipe completion`: tab completion in bash, zsh and fish.
+"""`maxpipe completion`: tab completion for bash, zsh and fish.
 
-The printed script calls the installed command, which computes completions from its parser without
-heavy imports.
+The printed script calls the installed command, which computes completions from its argument parser
+without heavy imports.
 
 For bash, this module also parses and quotes words, without shell expansion. Readline replaces only
 the end of the line, and the replaced text may start inside the last word. The replacement is
-escaped according to the quote that is open where the replacement starts.
+escaped for the quote that is open at the position where it starts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class CommandLine:
     line: str
     words: list[Word]
     open_quotes: list[str]
-    """The quote that is open before each character of the line, and at the end of the line."""
+    """Quote that is open before each character of the line, and at the end of the line."""
 
     def replacement(self, start: int, text: str) -> str:
         """Return the string that replaces `line[start:]`, so that the last word becomes `text`."""
@@ -157,14 +157,14 @@ def _escaped(character: str) -> str:
 
 
 REQUEST_OPTION = "--complete"
-"""Hidden option that the shell scripts use. zsh and fish pass `zsh WORD...` or `fish WORD...`: the
+"""Hidden option used by the shell scripts. zsh and fish pass `zsh WORD...` or `fish WORD...`: the
 unquoted words, with the incomplete word last. bash passes `bash LINE TEXT`: the line up to the
 cursor, and the end of the line that the completion replaces.
 
 Every completion ends with a null byte, which cannot occur in a name, so the shell never evaluates a
 completion as code. zsh and fish quote completions themselves. For zsh, a trailing space marks a
 complete word. For bash, completions are already quoted, and the first record specifies whether a
-space follows a single completion.
+single completion is followed by a space.
 """
 
 _BASH = """\
@@ -223,7 +223,7 @@ _MOST_STEPS = 1000
 
 
 def candidates(parser: Parser, words: Sequence[str]) -> list[str]:
-    """Return completions for the last word in `words`, the arguments of the program."""
+    """Return completions for the last of the program arguments `words`."""
     *before, current = words or [""]
     command, arguments = _command(parser, before)
     choices = _choices(command)
@@ -249,7 +249,7 @@ def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str
     """Return completions in the output format of `shell` (see `REQUEST_OPTION`)."""
     if shell != "bash":
         replies = candidates(parser, words)
-        if shell == "fish":  # text after a tab would be displayed as a description
+        if shell == "fish":  # fish would display text after a tab as a description
             return [reply.removesuffix(" ") for reply in replies if "\t" not in reply]
         return replies
     if len(words) != 2 or not words[0].endswith(words[1]):
@@ -263,7 +263,7 @@ def _shell_replies(parser: Parser, shell: str, words: Sequence[str]) -> list[str
 
 
 def _command(parser: Parser, before: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str]]:
-    """Return the parser of the command that the words select, and the command's arguments."""
+    """Return the parser of the command selected by the words, and the command's arguments."""
     command: argparse.ArgumentParser = parser
     arguments: list[str] = []
     for word in before:
@@ -287,7 +287,7 @@ def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | Non
 
 
 def _expected(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Action | None:
-    """Return the positional argument that follows the given arguments."""
+    """Return the positional argument that comes after the given arguments."""
     count, skip = 0, False
     for word in arguments:
         option = _option(parser, word)
@@ -375,7 +375,7 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
         addresses = _filter_prefix(
             current, (f"{run}@{step} " for step in ("newest", "best", *steps))
         )
-    # Names that begin with `-` or `~` are only completed as paths.
+    # Names that begin with `-` or `~` are completed only as paths.
     names = [name for name in _visible_folders(below) if name[0] not in "-~"]
     return [
         *addresses,
@@ -394,7 +394,7 @@ def _visible_folders(folder: Path) -> list[str]:
 
 
 def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) -> list[str]:
-    """Return folders with a trailing `/`, and files with one of the suffixes (default: any)."""
+    """Return folders with a trailing `/`, and files with any of the suffixes (default: all)."""
     try:
         written = os.path.expanduser(current)
     except (OSError, RuntimeError):

@@ -78,9 +78,9 @@ def add(commands: Commands) -> None:
 
     show = actions.add_parser(
         "print",
-        help="print the full config that results from files and overrides",
-        description="Print every config value, including defaults, after all checks that do not\n"
-        "require devices.",
+        help="print the full config that results from the files and overrides",
+        description="Print every config value, including defaults, after running all checks that\n"
+        "do not require devices.",
         epilog="example: maxpipe config print quickstart train.steps=100 --origin",
     )
     add_inputs(show)
@@ -197,10 +197,10 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
     from maxpipe.config.config_files import SUFFIX, SUFFIXES
 
     if path.suffix not in SUFFIXES:
-        rule = f"must end in {' or '.join(SUFFIXES)}, like every config file."
+        rule = f"must end in {' or '.join(SUFFIXES)}, like all config files."
         raise ConfigError.one("command line: FILE", path, rule, f"Write {path}{SUFFIX}.")
     try:
-        # With `overwrite`, a symlink or pipe is replaced instead of written to.
+        # With `overwrite`, symlinks and pipes are replaced rather than written to.
         target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path
         with open(target, "x", encoding="utf-8") as file:
             try:

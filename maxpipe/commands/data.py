@@ -70,10 +70,9 @@ def _mixture(options: argparse.Namespace) -> int:
 
 
 def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
-    """Return the first step and the source weights of every mixture stage.
-
-    The first sequences of that step may still belong to the previous stage. If the last stage has
-    no weights, all sources are exhausted when it starts.
+    """Return the first step and the source weights of every mixture stage. The first sequences of
+    that step may still belong to the previous stage. A last stage without weights means that all
+    sources are exhausted.
     """
     assert train.stream.mixture is not None
     table = []
@@ -87,7 +86,7 @@ def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
 
 
 def source_table(train: Loader, steps: float) -> list[dict[str, Any]]:
-    """Return the number of samples and epochs that `steps` steps read from each source."""
+    """Return the number of samples and epochs read from each source in `steps` steps."""
     samples = train.stream.samples_before(train.ramp.sequences_before(int(steps)))
     return [
         {
@@ -111,7 +110,7 @@ def sequence_sources(train: Loader, batch: int) -> dict[str, Any]:
 def _page(report: dict[str, Any]) -> Iterator[str]:
     for stage in report["stages"]:
         shares = ", ".join(f"{name} {share:.2%}" for name, share in stage["shares"].items())
-        yield f"from step {stage['first_step']}: {shares or 'no data, all sources are exhausted'}"
+        yield f"from step {stage['first_step']}: {shares or 'no data: all sources are exhausted'}"
     width = max(len(source["source"]) for source in report["sources"])
     for source in report["sources"]:
         samples, sequences = (pluralize(source[key], key[:-1]) for key in ("samples", "sequences"))
@@ -130,10 +129,10 @@ def add_mixture(actions: Commands) -> None:
     """Add the `data mixture` command."""
     mixture = actions.add_parser(
         "mixture",
-        help="print a run's mixture weights, and the source of each sequence in any step",
-        description="Print the weight and the number of epochs of every source in a mixture. With\n"
-        "--step, also print the source and sequence index of every row of the batch. The result\n"
-        "does not depend on the number of processes. For a run, the result includes all changes\n"
+        help="print a run's mixture weights, and the source of each sequence in a given step",
+        description="Print the weight and the number of epochs of every source in a mixture.\n"
+        "With --step, also print the source and sequence index of every row of the batch. The\n"
+        "output does not depend on the number of processes. For a run, it reflects all changes\n"
         "to the mixture weights.",
         epilog="examples:\n  maxpipe data mixture my-run.yml --step 100000\n"
         "  maxpipe data mixture runs/my-run --json",
@@ -161,8 +160,8 @@ def _prepare(options: argparse.Namespace) -> int:
 
     config = read_data_config(expand_data_files(options.inputs)).config
     if url_scheme(options.out):
-        rule = "must be a local folder: files are written while documents are read."
-        action = "Name a local folder, and then copy it to the bucket with `gcloud storage "
+        rule = "must be a local folder, because files are written while documents are read."
+        action = "Name a local folder, then copy it to the bucket with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if not options.out:
         rule = "must name a folder, but is empty."
@@ -273,7 +272,7 @@ def _add_prepare(actions: Commands) -> None:
 def _add_verify(actions: Commands) -> None:
     verify = actions.add_parser(
         "verify",
-        help="verify every byte of a prepared folder",
+        help="verify every byte of a folder of prepared data",
         description="Read every file in a folder written by `maxpipe data prepare`, and verify\n"
         "its checksums. The exit code is 74 if a file is damaged.",
         epilog="example: maxpipe data verify tokens",

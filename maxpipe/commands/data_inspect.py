@@ -1,6 +1,7 @@
 """`maxpipe data show`, `stats` and `find`: inspect the training data of a config or run.
 
-The commands also accept data files in place of a config, and infer the `data.*` keys for them.
+The commands also accept data files in place of a config, and infer the `data.*` keys from the
+files.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ if TYPE_CHECKING:
 
 DATA_HELP = "data files, a folder of data files, or a prepared folder; "
 _OF_TEMPLATES = ("tokenizer.", "data.chat_template")
-"""Prefixes of keys that may set a chat template."""
+"""Prefixes of config keys that may set a chat template."""
 
 
 def expand_data_files(inputs: Sequence[str]) -> list[str]:
-    """Replace data file paths in the inputs with the `data.*` overrides that read these files.
+    """Replace data file paths in the inputs with `data.*` overrides that select the files.
 
     The overrides are printed to stderr. The source type is inferred from file names. Conversations
     and preference pairs are inferred from the fields of the first record. The tokenizer of a
@@ -76,7 +77,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
         with_template = has_config or any(key.startswith(_OF_TEMPLATES) for key in keys)
         inferred |= _conversation(inferred, with_template=with_template, with_defaults=has_config)
     if not has_config and not keys & {"data.validation_fraction", "eval.batches"}:
-        # A single document is enough for inspection.
+        # A single document is enough to inspect.
         inferred |= {"data.validation_fraction": 0, "eval.batches": 0}
     chosen = {key: value for key, value in inferred.items() if key not in keys}
     if any(key.startswith("tokenizer.") for key in keys):
@@ -99,7 +100,7 @@ _CLEARED_KEYS: dict[str, Any] = {
     "data.mixture_stages": [],
     "data.mixture_temperature": 1,
 }
-"""Config keys that would add other documents, mapped to values that disable these keys."""
+"""Config keys that would add other documents, mapped to the values that disable them."""
 
 
 def overrides(keys: Mapping[str, Any]) -> list[str]:
@@ -209,7 +210,7 @@ def _conversation(
 
 
 _GREY, _CONTROL, _HEAD, _PLAIN = "\x1b[90m", "\x1b[36m", "\x1b[1m", "\x1b[0m"
-RUN_HELP = "a run folder or the name of a run below runs/ (uses the config of the run); or "
+RUN_HELP = "a run folder or the name of a run in runs/ (uses the run's config); or "
 
 
 # Inputs and datasets.
@@ -218,8 +219,8 @@ RUN_HELP = "a run folder or the name of a run below runs/ (uses the config of th
 def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
     """Replace a run in the inputs with its config file. Return (inputs, run folder or "").
 
-    If a name matches both a config and a run, the config is selected. The path of the run folder
-    always selects the run.
+    If a name matches both a config and a run, the config is selected. To select the run, give the
+    path of its folder.
     """
     if not inputs or "=" in inputs[0]:
         return list(inputs), ""
@@ -238,7 +239,7 @@ def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
 
 
 def open_datasets(config: Config, folder: str) -> Datasets:
-    """Open the datasets of a config, with the mixture weights used by the run in `folder`."""
+    """Open a config's datasets, with the mixture weights used by the run in `folder`."""
     from maxpipe.data.datasets import build_datasets
     from maxpipe.data.inspect_batch import mixture_of
     from maxpipe.data.mixture import Mixture
@@ -255,7 +256,7 @@ def open_datasets(config: Config, folder: str) -> Datasets:
 
 
 def batch_of_step(folder: str, step: int) -> int:
-    """Return the batch index of a step. Batches that the run has skipped shift the index."""
+    """Return the batch index of a step, accounting for batches that the run has skipped."""
     if not folder:
         return step - 1
     from maxpipe.data.inspect_batch import batch_of
@@ -304,7 +305,9 @@ def _split(datasets: Datasets, name: str) -> Loader:
 
 
 def _iter_sequences(loader: Loader, batch: int, row: int, number: int) -> Iterator[tuple[int, int]]:
-    """Yield (batch, row) for up to `number` sequences, starting at `row`, until the data ends."""
+    """Yield (batch, row) for up to `number` sequences, starting at `row` and stopping at the end of
+    the data.
+    """
     for number_shown in range(number):
         yield batch, row
         row += 1
@@ -528,10 +531,11 @@ def add_inspect(actions: Commands) -> None:
 def _add_show(actions: Commands) -> None:
     show = actions.add_parser(
         "show",
-        help="print sequences of a batch as text, and mark tokens excluded from the loss",
+        help="print sequences of a batch as text, with tokens excluded from the loss marked",
         description="Print sequences of a batch as text, exactly as training reads them. Each\n"
         "document is shown with its file and line, and control tokens are shown by name. Tokens\n"
-        "that are excluded from the loss are grey on a terminal, and in ⟦ ⟧ in other output.",
+        "that are excluded from the loss are shown in grey on a terminal, and enclosed in ⟦ ⟧ in\n"
+        "other output.",
         epilog="examples:\n  maxpipe data show docs.jsonl\n  maxpipe data show my-run.yml -n 3\n"
         "  maxpipe data show runs/my-run --step 1200 --row 7",
     )
@@ -549,7 +553,7 @@ def _add_show(actions: Commands) -> None:
         "--split",
         metavar="train|validation|NAME",
         default="train",
-        help="split to read; NAME is a validation set in data.validation (default: train)",
+        help="split to read, where NAME is a validation set in data.validation (default: train)",
     )
     show.set_defaults(command=_show)
 

@@ -17,8 +17,8 @@ _OUT = "command line: --out"
 def _prepare(options: argparse.Namespace) -> int:
     loaded = read_config(options.inputs, to_train=True)
     if url_scheme(options.out):
-        rule = "must be a local folder: shards are written while logits are computed."
-        action = "Name a local folder, and then copy it to the bucket with `gcloud storage "
+        rule = "must be a local folder, because shards are written while logits are computed."
+        action = "Name a local folder, then copy it to the bucket with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if loaded.config.train.objective != "distill" or loaded.config.distill.teacher_logits:
         rule = "must be distill, with a model in distill.teacher."
@@ -45,10 +45,10 @@ def add(commands: Commands) -> None:
     prepare = actions.add_parser(
         "prepare",
         help="store the teacher's top-k logits for every training sequence",
-        description="Run the teacher model (distill.teacher) once on every training sequence of a\n"
-        "run. At every position, store the logits of the distill.top_k most likely tokens. Write\n"
-        "a folder for distill.teacher_logits. If the command is interrupted, run it again to\n"
-        "resume; the files are the same as without the interruption.",
+        description="Run the teacher model (distill.teacher) once on every training sequence of\n"
+        "a run. At every position, store the logits of the distill.top_k most likely tokens.\n"
+        "Write a folder for distill.teacher_logits. If the command is interrupted, run it again\n"
+        "to resume; the resulting files are the same.",
         epilog="example: maxpipe distill prepare my-run.yml --out logits\n"
         "then:    maxpipe train my-run.yml distill.teacher='' distill.teacher_logits=logits",
     )

@@ -64,7 +64,7 @@ def add(commands: Commands) -> None:
         description="Check versions, folders, data, tokenizer, clocks, devices, every collective\n"
         "along every mesh axis, and communication between two local processes. Print one line\n"
         "per check: ok, warning, or FAILED with a suggested action. Without a config, run only\n"
-        "the checks that do not require a config. The exit code is 2 if a check fails.",
+        "the checks that do not need one. The exit code is 2 if a check fails.",
         epilog="examples:\n  maxpipe doctor\n  maxpipe doctor quickstart --json",
     )
     add_inputs(parser)

@@ -37,7 +37,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Reject options that have no effect with, or without, `--choices`."""
+    """Reject options that have no effect in combination with `--choices` or without it."""
     with_choices = {"--jsonl": options.jsonl, "--batch-size": options.batch_size}
     with_choices |= {"--separator": options.separator, "--chat": options.chat}
     on_text = {"--data": options.data, "--split": options.split}
@@ -171,11 +171,11 @@ def add(commands: Commands) -> None:
         "eval",
         help="evaluate a model on validation documents, other text, or multiple-choice tasks",
         description="Print the loss of a checkpoint or Hugging Face folder in nats per token and\n"
-        "per byte, the bits per byte, and the perplexity. The config of the checkpoint is used.\n"
-        "Override mesh and pipeline for another layout, and data.* or --data for other documents\n"
-        "(all of these documents are evaluated). eval.batches sets the number of batches (0 means\n"
-        "all), and eval.batch_size sets their size. The run may still be training: the command\n"
-        "writes no files to the run folder.",
+        "per byte, the bits per byte, and the perplexity. The checkpoint's config is used.\n"
+        "Override mesh and pipeline to use another layout, or data.* or --data to evaluate other\n"
+        "documents (all of them). eval.batches sets the number of batches (0 means all), and\n"
+        "eval.batch_size sets their size. The run may still be training: the command writes no\n"
+        "files to the run folder.",
         epilog="examples:\n  maxpipe eval quickstart\n"
         "  maxpipe eval runs/quickstart@best eval.batches=0 --json\n"
         "  maxpipe eval quickstart@120 --data 'book/*.txt'\n"
@@ -193,7 +193,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--split",
         metavar="validation|train|all|NAME",
-        help="split to evaluate; NAME is a validation set in data.validation (default:\n"
+        help="split to evaluate, where NAME is a validation set in data.validation (default:\n"
         "validation, or all if data.* selects other documents)",
     )
     parser.add_argument(
@@ -205,8 +205,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--separator",
         metavar="TEXT",
-        help="string inserted between context and choice, unless one of them already has\n"
-        "whitespace there (default: one space)",
+        help="string inserted between context and choice, unless there is whitespace already\n"
+        "(default: one space)",
     )
     parser.add_argument(
         "--chat",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from maxpipe.generate.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24
-"""Maximum size of an interactive prompt, in bytes."""
+"""Maximum size of an interactive prompt in bytes."""
 _STDIN = "-"
 
 
@@ -182,7 +182,7 @@ class _Printer:
 
 
 def _write_now(text: str) -> None:
-    """Write to stdout and flush, so that an interrupt does not lose buffered output."""
+    """Write to stdout and flush, so that no buffered output is lost on an interrupt."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -249,9 +249,9 @@ def add(commands: Commands) -> None:
         "generate",
         help="generate text with a checkpoint",
         description="Generate completions of prompts. A single completion is streamed. Several\n"
-        "completions are printed in the order of their prompts as they finish. The config of the\n"
-        "checkpoint is used, except for mesh and pipeline. Set mesh.* to use several devices, and\n"
-        "train.sequence_length for longer sequences than during training. The run may still be\n"
+        "completions are printed as they finish, in the order of their prompts. The checkpoint's\n"
+        "config is used, except for mesh and pipeline. Set mesh.* to use several devices, and\n"
+        "train.sequence_length to allow longer sequences than in training. The run may still be\n"
         "training: the command writes no files to the run folder.",
         epilog="examples:\n  maxpipe generate quickstart --prompt 'To be, or' --temperature 0.8\n"
         "  maxpipe generate quickstart@best --prompts prompts.txt --json --max-tokens 64\n"

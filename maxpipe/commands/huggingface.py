@@ -83,7 +83,7 @@ def add(commands: Commands) -> None:
     outgoing.add_argument(
         "--dtype",
         choices=_TYPES,
-        help="dtype of the exported tensors (default: their dtype at import, or the dtype of the "
-        "run's parameters)",
+        help="dtype of the exported tensors (default: their dtype when imported, or the dtype of "
+        "the run's parameters)",
     )
     outgoing.set_defaults(command=_export)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 _CLUSTERS = {
     "slurm": (
         "write or submit a SLURM job",
-        "Write or submit a SLURM job with one process per GPU, or one per node without GPUs. The\n"
-        "job is requeued if it saved a checkpoint before it stopped, for example at its time\n"
-        "limit.",
+        "Write or submit a SLURM job with one process per GPU, or per node if there are no\n"
+        "GPUs. The job is requeued if it saved a checkpoint before it stopped, for example at\n"
+        "its time limit.",
         "launch.topology=h100:8 launch.slices=4 launch.queue=gpu",
     ),
     "gcloud": (
@@ -33,7 +33,7 @@ _CLUSTERS = {
     "gke": (
         "write or submit a JobSet for GKE",
         "Write or submit a JobSet with one pod per TPU host. The exit code of maxpipe\n"
-        "determines whether the JobSet restarts.",
+        "determines whether the JobSet is restarted.",
         "launch.topology=v5p:2x4x4 launch.image=REGISTRY/maxpipe:TAG launch.volume=gs://BUCKET",
     ),
 }
@@ -116,7 +116,7 @@ def add(commands: Commands) -> None:
 def _add_local(actions: Commands) -> None:
     local = actions.add_parser(
         "local",
-        help="train in local processes, and restart them after failures",
+        help="train in local processes, which are restarted after failures",
         description="Train in several processes on this machine, which divide mesh.cpu_devices\n"
         "equally. The processes are restarted if one of them is killed, hangs, or stops after\n"
         "saving a checkpoint. If the launcher receives SIGTERM, SIGHUP or Ctrl-C, the run saves a\n"

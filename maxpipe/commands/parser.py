@@ -1,4 +1,4 @@
-"""Argument parser, argument types and output files that the commands share."""
+"""Argument parser, argument types and output-file handling shared by all commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **options)
         self.command_names: tuple[str, ...] = ()
-        # The innermost parser, which belongs to the command, overrides the outer parsers.
+        # The innermost parser, which belongs to the command, overrides this for the outer parsers.
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
 
     def reject_unknown(self, unknown: Sequence[str]) -> None:
-        """Reject the first unknown option that resembles an option of this command.
+        """Reject the first unknown option that resembles one of this command's options.
 
         Raises:
             ConfigError: an unknown option resembles a known option, which the error suggests.
@@ -108,12 +108,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def _normalize_option(option: str) -> str:
-    """Return the option name in lower case without hyphens and underscores."""
+    """Return the option name in lower case, without hyphens and underscores."""
     return re.sub("[-_]", "", option).lower()
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
-"""Output options of other programs. If a command has an option for the suffix of the given file,
+"""Output options used by other programs. If the command has an option for the given file's suffix,
 such as `--svg`, the error suggests that option."""
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def read_config(
     to_train: bool = False,
     saved: Mapping[str, Any] | None = None,
 ) -> LoadedConfig:
-    """Load the config from the arguments, with defaults from `saved`. Print warnings to stderr.
+    """Load the config given by the arguments, with defaults from `saved`. Print warnings to stderr.
 
     Raises:
         ConfigError: the config is not valid. The error lists every problem.
@@ -159,13 +159,14 @@ def read_config(
 
 
 def print_notes(loaded: LoadedConfig) -> None:
-    """Print notes to stderr, such as which of several files determines the model."""
+    """Print notes to stderr, for example about which of several files determines the model."""
     for note in loaded.notes:
         print(redact.redact_for_terminal(note), file=sys.stderr, flush=True)
 
 
 def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
-    """Load the config for a command that only reads documents; model and steps are optional.
+    """Load the config for a command that only reads documents, so that model and steps are
+    optional.
 
     Raises:
         ConfigError: the config is not valid. The error lists every problem.
@@ -177,7 +178,7 @@ _PLACEHOLDER_MODEL = {
     **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128},
     **{"d_mlp": 128, "vocab_size": 1 << 30},
 }
-"""Placeholder model config for commands that only read documents."""
+"""Placeholder model config, for commands that only read documents."""
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavars of arguments that `maxpipe.checkpoint.address` parses."""
@@ -197,7 +198,7 @@ def add_address(
 ) -> None:
     """Add an argument for a run, or for a checkpoint if `step` is set.
 
-    If `needed` is set, the step of the checkpoint is required.
+    If `needed` is set, the address must include a step.
     """
     shown = CHECKPOINT if step else RUN
     if step:
@@ -205,7 +206,7 @@ def add_address(
     parser.add_argument(
         name or ("checkpoint" if step else "run"),
         metavar=STEP if needed else shown,
-        help=about or "run folder, name of a run below runs/, or gs://BUCKET/PATH",
+        help=about or "run folder, name of a run in runs/, or gs://BUCKET/PATH",
     )
 
 
@@ -214,7 +215,7 @@ def add_ema_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--average",
         action="store_true",
-        help="use the EMA of the parameters (for runs with optim.ema_decay)",
+        help="use the EMA parameters (for runs with optim.ema_decay)",
     )
 
 
@@ -251,7 +252,7 @@ def number(text: str) -> float:
 
 
 def check_place(path: str | Path, option: str) -> None:
-    """Check that `write_file` can write a file, before the content is computed."""
+    """Check that `write_file` can write the file, before its content is computed."""
     _check_outside(path, option)
     try:
         files.check_can_write(path)

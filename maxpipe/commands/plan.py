@@ -1,4 +1,4 @@
-"""`maxpipe plan` and `maxpipe compile`: predict the memory and time of a run before its launch."""
+"""`maxpipe plan` and `maxpipe compile`: predict a run's memory use and step time before launch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
     """Return the compiler options given with `--xla`."""
     where = "command line: --xla"
     if options.xla and options.save is not None:
-        rule = "is only for experiments: a saved step must use the compiler options of the run."
+        rule = "is only for experiments: a saved step must use the run's compiler options."
         raise ConfigError.one(where, options.xla, rule, "Leave out --xla or --save.")
     values = {}
     for option in options.xla:
@@ -92,7 +92,7 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
         if not (name and equals):
             rule = "must be NAME=VALUE; an empty VALUE selects the compiler's default."
             raise ConfigError.one(where, option, rule, f"Write --xla {name or 'NAME'}=VALUE.")
-        # jax accepts booleans only as `True` and `False`.
+        # jax accepts only `True` and `False` as booleans.
         values[name] = value.title() if value in ("true", "false") else value
     return values
 
@@ -111,7 +111,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _target(options: argparse.Namespace, config: Config) -> Topology:
-    """Return the topology that the options select, or the devices of this machine."""
+    """Return the topology selected by the options, or else the devices of this machine."""
     from maxpipe.plan import topology
 
     if options.topology is not None:
@@ -276,12 +276,12 @@ def _add_plan(commands: Commands) -> None:
         "--devices",
         type=count,
         metavar="N",
-        help="plan for N devices like those of this machine (default: the devices of this machine)",
+        help="plan for N devices like those in this machine (default: the devices of this machine)",
     )
     where.add_argument(
         "--calibrate",
         action="store_true",
-        help="measure this machine with the layers of this config, to calibrate later plans",
+        help="time this config's layers on this machine, to calibrate later plans",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -297,21 +297,21 @@ def _add_plan(commands: Commands) -> None:
         "--compile",
         type=count,
         metavar="N",
-        help="with --search, compile the N best layouts and rank them again",
+        help="with --search, compile the N best layouts and rerank them",
     )
     again.add_argument(
         "--measure",
         type=count,
         metavar="N",
         help="with --search, run N layouts on the local devices and rank them by measured time; "
-        "each layout is chosen based on the results so far",
+        "previous results determine the next layout to run",
     )
     parser.add_argument(
         "--fix",
         nargs="+",
         default=[],
         metavar="section.key=value",
-        help="mesh and pipeline settings that --search keeps fixed",
+        help="mesh and pipeline settings to keep fixed in --search",
     )
     parser.add_argument("--write", metavar="FILE", help="write the config of the best layout")
     parser.add_argument(
@@ -369,8 +369,8 @@ def _add_compile(commands: Commands) -> None:
         nargs="+",
         default=[],
         metavar="NAME=VALUE",
-        help="compiler options to try; they override the run's options, and NAME= restores the "
-        "compiler's default",
+        help="compiler options to try; they override the run's options, and an empty VALUE "
+        "restores the compiler's default",
     )
     parser.add_argument(
         "--save",

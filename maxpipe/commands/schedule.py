@@ -71,7 +71,7 @@ def _check_size(sizes: dict[str, Any]) -> None:
 _DRAWINGS = {
     "svg": "a diagram as SVG",
     "png": "a diagram as PNG",
-    "csv": "the actions as CSV; pass file:FILE to read them as a schedule",
+    "csv": "the actions as CSV, which can be read back as a schedule with file:FILE",
     "perfetto": "a trace for ui.perfetto.dev",
 }
 
@@ -120,7 +120,9 @@ def _write_drawings(
 
 
 def _schedule_names_and_sizes(options: argparse.Namespace) -> tuple[list[str], dict[str, Any]]:
-    """Return schedule names and sizes from the options, else from a config, else small defaults."""
+    """Return schedule names and sizes from the options, else from a config, else from small
+    defaults.
+    """
     from maxpipe.config.config_files import find_config
     from maxpipe.schedule.catalog import FILE_PREFIX, INTERLEAVED, SCHEDULES
 
@@ -170,7 +172,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
 
 
 def _check_compare_options(options: argparse.Namespace, names: list[str]) -> None:
-    """Reject a schedule name or a single-schedule output format in combination with `--compare`."""
+    """Reject a schedule name or a single-schedule output format if `--compare` is set."""
     others = [f"{names[0]} also names a schedule"] if names else []
     single = [kind for kind in _drawings(options) if kind not in ("svg", "png")]
     others += [f"--{kind} writes one schedule" for kind in single]
@@ -192,8 +194,8 @@ def _sizes_of_config(
         raise ConfigError.one(
             "mesh.ici_stage",
             config.mesh.ici_stage,
-            "depends on the number of devices, which this command does not query.",
-            "Add --stages with the number of stages.",
+            "depends on the number of devices, which this command does not detect.",
+            "Set --stages to the number of stages.",
         )
     return names, {
         "stages": stages,
@@ -254,10 +256,10 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "schedule",
         help="draw and compare pipeline schedules",
-        description="Draw a pipeline schedule as text. The schedule is selected by its name, a\n"
-        "CSV file, or a config. With --out, --svg, --png, --csv or --perfetto, write files\n"
-        "instead. With --compare, print a table of several schedules; --svg and --png then draw\n"
-        "all of these schedules.",
+        description="Draw a pipeline schedule as text. The schedule is selected by name, CSV\n"
+        "file or config. With --out, --svg, --png, --csv or --perfetto, write files instead.\n"
+        "With --compare, print a table of several schedules; --svg and --png then draw all of\n"
+        "them.",
         epilog="examples:\n  maxpipe schedule 1f1b --stages 4 --microbatches 8\n"
         "  maxpipe schedule zb_v --costs 1,1,1.2 --svg zb_v.svg --csv zb_v.csv\n"
         "  maxpipe schedule file:zb_v.csv\n"

@@ -48,8 +48,8 @@ def _train(options: argparse.Namespace) -> int:
     try:
         content = train_tokenizer.train(sources, options.kind, size, progress.report)
     except KeyboardInterrupt:
-        # No file has been written yet. Running library threads would abort Python during a normal
-        # exit.
+        # No file has been written yet. Library threads that are still running would abort Python
+        # during a normal exit.
         progress.close()
         os._exit(ExitCode.INTERRUPTED)
     finally:
@@ -68,7 +68,9 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _sources(options: argparse.Namespace) -> list[Source]:
-    """Open the sources for data files, or for the `data.*` keys of a config and its overrides."""
+    """Open the sources selected by data files, or by the `data.*` keys of a config and its
+    overrides.
+    """
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors
@@ -76,7 +78,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
 
     inputs, _ = resolve_run_inputs(options.inputs)
     if not inputs:
-        rule = "must name files, a config or data.* keys."
+        rule = "must include data files, a config or data.* keys."
         action = "Name a file, such as `maxpipe tokenizer train docs.jsonl`."
         raise ConfigError.one("command line: FILE", None, rule, action)
     if not any(map(is_config, inputs)):
@@ -201,7 +203,7 @@ def add(commands: Commands) -> None:
         default="none",
         metavar="NAME",
         choices=_presets(),
-        help="preset for files of tiktoken ranks, as in tokenizer.preset (default: none)",
+        help="preset for tiktoken rank files, as in tokenizer.preset (default: none)",
     )
     show.add_argument("--text", default=_SAMPLE, help="string to encode and decode")
     show.add_argument("--json", action="store_true", help="print one JSON object")

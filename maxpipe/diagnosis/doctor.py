@@ -1,7 +1,7 @@
 """Check versions, folders, data, clocks, devices and processes before a run starts.
 
-Every check returns a `CheckResult`. `probe` tests the devices in separate processes, so a device
-that hangs is reported and does not block `maxpipe doctor`.
+Every check returns a `CheckResult`. `probe` tests the devices in separate processes, so a hung
+device is reported and does not block `maxpipe doctor`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ LOOPBACK_SECONDS = 60.0
 _WRITTEN_BYTES = 1 << 20
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""A system clock that shows an earlier year is assumed never to have been set."""
+"""A system clock showing an earlier year is assumed never to have been set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckTarget:
-    """The config sections that the checks use, with defaults if no config is given."""
+    """Config sections used by the checks; defaults apply if no config is given."""
 
     config: Config | None = None
     run: RunConfig = dataclasses.field(default_factory=RunConfig)
@@ -105,7 +105,7 @@ class CheckTarget:
 
 
 def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
-    """Run the checks and yield their results. If `inputs` is empty, skip checks of a config."""
+    """Run the checks and yield their results. If `inputs` is empty, skip the config checks."""
     yield check_versions()
     target = CheckTarget()
     if inputs:
@@ -133,7 +133,9 @@ def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
 
 
 def report(inputs: Sequence[str], checks: Sequence[CheckResult]) -> dict[str, Any]:
-    """Return check results, environment and config as JSON values, with secrets redacted."""
+    """Return check results, environment and config as JSON-compatible data, with secrets
+    redacted.
+    """
     try:
         config = to_dict(load(inputs).config) if inputs else None
     except ConfigError:
@@ -237,7 +239,7 @@ def check_restore_source(config: Config) -> Iterator[CheckResult]:
         reason = (
             root_cause_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
         )
-        action = "Check the storage and the permissions of this account."
+        action = "Check the storage and this account's permissions."
         yield CheckResult(name, "FAILED", f"{restore_from} cannot be read: {reason}.", action)
         return
     if not steps or (isinstance(address.step, int) and address.step not in steps):
@@ -259,7 +261,7 @@ def _steps(path: str) -> list[int]:
 
 
 def _checkpoints(path: str, config: Config) -> CheckResult:
-    """Check the folder or bucket of `checkpoint.dir`."""
+    """Check the folder or bucket that `checkpoint.dir` names."""
     name = "checkpoint folder"
     if not in_bucket(path):
         return _folder(name, Path(path), config, key="checkpoint.dir")
@@ -325,12 +327,12 @@ def _size(count: float) -> str:
 
 
 def check_data(config: Config) -> Iterator[CheckResult]:
-    """Check that documents can be read, and that the tokenizer fits the model's vocabulary."""
+    """Check that documents can be read and that all token IDs are within the model's vocabulary."""
     document, sources = "text", all_sources(config.data)
     kept = str(expand_path(config.run.dir, "run.dir") / ".index")
     for name, source_config in sources.items():
         if source_config.source in IDS or source_config.chat != "off":
-            continue  # checked below, with the tokenizer
+            continue  # checked below, together with the tokenizer
         try:
             with wrap_section_errors(name):
                 source = open_source(source_config, config.run.seed, cache_dir=kept)
@@ -338,7 +340,7 @@ def check_data(config: Config) -> Iterator[CheckResult]:
         except ConfigError as error:
             yield from _config_error_checks(section_of(name), error)
             continue
-        except StorageError as error:  # for example, the disk is full while a file is unpacked
+        except StorageError as error:  # for example, the disk fills up during unpacking
             yield _storage_error_check(section_of(name), error)
             continue
         text = f"{source.name}, {pluralize(len(source), 'document')}, the first has "
@@ -426,7 +428,7 @@ def check_clock() -> CheckResult:
     if steady <= 0 or abs(wall - steady) > 0.5:
         text = f"the wall clock advanced by {wall:.2f} s, the monotonic clock by {steady:.2f} s."
         return CheckResult(
-            "clock", "FAILED", text, "Configure NTP to slew the clock instead of stepping it."
+            "clock", "FAILED", text, "Configure NTP to slew the clock rather than step it."
         )
     if now.astimezone(UTC).year < _FIRST_YEAR:
         return CheckResult(
@@ -454,11 +456,11 @@ def _is_zone(name: str) -> bool:
 
 
 def check_devices(target: CheckTarget) -> Iterator[CheckResult]:
-    """Check the devices of the run, its mesh, and every collective along every axis."""
+    """Check the run's devices, its mesh, and every collective along every mesh axis."""
     seconds = DEVICE_SECONDS
     if target.runtime.num_processes != 1:
         seconds += target.runtime.init_timeout_seconds
-    # Disable the compilation cache, because runs cannot reuse the programs of the doctor.
+    # Disable the compilation cache, because runs cannot reuse programs compiled by doctor.
     runtime = dataclasses.replace(target.runtime, compilation_cache="")
     folder = os.path.join(target.run.dir, target.run.name)
     (records,) = environment.probe(
@@ -483,7 +485,7 @@ def _attention(config: Config, platform: str) -> Iterator[CheckResult]:
 
 
 def count_device_kinds() -> dict[str, int] | str:
-    """Return the number of devices of each kind, or an error message."""
+    """Return the number of devices of each type, or an error message."""
     (records,) = environment.probe([_spec(RuntimeConfig(), MeshConfig())], LOOPBACK_SECONDS)
     for record in records:
         if "kinds" in record:
@@ -523,6 +525,6 @@ def check_loopback() -> CheckResult:
 def _spec(
     runtime: RuntimeConfig, mesh: MeshConfig, folder: str = ".", teacher_devices: int = 0
 ) -> dict[str, Any]:
-    """Return the input of `probe`. `folder` is the run folder, which holds the shared secret."""
+    """Return the input of `probe`. `folder` is the run folder, which contains the shared secret."""
     sections = {"runtime": dataclasses.asdict(runtime), "mesh": dataclasses.asdict(mesh)}
     return sections | {"folder": folder, "teacher_devices": teacher_devices}

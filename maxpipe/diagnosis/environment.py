@@ -36,7 +36,7 @@ PACKAGES = (
     "tensorstore",
     "numpy",
 )
-"""Packages whose versions affect the results of a run."""
+"""Packages whose versions affect a run's results."""
 
 _VARIABLES = re.compile(
     r"XLA_FLAGS|LIBTPU_INIT_ARGS|CUDA_VISIBLE_DEVICES|(?:JAX|TPU|SLURM|TF_CPP|OMPI_COMM_WORLD)_\w+"
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 
 
 def machine() -> dict[str, Any]:
-    """Return the operating system, the CPUs and the memory, with the limits of this process."""
+    """Return the operating system, CPUs and memory, with the limits that apply to this process."""
     memory = None
     with contextlib.suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -98,7 +98,7 @@ def variables() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Return the commit of this checkout, with suffix `-dirty` if there are local changes."""
+    """Return the commit of this checkout, with the suffix `-dirty` if there are local changes."""
     root = _PROJECT.parent
     if not (root / ".git").exists() or not _PROJECT.is_file():
         return None
@@ -123,10 +123,10 @@ def probe(
 ) -> list[list[dict[str, Any]]]:
     """Run one `probe` process per spec, concurrently and with a time limit. Return their records.
 
-    If `inherit` is False, the environment variables that `variables` returns are not passed to the
-    processes. The last record of a failed process has status FAILED.
+    If `inherit` is False, the processes do not receive the environment variables listed by
+    `variables`. The last record of a failed process has status FAILED.
     """
-    # The processes import the same modules as this process, but none from the working folder.
+    # The processes import the same modules as this process, but never from the working directory.
     paths = [path or str(Path.cwd()) for path in sys.path]
     values = {
         name: value
@@ -177,7 +177,7 @@ def _last_error_line(err: IO[bytes]) -> str:
 
 
 def report() -> dict[str, Any]:
-    """Return the environment report as JSON values, with secrets redacted."""
+    """Return the environment report as JSON-compatible data, with secrets redacted."""
     return redact.redact_value(
         {
             "versions": versions(),
@@ -191,8 +191,7 @@ def report() -> dict[str, Any]:
 
 def requirements() -> Iterator[tuple[str, str, bool]]:
     """Yield (package, minimum version, is required) for every requirement in pyproject.toml.
-
-    Packages of extras are optional. Development packages are skipped.
+    Packages in extras are optional. Development packages are skipped.
     """
     for extra, text in _requirements():
         if extra == "dev":
@@ -203,7 +202,9 @@ def requirements() -> Iterator[tuple[str, str, bool]]:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """Yield (extra, requirement) pairs of the checkout or, without one, the installed package."""
+    """Yield the (extra, requirement) pairs of the checkout or, if there is none, of the installed
+    package.
+    """
     if _PROJECT.is_file():
         project: Mapping[str, Any] = tomllib.loads(_PROJECT.read_text(encoding="utf-8"))["project"]
         yield "", f"python{project['requires-python']}"

@@ -36,7 +36,9 @@ _CLOCK_ROUNDS = 3
 
 
 def main(text: str) -> int:
-    """Test the devices for a JSON object with `runtime`, `mesh`, `folder` and `teacher_devices`."""
+    """Test the devices described by a JSON object with `runtime`, `mesh`, `folder` and
+    `teacher_devices`.
+    """
     spec = json.loads(text)
     config, mesh_config = RuntimeConfig(**spec["runtime"]), MeshConfig(**spec["mesh"])
     try:
@@ -69,7 +71,7 @@ def _print_check(name: str, status: str, text: str, action: str = "", **more: An
 
 
 def _devices(config: RuntimeConfig) -> None:
-    """List the devices and check a small computation on every local device."""
+    """List the devices, and check the result of a small computation on every local device."""
     for device in jax.local_devices():
         doubled = jax.device_put(np.arange(8.0, dtype=np.float32), device) * 2
         if np.asarray(doubled).tolist() != [2.0 * i for i in range(8)]:
@@ -127,7 +129,7 @@ def _wrong_collectives(mesh: Mesh, axis: str) -> list[str]:
 
 
 def _clocks() -> None:
-    """Report the clock skew between processes: the smallest of several measurements."""
+    """Report the clock skew between processes, as the smallest of several measurements."""
     differences = []
     for number in range(_CLOCK_ROUNDS):
         multihost_utils.sync_global_devices(f"clocks {number}")

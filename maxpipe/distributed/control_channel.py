@@ -1,13 +1,13 @@
 """Connect every process of a run to the coordinator in process 0 through a control channel.
 
 The processes monitor each other through this channel. The channel uses only threads and sockets, so
-a process responds while its main thread compiles, waits in a collective or sleeps in a reader.
-Peers authenticate with the run's secret. In a run of one process, that process is its own
+a process responds even while its main thread compiles, waits in a collective or blocks in a data
+reader. Peers authenticate with the run's secret. In a single-process run, the process is its own
 coordinator. The coordinator ends the run if a process reports a failure, disconnects or does not
 respond, or if no process makes progress. The conditions are checked in this order.
 
 jax has a similar service, which aborts processes with SIGABRT and does not report the cause. The
-control channel has shorter time limits, so that it reports the cause first.
+control channel has shorter time limits, so that it can report the cause first.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ from maxpipe.io import redact
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 _COORDINATOR_GONE = f"process 0 disconnected\n  See its output for the reason.\n{_AGAIN}"
 _NO_TIME = (
-    "the time limit for saving has passed\n"
+    "the time limit for saving has expired\n"
     f"  The stop request was more than runtime.stop_grace_seconds ago.\n{_AGAIN}"
 )
 _STOPPED_TWICE = (
     f"stopped immediately by a second stop request\n  Nothing more was saved.\n{_AGAIN}"
 )
 _ONE_REQUEST_SECONDS = 1.0
-"""Time in seconds during which repeated signals count as one request. Shells, launchers and
+"""Time in seconds within which repeated signals count as one request. Shells, launchers and
 `timeout` may signal a process first and then its process group."""
 _ONE_KEY_SECONDS = 0.25
-"""Time in seconds during which repeated Ctrl-C counts as one request. This time is shorter, because
+"""Time in seconds within which repeated Ctrl-C counts as one request. This time is shorter, because
 a user may press Ctrl-C twice.
 """
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -85,8 +85,8 @@ _GOODBYE_SECONDS = 5.0
 _NO_SECRET = "; process 0 has not written a secret to the run folder"
 _OTHER_SECRET = "; the program at this address does not have the secret of this run"
 _SAME_SECRET = (
-    f"Start all processes with the same {VARIABLE}, or without it and with run.dir in a folder "
-    "that all hosts share."
+    f"Start all processes with the same value of {VARIABLE}, or without it and with run.dir in a "
+    "folder that all hosts share."
 )
 _RESEND_SECONDS = 0.05
 _MAX_TEXT = 8000
@@ -102,21 +102,21 @@ class CoordinatorState:
     asked: bool = False
     """Whether a stop was requested. The coordinator then collects the progress of all processes."""
     code: StopCode = 75
-    """Exit code that all processes use after the stop."""
+    """Exit code of all processes after the stop."""
     stop_at: int | None = None
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """Process indices, keyed by the name of a compared value and then by the value."""
+    """Process indices, keyed first by the name of a compared value and then by the value itself."""
 
 
 class ControlChannel:
     """The control channel of this process.
 
-    Inside its context, a thread serves the channel, and `SIGNALS` are caught. `say` prints a line
-    for the user, who sees the output of process 0.
+    While the context is active, a thread serves the channel and `SIGNALS` are caught. `say` prints
+    a line for the user, who sees the output of process 0.
 
     Args:
         phases: phases of this process, reported to the coordinator.
-        limits: time limits after which the run ends.
+        limits: time limits after which the run is ended.
         index: index of this process.
         count: number of processes.
     """
@@ -132,7 +132,7 @@ class ControlChannel:
     ):
         self.index, self.count, self.say = index, count, say
         self.tell: Callable[[str], None] = say
-        """Function that prints a line, whichever process this is."""
+        """Function that prints a line on any process."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
         """Function that is called before the channel ends the process."""
         self._phases, self._limits = phases, limits
@@ -170,17 +170,17 @@ class ControlChannel:
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
-            # Signals that are already ignored remain ignored, as with `nohup` or in background jobs
-            # of a script.
+            # Signals that are already ignored remain ignored, as under `nohup` or in a script's
+            # background jobs.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._note_signal))
         # Python calls a handler only when the main thread next runs Python code, possibly after a
-        # compilation. Through this descriptor, the channel's thread receives the signal number at
-        # once.
+        # compilation. Through this descriptor, the channel's thread receives the signal number
+        # immediately.
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        # The coordinator ends after it has received all goodbyes.
+        # The coordinator ends after it has received `bye` from every process.
         self._closed = self._coordinator is None
         self._send({"bye": True})
         if self._connection is not None:
@@ -211,10 +211,10 @@ class ControlChannel:
         facts: Mapping[str, str],
         secret: Callable[[], bytes | None],
     ) -> JoinFailure | None:
-        """Wait until all processes have joined. Return the failure if they cannot run together.
+        """Wait until all processes have joined. If they cannot run together, return the failure.
 
         Args:
-            address: host and port at which the coordinator listens until all have joined.
+            address: host and port at which the coordinator listens until all processes have joined.
             facts: values, keyed by name, that must be equal in all processes.
             secret: function that returns the run's secret, or None if it is not available yet.
         """
@@ -271,7 +271,7 @@ class ControlChannel:
         reason = _NO_SECRET
         while time.monotonic() < end():
             try:
-                # The secret is not written yet, or was removed by process 0.
+                # The secret has not been written yet, or process 0 has removed it.
                 if (key := secret()) is None:
                     raise ConnectionRefusedError
                 reason = "" if reason == _NO_SECRET else reason
@@ -300,7 +300,7 @@ class ControlChannel:
         """Return whether to stop now. This collective call has the same result on all processes."""
         with self._changed:
             while self._state.asked and self._state.stop_at is None and not self._closed:
-                self._changed.wait(1.0)  # the channel threads of all processes respond
+                self._changed.wait(1.0)  # the channel threads of all processes respond on their own
             self._answered += 1
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 
@@ -313,7 +313,7 @@ class ControlChannel:
         """Compare a value across all processes. This is a collective call.
 
         Returns:
-            The processes, keyed by value. There is a single entry if all values are equal.
+            The process indices, keyed by value. There is a single entry if all processes agree.
         """
         self._comparing = True
         self._send({"same": name, "value": value})
@@ -325,7 +325,7 @@ class ControlChannel:
 
     @contextlib.contextmanager
     def propagate_failure(self) -> Iterator[None]:
-        """End all other processes with the same reason and exit code if the body fails."""
+        """If the body fails, end all other processes with the same reason and exit code."""
         try:
             yield
         except Preemption:  # all processes stop together
@@ -345,12 +345,12 @@ class ControlChannel:
             raise
 
     def fail(self, code: int, text: str) -> None:
-        """Report a failure to all other processes, and end this process even if jax blocks."""
+        """Report a failure to all other processes, and end this process even if jax is blocked."""
         self._failing = True
         self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
             return
-        # Let the others exit first: jax aborts processes that lose the connection to process 0.
+        # Let the others exit first: jax aborts any process that loses its connection to process 0.
         if self._coordinator is not None:
             self._coordinator.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
         # At exit, jax would wait for the other processes, which have ended.
@@ -411,11 +411,13 @@ class ControlChannel:
         ):
             return
         text = f"process 0 did not respond for {limit:g} s\n"
-        text += f"  Process 0 was stopped, or its host is down or not reachable.\n{_AGAIN}"
+        text += f"  Process 0 was stopped, or its host is down or unreachable.\n{_AGAIN}"
         self._exit(ExitCode.HANG, text)
 
     def _heartbeat(self) -> Heartbeat:
-        """Return this process's state for the coordinator, sent about once per second."""
+        """Return the state of this process, which is sent to the coordinator about once per
+        second.
+        """
         where = self._phases.status()
         return {
             "phase": where.phase,
@@ -447,7 +449,9 @@ class ControlChannel:
             self._coordinator.read(source)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal. The next stop check waits for the coordinator's decision."""
+        """Handle a signal. The next call that checks for a stop waits for the coordinator's
+        decision.
+        """
         self._state.asked = True
 
     def _on_signal(self, number: signal.Signals) -> None:
@@ -501,14 +505,14 @@ class ControlChannel:
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
 
     def _exit(self, code: int, text: str) -> None:
-        """End the process from this thread, because the main thread or a disk may hang."""
+        """End the process from this thread, because the main thread or a disk may be hung."""
 
         def tell_ledger() -> None:
             with contextlib.suppress(Exception):
                 self.on_leave(int(code), text)
 
         try:
-            with contextlib.suppress(RuntimeError):  # no thread can start while Python exits
+            with contextlib.suppress(RuntimeError):  # no thread can be started while Python exits
                 _exit_later(2 * _GOODBYE_SECONDS, int(code))
                 telling = threading.Thread(target=tell_ledger, daemon=True)
                 telling.start()
@@ -524,7 +528,7 @@ class ControlChannel:
 
 
 def _print(text: str) -> None:
-    """Print a line in one write, so that lines of several threads are not interleaved."""
+    """Print a line in a single write, so that lines from several threads are not interleaved."""
     print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 

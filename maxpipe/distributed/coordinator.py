@@ -23,12 +23,12 @@ from maxpipe.errors import ExitCode, escape_control_chars
 from maxpipe.io.formatting import pluralize
 
 _STRAGGLER_STEPS = 20
-"""Number of steps between two comparisons of the step times of all processes."""
+"""Number of steps between comparisons of step times across processes."""
 _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
-"""Minimum straggler delay that is reported, in seconds and as a fraction of the step time."""
+"""Minimum straggler delay to report, in seconds and as a fraction of the step time."""
 _REPORT_EVERY_SECONDS = 10.0
 _RESEND_SECONDS = 0.05
-"""Interval in seconds at which sending of queued data is retried."""
+"""Interval in seconds between attempts to send queued data."""
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 STOPPED_BEFORE_FIRST_STEP = (
     f"stopped before the first step\n  There is nothing new to save.\n{_AGAIN}"
@@ -36,7 +36,7 @@ STOPPED_BEFORE_FIRST_STEP = (
 
 
 def free_port() -> int:
-    """Return a free port for the coordinator of processes that are about to start.
+    """Return a free port for the coordinator of a run that is about to start.
 
     The port is outside the ephemeral range, so no outgoing connection can use the port in the
     meantime.
@@ -50,24 +50,25 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits after which the run ends."""
+    """Time limits after which the run is ended."""
 
     init_seconds: float = 300.0
     heartbeat_seconds: float = 100.0
     """Maximum time without a message from a process."""
     stall_seconds: float = 0.0
-    """Maximum time without progress of any process. 0 disables the limit."""
+    """Maximum time during which no process makes progress. 0 disables the limit."""
     grace_seconds: float = 0.0
-    """Maximum time from a stop request to the exit, even without a save. 0 disables the limit."""
+    """Maximum time from a stop request to the exit, even if no checkpoint has been saved. 0
+    disables the limit."""
 
 
 @dataclass(frozen=True)
 class JoinFailure:
-    """The reason why the processes cannot run together."""
+    """Reason why the processes cannot run together."""
 
     text: str
     late: bool = False
-    """True if processes did not connect or are not reachable; false if their settings differ."""
+    """True if processes did not connect or are unreachable; false if their settings differ."""
     action: str = ""
     """Suggested action, if known."""
 
@@ -140,7 +141,9 @@ class CoordinatorMessage(TypedDict):
 
 
 def sanitize_peer_text(text: str, most: int) -> str:
-    """Return the last `most` characters of a peer's text, with control characters escaped."""
+    """Return the last `most` characters of a string from a peer, with control characters
+    escaped.
+    """
     return escape_control_chars(text[-most:])
 
 
@@ -193,7 +196,7 @@ class Coordinator:
         self._listener: Listener | None = None
         self._selector = selector
         self._unknown: dict[AuthenticatedConnection, float] = {}
-        """Authenticated connections that have not sent `hello` yet, with the time of their
+        """Authenticated connections that have not sent `hello` yet, with the time of
         authentication."""
         self._refusal = ""
         self._lock = threading.RLock()
@@ -203,7 +206,7 @@ class Coordinator:
         self._is_ending = False
         self._asked = False
         self._stop_code: StopCode = 75
-        """Exit code of the first stop request, which all processes use."""
+        """Exit code of all processes, set by the first stop request."""
         self._answers: dict[int, int] = {}
         self._values: dict[str, dict[int, str]] = {}
         self._last_report = time.monotonic()
@@ -234,7 +237,7 @@ class Coordinator:
 
     def flush_pending(self) -> float:
         """Send queued data and resume a paused listener. Return the seconds until the next call."""
-        # Copy the members, because the main thread may add process 0 meanwhile.
+        # Copy the members, because the main thread may add process 0 at the same time.
         wires = [each.connection for each in list(self._members.values())]
         behind = [wire for wire in wires if wire and wire.has_unsent]
         for wire in behind:
@@ -249,7 +252,7 @@ class Coordinator:
         return soon
 
     def read(self, source: Any) -> None:
-        """Read from a socket that is ready."""
+        """Read from a socket that has data."""
         if isinstance(source, Listener):
             self._unregister(source)  # pause the listener
             self._poll_listener()
@@ -288,7 +291,7 @@ class Coordinator:
         wire.close()
 
     def _admit(self, wire: AuthenticatedConnection, hello: Hello) -> Member | None:
-        """Admit a process based on its hello, or reject it if its settings are wrong."""
+        """Admit a process based on its `hello` message, or reject it if its settings differ."""
         index, count = hello["index"], hello["count"]
         came = Member(
             index, sanitize_peer_text(hello["host"], 255), hello["pid"], wire, hello["facts"]
@@ -388,7 +391,7 @@ class Coordinator:
                 self._asked, self._stop_code = True, message["stop"]
                 if self._welcomed:
                     self._broadcast({"ask": self._stop_code})
-                else:  # no process has started, and missing processes cannot respond
+                else:  # no process has started yet, and missing processes cannot respond
                     self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
             elif "at" in message:
                 self._answers[index] = message["at"]
@@ -405,7 +408,9 @@ class Coordinator:
                     self._broadcast({"agreed": message["same"], "values": list(groups.items())})
 
     def _decide_stop_step(self) -> None:
-        """Choose the step at which all processes stop: the step after the last started step."""
+        """Choose the step at which all processes stop: the one after the last step that any process
+        started.
+        """
         furthest = max(self._answers.values())
         if furthest == 0:
             self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
@@ -413,7 +418,7 @@ class Coordinator:
             self._broadcast({"stop_at": furthest + 1})
 
     def _broadcast(self, message: CoordinatorMessage, but: int = -1) -> None:
-        """Send a message to all processes except `but`; process 0 receives it last."""
+        """Send a message to all processes except `but`, and to process 0 last."""
         for member in sorted(self._members.values(), key=lambda each: -each.index):
             if member.index == but:
                 continue
@@ -520,7 +525,7 @@ class Coordinator:
             self._end(ExitCode.HANG, text)
 
     def _check_early_exits(self) -> None:
-        """End the run if a process left early and other processes are waiting for it.
+        """End the run if a process has left early and other processes are waiting for it.
 
         The run continues while the other processes make progress or save, because process 0 may
         still be verifying the files of all processes.
@@ -541,7 +546,7 @@ class Coordinator:
     def _check_stall(self) -> None:
         """End the run if no process makes progress.
 
-        While one process makes progress, the other processes may be waiting for it. Heartbeats can
+        While any process makes progress, the others may be waiting for it. Heartbeats can
         be a second old, or older if a host was frozen, so every process must confirm the stall with
         a new heartbeat.
         """
@@ -555,7 +560,7 @@ class Coordinator:
             self._suspected = {each.index: each.num_beats for each in here}
         if any(each.num_beats <= self._suspected.get(each.index, 0) for each in here):
             return
-        # A process that reads data delays the other processes, even in a phase that all processes
+        # A process reading data delays the other processes, even in a phase that all processes
         # enter together.
         holding = [each for each in here if each.beat["detail"] or not each.beat["waits"]]
         behind = min(each.beat["step"] for each in here)

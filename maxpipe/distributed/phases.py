@@ -20,7 +20,7 @@ SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
 """Phases in which a process may wait for the others. In any other phase, the others wait for it."""
 UNTIMED = (COMPILE,)
-"""Phases of unknown duration without visible progress."""
+"""Phases of unknown duration that report no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class PhaseStatus:
     seconds: float
     """Time since the last progress, in seconds."""
     own_seconds: float
-    """Total time in seconds after set-up, excluding waits for devices or other processes."""
+    """Total time in seconds since set-up, excluding waits for devices or other processes."""
     detail: str = ""
     """Reason for the current wait, if known."""
 

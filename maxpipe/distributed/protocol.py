@@ -1,6 +1,6 @@
-"""Authenticated messages between the coordinator and the other processes, and its listener.
+"""Exchange authenticated messages with the coordinator, and listen for connections from processes.
 
-Both ends have the run's secret. Each end proves this before it sends any other data:
+Both ends have the run's secret, and each end proves this before it sends any other data:
 
     member -> hub   protocol name, nonce of the member
     hub -> member   nonce of the hub, HMAC(secret, "hub", both nonces)
@@ -11,7 +11,7 @@ for its nonces and role, so replayed or reflected proofs are rejected. After the
 message carries its length and an HMAC of its sequence number and content. Each connection has a
 separate HMAC key for each direction. Messages are unencrypted JSON.
 
-Only `connect` and `flush` block. Messages that a peer has not read yet are queued. If the queue
+Only `connect` and `flush` block. Messages that the peer has not read yet are queued. If the queue
 exceeds a limit, the connection is closed.
 
 The secret is never part of a config, a command line or a log. A launcher passes the secret to all
@@ -21,7 +21,7 @@ removes it after all processes have joined.
 
 `Listener` accepts connections from the other processes on a port of process 0. Any host can connect
 to the port, so the number, received bytes and lifetime of unauthenticated connections are limited.
-After each poll of the port, the listener pauses for a multiple of the CPU time of the poll.
+After each poll of the port, the listener pauses for a multiple of the CPU time that the poll used.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ from maxpipe.io.typed_json import parse_json
 _T = TypeVar("_T")
 
 MAX_MEMBER_MESSAGE_BYTES, MAX_COORDINATOR_MESSAGE_BYTES = 1 << 18, 1 << 24
-"""Maximum message sizes. A coordinator message may be larger, because it may list all processes."""
+"""Maximum message sizes. Coordinator messages may be larger, because they may list all
+processes."""
 PIECE_BYTES = 1 << 16
 
 _NAME = b"maxpipe1"
@@ -67,7 +68,7 @@ class PeerAuthenticationError(ConnectionError):
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of `parts`. In every use, all parts except the last have a fixed size."""
+    """Return the HMAC of `parts`. Callers must give all parts except the last a fixed size."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 
@@ -170,7 +171,8 @@ class AuthenticatedConnection:
         """Close the socket without losing data that was already sent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
-            # Closing a socket with unread data would reset the connection and drop sent data.
+            # Closing a socket with unread data would reset the connection and discard data already
+            # sent.
             for _ in range(_MAX_DRAINED_READS):
                 if not self._socket.recv(PIECE_BYTES):
                     break
@@ -178,7 +180,7 @@ class AuthenticatedConnection:
 
 
 class UnauthenticatedPeer:
-    """A connection to a peer that is not authenticated yet."""
+    """A connection to a peer that has not been authenticated yet."""
 
     def __init__(self, sock: socket.socket, address: str):
         self.address, self.since = address, time.monotonic()
@@ -193,7 +195,7 @@ class UnauthenticatedPeer:
         """Continue the handshake with the received data. Return the connection once it succeeds.
 
         Raises:
-            OSError: the peer failed to authenticate, or has disconnected.
+            OSError: the peer failed to authenticate or disconnected.
         """
         wanted = _DIGEST if self._nonces else _HELLO
         try:
@@ -232,11 +234,11 @@ def connect(
     Args:
         address: host and port.
         secret: secret of the run.
-        end: function that returns the deadline in seconds, on the clock of `time.monotonic`.
+        end: function that returns the deadline in seconds, as measured by `time.monotonic`.
 
     Raises:
         PeerAuthenticationError: the peer does not have the secret.
-        OSError: the coordinator is not reachable or does not respond.
+        OSError: the coordinator is unreachable or does not respond.
     """
     begin = time.monotonic()
     sock = socket.create_connection(address, max(0.1, min(_CONNECT_SECONDS, end() - begin)))
@@ -305,7 +307,7 @@ def secret_from_environment(environment: Mapping[str, str] = os.environ) -> byte
         return _read(Path(path))
     except OSError as error:
         # The path is not shown, because the variable's name marks its value as a secret.
-        rule = f"must name a private file that holds the run's secret: {error.strerror or error}."
+        rule = f"must name a private file with the run's secret: {error.strerror or error}."
         action = "Create the file with `(umask 077; openssl rand -hex 32 > FILE)` and copy it to "
         action += "every host."
         if isinstance(error, PermissionError):
@@ -321,7 +323,7 @@ def secret_path(folder: Path, port: int) -> Path:
 
 @contextlib.contextmanager
 def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
-    """Write a secret file for the other processes, and remove the file when the context exits.
+    """Write a secret file for the other processes; remove the file when the context exits.
 
     Raises:
         StorageError: the folder cannot be written.
@@ -334,7 +336,7 @@ def publish_secret(folder: Path, port: int) -> Iterator[bytes]:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         with open(os.open(draft, flags, 0o600), "w", encoding="ascii") as stream:
             stream.write(text)
-        # Replace an existing file, which may be a link or come from a copied folder.
+        # Replace any existing file, which may be a link or part of a copied folder.
         draft.replace(path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -354,7 +356,7 @@ def remove_secret(folder: Path, port: int) -> None:
 
 
 def remove_stale_secrets(folder: Path) -> None:
-    """Remove all secret files that killed processes have left in the folder.
+    """Remove all secret files that killed processes left in the folder.
 
     The caller must hold the lock on the folder. All processes of its run have then connected and no
     longer read the secret.
@@ -365,7 +367,7 @@ def remove_stale_secrets(folder: Path) -> None:
 
 
 def read_published_secret(folder: Path, port: int) -> bytes | None:
-    """Return the secret that process 0 published, or None if it is not published yet.
+    """Return the secret published by process 0, or None if it has not been published yet.
 
     Raises:
         ConfigError: other users could have read the secret.
@@ -375,17 +377,17 @@ def read_published_secret(folder: Path, port: int) -> bytes | None:
         os.listdir(folder)  # otherwise, NFS may cache the absence of the file for a minute
         return _read(path)
     except PermissionError as error:
-        rule = f"must be readable only by the user of the processes: {error.strerror}."
+        rule = f"must be readable only by the user that runs the processes: {error.strerror}."
         raise ConfigError.one(str(path), None, rule, _ACTION) from error
-    except OSError:  # the file is not written yet, or is being replaced
+    except OSError:  # the file has not been written yet or is being replaced
         return None
 
 
 def _read(path: Path) -> bytes:
-    """Read the secret in a file.
+    """Read the secret from a file.
 
     Raises:
-        PermissionError: the file is accessible by other users.
+        PermissionError: other users can access the file.
         OSError: the file cannot be read, or does not contain a secret of valid length.
     """
     # Without O_NONBLOCK, opening a pipe without a writer would block forever.
@@ -426,7 +428,7 @@ def own_addresses(host: str) -> list[str]:
     """Return the local addresses to which `host` resolves; empty if it does not resolve."""
     try:
         found = list(dict.fromkeys(str(each[4][0]) for each in _resolve(host, 0)))
-    except socket.gaierror:  # other hosts may resolve the name
+    except socket.gaierror:  # other hosts may be able to resolve the name
         return []
     is_name = host not in found and host != "localhost"
     if is_name and any(ipaddress.ip_address(each.partition("%")[0]).is_loopback for each in found):
@@ -508,7 +510,7 @@ class Listener:
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._unauthenticated:  # it may have been evicted in this loop
+            elif source in self._unauthenticated:  # this loop may have evicted it
                 proved += self._authenticate(source)
         for stranger in [
             each for each in self._unauthenticated if now - each.since > _AUTHENTICATION_SECONDS

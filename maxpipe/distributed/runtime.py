@@ -1,7 +1,7 @@
-"""Set up a process: devices, connections to other processes, compilation cache and signals.
+"""Set up a process: devices, connections to other processes, compilation cache and signal handlers.
 
 Only this module changes jax's global settings and the process environment. Its functions must be
-called before the first use of a device.
+called before any device is used.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from maxpipe.io.files import expand_path, has_home
 
 _LOG = logging.getLogger(__name__)
 
-# The time limits of jax are longer than those of the control channel by this time in seconds,
-# because jax aborts a process with SIGABRT if other processes do not connect or are lost.
+# Seconds by which jax's time limits exceed those of the control channel, because jax aborts a
+# process with SIGABRT if other processes do not connect or are lost.
 _JAX_LIMIT_SECONDS = 60
 _SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
@@ -71,19 +71,19 @@ def join_processes(
         cpu_devices: number of virtual CPU devices of this process.
         phases: phases of this process, reported to the coordinator.
         facts: values, keyed by name, that must be equal in all processes.
-        folder: run folder, shared by all processes. Process 0 publishes a secret in the folder if
-            the processes get no secret from the environment or from jax.
+        folder: run folder, shared by all processes. Process 0 publishes a secret in this folder if
+            the processes receive none from the environment or through jax.
 
     Raises:
         ConfigError: the selected platform has no devices on this machine, `facts` differ between
             processes, or the secret is not private.
-        UnreachableError: other processes did not join in time or are not reachable.
+        UnreachableError: other processes did not join in time or are unreachable.
         StorageError: the folder cannot be written.
     """
     _prepare(config, cpu_devices)
     if config.num_processes == 0:
         _initialize(config)
-        _find_devices(config)  # fail with a clear message before jax uses the devices
+        _find_devices(config)  # report errors clearly before jax uses the devices
         index, count = jax.process_index(), jax.process_count()
     else:
         index, count = config.process_id, config.num_processes
@@ -108,7 +108,7 @@ def join_processes(
 
 
 def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
-    # Suppress the warnings of XLA's C++ code, which are intended for XLA developers.
+    # Suppress warnings from XLA's C++ code, which are intended for XLA developers.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _remove_log_printers()
     if config.platform != "auto":
@@ -144,7 +144,7 @@ _ASYNC_ALL_TO_ALL = {"xla_tpu_enable_async_ragged_all_to_all": "true"}
 """Overlap expert all-to-alls with shared experts and weight gradients."""
 _BY_FUSIONS = {
     # With both options, an all-gather that starts before a loop overlaps with the loop, but its
-    # result uses memory during the loop.
+    # result occupies memory during the loop.
     "xla_enable_async_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     **_ASYNC_ALL_TO_ALL,
@@ -166,9 +166,10 @@ _ASYNC_OPTIONS = {
     "TPU v6 lite": _BY_SPARSE_CORES,
     "TPU7x": _BY_SPARSE_CORES,
 }
-"""Options keyed by device kind. Other devices support neither method of overlapping all-gathers."""
+"""Options keyed by device kind. Other device kinds support neither method of overlapping
+all-gathers."""
 _LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
-"""Options to save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
+"""Options that save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
 _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
 """Fuse the quantization of operands into 8-bit matmuls. If an operand is used by several matmuls,
 `parallel.low_precision` materializes the quantized values."""
@@ -178,9 +179,9 @@ to 5%, and increases compile time by a third to two thirds."""
 _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 _WIDE, _MAX_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
 """Minimum `model.d_model` for a limit of 32 MiB, which reduces cycles by 2% compared with 24 MiB
-(models with 70B and 405B parameters). The listed device kinds always use 32 MiB. With
+(models with 70B or 405B parameters). The listed device kinds always use 32 MiB. With
 `d_model=4096`, this limit saves 13% of the cycles on v6e (`benchmarks/low_precision.md`). On v5p,
-it saves 1 to 2%, and nothing for models with experts (`benchmarks/tpu_step.md`)."""
+it saves 1 to 2%, but nothing for models with experts (`benchmarks/tpu_step.md`)."""
 
 
 def compiler_options(
@@ -193,7 +194,7 @@ def compiler_options(
 ) -> dict[str, str]:
     """Return the XLA options of the train step for a platform and device kind.
 
-    `spares_memory` reduces memory at the cost of more cycles. `in_8_bits` indicates that some
+    `spares_memory` reduces memory use at the cost of more cycles. `in_8_bits` indicates that some
     matmuls are 8-bit. The gains are compiler estimates (`benchmarks/tpu_step.py`; decision 31).
     """
     if platform != "tpu":
@@ -207,7 +208,7 @@ def compiler_options(
 
 
 def use_cpu_only() -> None:
-    """Use only the CPU, for commands that read files while a run may be using the devices."""
+    """Use only the CPU, for commands that read files while the devices may be in use by a run."""
     _remove_log_printers()
     jax.config.update("jax_platforms", "cpu")
 
@@ -221,7 +222,7 @@ def _remove_log_printers() -> None:
 
 
 def _keep_stdout_for_python() -> None:
-    """Discard C-level stdout, where gloo reports every connection, but keep Python's stdout."""
+    """Discard C-level stdout, to which gloo reports every connection, but keep Python's stdout."""
     sys.stdout.flush()
     kept = os.dup(sys.stdout.fileno())
     with open(os.devnull, "wb") as nowhere:
@@ -301,7 +302,7 @@ def _own_address() -> str:
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # an address reserved for documentation; nothing is sent
         return probe.getsockname()[0]
-    # jax stores the coordinator address, but only in a private module.
+    # jax exposes the coordinator address only in a private module.
     from jax._src.distributed import global_state
 
     host = (global_state.coordinator_address or "").rpartition(":")[0].strip("[]")
@@ -373,7 +374,7 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
 
 @contextlib.contextmanager
 def _deadline(seconds: float, code: int, message: str) -> Iterator[None]:
-    """Exit the process if the body exceeds the time limit, because it may not be interruptible."""
+    """Exit the process if the body, which may not be interruptible, exceeds the time limit."""
 
     def leave() -> None:
         print(f"{redact.redact_text(message)}\n", end="", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""Create jobs on Google Cloud TPU VMs, with one queued resource for all slices.
+"""Create jobs for Google Cloud TPU VMs, with one queued resource for all slices.
 
-Each host starts its process with `maxpipe launch local`, so the same restart policy applies.
+Each host starts its process with `maxpipe launch local`, so its restart policy applies.
 """
 
 from __future__ import annotations
@@ -133,11 +133,11 @@ def create_submission(job: Job) -> Submission:
     topology, launch = job.hosts.topology, job.config.launch
     tpu = tpu_of(topology)
     if not tpu.runtime_version:
-        rule = "is available only in Kubernetes clusters."
+        rule = "is supported only on Kubernetes clusters."
         raise ConfigError.one(KEY, topology.name, rule, "Use `maxpipe launch gke`.")
     if not launch.zone:
         rule, action = (
-            "must name the zone of the TPUs.",
+            "must name the zone in which the TPUs are located.",
             "Set launch.zone=us-east5-a or another zone.",
         )
         raise ConfigError.one("launch.zone", "''", rule, action)

@@ -46,12 +46,12 @@ _RULES = (
     ("nodeTaken", "RestartJobSetAndIgnoreMaxRestarts", {"condition": "DisruptionTarget"}),
     ("final", "FailJobSet", {"values": list(filter(is_final, range(1, 256)))}),
 )
-"""Failure rules in order, as (name, JobSet action, pods that match). All other failures (kills and
-exit code 71) count toward the restart limit. After a node fails, the remaining pods exit with 71
+"""Ordered failure rules, as (name, JobSet action, matching pods). All other failures (kills and
+exit code 71) count toward the restart limit. After a node failure, the remaining pods exit with 71
 long before Kubernetes reports the lost pod."""
 _TOTAL_RESTARTS_FACTOR = 10
-"""Multiplier for `launch.restarts`. A JobSet counts all restarts; a newer checkpoint does not reset
-the count."""
+"""Factor by which `launch.restarts` is multiplied. A JobSet counts all restarts, and newer
+checkpoints do not reset the count."""
 
 
 _SUBMIT_SCRIPT = """\
@@ -91,7 +91,9 @@ before new Jobs and pods with the same names are created."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML dumper that writes multi-line strings as blocks, and lists of integers on one line."""
+    """YAML dumper that writes multi-line strings in block style and lists of integers on one
+    line.
+    """
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
         style = "|" if "\n" in data else None
@@ -114,7 +116,7 @@ def create_submission(job: Job) -> Submission:
     """
     launch = job.config.launch
     if not tpu_of(job.hosts.topology).node_label:
-        rule = "is not available in Kubernetes clusters."
+        rule = "is not supported on Kubernetes clusters."
         raise ConfigError.one(KEY, job.hosts.topology.name, rule, "Use `maxpipe launch gcloud`.")
     _check(job)
     config_map = {
@@ -152,7 +154,7 @@ def _check(job: Job) -> None:
         action = "Build one with the Dockerfile, then set launch.image=REGISTRY/maxpipe:TAG."
         raise ConfigError.one("launch.image", "''", rule, action)
     if not launch.volume:
-        rule = "must name persistent storage: all other files are lost when a pod exits."
+        rule = "must name persistent storage, because all other files are lost when a pod exits."
         action = "Set launch.volume to gs://BUCKET or the name of a persistent volume claim."
         raise ConfigError.one("launch.volume", "''", rule, action)
     _check_volume(launch.volume)
@@ -241,7 +243,9 @@ def _jobset(job: Job) -> dict[str, Any]:
 
 
 def _pod_rule(pods: dict[str, Any]) -> dict[str, Any]:
-    """Return a pod failure rule. The Job's failure message ends with the index of the rule."""
+    """Return a pod failure rule. The Job's failure message ends with the index of the matching
+    rule.
+    """
     if "condition" in pods:
         condition = {"type": pods["condition"], "status": "True"}
         return {"action": "FailJob", "onPodConditions": [condition]}
@@ -302,5 +306,7 @@ def _container(job: Job) -> dict[str, Any]:
 
 
 def _secret_name(job: Job) -> str:
-    """Return the name of the Secret that `submit.sh` creates. Users create all other Secrets."""
+    """Return the name of the Secret that `submit.sh` creates. All other Secrets are created by
+    users.
+    """
     return f"{job.name}-link"

@@ -1,8 +1,8 @@
-"""Cluster jobs, the hosts of a topology, checks before a launch, and the restart policy.
+"""Cluster jobs, hosts of a topology, pre-launch checks, and the restart policy.
 
-A job is a set of files and the command that submits them. `Preflight` collects the results of the
-checks that run before processes start or a job is submitted. The restart policy depends on the exit
-code and the newest checkpoint of a run.
+A job is a set of files and the command that submits them. `Preflight` collects the results of
+checks that run before processes start or a job is submitted. The restart policy depends on a run's
+exit code and its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHIPS_PER_HOST = 4
 _SINGLE_HOST_CHIPS = {"v5e": (1, 4, 8), "v6e": (1, 4, 8)}
 """Sizes of single-host slices, in chips. All other TPU hosts have four chips."""
 _GPUS_PER_HOST = {"gb200": 4}
-"""Number of GPUs per host, for GPU types whose slices span several hosts."""
+"""Number of GPUs per host, for GPU types whose slices can span several hosts."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ def tpu_of(topology: Topology) -> Tpu:
     """Return the Google Cloud names of a TPU topology.
 
     Raises:
-        ConfigError: the topology does not consist of TPUs.
+        ConfigError: the devices of the topology are not TPUs.
     """
     if topology.hardware.topology not in _TPUS:
-        rule = f"must be a topology of TPUs: {', '.join(_TPUS)}."
+        rule = f"must be a TPU topology: {', '.join(_TPUS)}."
         action = f"Set {KEY}=v5p:2x4x4, or use `maxpipe launch slurm`."
         raise ConfigError.one(KEY, topology.name, rule, action)
     return _TPUS[topology.hardware.topology]
@@ -133,17 +133,19 @@ CONFIG_FILE = "config.yml"
 
 @dataclass(frozen=True)
 class Job:
-    """A run with a resolved mesh, its hosts, and the folder of the job files."""
+    """A run with a resolved mesh, its hosts, and the folder for its job files."""
 
     config: Config
     hosts: Hosts
     folder: Path
     workdir: Path
-    """Working folder on the hosts."""
+    """Working directory on the hosts."""
 
     @property
     def name(self) -> str:
-        """Run name, converted to a resource name of lower-case letters, digits and hyphens."""
+        """Run name, converted to a resource name with only lower-case letters, digits and
+        hyphens.
+        """
         name = re.sub(r"[^a-z0-9]+", "-", self.config.run.name.lower()).strip("-")[:40]
         return name.strip("-") if name[:1].isalpha() else f"run-{name}".strip("-")
 
@@ -170,7 +172,7 @@ class Submission:
     """Program that must be installed on this machine to submit the job."""
 
     def render(self, folder: Path) -> str:
-        """Return the text of all files, each preceded by its path."""
+        """Return the contents of all files, each preceded by its path."""
         return "\n".join(f"# --- {folder / name}\n{text}" for name, text in self.files.items())
 
     def write(self, folder: Path) -> None:
@@ -191,7 +193,7 @@ class Submission:
             raise StorageError.unwritable(folder, error, action) from error
 
     def run(self) -> int:
-        """Submit the files, and return the exit code of the submission tool.
+        """Submit the job, and return the exit code of the submission tool.
 
         Raises:
             ConfigError: the tool is not installed.
@@ -207,7 +209,7 @@ class Submission:
 
 
 def required_variables(names: Sequence[str]) -> str:
-    """Return shell lines that exit with an error if a variable is not set."""
+    """Return shell code that exits with an error if a variable is not set."""
     return "".join(
         f': "${{{name}:?must be set, because launch.environment lists it}}"\n' for name in names
     )
@@ -238,7 +240,7 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
         newest = None
         with contextlib.suppress(OSError):
             for record in read_json_lines(run_dir / EVENTS_FILE, _StepEvent):
-                # A restarted run may begin from an older checkpoint.
+                # A restarted run may resume from an older checkpoint.
                 if record["event"] in ("start", "checkpoint"):
                     newest = record["step"] or None
         return newest
@@ -250,7 +252,7 @@ def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
 
 
 class _StepEvent(TypedDict):
-    """A line of `events.jsonl` that has a step. Other lines are skipped."""
+    """A record in `events.jsonl` that has a step. Other lines are skipped."""
 
     event: str
     step: int
@@ -270,7 +272,9 @@ def is_interrupted(code: int) -> bool:
 
 
 def is_final(code: int) -> bool:
-    """Return whether the exit code rules out a restart: true except after a stop, hang or kill."""
+    """Return whether the exit code rules out a restart: true unless the process was stopped, hung
+    or killed.
+    """
     return code not in (ExitCode.PREEMPTED, ExitCode.HANG) and not is_killed(code)
 
 
@@ -318,7 +322,7 @@ class RestartPolicy:
 
 @dataclasses.dataclass
 class Preflight:
-    """Results of the checks before a launch, in order."""
+    """Results of pre-launch checks, in order."""
 
     origins: dict[str, str]
     lines: list[str] = dataclasses.field(default_factory=list)
@@ -345,7 +349,7 @@ class Preflight:
 
 
 def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return the error, with the origin (file or override) of each config key added."""
+    """Return the error with the origin (file or override) of each config key added."""
     known_keys = (
         dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins
@@ -361,7 +365,8 @@ def is_remote(path: str) -> bool:
 
 
 def check_local(loaded: LoadedConfig, processes: int) -> str:
-    """Check a run of `processes` processes on this machine, and return the report.
+    """Check whether a run with `processes` processes can start on this machine, and return the
+    report.
 
     Raises:
         ConfigError: the run cannot start. The error lists every reason.
@@ -375,7 +380,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         found.add_problem(
             "runtime.platform",
             config.runtime.platform,
-            f"must be cpu for {processes} processes: one process drives all TPU chips or GPUs of a "
+            f"must be cpu for {processes} processes: one process drives all TPU chips or GPUs in a "
             "machine.",
             "Set runtime.platform=cpu, or leave out --processes.",
         )
@@ -383,7 +388,8 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         found.add_problem(
             "mesh.cpu_devices",
             total,
-            f"must be a multiple of --processes ({processes}): devices are divided equally.",
+            f"must be a multiple of --processes ({processes}), because devices are divided "
+            "equally.",
             f"Set mesh.cpu_devices={-(-total // processes) * processes} with a matching mesh, or "
             f"use --processes {math.gcd(total, processes)}.",
         )
@@ -410,7 +416,8 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
 
 
 def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[Config, Hosts, str]:
-    """Check a run on other hosts. Return (config with resolved mesh, hosts, report).
+    """Check whether a run can start on other hosts. Return (config with resolved mesh, hosts,
+    report).
 
     Relative paths on the hosts are relative to `workdir`. If `shared` is set, this machine and the
     hosts share a file system.
@@ -462,7 +469,7 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
 
 
 def _refuse_secrets(loaded: LoadedConfig) -> None:
-    """Raise an error if the config contains secrets, because job files include the config."""
+    """Raise an error if the config contains secrets, because the job files include the config."""
     rule = "must not contain a secret: the job files would include it."
     action = (
         "Remove the secret, set it as an environment variable on the hosts, and add the name of "
@@ -484,7 +491,7 @@ def _axes(config: Config) -> str:
 
 
 def _here(config: Config) -> Topology:
-    """Return a topology of this machine's CPU devices, divided into virtual slices."""
+    """Return a topology with this machine's CPU devices, divided into virtual slices."""
     total = config.mesh.cpu_devices
     across = (getattr(config.mesh, f"dcn_{axis}") for axis in MESH_AXES)
     slices = math.prod(size for size in across if size > 1)
@@ -521,7 +528,7 @@ def _check_parent(folder: Path, found: Preflight) -> None:
     """Check that this machine can create an output folder."""
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if os.access(parent, os.W_OK | os.X_OK) and parent.is_dir():
-        found.add_ok(f"{folder} is writable from this host; all other hosts must also see it")
+        found.add_ok(f"{folder} is writable from this host; all other hosts must also have access")
     else:
         found.add_unchecked(
             f"{folder}: must be writable from all hosts; this host cannot write to {parent}"

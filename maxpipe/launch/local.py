@@ -1,6 +1,6 @@
 """Start, monitor and restart the processes of a run on this machine.
 
-Every process has one log file for all attempts. The launcher prints the log of the first process.
+Every process has one log file for all attempts. The launcher prints the first process's log.
 This module does not import jax, so the launcher uses no devices and survives crashes of the
 processes that it starts.
 """
@@ -78,7 +78,9 @@ class ProcessLog:
             return file.read(_MOST_BYTES).decode(errors="replace")
 
     def first_error(self) -> str:
-        """Return the first traceback or error of the latest attempt, else its last 10 log lines."""
+        """Return the first traceback or error message of the latest attempt, or else its last 10
+        log lines.
+        """
         text = self.text()
         found = min(
             filter(None, (_TRACEBACK.search(text), _MAXPIPE_ERROR.search(text))),
@@ -91,7 +93,7 @@ class ProcessLog:
         return "\n".join(lines)
 
     def follow(self) -> LogFollower:
-        """Return a `LogFollower` for the output of the latest attempt."""
+        """Return a `LogFollower` for the latest attempt's output."""
         return LogFollower(self.path, self._start)
 
 
@@ -121,8 +123,8 @@ class LogFollower:
 
 
 GRACE_SECONDS = 5.0
-"""Time in seconds for the other processes to report and exit after one process has failed. They are
-then killed, because they would wait for the failed process in a collective."""
+"""Time in seconds for the other processes to report and exit after one process has failed.
+Afterwards they are killed, because they would wait for the failed process in a collective."""
 _POLL_SECONDS = 0.1
 _PARENT_DEATH_SIGNAL = 1  # the value of PR_SET_PDEATHSIG for prctl(2)
 
@@ -136,7 +138,7 @@ class Failure:
 
 
 def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
-    """Run `maxpipe train` with these inputs in `processes` processes, and return the exit code.
+    """Run `maxpipe train` on these inputs in `processes` processes, and return the exit code.
 
     Raises:
         ConfigError: the run cannot start.
@@ -225,7 +227,7 @@ def _attempt(
         _start_processes(commands, logs, attempt) as processes,
         contextlib.closing(logs[0].follow()) as out,
     ):
-        # Threads wait instead of polling, so the queue preserves the order in which processes exit.
+        # Threads wait rather than poll, so the queue preserves the order in which processes exit.
         ends: queue.SimpleQueue[int] = queue.SimpleQueue()
 
         def report_exit(rank: int, process: subprocess.Popen[bytes]) -> None:
@@ -266,7 +268,7 @@ def _attempt(
 def _start_processes(
     commands: Sequence[Sequence[str]], logs: Sequence[ProcessLog], attempt: int
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the processes, and kill the remaining processes at the end of the block."""
+    """Start the processes; on exit from the context, kill those that remain."""
     processes: list[subprocess.Popen[bytes]] = []
     variables = _variables(len(commands))
     try:
@@ -280,7 +282,7 @@ def _start_processes(
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         env=os.environ | variables,
-                        # Ctrl-C reaches only the launcher, which then signals the processes.
+                        # Ctrl-C reaches only the launcher, which forwards it to the processes.
                         start_new_session=True,
                         preexec_fn=_stop_with_parent,
                     )
@@ -293,10 +295,10 @@ def _start_processes(
 
 
 def _variables(processes: int) -> dict[str, str]:
-    """Return the additional environment variables of the processes.
+    """Return the additional environment variables for the processes.
 
-    Several local processes share a generated secret. A single process gets no secret, because it
-    may belong to a multi-host run, where all hosts must have the same secret.
+    Several local processes share a generated secret. A single process receives none, because it may
+    belong to a multi-host run, in which all hosts must have the same secret.
     """
     variables = {"PYTHONUNBUFFERED": "1"}
     if processes > 1 and protocol.secret_from_environment() is None:
@@ -305,7 +307,7 @@ def _variables(processes: int) -> dict[str, str]:
 
 
 def _stop_with_parent() -> None:
-    """Make the calling process receive SIGTERM when the launcher dies (Linux only)."""
+    """Arrange for the calling process to receive SIGTERM when the launcher dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Create SLURM jobs, whose processes are started by `srun` and discovered by jax.
+"""Create SLURM jobs. `srun` starts the processes, and jax discovers them.
 
 The job script implements the restart policy of `job.py` in shell.
 """
@@ -113,14 +113,14 @@ def create_submission(job: Job) -> Submission:
     """
     topology, launch = job.hosts.topology, job.config.launch
     if topology.platform == "tpu":
-        rule = "must be a topology of GPUs or CPUs: SLURM does not manage TPUs."
+        rule = "must be a GPU or CPU topology, because SLURM does not manage TPUs."
         action = f"Use `maxpipe launch gcloud` or `gke`, or set {KEY}=h100:8."
         raise ConfigError.one(KEY, topology.name, rule, action)
     _check_paths(job)
     per_host = job.hosts.num_processes // job.hosts.num_hosts
     checkpoint = job.config.checkpoint
     elsewhere = checkpoint.dir or checkpoint.local_dir
-    # One process uses all CPU devices of a node, but only one GPU.
+    # One process uses all CPU devices of a node, but only a single GPU.
     devices = {"cpu_devices": job.hosts.chips_per_host} if topology.platform == "cpu" else {}
     words = {
         "name": job.config.run.name,

@@ -1,10 +1,9 @@
 """Calibrate the hardware parameters of the cost model on the local devices.
 
-The forward pass, input gradient and weight gradient of a layer are timed in the slots of the
-pipeline engine, first on all devices at once and then on a single device. Stage-to-stage messages,
-gathers, reductions and all-to-alls are timed over all devices. The costs of tensor-sharding a
-layer, of collective matmuls and of a tick are fitted to the remaining difference between measured
-and predicted step times.
+A layer's forward pass, input gradient and weight gradient are timed in pipeline-engine slots, first
+on all devices at once and then on a single device. Stage-to-stage messages, gathers, reductions and
+all-to-alls are timed over all devices. The overheads of tensor sharding, collective matmuls and
+ticks are fitted to the remaining difference between measured and predicted step times.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ from maxpipe.step.build import make_remat_policy
 
 Tree = Any
 TimedProgram = tuple[Callable[..., Tree], tuple[Tree, ...]]
-"""A per-device program, and its arguments except for the loop count."""
+"""A per-device program and all of its arguments except the loop count."""
 PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("F", "full"),
     ("FI", "full"),
@@ -65,16 +64,16 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("FB", "names"),
     ("FB", "none"),
 )
-"""Timed sequences of slots, each with its remat mode."""
+"""Slot sequences to time, each with its remat mode."""
 SIZED_PROGRAM = PROGRAMS[4]
-"""The slot sequence that is timed at several microbatch sizes."""
+"""Slot sequence to time at several microbatch sizes."""
 SIZES = (0.25, 0.5, 1, 2)
-"""Timed microbatch sizes, as multiples of the microbatch size in the config."""
+"""Microbatch sizes to time, as multiples of the microbatch size in the config."""
 LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
-"""Loop counts of the timed programs. The difference between the two measured times excludes the
-call overhead."""
+"""Loop counts of the timed programs. Subtracting the two measured times removes the call
+overhead."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
-"""Number of elements per row, and number of rows in each of the two timed buffers (4 and 68
+"""Number of elements per row, and number of rows in each of the two buffers to time (4 and 68
 MiB)."""
 NUM_STREAMED_PARAMS = 2**25
 """Number of parameters in the timed update. With moments and gradients, they occupy 512 MiB, which
@@ -99,14 +98,13 @@ class Measurements:
     forward_alone: float
     """Forward time of one layer while the other devices are idle."""
     deferred: float = 0.0
-    """Additional time of a backward pass in two slots (input and weight gradients) compared with a
-    single slot. `input_grad` and `weight_grad` include this time."""
+    """Additional time of a backward pass that is split into two slots (input and weight gradients),
+    compared with a single slot. `input_grad` and `weight_grad` include this time."""
     none_recomputed: float = 0.0
     """Time to write and read back all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
-    """Measurements at several microbatch sizes, as pairs: the bytes that a forward pass moves
-    through memory, and the time of a layer's forward and backward passes in seconds per
-    sequence."""
+    """Pairs measured at several microbatch sizes: memory traffic of a forward pass in bytes, and
+    time of a layer's forward and backward passes in seconds per sequence."""
     hop: float = 0.0
     """Time to send one microbatch's activation to the next device."""
     gather: float = 0.0
@@ -114,11 +112,11 @@ class Measurements:
     scatter: float = 0.0
     """Time to reduce-scatter the gradient of one layer over all devices."""
     exchange: float = 0.0
-    """Time of an all-to-all of an array with the size of a stage-to-stage message."""
+    """Time of an all-to-all on an array as large as a stage-to-stage message."""
     tokens: float = 0.0
     """Half the time of an all-gather of tokens followed by a reduce-scatter."""
     latency: float = 0.0
-    """Time of a collective over a few elements, which measures latency."""
+    """Latency, measured as the time of a collective on a few elements."""
     fresh: float = 0.0
     """Time to allocate temporary memory, in seconds per byte."""
     streamed: float = 0.0
@@ -146,8 +144,8 @@ def calibrate(
     """Return the fitted hardware parameters and the measurements.
 
     Args:
-        config: config with a resolved mesh, whose layers and microbatch are timed.
-        hardware: published parameters; peak FLOP/s and memory size are not changed.
+        config: config with a resolved mesh; its layers and microbatch size are timed.
+        hardware: published parameters; peak FLOP/s and memory capacity are kept.
         devices: devices, all of the same type.
     """
     sizes = Sizes(config).on_platform(devices[0].platform)
@@ -161,7 +159,7 @@ def calibrate(
 def fit_hardware(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int
 ) -> Hardware:
-    """Return the hardware parameters with which the cost model reproduces the measurements."""
+    """Return hardware parameters for which the cost model reproduces the measurements."""
     contention = found.forward / found.forward_alone
     shared_by = num_devices / contention if contention > _CONTENTION_THRESHOLD else 0.0
     by_size: dict[str, float] = {}
@@ -170,7 +168,7 @@ def fit_hardware(
         by_size = _fit_size_figures(
             found.by_size, [_predict_row_seconds(each, flat) for each in _sizes(sizes)]
         )
-    # All times below are for one layer at the microbatch size with the lowest time per token.
+    # All times below are for one layer, at the microbatch size that minimizes the time per token.
     sized = dataclasses.replace(hardware, **by_size)
     scale = 1 / CostModel(sizes, sized).most_common_layer.size_factor
     layer = ("forward", "input_grad", "weight_grad", "deferred", "forward_alone")
@@ -213,8 +211,7 @@ def fit_hardware(
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
-        # If a transfer is as fast as an almost empty collective, the bandwidth cannot be
-        # determined.
+        # If a transfer is as fast as an almost empty collective, bandwidth cannot be measured.
         rates = [
             sent / (seconds - found.latency)
             for seconds, sent in moved
@@ -232,9 +229,9 @@ def fit_hardware(
 def _fit_size_figures(
     measured: Sequence[tuple[float, float]], predicted: Sequence[float]
 ) -> dict[str, float]:
-    """Fit how the time per token depends on the microbatch size, relative to the prediction.
+    """Fit the deviation of the time per token from the prediction as a function of microbatch size.
 
-    The prediction already includes the cost per microbatch of reading weights and accumulating
+    The prediction already includes the per-microbatch cost of reading weights and accumulating
     gradients.
     """
     ratios = [(size, taken / flat) for (size, taken), flat in zip(measured, predicted, strict=True)]
@@ -265,8 +262,8 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
 def _exchange_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the all-to-all bandwidth divided by `rate`, or the previous ratio if it cannot be
-    measured.
+    """Return the ratio of all-to-all bandwidth to `rate`, or the previous ratio if the bandwidth
+    cannot be measured.
     """
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
@@ -277,8 +274,8 @@ def _exchange_rate(
 def _tokens_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the token-collective bandwidth divided by `rate`, or the previous ratio if it cannot
-    be measured.
+    """Return the ratio of token-collective bandwidth to `rate`, or the previous ratio if the
+    bandwidth cannot be measured.
     """
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
@@ -288,11 +285,11 @@ def _tokens_rate(
 
 
 def _memory_rate(found: Measurements, sizes: Sizes, hardware: Hardware) -> Hardware:
-    """Return the hardware parameters, with a higher memory bandwidth if the published one is too
+    """Return the hardware parameters, raising the memory bandwidth if the published value is too
     low.
 
-    Small layers fit in caches. If memory traffic would explain almost all of the measured time, the
-    memory bandwidth and the matmul rate are both increased by the same factor.
+    Small layers fit in caches. If predicted memory traffic would account for almost all of the
+    measured time, memory bandwidth and matmul rate are increased by the same factor.
     """
     weights = found.forward_alone * found.weight_grad / found.forward
     model = CostModel(sizes, hardware).most_common_layer
@@ -318,10 +315,10 @@ def _memory_seconds(endless: CostModel) -> float:
 
 
 def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
-    """Time layers and, if there are several devices, collectives.
+    """Time the layers and, on several devices, the collectives.
 
     Raises:
-        ConfigError: the times vary too much because the machine is busy.
+        ConfigError: the measured times vary too much because the machine is busy.
     """
     config = sizes.config
     together, alone = _ring(config, devices), _ring(config, devices[:1])
@@ -366,8 +363,8 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
             raise ConfigError.one(
                 "command line: --calibrate",
                 None,
-                f"measured a negative time for {name}, because times vary too much on this "
-                "machine.",
+                f"measured a negative time for {name}, because timings on this machine are too "
+                "noisy.",
                 "Repeat the measurement while no other programs are running.",
             )
     # The following values are differences of differences, so a value near 0 can be measured as
@@ -390,7 +387,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
 
 
 def _sizes(sizes: Sizes) -> list[Sizes]:
-    """Return the array sizes of the run at every timed microbatch size, in ascending order."""
+    """Return the run's array sizes for each microbatch size to time, in ascending order."""
     scaled_sizes = []
     for rows in sorted({max(1, int(share * sizes.batch.microbatch_size)) for share in SIZES}):
         scaled = sizes.config.train.batch_size * rows // sizes.batch.microbatch_size
@@ -516,7 +513,7 @@ def _reduce_scatter(whole: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def _time_update(mesh: Mesh) -> float:
-    """Return the time of a parameter update, in seconds per byte moved through memory."""
+    """Return the time of a parameter update, in seconds per byte of memory traffic."""
 
     def run(parameters: jax.Array, gradients: jax.Array, turns: jax.Array) -> jax.Array:
         def body(_: Any, state: Tree) -> Tree:
@@ -536,7 +533,7 @@ def _time_update(mesh: Mesh) -> float:
 
 
 def _time_allocation(mesh: Mesh) -> float:
-    """Return the time to clear and partially write temporary memory, in seconds per byte."""
+    """Return the time to zero temporary memory and write part of it, in seconds per byte."""
 
     def run(num_rows: int, turns: jax.Array) -> jax.Array:
         buffer = mark_varying(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))
@@ -558,8 +555,8 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Return the seconds per loop iteration of each program, whose last argument is the loop
-    count.
+    """Return the time per loop iteration of each program in seconds. The last argument of each
+    program is the loop count.
     """
     with jax.set_mesh(mesh):
         calls = [

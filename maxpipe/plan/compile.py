@@ -66,7 +66,7 @@ SLOTS = {
     "I": scopes.INPUT_GRAD,
     "W": scopes.WEIGHT_GRAD,
 }
-"""Name of the program scope that contains the layers of a slot, keyed by slot type."""
+"""Name scope of a slot's layers, keyed by slot type."""
 SCOPES = (
     scopes.RECOMPUTE,
     *SLOTS.values(),
@@ -132,8 +132,9 @@ class CompileReport:
     model_flops: float
     """FLOP that the model requires for the forward and backward passes."""
     cycles: float
-    """Cycles estimated by the compiler, without synchronous collectives, plus the cycles of kernels
-    at `kernel_efficiency`. The value is 0 if the compiler provides no cycle estimate."""
+    """Cycles estimated by the compiler, excluding synchronous collectives, plus the cycles of
+    custom kernels at `kernel_efficiency`. The value is 0 if the compiler provides no cycle
+    estimate."""
     pieces: dict[str, float]
     """Cycles of each program region; included in `cycles`. The region names are defined in
     `parallel.scopes`."""
@@ -152,10 +153,10 @@ class CompileReport:
     buffers: dict[str, int]
     """Size in bytes of the buffers carried by the tick loop; included in `working_bytes`."""
     beside_bytes: int = 0
-    """Calculated size in bytes of device memory that is not part of the step's arguments: GRPO's
+    """Calculated bytes of device memory held during the step but not passed as arguments: GRPO's
     reference parameters."""
     entries: list[ProfileLine] = field(default_factory=list)
-    """Operations on the busiest stages in descending order of cycles; empty without cycle
+    """Operations on the busiest stages in descending order of cycles; empty if there are no cycle
     estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
@@ -169,7 +170,7 @@ class CompileReport:
 
     @property
     def working_bytes(self) -> int:
-        """Return the bytes that are allocated only during the step; included in `total_bytes`."""
+        """Return the bytes allocated only while the step runs; included in `total_bytes`."""
         held = self.argument_bytes + self.output_bytes - self.alias_bytes + self.program_bytes
         return self.total_bytes - held
 
@@ -200,12 +201,12 @@ class CompileReport:
 
 
 def build_steps(config: Config, present: Sequence[Any]) -> Steps:
-    """Build the steps of a config for these devices.
+    """Build a config's train and evaluation steps for these devices.
 
     Raises:
-        ConfigError: the config does not fit the devices.
+        ConfigError: the config does not match the devices.
     """
-    # Only evaluation needs the byte lengths of tokens, and evaluation is not compiled here.
+    # Token byte lengths are needed only for evaluation, which is not compiled here.
     lengths = np.ones(config.model.vocab_size, np.int32)
     return steps_from_config(config, build_mesh(config.mesh, present), lengths)
 
@@ -221,15 +222,15 @@ def compile_step(
     given: Mapping[str, str] | None = None,
     begin: Callable[[str], None] = ignore_phase,
 ) -> CompileReport:
-    """Compile the train step of a config for a topology, and save the program to `save` if given.
+    """Compile a config's train step for a topology. If `save` is set, save the program there.
 
     `given` overrides the run's compiler options. An empty value removes an option. `begin` is
     called with the name of each phase.
 
     Raises:
-        ConfigError: the config does not fit the topology, no compiler for the topology is
-            installed, the step does not fit in memory, or the program could not be loaded
-            afterwards.
+        ConfigError: the config does not match the topology, no compiler for the topology is
+            installed, the step does not fit in memory, or the compiled program could not be loaded
+            later.
         StorageError: the program cannot be saved.
     """
     if save is not None:
@@ -293,17 +294,17 @@ def _save_error(save: Path) -> ConfigError:
 
 
 def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
-    """Return descriptions of the costs that a compiler without a GPU cannot determine."""
+    """Return descriptions of the costs that the compiler cannot determine without a GPU."""
     found = [
         "time: the compiler has no cycle estimates for GPUs",
-        "kernels: without a GPU, there is no autotuning and there are no Triton matmuls, so a run "
-        "can use other kernels and other workspace sizes",
-        "memory of CUDA and NCCL outside the program",
+        "kernels: without a GPU, XLA can neither autotune nor use Triton matmuls, so a run may use "
+        "different kernels and workspace sizes",
+        "memory that CUDA and NCCL allocate outside the program",
     ]
     if attention == "cudnn":
         most = gib(memory.attention_workspace_bytes(Sizes(config).on_platform(topology.platform)))
         found.append(
-            f"workspace of cuDNN attention: calculated {most}, or less if it shares memory with "
+            f"cuDNN attention workspace: calculated as {most}, or less if it shares memory with "
             "other temporaries"
         )
     return found
@@ -415,7 +416,7 @@ def versions() -> dict[str, str]:
 
 
 def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, Profile]:
-    """Return the costs of a compiled train step for the average stage and for the busiest stages.
+    """Profile a compiled train step, once for the average stage and once for the busiest stages.
 
     The average stage determines work and communication; the busiest stages determine time, because
     stages wait for each other.
@@ -463,10 +464,10 @@ def _activation_bytes(steps: Steps) -> int:
 def executions(
     steps: Steps, weight_gather: str, *, average: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the mean trip counts of dynamic loops, and how often each conditional runs its branch.
+    """Return the mean trip counts of dynamic loops, and how often each conditional branch runs.
 
-    Trip counts are those of either the average stage or the busiest stage. The second dictionary
-    contains the fraction of ticks in which each conditional runs its branch.
+    Trip counts are those of either the average or the busiest stage. The second dictionary
+    contains the fraction of ticks in which each conditional branch runs.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
@@ -506,7 +507,7 @@ def executions(
         shares = {
             rf"{outside}/{embed}/cond$": schedule.prologue.forward,
             rf"{outside}/{embed_grad}/cond$": schedule.prologue.backward,
-            # As many microbatches leave the pipeline as enter it.
+            # The number of microbatches leaving the pipeline equals the number entering it.
             rf"{outside}/{scopes.SEND}/cond$": schedule.embed_microbatch,
         } | shares
     return trips, {name: float((np.asarray(column) >= 0).mean()) for name, column in shares.items()}
@@ -518,7 +519,7 @@ def _layer_loop(scope: str) -> str:
 
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
-    """Return the mean trip counts of the inner loops, which run at most one layer each."""
+    """Return the mean trip counts of inner loops that run at most one layer each."""
     kinds = layout.layer_type_at[layout.layer_at >= 0]
     if len(layout.ring_layer_types) == 1:
         return {}
@@ -538,8 +539,8 @@ def _layers_per_tick(schedule: Schedule, sizes: np.ndarray, average: bool) -> di
 
     turns = {kind: layers(slots) for kind, slots in schedule.kinds}
     if schedule.mixed and not average:
-        # Stages run different slot types in the same tick. Only the longest slot determines the
-        # time.
+        # Stages run different slot types in the same tick. The longest slot determines the tick's
+        # duration.
         longest = np.argmax([turns[kind] * weight for kind, weight in _LENGTH.items()], axis=0)
         for place, kind in enumerate(_LENGTH):
             turns[kind] = np.where(longest == place, turns[kind], 0)

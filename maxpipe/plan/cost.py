@@ -44,15 +44,15 @@ from maxpipe.plan.traffic import (
 from maxpipe.schedule.table import Schedule, SlotColumns
 
 RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
-"""Number of forward passes that a layer's backward pass recomputes, keyed by `pipeline.remat`. For
-`names`, the number depends on the device. Compilers skip trailing operations whose results are
-unused: see `LayerCost.recompute_seconds`."""
+"""Number of forward passes that a layer's backward pass recomputes, keyed by `pipeline.remat`;
+device-dependent for `names`. Compilers skip trailing operations whose results are unused: see
+`LayerCost.recompute_seconds`."""
 SCORE_TRAFFIC = 12
-"""Bytes per query-key pair moved by one pass of the softmax in plain attention, or of its gradient.
-The value is fitted to the TPU compiler's cycle estimates at 2048 and 8192 tokens."""
+"""Bytes per query-key pair that plain attention moves in one pass of the softmax or of its
+gradient. Fitted to the TPU compiler's cycle estimates at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
-"""Slot types: forward, backward, and the input-gradient and weight-gradient halves of a split
-backward slot."""
+"""Slot types: forward, full backward, and the two halves of a split backward pass (input gradient
+and weight gradient)."""
 OVERLAPPED_SHARE = {"iteration": 0.5, "window": 0.0, "step": 0.0}
 """Fraction of a layer's compute that overlaps with its weight gather."""
 KERNEL_BACKWARD = {"tpu": 3.5}
@@ -69,7 +69,9 @@ class CostModel:
 
     @property
     def contention(self) -> float:
-        """Return the slowdown of compute while all devices are busy, if devices share cores."""
+        """Return the compute slowdown when all devices are busy; above 1 only if devices share
+        cores.
+        """
         shared = self.hardware.shared_by
         return max(1.0, self.sizes.mesh.num_devices / shared) if shared else 1.0
 
@@ -146,7 +148,7 @@ class CostModel:
         return sum(count * cost(self.layers[kind]) for kind, count in layers.items())
 
     def slots(self, action: str, layers: Mapping[str, int]) -> float:
-        """Return the time in seconds of one type of slot, given the number of layers of each
+        """Return the time in seconds of a slot, given its type and its number of layers of each
         type.
         """
         return self.total(layers, lambda layer: layer.slot(action))
@@ -197,8 +199,8 @@ class CostModel:
 
     @property
     def mtp_seconds(self) -> float:
-        """Return the time in seconds of the MTP layers for one microbatch, including their
-        embedding lookup.
+        """Return the time in seconds of the MTP layers for one microbatch, including embedding
+        lookups.
 
         The forward pass of MTP layers runs twice in every `pipeline.remat` mode.
         """
@@ -252,9 +254,8 @@ class LayerCost:
     def recompute_seconds(self) -> float:
         """Return the time in seconds that a backward pass spends on recomputation.
 
-        Operations whose results are unused are excluded: the backward pass does not use the output
-        of a layer's last branch. The last projection is therefore not recomputed, and its reduction
-        is not repeated.
+        The backward pass does not use the output of a layer's last branch. The last projection and
+        its reduction are therefore not recomputed and are excluded.
         """
         remat, recomputed = self.model.sizes.config.pipeline.remat, self.model.recomputed
         if remat == "none":  # no communication, and no waiting for other devices
@@ -330,7 +331,7 @@ class LayerCost:
 
     @property
     def split_factor(self) -> float:
-        """Return the time of a layer, relative to a layer without tensor parallelism."""
+        """Return the time of a tensor-parallel layer relative to an unsharded layer."""
         return 1.0 + self.model.hardware.split_cost * math.log2(self.model.sizes.mesh.tensor)
 
     @cached_property
@@ -449,7 +450,7 @@ class LayerCost:
 
     @cached_property
     def _trained_share(self) -> float:
-        """Return the fraction of the weights applied to each token that are trained."""
+        """Return the trained fraction of the weights that are applied to each token."""
         sizes = self.model.sizes
         computed = sizes.params.computed_elements(self.name)
         return sizes.trained.computed_elements(self.name) / computed if computed else 0.0
@@ -556,8 +557,8 @@ def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     if shared := model.hardware.shared_by:
         everyone = everyone.sum(axis=1) * sizes.mesh.num_devices / sizes.mesh.stages / shared
         total = np.maximum(total, everyone)
-    # A message overlaps with a full tick if ticks are mixed or forwarding is delayed. Otherwise, it
-    # overlaps with half a tick.
+    # A transfer has a full tick to overlap with if a tick can mix forward and backward work, or if
+    # forwarding is delayed by a tick. Otherwise, it has half a tick.
     return total, total if schedule.mixed or schedule.delayed else total / 2
 
 
@@ -566,8 +567,8 @@ def _slot_seconds(
 ) -> np.ndarray:
     """Return the time in seconds `[K, P]` of each stage's layers in slots of one type.
 
-    If `computes` is set, idle stages also compute: in every tick with a slot of this type, all
-    stages run every layer type that any stage has at that position of its chunk.
+    If `computes` is set, idle stages also compute. In every tick with a slot of this type, all
+    stages run each layer type that any stage has at the same position in its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
     kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)
@@ -588,7 +589,7 @@ def _slot_seconds(
 
 
 def _ideal(model: CostModel, schedule: Schedule) -> float:
-    """Return the time in seconds of all layers, without any idle time."""
+    """Return the total compute time of all layers in seconds, excluding idle time."""
     sizes = model.sizes
     layers = sum(model.slots(action, sizes.layers.pipelined) for action, _ in schedule.kinds)
     return sizes.batch.microbatches * layers / sizes.mesh.stages * model.contention
@@ -603,7 +604,9 @@ def _exchange_seconds(model: CostModel, schedule: Schedule) -> float:
 
 
 def _prologue_seconds(model: CostModel, schedule: Schedule) -> float:
-    """Return the time in seconds of the prologue layers, which all stages run in parallel."""
+    """Return the time in seconds of the prologue layers, which are run by all stages in
+    parallel.
+    """
     rounds, layers = schedule.prologue, model.sizes.layers.prologue
     columns = (("F", rounds.forward), ("B", rounds.backward))
     return model.contention * sum(
@@ -636,8 +639,8 @@ def _update(model: CostModel) -> float:
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the time in seconds to allocate a step's memory, if every step frees this memory
-    again.
+    """Return the time in seconds to allocate memory for a step; 0 unless every step frees its
+    memory.
     """
     rate = model.hardware.fresh_gb_per_second
     if not rate:

@@ -28,7 +28,7 @@ class Instruction:
     operands: tuple[str, ...]
     """Names of the operands in the same computation; for a constant, its value."""
     attributes: str
-    """Text that follows the operands."""
+    """Attribute string that follows the operands."""
 
     @cached_property
     def op_name(self) -> str:
@@ -179,9 +179,7 @@ _IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
 
 
 def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Return the devices in the first group. All other groups are shifted copies of the first
-    group.
-    """
+    """Return the devices in the first group. The other groups have the same pattern, shifted."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
@@ -208,7 +206,9 @@ def group_between_slices(target: str) -> tuple[int, ...]:
 
 
 def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
-    """Return the devices in the order in which a message from the first source reaches them."""
+    """Return the devices in the order in which they are reached by a message from the first
+    source.
+    """
     after = {int(source): int(target) for source, target in pairs}
     members = [next(iter(after), 0)]
     while (target := after.get(members[-1])) is not None and target not in members:
@@ -217,8 +217,8 @@ def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
 
 
 def _iota(shape: str, source: str | None, order: str | None) -> np.ndarray:
-    """Return the array for `[4,8]<=[8,4]T(1,0)`: an iota over the source shape, which is then
-    transposed.
+    """Return the array for `[4,8]<=[8,4]T(1,0)`: an iota over the source shape, transposed and
+    reshaped.
     """
     dims = [int(dim) for dim in shape.split(",")]
     origin = [int(dim) for dim in source.split(",")] if source else dims

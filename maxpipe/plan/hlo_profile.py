@@ -3,8 +3,8 @@
 The profiler starts at the entry computation of `compiled.as_text()` and multiplies the costs of
 loop bodies by their trip counts. TPU programs contain a cycle estimate for every compute
 instruction but not for synchronous collectives, so cycles and bytes are reported separately. Trip
-counts of layer loops are dynamic, so the caller passes their means, and the fraction of ticks in
-which each conditional runs its branch.
+counts of layer loops are dynamic, so the caller passes their means, as well as the fraction of
+ticks in which each conditional branch runs.
 
     compiled = steps.compile_train()
     profile = profile_program(parse_hlo(compiled.as_text()), trips={r"/forward/while$": 10 / 3})
@@ -94,8 +94,8 @@ class Collective:
     group: tuple[int, ...]
     """Positions of the first group's devices in the program's mesh; see `between_slices`."""
     num_bytes: float
-    """Bytes sent by each device in one execution, assuming a ring algorithm. A ragged collective is
-    assumed to send its full capacity, spread evenly over all devices."""
+    """Bytes sent by each device in one execution, assuming a ring algorithm. Ragged collectives are
+    assumed to send their full capacity, spread evenly over all devices."""
     is_async: bool
     """Whether separate instructions start and end the collective."""
     between: tuple[str, ...] = ()
@@ -103,8 +103,8 @@ class Collective:
     cycles_between: float = 0.0
     """Total estimated cycles of these instructions, including loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
-    """Estimated cycles keyed by instruction, because several collectives can be in flight at the
-    same time."""
+    """Estimated cycles keyed by instruction, because collectives in flight at the same time share
+    instructions."""
     flops_between: float = 0.0
     """FLOP of the matmuls and kernels in these instructions, including loops."""
     between_slices: bool = False
@@ -199,8 +199,8 @@ def profile_program(
             counts in the HLO text; the first match applies.
         shares: fraction of executions that run the most expensive branch, keyed by patterns for a
             conditional's `op_name` (default: 1). All other executions run the cheapest branch.
-        windows: fraction of attention layers, keyed by window size, if layers have different
-            windows.
+        windows: fraction of attention layers that use each window size, if windows differ between
+            layers.
         regions: patterns for `op_name`, keyed by region name. Called computations belong to the
             region of their caller.
         copy_bytes: copies inside loops are listed only if they are at least this many bytes.
@@ -342,7 +342,8 @@ class _Walk:
         """Return the FLOP of one execution, including the matmuls in a fusion."""
         if op.opcode == "fusion":
             # Kernels are not inside fusions. The custom calls in a fusion that prepares a kernel
-            # contain the kernel's FLOP in their names. These FLOP must not be counted twice.
+            # contain the kernel's FLOP in their names. These FLOP are already counted for the
+            # kernel.
             inside = self._inside(op)
             own = [other for other in inside.values() if other.opcode != "custom-call"]
             return sum(self._flops(other, inside) for other in own)
@@ -401,7 +402,7 @@ class _Walk:
     def _cross_slice_collective(
         self, recv: Instruction, computation: Computation
     ) -> Collective | None:
-        """Return a collective between slices, which is implemented as a send and a receive via the
+        """Return a cross-slice collective, which is implemented as a send and a receive via the
         host.
         """
         settings = dict(re.findall(r'_xla_(\w+)="?([^"]*?)"?(?=,_xla_|\}, |\}$)', recv.attributes))
@@ -499,7 +500,7 @@ class _Walk:
             if carriers.intersection(other.operands):
                 if self._is_done(other):
                     return work
-                carriers.add(name)  # passes on the state of the collective
+                carriers.add(name)  # only forwards the collective's state
             if other.opcode in _COMPUTE:
                 work.append(other)
         # If the `done` instruction is in the next loop iteration, include the remainder of this
@@ -508,7 +509,7 @@ class _Walk:
 
     def _is_copy(self, op: Instruction) -> bool:
         if op.opcode == "copy-start":
-            # A copy between memory spaces is a prefetch, which costs no cycles.
+            # A copy between memory spaces is a prefetch, whose cycles are not counted.
             spaces = {
                 tuple(_MEMORY_SPACE.findall(part)) for part in split_operands(op.shape[1:-1])[:2]
             }

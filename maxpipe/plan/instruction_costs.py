@@ -37,7 +37,7 @@ _MOVING = frozenset().union(*(opcodes for _, opcodes in _MOVES)) | {
 
 @dataclass(frozen=True)
 class ProfileLine:
-    """An entry of the profile, or the sum of several entries."""
+    """Profile entry, or sum of several entries."""
 
     kind: str
     """Category, such as `matmul`, `kernel` or `copy`; see `instruction_kind`."""
@@ -66,7 +66,7 @@ class ProfileLine:
 
 
 def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
-    """Return all entries sorted by cycles, or an empty list without cycle estimates."""
+    """Return all entries sorted by cycles, or an empty list if there are no cycle estimates."""
     clock = hardware.clock_ghz * 1e9
     if not found.cycles or not clock:
         return []
@@ -144,7 +144,7 @@ def instruction_kind(entry: InstructionCost) -> str:
     for kind, own in _KINDS:
         if opcodes & own:
             return kind
-    # Scalar arithmetic computes offsets and is not counted.
+    # Scalar arithmetic only computes offsets, so it is ignored.
     if all(
         instruction.opcode in _MOVING or instruction.shape.split("{")[0].endswith("[]")
         for instruction in inside
@@ -202,7 +202,8 @@ def table(listed: Sequence[ProfileLine], number: int) -> list[str]:
     head = ("kind", "place", "Mcycles", "share", "times", "of peak")
     sums = sum_by_kind(listed)
     lines = [
-        f"cycles per step by kind and place, {whole / 1e9:.3g} G including exposed communication:"
+        f"cycles per step by category and location, {whole / 1e9:.3g} G including exposed "
+        "communication:"
     ]
     lines += align_columns(head, [row(line) for line in sums[:number]])
     lines += ["", "largest entries:"]

@@ -47,7 +47,7 @@ class Memory:
 
     @property
     def reference(self) -> float:
-        """Return the bytes in device memory during the step that are not arguments of the step."""
+        """Return the bytes held in device memory during the step that are not step arguments."""
         return self.terms.get(REFERENCE, 0.0)
 
     @property
@@ -70,7 +70,7 @@ class Memory:
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """Predict the memory use of a config's train step on a JAX platform."""
     sizes = sizes.on_platform(platform)
-    if not gathers_weights(sizes):  # without gathers, `step` and `iteration` are equivalent
+    if not gathers_weights(sizes):  # without gathers, both modes are equivalent
         pipeline = sizes.config.pipeline
         mode = "window" if pipeline.weight_gather == "window" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
@@ -130,7 +130,7 @@ def _on_host(sizes: Sizes) -> bool:
 
 
 def reference(sizes: Sizes) -> float:
-    """Return the size in bytes of the reference parameters of `grpo.kl_coef`."""
+    """Return the size in bytes of the reference parameters used with `grpo.kl_coef`."""
     config = sizes.config
     is_kept = config.train.objective == "grpo" and config.grpo.kl_coef > 0
     return _parameter_bytes(sizes, sizes.trained) if is_kept else 0.0
@@ -282,8 +282,8 @@ def _read_in_place(sizes: Sizes) -> bool:
 
 
 ARRIVING = 0.8
-"""Fraction of a chunk's gathered weights that are in flight before they reach the weight prefetch
-window; fitted to measurements on TPU."""
+"""Fraction of a chunk's gathered weights that is in transit to the weight prefetch window; fitted
+to measurements on TPU."""
 
 
 def _arriving_bytes(sizes: Sizes, schedule: Schedule) -> float:
@@ -346,7 +346,7 @@ def _has_older_cpu_compiler() -> bool:
 
 
 _NEWER_ON_CPU = (0, 12)
-"""First jax version in which XLA for CPU keeps activations and buffers in bfloat16 and preserves
+"""First jax version whose XLA for CPU keeps activations and buffers in bfloat16 and preserves
 optimization barriers until fusion. JAX 0.10 did neither."""
 
 
@@ -355,7 +355,7 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # Widening adds half of a buffer's float32 size, so a float32 copy needs twice the difference.
+    # Widening to float32 doubles a buffer, so a float32 copy is twice as large as the difference.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
@@ -376,9 +376,7 @@ gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
-    """Return the peak bytes of the largest layer's backward pass; sublayers reuse the same
-    memory.
-    """
+    """Return the peak bytes of the largest layer's backward pass. Sublayers share memory."""
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
 
     def needed(name: str, kind: LayerType) -> float:
@@ -415,21 +413,20 @@ def _part_on_tpu(sizes: Sizes, part: Part) -> float:
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
-"""Number of copies of a layer's weights, and of the stage activation for each sublayer; fitted to
-measurements."""
+"""Number of copies of a layer's weights, and number of copies of the stage activation per sublayer;
+fitted to measurements."""
 CPU_GATHERED = 4.0
-"""Number of copies of activations that are gathered or not yet reduced, if tokens are sharded
-between matmuls; fitted to measurements."""
+"""Number of copies of gathered or not yet reduced activations if tokens are sharded between
+matmuls; fitted to measurements."""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Number of copies of every array that a sublayer declares: with saved activations, and with
-recomputed activations. Fitted to measurements."""
+"""Number of copies of each array declared by a sublayer, if activations are saved and if they are
+recomputed. Fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
 """Number of copies of the attention scores while other arrays are live, and during the backward
 pass of attention; fitted to measurements."""
 CPU_BARRIER_COPIES = 0.6
-"""Number of additional copies of each array if the compiler drops the optimization barriers that
-would avoid these copies; fitted to measurements. Operands of matmuls already have the right layout,
-unless tokens are sharded."""
+"""Number of additional copies of each array if the compiler drops optimization barriers; fitted to
+measurements. Matmul operands already have the right layout, unless tokens are sharded."""
 CPU_GATHERING = 2 / 3
 """Fraction of a stage's gathered float32 weights that are live during their conversion to the
 compute dtype; fitted to measurements. All weights are gathered before the first conversion."""
@@ -444,7 +441,7 @@ def _gathering_on_cpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _weight_window_on_cpu(sizes: Sizes, schedule: Schedule, *, narrow: bool) -> float:
-    """Return the bytes that the weight prefetch window adds: a copy, a float32 chunk, and float32
+    """Return the bytes added by the weight prefetch window: a copy, a float32 chunk and float32
     shards.
     """
     if not _uses_weight_window(sizes, schedule):
@@ -497,7 +494,7 @@ later heads; fitted to measurements."""
 
 
 def _mtp_bytes(sizes: Sizes, copies: float) -> float:
-    """Return the size in bytes of `copies` activations plus two activations per MTP head."""
+    """Return the size in bytes of `copies` activations, plus two activations per MTP head."""
     size = sizes.activations.itemsize
     return size * (copies + 2 * sizes.layers.mtp_heads) * sizes.activations.hidden
 

@@ -103,8 +103,8 @@ TERMS: dict[str, Term] = {
 
 
 USABLE_MEMORY_FRACTION = 0.92
-"""Maximum fraction of device memory that a forecast can use and still count as fitting. The
-remainder is reserved for the program, allocator fragmentation and forecast errors."""
+"""Maximum fraction of device memory that a plan may be predicted to use and still be reported to
+fit. The remainder is reserved for the program, allocator fragmentation and forecast errors."""
 
 
 def verdict(predicted: float, memory: float) -> str:
@@ -122,9 +122,9 @@ def gib(size: float) -> str:
 def explain_out_of_memory(
     message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]], tensor: int = 1
 ) -> str:
-    """Explain an out-of-memory message: the largest terms and the config keys that reduce them.
+    """Explain an out-of-memory message by its largest terms and the config keys that reduce them.
 
-    Return an empty string if the message lists no allocations, as in compilation for absent
+    Return an empty string if the message lists no allocations, as when compiling for absent
     devices. `buffers` maps names in `TERMS` to array shapes, which can be sharded over `tensor`
     devices.
     """

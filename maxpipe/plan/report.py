@@ -253,7 +253,7 @@ def format_plan(values: dict[str, Any], nearest: Sequence[str] = ()) -> str:
     ]
     lines += [f"  {gib(size):>10}  {TERMS[name].about}" for name, size in values["terms"].items()]
     if values["host_bytes"]:
-        lines.append(f"  in host memory {gib(values['host_bytes'])}")
+        lines.append(f"  host memory {gib(values['host_bytes'])}")
     lines += [f"  fits with {change}" for change in nearest]
     stages = values["stages"]
     layers = ", ".join(str(stage["layers"]) for stage in stages[:16])
@@ -329,7 +329,9 @@ def search_values(
 
 
 def format_ranking(found: Sequence[RankedCandidate], *, ran: bool = False) -> str:
-    """Format the best layouts, ranked by compiler estimate, or by measured time if `ran` is set."""
+    """Format the best layouts, ranked by compiler estimate or, if `ran` is set, by measured
+    time.
+    """
     lines = ["", "measured:" if ran else "compiler estimates:"]
     for rank, each in enumerate(found, 1):
         predicted = f"{gib(each.candidate.memory.total)} predicted"
@@ -358,13 +360,13 @@ def format_calibration(found: Measurements, before: Hardware, after: Hardware) -
         "layer forward": found.forward,
         "layer input gradient": found.input_grad,
         "layer weight gradients": found.weight_grad,
-        "overhead of deferred weight gradients": found.deferred,
+        "overhead of deferring weight gradients": found.deferred,
         "recomputation with remat=names": found.names_recomputed,
         "saved activations with remat=none": found.none_recomputed,
-        "layer forward, only one device busy": found.forward_alone,
+        "layer forward, other devices idle": found.forward_alone,
         "message to the next device": found.hop,
         "all-gather of layer weights": found.gather,
-        "gather or reduce-scatter of split tokens": found.tokens,
+        "gather or reduce-scatter of sharded tokens": found.tokens,
         "reduction of layer gradients": found.scatter,
         "expert all-to-all of a layer": found.exchange,
         "collective latency": found.latency,

@@ -1,9 +1,9 @@
 """Rerank the best layouts of a search by compilation or by measurement.
 
 Bayesian optimization chooses the next layout to measure. The log ratio of measured to predicted
-time is modeled as a sum of normally distributed errors. There is one error for all layouts, one for
-each setting (`stage=2`, `remat=names`, microbatch size), and one for each layout. The prior mean is
-the forecast.
+time is modeled as a sum of normally distributed errors. The sum has a term shared by all layouts, a
+term for each setting (`stage=2`, `remat=names`, microbatch size), and a term for each individual
+layout. The prior mean is the forecast.
 
 Source: Bayesian optimization with a lower confidence bound (Srinivas et al., arXiv:0912.3995).
 
@@ -77,7 +77,7 @@ def fit_split_costs(config: Config, hardware: Hardware, devices: Sequence[Any]) 
     For every possible tensor-axis size, the time of a layer is the difference between steps that
     differ only in their number of layers. `split_cost` accounts for the remaining error of the cost
     model without collective matmuls. `ring_cost` accounts for the additional error with collective
-    matmuls. These parameters are unchanged if tensor parallelism cannot shard the model.
+    matmuls. The parameters are left unchanged if the model does not support tensor parallelism.
     """
     splits, ring_costs = [], []
     for count in range(2, len(devices) + 1):
@@ -106,15 +106,15 @@ def _fit_figure(
 ) -> float:
     """Solve for the value of a hardware parameter at which the linear prediction equals `measured`.
 
-    The parameter is unchanged if the prediction does not depend on it. In that case, communication
-    takes longer than the compute that overlaps with it.
+    The parameter is left unchanged if the prediction does not depend on it, which happens when
+    communication takes longer than the compute that overlaps with it.
     """
     zero, unit = (predicted(dataclasses.replace(hardware, **{name: at})) for at in (0.0, 1.0))
     return (measured - zero) / (unit - zero) if unit > zero else getattr(hardware, name)
 
 
 Pair = tuple[Config, Config]
-"""Two runs that differ only in their number of layers."""
+"""Two runs that differ only in the number of layers."""
 
 
 def _predict_ring_overhead(pairs: Sequence[Pair], hardware: Hardware) -> float:
@@ -153,9 +153,9 @@ def _depth_pair(split: int, in_rings: bool, config: Config, num_devices: int) ->
 def measure_tick(config: Config, hardware: Hardware, devices: Sequence[Any]) -> float:
     """Return the overhead of a tick in seconds that the cost model does not otherwise predict.
 
-    The overhead is fitted to two steps with many ticks, one without repeats and one with repeats.
+    The overhead is fitted to two steps with many ticks: one with repeats and one without.
     On devices that share cores, ticks and the loss head wait longer for other devices than an empty
-    collective does.
+    collective would.
     """
     still = dataclasses.replace(hardware, tick_us=0.0)
     calls, predicted, ticks = [], 0.0, 0
@@ -208,10 +208,10 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
 
 
 CANDIDATES = 256
-"""Number of layouts with the best forecasts that are candidates for measurement."""
+"""Number of best-forecast layouts that are candidates for measurement."""
 COMMON_ERROR = 3.0
-"""Standard deviation of the error shared by all layouts, because devices can be faster or slower
-than their published specifications."""
+"""Standard deviation of the error shared by all layouts, which arises because devices can be faster
+or slower than their published specifications."""
 SETTING_ERROR = 0.03
 """Standard deviation of the error of one setting."""
 LAYOUT_ERROR = 0.02
@@ -221,7 +221,7 @@ NOISE = 0.01
 
 
 def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
-    """Return the index of the candidate whose step time has the lowest lower confidence bound.
+    """Return the index of the candidate whose step time has the smallest lower confidence bound.
 
     Args:
         candidates: all layouts, including those that were not measured.
@@ -301,7 +301,7 @@ class RankedCandidate:
 
     @property
     def seconds(self) -> float:
-        """Return the step time in seconds: measured, or compiled compute plus predicted
+        """Return the step time in seconds: the measured time, or compiled compute plus predicted
         communication.
         """
         predicted = self.candidate.cost
@@ -340,10 +340,8 @@ def rerank_by_measurement(
     candidates: Sequence[Candidate], count: int, devices: Sequence[Any], tell: Callable[[str], None]
 ) -> list[RankedCandidate]:
     """Measure `count` layouts on synthetic data. Return the layouts sorted by time, with failures
-    last.
-
-    The layout with the best forecast is measured first. Each result corrects the forecasts of
-    similar layouts, and the corrected forecasts determine the next layout to measure. `candidates`
+    last. The layout with the best forecast is measured first. Each result updates the forecasts of
+    similar layouts, and the updated forecasts determine the next layout to measure. `candidates`
     are the layouts found for the local `devices`, sorted by predicted time. `tell` is called with a
     line of text before each layout.
     """

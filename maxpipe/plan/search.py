@@ -7,8 +7,9 @@ schedules with a periodic steady state. The best layouts are reevaluated with th
 tables.
 
 Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
-if most other layouts do not fit in memory. If there are too many layouts to evaluate, successive
-halving on sampled layouts selects the meshes to keep (Jamieson and Talwalkar, arXiv:1502.07943).
+if most other layouts do not fit in memory. If there are too many layouts to evaluate, layouts are
+sampled and the best meshes are selected by successive halving (Jamieson and Talwalkar,
+arXiv:1502.07943).
 
 If no layout fits, this module suggests the smallest config changes that make a run fit in memory.
 This module does not import jax.
@@ -50,14 +51,14 @@ REPEATS = (1, 2, 3, 4, 6, 8)
 GATHERS = ("iteration", "window", "step")
 REMATS = ("none", "names", "full", "chunk")
 MAX_EXHAUSTIVE = 20_000
-"""Maximum number of layouts that are evaluated exhaustively, which takes about a minute."""
+"""Maximum number of layouts to evaluate exhaustively, which takes about a minute."""
 SAMPLES_PER_MESH, HALVING = 12, 4
-"""Initial number of samples per mesh, and the halving factor. In each round, the number of meshes
-is divided and the number of samples multiplied by this factor."""
+"""Initial number of samples per mesh, and the halving factor. Each round divides the number of
+meshes, and multiplies the number of samples, by this factor."""
 TIE = 0.005
 """Relative difference below which two predicted step times count as equal."""
 NUM_RESULTS = 10
-"""Default number of layouts that a search returns and prints."""
+"""Default number of layouts to return and print."""
 
 _LAYOUT = (
     "schedule",
@@ -146,11 +147,11 @@ def search(
         num_devices: total number of devices across all slices.
         num_slices: number of slices.
         fixed: keys of `mesh` and `pipeline` that must have the given values.
-        keep: number of layouts to return.
+        keep: maximum number of layouts to return.
         report: progress callback, called with (task, done, total).
 
     Raises:
-        ConfigError: no layout fits in memory, or no layout has the fixed values.
+        ConfigError: no layout fits in memory, or no valid layout has the fixed values.
     """
     fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
     config = _apply_fixed(config, fixed)
@@ -219,7 +220,7 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
             raise ConfigError.one(
                 "command line: --fix",
                 text,
-                "must be a mesh or pipeline key with its value.",
+                "must be KEY=VALUE, where KEY is in mesh or pipeline.",
                 "Write --fix mesh.ici_stage=4.",
             )
         _, fixed[key] = parse_setting(text)
@@ -235,8 +236,8 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
 
 
 def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Sort layouts by predicted time. Times that differ by less than `TIE` count as equal, and
-    the simplest layout comes first.
+    """Sort layouts by predicted time. Times that differ by less than `TIE` are treated as equal,
+    with the simplest layout first.
     """
     left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
     complexities, ranked = [_complexity(candidate) for candidate in left], []
@@ -250,7 +251,9 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return a measure of complexity: stages, axis sizes that shard a layer, and repeats."""
+    """Return the layout's complexity: number of stages, sizes of the axes that shard a layer, and
+    repeats.
+    """
     axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
 
@@ -283,7 +286,7 @@ class _MeshLayouts:
 
 
 class _LayoutScore(NamedTuple):
-    """Score of a layout: its time, or its memory if no layout fits. Smaller is better."""
+    """Score of a layout: its step time, or its memory use if no layout fits. Smaller is better."""
 
     seconds: float
     """Predicted step time; infinite if the layout does not fit in memory."""
@@ -361,7 +364,7 @@ def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
     """Forecast the memory and step time of a config on a topology.
 
     Raises:
-        ConfigError: the config does not fit the topology.
+        ConfigError: the config does not match the topology.
     """
     return evaluate(resolve_config(loaded, topology), topology.hardware)
 
@@ -516,7 +519,7 @@ def _pipeline_options(
     stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
 ) -> tuple[Mapping[str, Any], ...]:
     options: list[Mapping[str, Any]] = []
-    # Ring attention requires all stages, so idle stages must not skip their slots.
+    # All stages must take part in ring attention, so idle stages must not skip their slots.
     base = {"idle": "compute"} if stages > 1 and rings else {}
     for name, repeats, group_factor in _schedules(stages):
         if stages * repeats > layers:
@@ -534,8 +537,8 @@ def _pipeline_options(
                 if gather != "window" and group_factor > 1:
                     continue
                 for remat in REMATS:
-                    # A split backward pass recomputes in both I and W slots, so full remat is too
-                    # expensive.
+                    # A split backward pass recomputes in both I and W slots, which makes full remat
+                    # too expensive.
                     if spec.split and remat in ("full", "chunk"):
                         continue
                     options.append(
@@ -563,7 +566,7 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
         fixed = spec.repeats or spec.default_repeats
         for repeats in (fixed,) if fixed else REPEATS:
             if spec.uses_group and repeats == 1:
-                continue  # has the same table as 1F1B
+                continue  # same schedule table as 1F1B
             yield name, repeats, 1
             if spec.uses_group:
                 yield name, repeats, 2

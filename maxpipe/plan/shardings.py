@@ -59,7 +59,7 @@ class Shardings:
     optimizer_bytes: int
     """Size in bytes of the optimizer state on one device."""
     activations: tuple[ArraySharding, ...]
-    """Activations of one microbatch in one layer, on the stage that runs this layer."""
+    """Activations of one layer for one microbatch, on the stage that runs the layer."""
 
     @property
     def state_bytes(self) -> int:
@@ -176,7 +176,7 @@ def format_shardings(found: Shardings) -> str:
         f"parameters; {gib(found.state_bytes)} per device including optimizer state",
         *_table(found.mesh, found.parameters),
         "",
-        "activations of a microbatch on its stage",
+        "activations of one microbatch on its stage",
         *_table(found.mesh, found.activations),
     ]
     return "\n".join(lines)

@@ -73,7 +73,7 @@ class MeshShards:
         return math.prod(self.axes[axis] for axis in axes)
 
     def ring_share(self, axes: Iterable[str]) -> float:
-        """Return the fraction of an array that each device sends in a ring all-gather or
+        """Return the fraction of the array that each device sends in a ring all-gather or
         reduce-scatter.
         """
         return 1.0 - 1.0 / self.shards(axes)
@@ -81,8 +81,8 @@ class MeshShards:
     def elements(self, dims: Dims, *, whole: bool = False) -> int:
         """Return the number of elements in one device's shard of an array.
 
-        If `whole` is set, the array is gathered over fsdp and the other axes that shard the same
-        dimension.
+        If `whole` is set, the array is first gathered over fsdp and any other axes that shard the
+        same dimension.
         """
         count = 1
         for size, logical in dims:
@@ -102,14 +102,14 @@ class MeshShards:
     def gathered_over(self, dims: Dims) -> tuple[str, ...]:
         """Return the axes over which a parameter is gathered for use.
 
-        These axes are fsdp and the other axes that shard the same dimension, as in
+        These are fsdp and any other axes that shard the same dimension, as in
         `pipeline.weights.WeightSharding.axes`.
         """
         split = (self.table.get(logical, ()) for _, logical in dims)
         return self.nontrivial_axes(next((axes for axes in split if "fsdp" in axes), ()))
 
     def owned_over(self, dims: Dims) -> tuple[str, ...]:
-        """Return the token axes over which a parameter remains sharded during use."""
+        """Return the token axes over which a parameter remains sharded while it is used."""
         split = {axis for _, logical in dims for axis in self.table.get(logical, ())}
         return self.nontrivial_axes((split & {*self.token_axes}) - {*self.gathered_over(dims)})
 
@@ -136,7 +136,7 @@ class MeshShards:
         return self.tensor if "tensor" in self.table.get(logical, ()) else 1
 
     def divides(self, model: Model, axes: Mapping[str, int]) -> bool:
-        """Return whether mesh axes of these sizes evenly divide the parameters of all layers."""
+        """Return whether mesh axes of these sizes evenly divide the parameters of every layer."""
         return all(
             size % math.prod(axes.get(axis, 1) for axis in self.table.get(logical, ())) == 0
             for kind in model.layer_types.values()
@@ -179,5 +179,5 @@ class BatchShard:
 
     @property
     def contiguous_tokens(self) -> int:
-        """Return the length of each contiguous chunk of a sequence's tokens on one device."""
+        """Return the length of each contiguous chunk of a sequence that one device holds."""
         return self.tokens_per_sequence // (2 if self.mesh.axes["context"] > 1 else 1)

@@ -137,10 +137,10 @@ class ParameterCounts:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Return the number of a layer's gathered parameters that process each token.
+        """Return the number of gathered parameters in a layer that are applied to each token.
 
-        Experts that are sharded over an axis process the tokens of all devices along that axis. Per
-        local token, the count is the same as if the device held all experts.
+        Experts sharded over an axis process the tokens of all devices along that axis. The count
+        per local token is therefore the same as if the device held all experts.
         """
         params = counted(self.model.layer_types[kind])
         return sum(
@@ -160,9 +160,7 @@ class ParameterCounts:
         return self.elements(self.layers.slots, whole=whole)
 
     def chunk_elements(self) -> int:
-        """Return the number of gathered parameters in the largest chunk, computed for each layer
-        type.
-        """
+        """Return the number of gathered parameters in a chunk with L layers of each type."""
         return self.elements(self.layers.chunk_slots, whole=True)
 
     def prologue_elements(self, *, whole: bool = False) -> int:
@@ -171,7 +169,7 @@ class ParameterCounts:
 
     @cached_property
     def transposed_elements(self) -> int:
-        """Return the number of a stage's parameters that are gathered along a dimension other than
+        """Return the number of parameters in a stage that are gathered along a dimension other than
         the first.
         """
         return sum(
@@ -202,7 +200,7 @@ class ParameterCounts:
 
     @property
     def norm_elements(self) -> int:
-        """Return the number of parameters of the final norm."""
+        """Return the number of parameters in the final norm."""
         return self._end_elements("final_norm", whole=False)
 
     def mtp_elements(self, *, whole: bool = False) -> int:
@@ -210,7 +208,7 @@ class ParameterCounts:
         return self._end_elements("ahead", whole=whole)
 
     def mtp_matrix_elements(self) -> int:
-        """Return the number of parameters in gathered MTP matrices outside the layers."""
+        """Return the number of parameters in gathered MTP matrices that are not part of a layer."""
         return sum(
             self.mesh.elements(param.dims, whole=True)
             for name, param in self.model.ends.params.items()
@@ -232,8 +230,7 @@ class ContextMethod(NamedTuple):
     """Name of the method. `own` means no exchange, because each device has all tokens of its
     sequences."""
     share: float = 0.0
-    """Fraction of a device's keys and values that the device sends to all other devices at the same
-    time."""
+    """Fraction of its keys and values that a device sends to all other devices at the same time."""
     remote: float = 0.0
     """Size of the keys and values received from other devices, as a multiple of the local keys and
     values."""
@@ -266,8 +263,8 @@ class ActivationSizes:
 
     @property
     def whole_hidden(self) -> int:
-        """Return the number of elements in this activation after its tokens have been gathered for
-        a matmul.
+        """Return the number of elements in the activation between stages after its tokens are
+        gathered for a matmul.
         """
         return self.batch.tokens * self.config.model.d_model
 
@@ -461,7 +458,7 @@ class ActivationSizes:
                     total += size * self.hidden  # the cotangent of the norm's output
             if recomputed and trained:
                 total += (size * kind.num_streams + kind.num_masks) * self.hidden
-            if kind.adapters:  # some adapters save the gradients themselves
+            if kind.adapters:  # some adapters save these gradients themselves
                 trainable = (param.dims for param in kind.params.values() if param.trainable)
                 total += size * sum(self.mesh.elements(dims, whole=True) for dims in trainable)
             return total
@@ -474,7 +471,7 @@ def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole:
     """Return the model with its experts sharded over `shards` devices.
 
     Every device holds `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
-    arguments return the same object, because later computations are cached per object.
+    arguments return the same object, so that results cached per object can be reused.
     """
 
     def divided(part: Part) -> Part:
@@ -489,7 +486,7 @@ class Sizes:
 
     config: Config
     platform: str = ""
-    """JAX platform of the devices; empty if no size depends on the platform."""
+    """JAX platform of the devices; empty if no array size depends on the platform."""
 
     def on_platform(self, platform: str) -> Sizes:
         """Return the sizes for a platform and its attention backend."""

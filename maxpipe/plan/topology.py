@@ -1,4 +1,4 @@
-"""Parse topologies such as `v5p:4x4x4`, and create their devices for compilation.
+"""Parse topologies such as `v5p:4x4x4`, and create their devices for ahead-of-time compilation.
 
 Parsing does not import jax. libtpu describes absent TPU chips, and jax's CUDA plugin describes
 absent GPUs; CPU devices are virtual.
@@ -39,9 +39,9 @@ UNTUNED_GPU_OPTIONS: Mapping[str, Any] = {
     "xla_gpu_autotune_level": 0,
     "xla_gpu_enable_triton_gemm": False,
 }
-"""XLA options that select kernels without running them. All matmuls then use cuBLAS, as do most
-large matmuls in a run. Triton matmuls are disabled, because only measurements can determine their
-tiling."""
+"""XLA options that select kernels without timing them. All matmuls then use cuBLAS, which most
+large matmuls also use in a run. Triton matmuls are disabled, because their tiling can be chosen
+only by autotuning."""
 PLUGINS = ("jax-cuda12-pjrt", "jax-cuda13-pjrt")
 """Packages that contain XLA's GPU compiler."""
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -57,15 +57,15 @@ class GpuSpec:
     """Specification of a GPU model."""
 
     name: str
-    """Name reported by the driver."""
+    """GPU name reported by the driver."""
     capability: tuple[int, int]
     cores: int
     """Number of streaming multiprocessors."""
     clock_ghz: float
-    """Shared memory in bytes per streaming multiprocessor."""
+    """Clock rate in GHz."""
     l2_bytes: int
     shared_bytes: int = 228 * _KIB
-    """Shared memory per streaming multiprocessor."""
+    """Shared memory in bytes per streaming multiprocessor."""
     lanes: int = 128
     """Number of float32 units per streaming multiprocessor."""
     threads: int = 2048
@@ -133,10 +133,10 @@ def _text(fields: Mapping[str, Any]) -> str:
 
 
 def missing_compiler() -> tuple[str, str] | None:
-    """Return (problem, action) if XLA's GPU compiler cannot be used, or None.
+    """If XLA's GPU compiler cannot be used, return (problem, action); otherwise, return None.
 
-    A compiler whose version differs from the jaxlib version must not be called, because it would
-    abort the process.
+    A compiler whose version differs from jaxlib's must not be called, because the process would
+    abort.
     """
     jax = importlib.metadata.version("jax")
     found = {name: version for name in PLUGINS if (version := _version(name))}
@@ -195,7 +195,7 @@ class Topology:
     of devices."""
     num_slices: int = 1
     option: str = "--topology"
-    """Option or config key that determines the number of devices."""
+    """Option or config key that specifies the number of devices."""
 
     @property
     def name(self) -> str:
@@ -248,7 +248,7 @@ def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION)
     dims = tuple(int(size) for size in sizes.split("x"))
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
-        rule = f"must specify the size of {hardware.name} slices with {shape}."
+        rule = f"must give the size of {hardware.name} slices with {shape}."
         raise ConfigError.one(
             where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
         )
@@ -282,7 +282,9 @@ def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
 
 
 def _topology_name(hardware: Hardware, count: int) -> str:
-    """Return the name of a topology with `count` devices, limited to the largest slice."""
+    """Return the name of a topology with `count` devices, or of the largest slice if `count`
+    exceeds it.
+    """
     count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
 
@@ -301,7 +303,7 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
         count: number of devices (default: all local devices).
 
     Raises:
-        ConfigError: there are no devices, or the hardware parameters of their type are unknown.
+        ConfigError: there are no devices, or no hardware parameters are known for their type.
     """
     from maxpipe.distributed import runtime as process
 
@@ -312,7 +314,7 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
     kind = present[0].device_kind
     hardware = hardware_of_device(kind)
     if hardware is None:
-        rule = "must have a file in configs/hardware with its peak FLOP/s, memory and links."
+        rule = "must have a file in configs/hardware with its peak FLOP/s, memory and link speeds."
         raise ConfigError.one("command line", kind, rule, "Name a device type with --topology.")
     dims = _cube(count or len(present), max(1, hardware.torus_dims))
     return Topology(hardware, dims, option="--devices" if count else CPU_DEVICES)
@@ -336,7 +338,7 @@ def local_devices(topology: Topology) -> Sequence[Any]:
 
 
 def _cube(count: int, num_dims: int) -> tuple[int, ...]:
-    """Factor `count` into side lengths that are as equal as possible, in ascending order."""
+    """Factor `count` into side lengths that are as nearly equal as possible, in ascending order."""
     if num_dims == 1:
         return (count,)
     root = round(count ** (1 / num_dims))
@@ -380,7 +382,7 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
         raise ConfigError.one(
             "mesh",
             wanted or "one device",
-            "must multiply to the number of devices in the topology: the mesh has "
+            "axis sizes must multiply to the number of devices in the topology: the mesh has "
             f"{mesh.num_devices} in {pluralize(mesh.num_slices, 'slice')}, and the topology is "
             f"{topology}.",
             _mesh_advice(mesh, topology),
@@ -398,7 +400,7 @@ def prepare(topology: Topology) -> None:
         ConfigError: this machine has neither the GPUs of the topology nor a compiler for them.
     """
     if topology.platform == "cuda":
-        # Without this setting, the compiler logs every attempt.
+        # Without this setting, the compiler logs each attempt.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if not gpus():
             _check_compiler(topology)
@@ -409,7 +411,7 @@ def prepare(topology: Topology) -> None:
     os.environ["TPU_ACCELERATOR_TYPE"] = topology.accelerator
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Several processes can compile for TPUs at the same time, because no TPU is in use.
+    # Allow several processes to compile for TPUs at the same time, because no TPU is in use.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     # libtpu messages about missing hosts are relevant only for runs on TPUs.
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
@@ -417,7 +419,7 @@ def prepare(topology: Topology) -> None:
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:
-    """Return the JAX devices of the topology. Absent devices only support compilation.
+    """Return the JAX devices of the topology. Absent devices support only compilation.
 
     Raises:
         ConfigError: no compiler for the devices is installed.
@@ -441,9 +443,7 @@ def are_local(found: Sequence[Any]) -> bool:
 
 
 def _local_gpus(topology: Topology) -> Sequence[Any]:
-    """Return the local GPUs, or an empty list if their type or number differs from that of the
-    topology.
-    """
+    """Return the local GPUs, or an empty list if their type or number differs from the topology."""
     import jax
 
     if not gpus():
@@ -459,7 +459,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
 
 
 def _compile_only_devices(topology: Topology) -> Sequence[Any]:
-    """Return devices that support only compilation and may be absent."""
+    """Return compile-only devices, which need not be present."""
     import jax
     from jax.experimental import topologies
 
@@ -472,8 +472,8 @@ def _compile_only_devices(topology: Topology) -> Sequence[Any]:
             options["num_slices"] = topology.num_slices
     else:
         _check_compiler(topology)
-        # The format is slices x processes per slice x devices per process. With one process per
-        # slice, the compiler can distinguish the slices.
+        # The topology string has the format slices x processes per slice x devices per process.
+        # With one process per slice, the compiler can distinguish the slices.
         options["topology"] = f"{topology.num_slices}x1x{topology.devices_per_slice}"
         options["target_config"] = target_config(hardware)
     try:
@@ -487,7 +487,7 @@ def _compile_only_devices(topology: Topology) -> Sequence[Any]:
 def _check_compiler(topology: Topology) -> None:
     kind = topology.hardware.topology
     if kind not in GPU_SPECS:
-        rule = f"must be a GPU type with known compiler settings: {', '.join(GPU_SPECS)}."
+        rule = f"must be a GPU type whose compiler settings are known: {', '.join(GPU_SPECS)}."
         action = "Use one of these types, or compile on a machine with these GPUs."
         raise ConfigError.one(TOPOLOGY_OPTION, topology.name, rule, action)
     if missing := missing_compiler():
@@ -513,7 +513,7 @@ def _suppress_stderr() -> Iterator[None]:
 
 
 def compiler_version_error(topology: Topology, error: Exception) -> ConfigError | None:
-    """Return the error for a compilation that failed because of the libtpu version, or None."""
+    """Return the error for a compilation that failed due to the libtpu version, or None."""
     if topology.platform != "tpu":
         return None
     needed = [each.partition(";")[0].strip() for each in importlib.metadata.requires("jax") or ()]

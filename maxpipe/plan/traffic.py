@@ -1,8 +1,8 @@
 """Compute the number of bytes that a device sends in one step.
 
-The number and type of collectives match those in `pipeline` and `nn`. Tests compare these numbers
-with compiled programs. Reductions of losses and statistics are not included. This module does not
-import jax.
+The number and type of collectives match those in `pipeline` and `nn`. Tests check the counts
+against compiled programs. Reductions of losses and statistics are not included. This module does
+not import jax.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class CommVolume(NamedTuple):
     num_collectives: float = 1
     """Number of collectives."""
     is_all_reduce: bool = False
-    """Whether the collectives are all-reduces. Compilers merge all-reduces, so their number is
-    unknown."""
+    """Whether the collectives are all-reduces. Compilers merge all-reduces, so their final number
+    is unknown."""
     is_all_to_all: bool = False
     """Whether the collectives are all-to-alls."""
     of_tokens: bool = False
@@ -49,14 +49,14 @@ class CommVolume(NamedTuple):
 
 
 class TokenExchange(NamedTuple):
-    """Token exchange of a layer: tokens are sent to other devices, and the results are returned."""
+    """Token exchange of a layer, which sends tokens to other devices and returns the results."""
 
     forward: CommVolume
     recompute: CommVolume
-    """Token exchange in a recomputed forward pass, which can omit some transfers."""
+    """Token exchange in a recomputed forward pass, where some transfers can be omitted."""
     backward: CommVolume
     overlaps: bool = False
-    """Whether the exchange overlaps with the compute of the same sublayer."""
+    """Whether the exchange overlaps with compute in the same sublayer."""
 
     def in_slot(self, action: str, remat: str) -> list[CommVolume]:
         """Return the token exchanges in a slot of type `F`, `B`, `I` or `W`."""
@@ -119,7 +119,7 @@ def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
 
 
 def _gather_traffic(sizes: Sizes, params: Iterable[Param], size: int = 0) -> tuple[CommVolume, ...]:
-    """Return the all-gathers or reduce-scatters of parameters, merged by axes."""
+    """Return the all-gathers or reduce-scatters of parameters, merged if they use the same axes."""
     mesh = sizes.mesh
     merged: dict[tuple[str, ...], CommVolume] = {}
     for param in params:
@@ -146,7 +146,7 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
     axes, size = mesh.reduced_over(param.dims), gradient_itemsize(sizes)
     elements, data = mesh.elements(param.dims), mesh.nontrivial_axes(["data"])
     if data and zero1_dim(sizes, param) is not None:
-        # Reduce-scatter gradients to the shard that a device updates, and then all-gather the
+        # Reduce-scatter gradients to the shard that a device updates, then all-gather the
         # parameters.
         axes = tuple(axis for axis in axes if axis not in data)
         stored = BYTES[sizes.config.model.param_dtype]
@@ -159,9 +159,9 @@ def _param_reductions(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
 
 
 def _muon_traffic(sizes: Sizes, param: Param) -> Iterator[CommVolume]:
-    """Yield the all-to-alls that unshard matrices for Muon and those that reshard the results.
+    """Yield the all-to-alls that unshard matrices for Muon, and those that reshard the results.
 
-    The number of matrices can be padded (`optim.muon`).
+    The number of matrices may be padded (see `optim.muon`).
     """
     mesh, matrix, table = sizes.mesh, matrix_dims(param), axis_table(sizes.config.mesh)
     assert matrix is not None
@@ -194,7 +194,7 @@ def _context_exchanges(sizes: Sizes, scores: Scores) -> Iterator[TokenExchange]:
         once = CommVolume(axes, mesh.ring_share(axes) * size * all_heads, 4, is_all_to_all=True)
         yield TokenExchange(once, once, once)
     elif exchange.method == "ring":
-        # Gradients travel around the ring together with keys and values, in float32.
+        # Float32 gradients travel around the ring together with keys and values.
         hops = context * len(scores.keys)
         around = CommVolume(axes, context * keys * size, hops)
         back = CommVolume(axes, context * keys * (size + FLOAT32_BYTES), 2 * hops)
@@ -225,8 +225,8 @@ def _expert_exchanges(sizes: Sizes, part: Experts) -> Iterator[TokenExchange]:
         ragged = sizes.platform == "tpu"
         rows = sizes.batch.tokens * (part.per_token if ragged else part.rows_received or 0.0)
         width, routes = around * size * rows * part.d_model, around * rows * FLOAT32_BYTES
-        # The forward pass exchanges token counts, either for ragged transfers or for the backward
-        # pass.
+        # The forward pass exchanges token counts, which are needed by ragged transfers and the
+        # backward pass.
         counted = ragged or sizes.config.pipeline.remat == "none"
         yield TokenExchange(
             CommVolume(axes, 2 * width + 2 * routes, 4 + counted, is_all_to_all=True),
@@ -276,7 +276,9 @@ def message(sizes: Sizes) -> float:
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
-    """Return the communication for the embedding lookup of one microbatch and its gradient."""
+    """Return the communication for the embedding lookup of one microbatch, including its
+    gradient.
+    """
     mesh = sizes.mesh
     stage, columns = (
         mesh.nontrivial_axes(["stage"]),
@@ -287,7 +289,8 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
     travelled = CommVolume(columns, mesh.ring_share(columns) * rows, is_all_to_all=True)
     summed = CommVolume(stage, 2 * mesh.ring_share(stage) * rows, is_all_reduce=True)
     once = [ids, travelled, summed]
-    # With prologue layers, each stage looks up its own microbatch and later sends it to the ring.
+    # With prologue layers, each stage looks up embeddings for a different microbatch and later
+    # sends the result to the ring.
     if sizes.layers.prologue:
         part = 1 / mesh.stages
         own = CommVolume(stage, mesh.ring_share(stage) * rows, part)
@@ -303,7 +306,7 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
     """Return the all-reduces in the loss head for one microbatch.
 
-    These all-reduces cover the output, its float32 cotangent, and three numbers per token and head.
+    They reduce the output, its float32 cotangent, and three numbers per token and head.
     """
     stage, size = sizes.mesh.nontrivial_axes(["stage"]), sizes.activations.itemsize
     numbers = FLOAT32_BYTES * 3 * (1 + sizes.layers.mtp_heads) * sizes.batch.tokens
@@ -318,7 +321,7 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """Communication for gathering head and MTP matrices once, and for scattering their gradients
+    """Communication for gathering the head and MTP matrices once and scattering their gradients
     once.
 
     Matrices inside MTP layers are not included.
@@ -362,12 +365,12 @@ class LayerExecutions(NamedTuple):
     """Execution counts per device and step, keyed by layer type."""
 
     run: Mapping[str, float]
-    """Number of times that the average stage runs a layer (forward and backward for one
-    microbatch)."""
+    """Number of times that the average stage runs a layer, forward and backward, for one
+    microbatch."""
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
-    """Number of gathers of the output projection and number of scatters of its gradient."""
+    """Number of output-projection gathers, and number of scatters of its gradient."""
     num_grouped: Mapping[str, float] | None = None
     """Number of collectives for gathers and for scatters, or None if every layer uses separate
     collectives."""
@@ -449,8 +452,8 @@ def step_traffic(
 def _all_traffic(
     sizes: Sizes, schedule: Schedule, recomputed: float
 ) -> Iterator[tuple[CommVolume, float, float | None]]:
-    """Yield each volume, the number of times it is sent per step, and the number of collectives if
-    they are merged.
+    """Yield each volume with the number of times it is sent per step and, if collectives are
+    merged, the number of merged collectives.
     """
     of, remat = layer_executions(sizes, schedule), sizes.config.pipeline.remat
     for kind in sizes.model.layer_types:

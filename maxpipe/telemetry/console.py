@@ -27,18 +27,18 @@ from maxpipe.errors import StorageError
 
 _log = logging.getLogger("maxpipe")
 
-# Number of logged steps over which the step rate is averaged: enough for a stable rate, and few
-# enough to show a slowdown quickly.
+# Number of logged steps over which the step rate is averaged: enough for a stable rate, but few
+# enough to reveal a slowdown quickly.
 _RATE_WINDOW = 20
 
 
 class Console:
-    """Prints the output of a run for the user.
+    """Prints a run's output for the user.
 
     `live` draws a view that is updated in place, `plain` prints lines, and `auto` selects `live` on
-    a terminal. Process 0 prints everything; other processes print only warnings, with their process
-    index. While the console is open, it also prints the log records of maxpipe (level INFO and
-    above) and of libraries (level WARNING and above).
+    a terminal and `plain` otherwise. Process 0 prints everything; other processes print only
+    warnings, with their process index. While the console is open, it also prints the log records of
+    maxpipe (level INFO and above) and of libraries (level WARNING and above).
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class Console:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Show `name`, e.g. "compiling train step", while the body runs, and then its duration."""
+        """Show `name`, e.g. "compiling train step", while the body runs, then print the elapsed
+        time.
+        """
         start, name = time.monotonic(), redact.redact_text(name)
         if self._view is not None:
             self._view.stage = (name, start)
@@ -90,7 +92,7 @@ class Console:
         """Show the metrics of one logged step. The keys are metric tags, as in `metrics.jsonl`."""
         self._progress.advance(step)
         if self._view is not None:
-            # Create a new dict, because another thread may be drawing the old dict.
+            # Create a new dict, because another thread may be drawing the old one.
             latest = {tag: float(value) for tag, value in metrics.items()}
             self._view.metrics = self._view.metrics | latest
         else:
@@ -110,7 +112,7 @@ class Console:
         self.tell(f"warning: {text}")
 
     def close(self) -> None:
-        """Stop updating the live view, and leave its last state on the screen."""
+        """Stop updating the live view, leaving its last state on the screen."""
         if self._view is not None:
             self._view.stop()
         self._restore_logs()
@@ -205,7 +207,7 @@ class _Progress:
 
 
 def _highlights(metrics: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield (tag, formatted value) for each of the most important metrics in `metrics`."""
+    """Yield (tag, formatted value) for each key metric in `metrics`."""
     forms = {
         "train/loss": lambda value: f"loss {value:.4f}",
         "rollout/reward": lambda value: f"reward {value:.3f}",
@@ -337,7 +339,7 @@ _PHASE_SECONDS = 10.0
 
 
 def print_line(text: str) -> None:
-    """Print a line. The command continues if the program that reads its output has exited.
+    """Print a line. If the program reading the output has exited, the command continues.
 
     Raises:
         StorageError: standard output cannot be written, for example on a full disk.
@@ -345,14 +347,16 @@ def print_line(text: str) -> None:
     try:
         print(redact.redact_for_terminal(text), flush=True)
     except BrokenPipeError:
-        pass  # the reader may be `head`, but the command must still finish
+        pass  # the command must finish even if the reader, e.g. `head`, has exited
     except OSError as error:
-        action = "Free space on its disk, or redirect the output."
+        action = "Free space on the output's disk, or redirect the output."
         raise StorageError.unwritable("standard output", error, action) from error
 
 
 class ProgressBar:
-    """Progress on standard error: a bar on a terminal, otherwise a line every few seconds."""
+    """Progress display on standard error: a bar on a terminal, otherwise a line every few
+    seconds.
+    """
 
     def __init__(self, unit: str = "") -> None:
         self._unit = unit
@@ -371,7 +375,7 @@ class ProgressBar:
             self._bar.start()
 
     def report(self, task: str, done: int, total: int, remark: str = "") -> None:
-        """Show the progress of a task, with a remark such as the rate.
+        """Show a task's progress, with a note such as the rate.
 
         If `task` is empty, the previous task continues. If `total` is 0, the total is unknown.
         """
@@ -396,10 +400,10 @@ class ProgressBar:
 
 
 class PhaseProgress:
-    """Show the phase and elapsed time of a command with an unknown amount of work.
+    """Show the current phase and elapsed time of a command whose total work is unknown.
 
-    A terminal shows one line that is updated in place. Other output gets one line every ten
-    seconds. A thread prints the lines, because each phase is one long, blocking call.
+    On a terminal, one line is updated in place; otherwise, a line is printed every ten seconds. A
+    thread prints the lines, because each phase is one long, blocking call.
     """
 
     def __init__(self, command: str) -> None:

@@ -1,4 +1,4 @@
-"""Draw metric curves of runs: values of `metrics.jsonl` by step.
+"""Plot metric curves of runs: values from `metrics.jsonl` by step.
 
 Tags with the same last component, such as `train/loss` and `eval/loss`, share a panel.
 """
@@ -22,7 +22,7 @@ from maxpipe.schedule.draw import Curve as Line
 
 FORMS = (".svg", ".png")
 MAX_VALUE = 1e300
-"""Largest metric magnitude that can be drawn. Only corrupt records contain larger values."""
+"""Largest metric magnitude that can be plotted. Only corrupt records contain larger values."""
 _log = logging.getLogger("maxpipe")
 _SHOWN_NAMES = 30
 _INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
@@ -37,11 +37,11 @@ Curve = list[tuple[int, float]]
 def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     """Read the curves of the given metric tags from a run folder.
 
-    Values that cannot be drawn (NaN, infinite or above `MAX_VALUE`) and lines that are not JSON are
-    skipped with a warning.
+    Lines that are not JSON and values that cannot be plotted (NaN, infinite or above `MAX_VALUE`)
+    are skipped with a warning.
 
     Raises:
-        ConfigError: the run has recorded none of the tags.
+        ConfigError: the run recorded none of the tags.
         StorageError: `metrics.jsonl` cannot be read.
     """
     path = expand_path(run_dir) / METRICS_FILE
@@ -76,7 +76,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
     for tag, count in left_out.items():
         if count:
             _log.warning(
-                "%s: %s has %s that cannot be drawn: a value must be finite and at most %g, "
+                "%s: %s has %s that cannot be plotted: a value must be finite and at most %g, "
                 "and its step an integer from 0 to 2**63 - 1",
                 *(path, tag, pluralize(count, "record"), MAX_VALUE),
             )
@@ -86,7 +86,7 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
         names = [name[:80] for name in sorted(known)[:_SHOWN_NAMES]] or ["none"]
         if (more := len(known) - _SHOWN_NAMES) > 0:
             names.append(f"and {more} more")
-        rule = f"must be a recorded metric; this run recorded {', '.join(names)}."
+        rule = f"must be a metric that the run recorded: {', '.join(names)}."
         raise ConfigError.one(str(path), ", ".join(tags), rule, f"Use --tags {guess}.")
     return found
 
@@ -103,7 +103,7 @@ def _is_step(value: object) -> TypeGuard[int]:
 
 
 def draw_curves(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
-    """Draw the curves of several runs in panels that are stacked vertically."""
+    """Draw the curves of several runs in vertically stacked panels."""
     canvas = Canvas()
     ends = dict.fromkeys(tag.rpartition("/")[2] for curves in runs.values() for tag in curves)
     for end in ends:
@@ -146,7 +146,7 @@ def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
         canvas.labels.append(Label(x + 20, y, name, 12, _INK, "l"))
         width = max(width, x + 20 + text_width(name, 12))
         canvas.curves.append(Line([place(*point) for point in curve], colour, _LINE))
-        if len(curve) == 1:  # draw a single point as a small square
+        if len(curve) == 1:  # draw an isolated point as a small square
             u, v = place(*curve[0])
             canvas.boxes.append(Box(u - 3, v - 3, 6, 6, colour))
     canvas.width, canvas.height = round(width + 20), round(bottom + _BELOW)

@@ -1,7 +1,7 @@
 """Compute the goodput of a run: the fraction of wall time spent on productive steps.
 
-Only `events.jsonl` is read: durations within an attempt come from a monotonic clock, and the time
-between attempts from the wall clock. The definition follows Google's ML goodput.
+Only `events.jsonl` is read. Durations within an attempt come from a monotonic clock; the time
+between attempts comes from the wall clock. The definition follows Google's ML goodput.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CAUSES = {
 
 
 _STEP_PHASES = (STEP, LOOP, ROLLOUT)
-"""Phases of a step, including the sampling of completions for the step."""
+"""Phases of a step, including sampling its completions."""
 _MAX_DURATION_SECONDS = 1e10
 """Maximum duration in a valid record: about 300 years."""
 
@@ -51,7 +51,7 @@ class EventRecord(TypedDict):
 
 @dataclass
 class StepInterval:
-    """A range of consecutive steps and the time spent in each phase, from one record."""
+    """Consecutive steps covered by one record, with the time spent in each phase."""
 
     first: int
     """Number of steps completed before the interval."""
@@ -61,7 +61,7 @@ class StepInterval:
 
 @dataclass
 class Attempt:
-    """An attempt of a run, which lasts from a start of the command to its exit."""
+    """Attempt of a run, from the start of the command to its exit."""
 
     begin: datetime
     end: datetime
@@ -167,7 +167,7 @@ def _add(record: EventRecord, attempts: list[Attempt]) -> None:
 
 def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
     total = dict.fromkeys(CAUSES, 0.0)
-    # Iterate backwards. Steps beyond the start of a later interval were repeated.
+    # Iterate backwards. Steps after the start of a later interval were repeated.
     begun_later = math.inf
     for number in reversed(range(len(attempts))):
         attempt, told = attempts[number], 0.0
@@ -198,7 +198,7 @@ def _by_cause(attempts: list[Attempt]) -> dict[str, float]:
 
 
 def goodput_to_dict(found: Goodput) -> dict[str, Any]:
-    """Return goodput as JSON-compatible values."""
+    """Return goodput as JSON-compatible data."""
     return {
         "seconds": found.total,
         "productive_share": found.share,
@@ -221,7 +221,7 @@ def format_goodput(found: Goodput) -> str:
     count = len(found.attempts)
     lines = [
         f"{duration(found.total)} in {count} attempt{'s' * (count > 1)}, "
-        f"{found.share:.1%} of the time in productive steps",
+        f"{found.share:.1%} of the time spent on productive steps",
         "",
     ]
     ordered = sorted(found.seconds.items(), key=lambda item: -item[1])

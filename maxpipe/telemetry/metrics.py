@@ -1,4 +1,4 @@
-"""Declare all metrics of a run: tag, unit, meaning and condition.
+"""Declare all metrics of a run: tag, unit, meaning, and when they are recorded.
 
 docs/metrics.md and the TensorBoard charts are generated from this table, and a test compares the
 table with the metrics that runs write. `maxpipe.models.layers` declares the metrics of layers.
@@ -56,8 +56,8 @@ METRICS = (
     Metric(
         "train/loss",
         "nats per token",
-        "Mean cross-entropy over all target tokens of the step's batch, before the update. The "
-        "auxiliary losses of layers and the losses of MTP heads are not included. With "
+        "Mean cross-entropy over all target tokens of the step's batch, before the update, "
+        "excluding auxiliary layer losses and MTP losses. With "
         "`train.objective=preference`, the "
         "mean of `preference.loss` over pairs, also in evaluations; with `train.objective=grpo`, "
         "the policy loss, which has no unit; with `train.objective=distill`, the weighted mean of "
@@ -69,20 +69,20 @@ METRICS = (
         "Cross-entropy of the first MTP head: the sum over its target tokens divided by the number "
         "of target tokens of `train/loss`. `train/loss_ahead_2` is the loss of the second head. "
         "With `model.mtp_kind=layer`, the layer metrics below include the MTP layers, counting "
-        "only tokens for which an MTP layer has a target.",
+        "only tokens with a target in an MTP layer.",
         "with `model.mtp_heads`",
     ),
     Metric(
         "train/grad_norm",
         "",
-        "Global gradient norm over the parameters of all stages, before clipping by "
-        "`optim.clip_norm`.",
+        "Global gradient norm over the parameters of all stages, before clipping "
+        "(`optim.clip_norm`).",
     ),
     Metric("train/lr", "", "Learning rate of the step."),
     Metric(
         "train/tokens",
         "tokens",
-        "Total tokens in all steps up to and including this one, including padding.",
+        "Total tokens, including padding, in all steps up to and including this one.",
     ),
     Metric(
         "train/batch_size",
@@ -106,7 +106,7 @@ METRICS = (
     Metric(
         "train/divergence",
         "nats per token",
-        "Divergence between student and teacher, times the square of `distill.temperature`; the "
+        "Divergence between student and teacher times the square of `distill.temperature`, the "
         "other term of `train/loss`.",
         _DISTILLED,
     ),
@@ -162,8 +162,8 @@ METRICS = (
     Metric(
         "train/clipped",
         "fraction",
-        "Fraction of tokens without a policy gradient because of `grpo.clip_ratio`; 0 in the "
-        "first step of a rollout.",
+        "Fraction of tokens whose policy gradient is 0 due to clipping (`grpo.clip_ratio`); 0 in "
+        "the first step of a rollout.",
         _GRPO,
     ),
     Metric(
@@ -200,8 +200,8 @@ METRICS = (
     Metric(
         "source/NAME/tokens",
         "tokens",
-        "Total tokens in the source's sequences up to this step. The sum over sources equals "
-        "`train/tokens` plus the tokens of batches skipped after bad steps.",
+        "Total tokens in the source's sequences up to and including this step. The sum over "
+        "sources equals `train/tokens` plus the tokens of batches skipped after bad steps.",
         _MIXED,
     ),
     Metric("source/NAME/epochs", "", "Number of passes over the source.", _MIXED),
@@ -233,8 +233,8 @@ METRICS = (
     Metric(
         "eval/NAME/accuracy",
         "",
-        "Accuracy on the multiple-choice task NAME in `eval.tasks`. The predicted choice is the "
-        "choice with the highest log-likelihood.",
+        "Accuracy on the multiple-choice task NAME in `eval.tasks`. The prediction is the choice "
+        "with the highest log-likelihood.",
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(

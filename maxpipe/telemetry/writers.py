@@ -1,8 +1,8 @@
 """Write the records of a run: metrics, events, samples and TensorBoard files.
 
 A failed write never stops a run: if the disk is full, records are lost, but the run continues. The
-code that starts the run creates the run folder. `ours` is called before every write. If it returns
-False, the run has lost the lock on its folder, and nothing is written.
+caller creates the run folder. `ours` is called before every write; if it returns False, the run has
+lost the lock on its folder and nothing is written.
 
 The module also creates TensorBoard summaries without TensorFlow, as `Summary` protocol buffers that
 `MetricWriter` adds to the event file. tensorboard is imported on first use, because its import
@@ -43,7 +43,7 @@ _SCALE = 3
 
 
 def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
-    """Return the titles of the charts in `CHARTS` for which a run with these tags has data."""
+    """Return the titles of the charts in `CHARTS` that have data in a run with these tags."""
     tags = set(tags)
     return tuple(
         title
@@ -55,8 +55,8 @@ def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
 def charts(chosen: Collection[str]) -> Any:
     """Return the layout of the charts with these titles, for the "Custom Scalars" tab.
 
-    TensorBoard uses the newest layout of a run and merges the layouts of several runs. A chart also
-    lists tags without data, so that the chart is identical in every run.
+    TensorBoard uses the newest layout of a run and merges the layouts of several runs. Charts also
+    list tags without data, so that each chart is identical in every run.
     """
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
@@ -120,9 +120,9 @@ def _always() -> bool:
 class _SafeFile:
     """An append-only file that reports failures as warnings, at most one per minute.
 
-    The file is opened for every record, so that writing resumes after an outage of a network file
-    system. A partly written record is removed, so that earlier and later records stay readable.
-    Writes are thread-safe.
+    The file is reopened for every record, so that writing resumes after a network file system
+    outage. Partially written records are removed, so that the other records stay readable. Writes
+    are thread-safe.
     """
 
     def __init__(self, path: Path, ours: OwnershipCheck = _always):
@@ -181,7 +181,7 @@ def _json_line(record: Mapping[str, object]) -> bytes:
 
 
 def _json_value(value: object) -> object:
-    # JSON has neither NaN nor infinity, and other tools could not parse them. Write null instead.
+    # JSON has no NaN or infinity, and other tools cannot parse them. Write null instead.
     if isinstance(value, Mapping):
         return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -235,8 +235,8 @@ class MetricWriter:
     """Writes `metrics.jsonl`, `samples.jsonl` and TensorBoard files.
 
     The JSON files have one object per logged step. Records of steps after `resume_step`, the step
-    of the restored checkpoint, are removed because these steps are repeated. Values that are not
-    finite are `null` in JSON. Only process 0 writes.
+    of the restored checkpoint, are removed because these steps are repeated. Non-finite values are
+    written as `null` in JSON. Only process 0 writes.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class MetricWriter:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` for `step`. Another call for the same step adds to the record."""
+        """Record `metrics` for `step`. Another call for the same step extends the record."""
         if self._file is None:
             return
         values = {tag: float(value) for tag, value in metrics.items()}
@@ -335,7 +335,7 @@ def _truncate_after_step(
     the last record, or None if no record remains.
     """
     kept: dict[int, tuple[int, int]] = {}
-    """Start and end offsets of the newest record of each step."""
+    """Start and end offsets of each step's newest record."""
     size = 0
     try:
         for offset, line in files.read_lines(path):
@@ -360,7 +360,7 @@ def _truncate_after_step(
 
 
 def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Keep only the given byte ranges of a file, and return their new byte ranges."""
+    """Keep only the given byte ranges of a file, and return their new offsets."""
     beside, moved, offset = path.with_name(path.name + ".new"), [], 0
     with (
         open(files.open_regular(path), "rb") as old,
@@ -387,7 +387,7 @@ class _TensorBoardFile:
         from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        # The generated modules define their names at run time, so type checkers cannot resolve
+        # The generated modules define their members at run time, so type checkers cannot resolve
         # them.
         self._event: Any = event_pb2
         self._summary: Any = summary_pb2
@@ -400,7 +400,7 @@ class _TensorBoardFile:
             folder.mkdir(exist_ok=True)
         self._write(file_version="brain.Event:2")
         if resume_step > 0:
-            # This record makes TensorBoard ignore later steps in earlier event files.
+            # This record makes TensorBoard discard later steps from earlier event files.
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._write(step=resume_step + 1, session_log=start)
 

@@ -1,8 +1,8 @@
 """Check an attention backend against plain attention before a run uses it on new hardware.
 
-A kernel can return wrong results on one device type or in one jax release without a visible effect
-on the loss curve. The check runs the model's attention on small arrays, and compares results and
-gradients with float32 references. It accepts errors a few times larger than those of plain
+A kernel can return wrong results on one device type or with one jax release without visibly
+affecting the loss curve. The check runs the model's attention on small arrays, and compares outputs
+and gradients with float32 references. It allows errors a few times larger than those of plain
 attention in the run's dtype. The outcome is recorded in the run's events, so that the check is not
 repeated on the same hardware.
 """
@@ -38,12 +38,12 @@ _TOKENS, _GROUPS, _SHARED = 256, 2, 4
 """Maximum sizes in the check: tokens, key/value heads, and query heads per key/value head."""
 _DOCUMENTS = 3
 _CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
-"""Tokens and documents per sequence in the check of the cudnn backend, which selects one of three
-kernels by the number of documents."""
+"""Tokens and documents per sequence used to check the cudnn backend, which selects one of three
+kernels based on the number of documents."""
 _TOLERANCE_FACTOR = 4.0
 """Maximum ratio of a backend's error to the error of plain attention."""
 _MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
-"""Error that is always allowed, relative to the largest element of the array."""
+"""Error that is always allowed, relative to the array's largest element."""
 
 AttentionPart = Attention | LatentAttention
 
@@ -55,7 +55,7 @@ class _CheckEvent(TypedDict):
 
 @dataclass(frozen=True)
 class AttentionDeviation:
-    """Errors of results and gradients, relative to the largest element of the reference array."""
+    """Errors of outputs and gradients, relative to the largest element of the reference array."""
 
     backend: str
     result: float
@@ -75,10 +75,10 @@ class AttentionDeviation:
 
 
 def check_run_attention(session: Session, steps: Steps) -> None:
-    """Check the model's attention unless the run has already checked it on this hardware.
+    """Check the model's attention, unless the run has already done so on this hardware.
 
     Raises:
-        ConfigError: the errors exceed the limit in at least one process.
+        ConfigError: the errors exceed the limit on at least one process.
     """
     decoder, (_, tokens), deviation = steps.param_layout.decoder, steps.shape, None
     model, dtype = decoder.model, decoder.config.compute_dtype
@@ -105,14 +105,16 @@ def check_run_attention(session: Session, steps: Steps) -> None:
 
 
 def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
-    """Return the largest deviation of all attention types, or None if all use plain attention."""
+    """Return the largest deviation over all attention types, or None if all use plain attention."""
     with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
         found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)
 
 
 def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Identify a check by device, jax version, backends and sizes; "" if attention is plain."""
+    """Return a key for the check from device, jax version, backends and sizes; "" for plain
+    attention.
+    """
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"
     return f"{where}: {'; '.join(cases)}" if cases else ""
@@ -156,7 +158,7 @@ def _shape(part: AttentionPart, tokens: int) -> str:
 
 
 def _heads(part: AttentionPart) -> tuple[int, int, int]:
-    """Return (key/value heads, query heads per key/value head, value size) in the check."""
+    """Return (key/value heads, query heads per key/value head, value size) used in the check."""
     if isinstance(part, LatentAttention):
         return min(part.num_heads, _GROUPS), 1, part.value_size
     shared = min(part.num_heads // part.num_kv_heads, _SHARED)
@@ -166,7 +168,7 @@ def _heads(part: AttentionPart) -> tuple[int, int, int]:
 def _compare_backend(
     part: AttentionPart, tokens: int, windows: tuple[int, ...], dtype: str
 ) -> Iterator[AttentionDeviation]:
-    """Yield the deviation with the largest window, for each number of documents per sequence."""
+    """Yield the deviation for each number of documents per sequence, with the largest window."""
     groups, shared, values = _heads(part)
     heads, random = groups * shared, np.random.default_rng(0)
     shapes = (heads, part.head_dim), (groups, part.head_dim), (groups, values), (heads, values)

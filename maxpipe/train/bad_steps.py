@@ -20,7 +20,9 @@ from maxpipe.telemetry.writers import EventLog
 
 
 class Rollback(Exception):
-    """Request to roll back to the newest checkpoint and skip the batches up to that of `step`."""
+    """Request to roll back to the newest checkpoint and skip all batches up to and including the
+    one at `step`.
+    """
 
     def __init__(self, step: int):
         super().__init__(step)
@@ -63,15 +65,16 @@ class BadStepMonitor:
     def state_dict(self) -> dict[str, int]:
         """Return the JSON-compatible counts to save in a checkpoint."""
         found = {"roll_backs": self.num_rollbacks, "in_row": self._num_consecutive}
-        # If the batch size is constant, the number of skipped sequences follows from the offset.
+        # If the batch size is constant, the number of skipped sequences can be computed from the
+        # offset.
         more = {"rows_left_out": self.skipped_sequences} if self._loader.ramp.stages else {}
         return found | more
 
     @staticmethod
     def _skipped_sequences(loader: Loader, offset: int, counts: Mapping[str, Any] | None) -> int:
-        """Return the number of skipped sequences that a checkpoint records.
+        """Return the number of skipped sequences recorded in a checkpoint.
 
-        A checkpoint without this number comes from a run with a constant batch size. Adding a
+        A checkpoint without this count comes from a run with a constant batch size. Adding a
         batch-size ramp later does not change how many sequences the run consumed before.
         """
         _, rows = loader.ramp.position_of(0)
@@ -85,7 +88,7 @@ class BadStepMonitor:
         """Record that a step was started, and react to the previous step.
 
         Raises:
-            DivergenceError: the config does not allow the run to continue.
+            DivergenceError: the config requires the run to stop.
             Rollback: the run must roll back.
         """
         self.flush()
@@ -107,9 +110,9 @@ class BadStepMonitor:
     def record_rollback(
         self, bad_step: int, step: int, offset: int, counts: Mapping[str, Any] | None
     ) -> None:
-        """Record a rollback to `step`, which skips the batches up to `bad_step`.
+        """Record a rollback to `step`, which skips all batches up to that of `bad_step`.
 
-        `offset` and `counts` are the offset and counts in the checkpoint.
+        `offset` and `counts` come from the checkpoint.
         """
         rows_before = self._loader.ramp.sequences_before
         done = rows_before(step + offset) - self._skipped_sequences(self._loader, offset, counts)
@@ -153,14 +156,16 @@ class BadStepMonitor:
         self._console.warn(f"step {step}: {numbers}: {done}")
 
     def _stop_reason(self, action: str) -> tuple[str, str] | None:
-        """Return the error's rule and remedy if the run must stop, else None."""
+        """If the run must stop, return the rule and the suggested action for the error; otherwise,
+        return None.
+        """
         config = self._config
         lower = "lower optim.learning_rate"
         if action == "stop":
             return (
                 "loss, gradient norm and update must be finite with guard.bad_steps=stop. The "
                 "update was skipped, and events.jsonl names the batch.",
-                f"Set guard.bad_steps=skip to continue without such batches, or {lower}.",
+                f"Set guard.bad_steps=skip to skip such batches and continue, or {lower}.",
             )
         if action == "skip" and self._num_consecutive > config.max_bad_steps:
             return (

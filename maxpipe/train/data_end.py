@@ -23,7 +23,7 @@ from maxpipe.telemetry.console import Console
 
 
 def last_step(train: Loader, length: int, offset: int, first: int) -> int:
-    """Return the last of `length` steps for which there is data; at least `first`.
+    """Return the last step for which data exists, between `first` and `length`.
 
     `offset` is the number of skipped batches, and `first` the last completed step.
     """
@@ -41,8 +41,8 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
     raise ConfigError.one(
         "data.end",
         "fail",
-        f"must be repeat or stop for {pluralize(length, 'step')}: {section_of(name)} has documents "
-        f"for {max(0, steps)}.",
+        f"must be repeat or stop for a run of {pluralize(length, 'step')}: {section_of(name)} has "
+        f"documents for {max(0, steps)}.",
         f"Set train.steps={max(1, steps)}, data.end=stop to end there, or data.end=repeat.",
     )
 
@@ -50,7 +50,8 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
 def resolve_last_step(
     loaded: LoadedConfig, train: Loader, offset: int, first: int, console: Console
 ) -> int:
-    """Return the last step of a run that resumes after step `first`; report an early end of data.
+    """Return the last step of a run that resumes after step `first`, and report if the data ends
+    early.
 
     Raises:
         ConfigError: `first` exceeds the configured number of steps, or the data ends before the run
@@ -78,17 +79,18 @@ def resolve_last_step(
 
 _PERIOD_SECONDS = 1.0
 _SLOW_SECONDS = 10.0
-"""Time after which a slow document is reported. The report is repeated whenever the time
+"""Time after which a slow document is reported. The report is repeated each time the wait
 doubles."""
 _WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
-"""Minimum duration of a window of steps, and the fraction of this time spent waiting for data above
+"""Minimum duration of a window of steps, and fraction of that duration spent waiting for data above
 which a warning is printed."""
 _QUIET_SECONDS = 600.0
-"""Minimum time between two warnings about steps that spent most of their time waiting for data."""
+"""Minimum time between warnings that steps spend most of their time waiting for data."""
 
 
 class SlowDataMonitor:
-    """Warns about documents that are slow to read, and about steps that mostly wait for data.
+    """Warns about documents that are slow to read, and about steps that spend most of their time
+    waiting for data.
 
     When used as a context manager, the monitor runs in a background thread, which also passes the
     current document to `phases` for stall reports.
@@ -134,8 +136,8 @@ class SlowDataMonitor:
         self._next_warning = 2 * seconds
         waits = ", and the run waits for it" if self._phases.status().phase == DATA else ""
         self._warn(
-            f"{self._slow_read[1]}, has lasted {seconds:.0f} s so far{waits}: the disk, bucket "
-            "or host is slow or unavailable, or the document is long and should be split"
+            f"{self._slow_read[1]}, has lasted {seconds:.0f} s so far{waits}: the disk, bucket or "
+            "host is slow or unavailable, or the document is too long and should be split"
         )
 
     def record_steps(self, waited: float, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""The training loop and the end of a run.
+"""Run the training loop, and finish the run.
 
 Step, parameters, optimizer state and data position are saved in one checkpoint, and all randomness
 depends only on the seed and the step. A run that was killed and resumed therefore produces results
-that are bitwise equal to those of an uninterrupted run.
+that are bitwise identical to those of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from maxpipe.train.set_up import set_up
 
 
 def train(loaded: LoadedConfig) -> int:
-    """Train or resume the run, and return the exit code of the process.
+    """Train or resume the run, and return the process exit code.
 
     Raises:
         ConfigError: the config does not match the machine, the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
         Preemption: the run received a stop request and saved its state.
         UserInterrupt: the run was interrupted by Ctrl-C and saved its state.
-        DivergenceError: the config does not allow the run to continue after a bad step.
-        ReplicaError: replicas on different devices differ.
+        DivergenceError: the config requires the run to stop after a bad step.
+        ReplicaError: replicas of an array differ between devices.
     """
     with open_session(loaded) as session, explain_allocation_errors(session.config):
         run = set_up(session)
@@ -53,7 +53,7 @@ def train(loaded: LoadedConfig) -> int:
 
 
 def _run_loop(run: Run) -> None:
-    """Train to the last step, restarting the loop after every rollback."""
+    """Train to the last step, restarting the loop after each rollback."""
     while True:
         try:
             return _train_steps(run)
@@ -223,7 +223,9 @@ class ThroughputMeter:
         return completed
 
     def record_step(self, metrics: dict[str, jax.Array], rows: int) -> None:
-        """Record a started step, and wait for the previous one to limit the steps in flight."""
+        """Record a started step, and wait for the previous one to limit the number of steps in
+        flight.
+        """
         if self._latest:
             jax.block_until_ready(self._latest)
         self._source_sums.add_step(metrics)
@@ -233,7 +235,7 @@ class ThroughputMeter:
 
     @contextlib.contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Attribute the time inside the context to `phase` instead of to steps."""
+        """Attribute the time spent inside the context to `phase` instead of to steps."""
         with self._phases.enter(STEP):
             jax.block_until_ready(self._latest)
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Check that a run fits into the memory of its devices, before memory is allocated.
+"""Check that a run fits in the memory of its devices, before any memory is allocated.
 
 A prediction far above the available memory raises an error; a prediction close to the available
 memory prints a warning. After compilation, the compiler's memory analysis is checked in the same
@@ -24,7 +24,7 @@ from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION, describe_largest, 
 from maxpipe.plan.sizes import Sizes, build_schedule
 
 CERTAIN_FACTOR = 1.2
-"""Ratio of predicted to available memory above which the run certainly does not fit."""
+"""Ratio of predicted to available memory above which the run definitely does not fit."""
 _KEY = "runtime.memory_check"
 _OVERRIDE = f"set {_KEY}=warn to start the run anyway"
 _CONTROL_GROUPS = (
@@ -34,10 +34,11 @@ _CONTROL_GROUPS = (
 
 
 def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
-    """Compare the predicted memory of the train step with the memory of the local devices.
+    """Compare the predicted memory of the train step with the memory available on the local
+    devices.
 
     Raises:
-        ConfigError: the step certainly does not fit.
+        ConfigError: the step definitely does not fit in memory.
     """
     predicted = _predict_memory(config)
     words = "the train step is predicted to need"
@@ -47,11 +48,11 @@ def check_forecast(config: Config, warn: Callable[[str], None]) -> None:
 def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) -> None:
     """Compare the compiler's memory analysis of the train step with the free memory.
 
-    The state is already allocated. The check runs after compilation, and again before the first
+    The state is already allocated. The check runs after compilation and again before the first
     step, because other programs may have allocated memory in the meantime.
 
     Raises:
-        ConfigError: the step does not fit.
+        ConfigError: the step does not fit in memory.
     """
     analysis = compiled.memory_analysis()
     if analysis is None or jax.local_devices()[0].platform == "tpu":
@@ -65,12 +66,11 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
         _check(config, needed, predicted, "the compiled train step needs", 1.0, warn)
         return
     words = "the compiled train step needs, in addition to the state,"
-    # If an allocation fails on only some virtual devices, the other devices wait in a collective,
-    # and XLA aborts the process after 40 s. Therefore the run must not exceed
-    # USABLE_MEMORY_FRACTION.
+    # If an allocation fails on only some virtual devices, the others wait in a collective until XLA
+    # aborts the process after 40 s. Therefore, the run must not exceed USABLE_MEMORY_FRACTION.
     _check(config, needed, predicted, words, USABLE_MEMORY_FRACTION, warn)
     if not _can_map(needed * len(jax.local_devices())):
-        words = f"the operating system refuses the memory that {words.rstrip(',')}:"
+        words = f"the operating system refuses to allocate the memory that {words.rstrip(',')}:"
         _check(config, needed, predicted, words, 0.0, warn, refused=True)
 
 
@@ -119,7 +119,9 @@ def device_memory(device: Any) -> float | None:
 def host_memory(
     meminfo: str = "/proc/meminfo", groups: tuple[tuple[str, str], ...] = _CONTROL_GROUPS
 ) -> float | None:
-    """Return the bytes that this process can allocate under host, cgroup and ulimit limits."""
+    """Return the number of bytes that this process can allocate under host, cgroup and ulimit
+    limits.
+    """
     limits = []
     with contextlib.suppress(OSError, ValueError):
         lines = dict(re.findall(r"^(\w+):\s+(\d+) kB", Path(meminfo).read_text(), re.MULTILINE))
@@ -133,7 +135,9 @@ def host_memory(
 
 
 def _free_address_space() -> float | None:
-    """Return the remaining address space in bytes under `ulimit -v`, or None without a limit."""
+    """Return the remaining address space in bytes under `ulimit -v`, or None if there is no
+    limit.
+    """
     try:
         import resource
     except ImportError:  # Windows
@@ -197,5 +201,5 @@ def _allocation_error(config: Config, error: BaseException) -> ConfigError:
         "memory",
         None,
         f"ran out: {reason}{has}. Predicted memory of the train step per device:\n{listed}",
-        "Change one of these keys, or use a machine with more memory.",
+        "Change one of the config keys above, or use a machine with more memory.",
     )

@@ -1,4 +1,4 @@
-"""Create the initial state of a run: restored from its newest checkpoint or another run, or new.
+"""Create a run's initial state: restored from its newest checkpoint or from another run, or new.
 
 A checkpoint whose model, data or optimizer does not match the config is rejected.
 """
@@ -62,7 +62,7 @@ from maxpipe.telemetry.console import Console
 _FROZEN = "model.frozen"
 _OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.ema_decay"
 # Settings that may change after a run has finished: checkpoint and evaluation settings, the run's
-# name and length, and settings of the machine.
+# name and length, and machine settings.
 _FREE_WHEN_DONE = frozenset({"checkpoint", "eval"})
 _FREE_KEYS_WHEN_DONE = frozenset(
     {"run.name", "train.steps", "train.tokens", "mesh.cpu_devices", "data.allow_change"}
@@ -71,7 +71,7 @@ _FREE_KEYS_WHEN_DONE = frozenset(
 
 
 class GuardCounts(TypedDict):
-    """Counts of the guard, as stored in a checkpoint."""
+    """Guard counts, as stored in a checkpoint."""
 
     skipped: int
     spikes: int
@@ -93,18 +93,18 @@ class Position(TypedDict):
 
 
 class RunStart(NamedTuple):
-    """The state and counts from which a run starts or resumes."""
+    """State and counts from which a run starts or resumes."""
 
     state: TrainState
     message: str
     offset: int = 0
     """See `BadStepMonitor.offset`."""
     guard_counts: Mapping[str, Any] | None = None
-    """Counts of the guard from the checkpoint."""
+    """Guard counts from the checkpoint."""
     reference_digest: str | None = None
     """Checksum of a resumed run's initial parameters, if the checkpoint contains the checksum."""
     is_resumed: bool = False
-    """Whether `state` comes from the run's own checkpoint instead of initial parameters."""
+    """Whether `state` comes from the run's own checkpoint rather than from initial parameters."""
     base: AdapterBase | None = None
     """Base model of the adapters, or None if the run trains no adapters."""
     early_stopping: Mapping[str, Any] | None = None
@@ -122,7 +122,7 @@ def restore_or_init(
     """Return the initial state of the run. `teacher` identifies the run's teacher model.
 
     Raises:
-        ConfigError: the checkpoint has a different model, optimizer, teacher or different data.
+        ConfigError: the checkpoint was saved with a different model, optimizer, teacher or data.
         StorageError: the checkpoint cannot be read.
     """
     config = loaded.config
@@ -185,14 +185,14 @@ def restore_or_init(
         words = f"starting from {text} after step {found.step}"
     data = found.metadata.data
     if datasets.train.resume_mixture(data["fingerprint"], data["step"]):
-        console.note(f"data: the weights of the mixture change at step {found.step + 1}")
+        console.note(f"data: the mixture weights change at step {found.step + 1}")
     guarded = data.get("guard")
     params, base = None, None
     if config.adapter.rank:
         params, base = read_base(found.metadata, loaded, steps, console, own=goes_on)
     state = steps.from_saved(found.state, init_guard_state(config.guard, guarded), params)
     offset = data["step"] - found.step
-    # Early-stopping counts and the reference of another run do not apply to this run.
+    # The early-stopping counts and the reference model of another run do not apply to this run.
     waited, reference = (data.get("patience"), data.get("reference")) if goes_on else (None, None)
     return RunStart(state, words, offset, guarded, reference, goes_on, base, waited)
 
@@ -200,7 +200,7 @@ def restore_or_init(
 def build_reference(
     loaded: LoadedConfig, steps: Steps, datasets: Datasets, console: Console, begin: RunStart
 ) -> ReferenceParams | None:
-    """Return the run's initial parameters if the objective has a KL term, else None.
+    """Return the run's initial parameters if its objective has a KL term, else None.
 
     Raises:
         ConfigError, StorageError: as in `restore_or_init`.
@@ -239,7 +239,7 @@ def _restores_weights_only(loaded: LoadedConfig) -> bool:
 def _start_from_weights(
     loaded: LoadedConfig, steps: Steps, console: Console, tokenizer: str
 ) -> RunStart:
-    """Return the initial state of a new run with the weights of another run or a model folder."""
+    """Return the initial state of a new run, with weights from another run or a model folder."""
     config = loaded.config
     text = config.checkpoint.restore_from
     found = read_weights(text, loaded, steps, console, tokenizer)
@@ -291,7 +291,7 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
 
 
 def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool) -> None:
-    """Check that a resumed run trains the parameters for which it has optimizer state.
+    """Check that a resumed run trains exactly the parameters for which it has optimizer state.
 
     Raises:
         ConfigError: `frozen` in the checkpoint and in the config select different parameters.
@@ -316,7 +316,7 @@ def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bo
 
 
 def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
-    """Check that a resumed run has the same optimizer, because the state depends on the optimizer.
+    """Check that a resumed run uses the same optimizer, because the optimizer state depends on it.
 
     Raises:
         ConfigError: the optimizers of the checkpoint and the config differ.
@@ -327,7 +327,7 @@ def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bo
         field = key.partition(".")[2]
         then, now = saved.get(field, legacy_value_of(key)), getattr(optim, field)
         if key == _EMA_DECAY and bool(then) == bool(now):
-            continue  # the decay of the EMA may change
+            continue  # the EMA decay may change
         if (then, now) in (("same", param_dtype), (param_dtype, "same")):
             continue  # two names for the same dtype
         if then != now:
@@ -351,7 +351,7 @@ def _check_teacher(
     """Check that the teacher is the same as when the checkpoint was saved.
 
     Raises:
-        ConfigError: the parameters of the teacher differ.
+        ConfigError: the teacher's parameters differ.
     """
     if before is None or now is None or before["digest"] == now["digest"]:
         return
@@ -359,14 +359,14 @@ def _check_teacher(
     raise ConfigError.one(
         error_location(key, loaded.origins),
         now["name"],
-        f"must be the teacher of the checkpoint of step {step}, {before['name']}; the configured "
-        "teacher has different parameters.",
+        f"must be the teacher used for the checkpoint of step {step}, {before['name']}; the "
+        "configured teacher has different parameters.",
         f"Restore the previous teacher, or set {_restart_advice(loaded, own=own)}.",
     )
 
 
 def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
-    """Check that a run that continues another run has the same objective.
+    """Check that a run continuing another run has the same objective.
 
     Raises:
         ConfigError: the objectives differ.
@@ -384,7 +384,7 @@ def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
 
 
 def _restart_advice(loaded: LoadedConfig, *, own: bool) -> str:
-    """Return the settings that start a run from the parameters of a checkpoint only."""
+    """Return the settings for starting a run from only the parameters of a checkpoint."""
     action = "checkpoint.restore=weights to restore only the parameters"
     if not own:
         return action
@@ -412,10 +412,12 @@ def _changed_keys(saved: Mapping[str, Any], config: Config) -> Iterator[tuple[st
 
 
 def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
-    """Check that the settings of a finished run are unchanged; new settings require a new run.
+    """Check that the settings of a finished run are unchanged, because new settings require a new
+    run.
 
     Raises:
-        ConfigError: settings changed. The message lists them and suggests a free run name.
+        ConfigError: settings changed. The message lists the settings and suggests an unused run
+            name.
     """
     config = loaded.config
     changed = [
@@ -434,15 +436,15 @@ def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
     raise ConfigError.one(
         str(run_folder(config.run)),
         None,
-        f"is a finished run: all its {facts.step} steps are done, so settings that changed since "
-        f"step {facts.step} was saved would have no effect: {listed}.",
+        f"is a finished run: all of its {facts.step} steps are done, so settings that changed "
+        f"since step {facts.step} was saved would have no effect: {listed}.",
         f"Set run.name={_free_name(config)} to start a new run with the new settings, {more} to "
         "continue this run, or restore the old settings.",
     )
 
 
 def _free_name(config: Config) -> str:
-    """Return the run's name with the first free numeric suffix."""
+    """Return the run's name with the first unused numeric suffix."""
     for number in itertools.count(2):
         named = dataclasses.replace(config.run, name=f"{config.run.name}-{number}")
         folder = run_folder(named)

@@ -1,4 +1,4 @@
-"""The objects of a training run, and the operations that the training loop performs on them."""
+"""Objects of a training run, and the operations that the training loop performs on them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ class Validation:
 
 @dataclass(frozen=True)
 class PostTraining:
-    """Rollouts, and the models that a run uses in addition to its own: teacher, reference, base."""
+    """Rollouts, and the models that a run uses in addition to its own: teacher, reference and
+    base.
+    """
 
     teacher_source: TeacherSource
-    """Source of teacher logits; empty without a teacher."""
+    """Source of teacher logits; empty if there is no teacher."""
     rollouts: Rollouts | None
     """Rollouts to train on, if the dataset contains prompts instead of documents, else None."""
     reference: ReferenceParams | None
@@ -61,7 +63,7 @@ class PostTraining:
 
 @dataclass
 class Run:
-    """A run: all objects that the training loop uses."""
+    """A run, with all objects that the training loop uses."""
 
     session: Session
     steps: Steps
@@ -90,7 +92,7 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Index of the last step: the configured number of steps, or less if the data ends or the
+        """Index of the last step: the configured number of steps, or fewer if the data ends or the
         run stops early.
         """
         if self.validation.early_stopping.should_stop:
@@ -128,7 +130,7 @@ class Run:
         return load_batches(self.steps.batch_sharding, loader, start, stop)
 
     def can_stop_after(self, step: int) -> bool:
-        """Return whether the run can be saved after `step`; False inside a rollout's batches."""
+        """Return whether the state can be saved after `step`; False inside a rollout's batches."""
         rollouts = self.post_training.rollouts
         return rollouts is None or rollouts.is_rollout_start(step + self.bad_step_monitor.offset)
 
@@ -189,7 +191,7 @@ class Run:
             self.session.console.note(f"sample after step {step}: {text}")
 
     def compare_replicas(self, step: int) -> None:
-        """Check that the replicas of the state are equal on all devices.
+        """Check that replicas of the state are identical on all devices.
 
         Raises:
             ReplicaError: some replicas differ.
@@ -205,7 +207,9 @@ class Run:
             raise ReplicaError(format_differences(differences, where))
 
     def roll_back(self, bad_step: int) -> None:
-        """Restore the newest checkpoint, and skip the batches after it up to the bad step."""
+        """Restore the newest checkpoint, and skip the batches between it and the bad step,
+        inclusive.
+        """
         session = self.session
         session.record_time(bad_step)
         with session.phases.enter(RESTORE):

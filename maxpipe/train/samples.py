@@ -41,18 +41,18 @@ from maxpipe.step.state import ParamLayout
 
 
 class ValidationPrompt(NamedTuple):
-    """The part of a conversation before the last message that is trained on, and this message."""
+    """The last message of a conversation that is trained on, and everything before it."""
 
     ids: list[int]
     """Token ids of the prompt, identical to the ids used in training."""
     text: str
-    """Text of the prompt without control tokens."""
+    """Text of the prompt, without control tokens."""
     answer: str
-    """Text of the last message that is trained on, which serves as reference response."""
+    """Text of the last message that is trained on, which serves as the reference response."""
 
 
 def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationPrompt | None:
-    """Return the prompt and text of the last message that is trained on.
+    """Return the last message that is trained on, as reference response, and the prompt before it.
 
     Returns None if the document has no such message, or has no prompt before the message.
     """
@@ -73,7 +73,7 @@ def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationProm
 def load_validation_prompts(
     datasets: Datasets, fraction: float, count: int, sequence_length: int
 ) -> list[ValidationPrompt]:
-    """Return prompts from the first validation conversations that leave space for a response.
+    """Return prompts from the first validation conversations that leave room for a response.
 
     Held-out documents come first, followed by the documents of the validation sets.
     """
@@ -99,11 +99,11 @@ def _documents(datasets: Datasets, fraction: float) -> Iterator[EncodedDocument]
 
 
 class SampleGenerator:
-    """Completes the prompts in `eval.sample_prompts` or `eval.sample_prompts_file`, and held-out
+    """Completes the prompts in `eval.sample_prompts` or `eval.sample_prompts_file`, or held-out
     chats.
 
     Raises:
-        ConfigError: the file has no prompts, a prompt leaves no space for a generated token, or a
+        ConfigError: the file has no prompts, a prompt leaves no room for a generated token, or a
             required chat template is missing.
     """
 
@@ -129,8 +129,7 @@ class SampleGenerator:
                 "eval.sample_conversations",
                 eval_config.sample_conversations,
                 "requires a conversation that is held out for validation, has content to train on "
-                "after its first message, and fits into train.sequence_length "
-                f"({sequence_length}).",
+                f"after its first message, and fits in train.sequence_length ({sequence_length}).",
                 "Increase data.validation_fraction or train.sequence_length, or set "
                 "eval.sample_prompts.",
             )
@@ -153,7 +152,7 @@ class SampleGenerator:
         processes of a run must call this method together.
 
         Raises:
-            DivergenceError: the model computes non-finite logits.
+            DivergenceError: the model's logits are not finite.
         """
         completions: list[Completion] = []
         complete(
@@ -181,7 +180,7 @@ class SampleGenerator:
 def _prompts(
     config: EvalConfig, tokenizer: Tokenizer, sequence_length: int, chat: ChatTemplate | None
 ) -> list[Prompt]:
-    """Return the prompts in the config or in its prompt file."""
+    """Return the prompts from the config or from its prompt file."""
     path, texts = config.sample_prompts_file, list(config.sample_prompts)
     where = f"eval.sample_prompts_file: {path}"
     if config.sample_chat:

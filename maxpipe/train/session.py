@@ -1,8 +1,8 @@
 """State of one process in a run: console, control channel, events, locks and clean-up.
 
 Opening a session joins the processes of the run, checks the config against the machine, and locks
-the folders. Missing files and a mesh that does not fit the devices are reported together, before
-devices are initialized.
+the folders. Missing files and a mesh that does not match the devices are reported together, before
+the devices are initialized.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def missing_files(loaded: LoadedConfig) -> list[Problem]:
 
 @contextlib.contextmanager
 def merge_problems(problems: Sequence[Problem]) -> Iterator[None]:
-    """Raise a ConfigError for `problems` and those of a ConfigError raised inside the context."""
+    """Raise a ConfigError for `problems`, together with those of any ConfigError raised inside the
+    context.
+    """
     try:
         yield
     except ConfigError as error:
@@ -87,7 +89,7 @@ def merge_problems(problems: Sequence[Problem]) -> Iterator[None]:
 
 
 def _model_folders(config: Config) -> dict[str, str]:
-    """Return the missing Hugging Face folders, keyed by the config key that names the folder."""
+    """Return the missing Hugging Face folders, keyed by the config key that names each folder."""
     named = {}
     if config.train.objective == "distill":
         named[_TEACHER] = config.distill.teacher
@@ -98,13 +100,13 @@ def _model_folders(config: Config) -> dict[str, str]:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    """Return whether the run resumes, so that `checkpoint.restore_from` is not read."""
+    """Return whether the run resumes, in which case `checkpoint.restore_from` is not read."""
     home = checkpoint_home(run_folder(config.run), config.checkpoint)
     try:
         steps = entries(to_epath(os.path.join(home, CHECKPOINTS_FOLDER)))
         return any(entry.name.isdecimal() for entry in steps)
     except OSError:
-        return True  # the storage backend reports the error later
+        return True  # the storage backend will report the error
 
 
 def _model_problem(key: str, folder: str, config: Config, origins: Mapping[str, str]) -> Problem:
@@ -153,7 +155,7 @@ def _exists(path: str) -> bool:
     """Return whether a local path or glob pattern exists; always true for buckets."""
     expanded = os.path.expanduser(path)
     if url_scheme(path) or os.path.lexists(expanded):
-        return True  # the code that reads the file reports broken links
+        return True  # broken links are reported when the file is read
     return next(glob.iglob(expanded, recursive=True), None) is not None
 
 
@@ -163,7 +165,7 @@ WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that a process of a run uses, except the model and the data."""
+    """All resources that a process of a run uses, except model and data."""
 
     loaded: LoadedConfig
     """Config with a resolved mesh."""
@@ -174,7 +176,7 @@ class Session:
     locks: Sequence[RunLock]
     """Locks of the run folder and the checkpoint folders. Only process 0 holds locks."""
     stack: contextlib.ExitStack
-    """Callbacks and contexts that are closed at the end of the session."""
+    """Callbacks and contexts to close at the end of the session."""
 
     @property
     def config(self) -> Config:
@@ -196,7 +198,7 @@ class Session:
         self.events.write("time", step=step, seconds=self.phases.take_seconds())
 
     def open_writer(self, resume_step: int) -> MetricWriter:
-        """Open the run's metrics file, and drop the records for steps after `resume_step`."""
+        """Open the run's metrics file, and remove records of steps after `resume_step`."""
         return MetricWriter(
             self.run_dir,
             self.config.log.tensorboard,
@@ -220,7 +222,7 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(loaded: LoadedConfig) -> Iterator[Session]:
-    """Join the processes of the run, and yield the session of this process.
+    """Join the processes of the run, and yield this process's session.
 
     Raises:
         ConfigError: the config does not match the machine.
@@ -270,7 +272,7 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
 def _record_attempt(
     events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
 ) -> None:
-    """Record the start of this attempt at the run in the events, and its failure if it fails."""
+    """Record the start of this attempt, and any failure, in the run's events."""
     events.write(
         "begin",
         host=platform.node(),

@@ -1,4 +1,4 @@
-"""Set up a run in an open session: its data, model, state and compiled programs."""
+"""Set up a run's data, model, state and compiled programs in an open session."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def set_up(session: Session) -> Run:
     """Create and return the run and its objects, which are closed at the end of the session.
 
     Raises:
-        ConfigError: the config does not fit the data or the run's checkpoint.
+        ConfigError: the config does not match the data or the run's checkpoint.
         StorageError: checkpoints cannot be read or written.
     """
     config, console, phases, stack = session.config, session.console, session.phases, session.stack
@@ -98,7 +98,7 @@ def set_up(session: Session) -> Run:
         teacher.compile(train_steps, console.stage)
         evaluator.compile(steps)
     if not config.runtime.compiled_step:
-        for program in train_steps.values():  # compilation may have changed the free memory
+        for program in train_steps.values():  # compilation may have changed how much memory is free
             check_program(config, program, lambda _: None)
     session.events.write(
         "start",
@@ -144,7 +144,7 @@ def _print_warnings(session: Session, datasets: Datasets) -> None:
 
 
 def _check_same_data(session: Session, datasets: Datasets, tasks: Sequence[Task]) -> None:
-    """Check that all processes have the same documents and multiple-choice tasks."""
+    """Check that all processes read the same documents and multiple-choice tasks."""
     digests = datasets.fingerprint() | {task.name: task.digest() for task in tasks}
     digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     processes_by_digest = session.channel.compare_across_processes("data", digest)
@@ -184,7 +184,9 @@ def _build_sample_generator(
 def _last_step(
     session: Session, datasets: Datasets, start: RunStart, early_stopping: EarlyStopping
 ) -> int:
-    """Return the last step of the run; print how it starts, and whether it was stopped early."""
+    """Return the last step of the run. Print how the run starts, and whether it was stopped
+    early.
+    """
     first = int(start.state.step)
     last = data_end.resolve_last_step(
         session.loaded, datasets.train, start.offset, first, session.console
@@ -258,7 +260,7 @@ def _compile_train_steps(
 
 
 def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple[str, str]]:
-    """Return (name, text) for each line of the banner that is printed at the start of a run."""
+    """Return (name, text) for each line of the banner printed at the start of a run."""
     mesh, schedule, model = steps.param_layout.mesh, steps.train_schedule, config.model
     device, described = mesh.devices.flat[0], registry.describe(config.model)
     run_dir, length = run_folder(config.run), total_steps(config.train)
@@ -310,7 +312,9 @@ def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple
 
 
 def _describe_size(model: Model) -> str:
-    """Format the parameter count, plus the counts of active and trained parameters if smaller."""
+    """Format the parameter count, followed by the counts of active and trained parameters if
+    smaller.
+    """
     count = num_params(model)
     parts = ((active_params(model), "per token"), (num_trained(model), "trained"))
     fewer = ", ".join(f"{format_count(part)} {words}" for part, words in parts if part < count)

@@ -28,7 +28,7 @@ _MAX_ROWS = 200
 MEMORY = (
     "Compiled memory of the train step on one device. arguments: parameters, optimizer state "
     "and batch; temporary: activations, gradients and gathered weights; results: outputs that do "
-    "not reuse the memory of an argument."
+    "not reuse an argument's memory."
 )
 """Caption of the image that `draw_memory` returns."""
 
@@ -78,7 +78,7 @@ def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
 
 
 def _describe_axes(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
-    """Return the mesh axes with more than one device that shard a dim, each with its size."""
+    """Return the mesh axes of more than one device that shard a dim, each with its size."""
     axes = (axis,) if isinstance(axis, str) else axis or ()
     return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
 
@@ -102,7 +102,7 @@ _HYPERPARAMETERS = (
 
 
 def write_run_summary(run: Run, banner: Mapping[str, str]) -> None:
-    """Write the text, hyperparameters and images of a run to TensorBoard, once per start.
+    """Write a run's text, hyperparameters and images to TensorBoard, once per start.
 
     A background thread writes the images, because drawing the first ones takes a second.
     """
@@ -171,5 +171,5 @@ def _draw(
         if program is not None:
             bars = draw_memory(program)
             writer.show(lambda: writers.image("run/memory", bars, MEMORY))
-    except Exception as error:  # a failed image must not stop the run
-        _log.warning("TensorBoard: a summary of this run cannot be written: %s", error)
+    except Exception as error:  # a failure to draw an image must not stop the run
+        _log.warning("TensorBoard: cannot write a summary of this run: %s", error)

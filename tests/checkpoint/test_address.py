@@ -78,7 +78,7 @@ def test_names_that_hold_an_at_sign(here: Path):
     (here / "runs/quick@120/checkpoints").mkdir(parents=True)
     where, rule, action = refused("quick@120")
     assert where == "command line: quick@120"
-    assert rule == "is ambiguous: the folder runs/quick@120 and step 120 of runs/quick exist."
+    assert rule == "is ambiguous: both the folder runs/quick@120 and step 120 of runs/quick exist."
     for address, wanted in zip(
         action.removeprefix("Write ").removesuffix(".").split(" to select the folder, or "),
         [("runs/quick@120", "newest", ""), ("runs/quick", 120, "runs/quick")],

@@ -136,7 +136,7 @@ def test_what_is_not_the_whole_is_refused():
         merge_digests(parts)
     parts[1]["a"].add(array[2:], (2, 0))
     assert merge_digests(parts)["a"] == digest_array(array)
-    with pytest.raises(ValueError, match="types or shapes of a"):
+    with pytest.raises(ValueError, match="types or shapes for a"):
         merge_digests([{"a": digest_array(array)}, {"a": digest_array(array[:2])}])
 
 

@@ -265,4 +265,4 @@ def test_the_mixture_of_any_step_is_listed(here: Path, capsys: pytest.CaptureFix
     stopped = [*inputs, "data.end=stop", "train.steps=100000", "data.mixture.made.source=text"]
     stopped.append(f"data.mixture.made.path={here / 'files'}")
     text = printed(capsys, "data", "mixture", *stopped)
-    assert "no data, all sources are exhausted" in text and text.count(", 1.00 epochs") == 4
+    assert "no data: all sources are exhausted" in text and text.count(", 1.00 epochs") == 4

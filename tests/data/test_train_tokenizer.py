@@ -169,4 +169,4 @@ def test_a_config_and_keys_name_the_documents(corpus: Path, capsys: Capture) -> 
     assert train(*keys, "data.chat=messages", *common, str(corpus / "d")) == 2
     assert "data.chat = messages\n  must be off" in capsys.readouterr().err
     assert train(*common, str(corpus / "d")) == 2
-    assert "must name files, a config or data.* keys." in capsys.readouterr().err
+    assert "must include data files, a config or data.* keys." in capsys.readouterr().err

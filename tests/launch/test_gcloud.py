@@ -214,7 +214,7 @@ def start(folder: Path) -> subprocess.CompletedProcess[str]:
         (
             "launch.topology=h100:8 runtime.platform=cuda",
             "launch.topology = h100:8",
-            "be a topology of TPUs",
+            "be a TPU topology",
         ),
     ],
 )

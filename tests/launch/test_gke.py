@@ -291,7 +291,7 @@ def test_shellcheck_finds_nothing(write: Write):
         (
             "launch.topology=h100:8 runtime.platform=auto",
             "launch.topology = h100:8",
-            "be a topology of TPUs",
+            "be a TPU topology",
         ),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_search_runs_what_it_found(
         ([*RUN[:2], "--devices", "8", "--slices", "2"], "requires --topology"),
         ([*RUN[:2], "--calibrate", "--search"], "--search\n  has no effect"),
         ([*RUN[:2], "--calibrate", "--slices", "2"], "--slices\n  has no effect"),
-        ([*RUN, "--search", "--fix", "train.steps=4"], "must be a mesh or pipeline key"),
+        ([*RUN, "--search", "--fix", "train.steps=4"], "must be KEY=VALUE"),
         ([*RUN, "--search", "--fix", "mesh.ici_context=abc"], "must be an integer"),
         (
             [*RUN, "--search", "--fix", "mesh.context_attention=x"],

@@ -113,7 +113,7 @@ def test_steps_before_a_rollback_do_not_count(tmp_path: Path, event: str) -> Non
 def test_the_command(killed_once: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["goodput", str(killed_once)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("5m58s in 2 attempts, 48.9% of the time in productive steps")
+    assert text.startswith("5m58s in 2 attempts, 48.9% of the time spent on productive steps")
     assert "redone" in text and "15 to 20" in text
     assert main(["goodput", str(killed_once), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["productive_share"] == pytest.approx(175 / 358)

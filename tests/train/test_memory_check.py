@@ -111,7 +111,9 @@ def test_the_compilers_word_is_taken_as_it_is(
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 2)
     memory_check.check_program(config, compiled, pytest.fail)
     monkeypatch.setattr(memory_check, "_can_map", lambda size: False)
-    with pytest.raises(ConfigError, match="the operating system refuses the memory") as refused:
+    with pytest.raises(
+        ConfigError, match="the operating system refuses to allocate the memory"
+    ) as refused:
         memory_check.check_program(config, compiled, pytest.fail)
     assert refused.value.exit_code == 2
 

@@ -177,7 +177,7 @@ def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) 
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     forget_after(folder, 12)
     given = ["train", *mixed, f"run.dir={tmp_path}"]
-    assert "weights of the mixture" not in run(*given)
+    assert "mixture weights" not in run(*given)
     of_losses = ("source/", "train/loss", "eval/")
     found, wanted = records(folder), records(whole)
     for step, record in wanted.items():
@@ -185,9 +185,7 @@ def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) 
             if tag.startswith(of_losses):
                 assert found[step][tag] == value, (step, tag)
     forget_after(folder, 12)
-    assert "the weights of the mixture change at step 13" in run(
-        *given, "data.mixture.rare.weight=20"
-    )
+    assert "the mixture weights change at step 13" in run(*given, "data.mixture.rare.weight=20")
 
     def rows(step: int, of: Path) -> list[tuple[str, int]]:
         told = json.loads(run("data", "mixture", of, "--step", step, "--json"))
