@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?= -n 2 --dist worksteal
+# Lists of tests that have a target of their own.
+NO_LIST := not layouts and not long and not matrix and not faults and not wheel and not timing and not oracle
 
 # Version of the constraints file for this Python: 311 or 312. The environment is rebuilt when the
 # version changes.
@@ -14,7 +16,7 @@ PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $
 BASE := $(VENV)/installed-$(LANE)
 DEV := $(VENV)/installed-dev-$(LANE)
 
-.PHONY: help quickstart test test-fast test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle check docs bench clean
+.PHONY: help quickstart test test-fast test-slow test-times test-all test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle check docs bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
@@ -22,11 +24,19 @@ help:  ## list the targets
 quickstart: $(BASE)  ## install, then train a small model on this machine
 	@$(BIN)/maxpipe train configs/quickstart.yml
 
-test: $(DEV)  ## run all tests except the optional test groups below
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(DEV)  ## run all tests but those of the targets below (ten minutes)
+	@$(BIN)/python -m pytest -m "not slow and $(NO_LIST)" $(PYTEST_ARGS)
 
-test-fast: $(DEV)  ## run only tests that take a few seconds
-	@$(BIN)/python -m pytest -m "not slow and not multihost and not layouts and not long and not matrix and not faults and not wheel and not timing and not oracle" $(PYTEST_ARGS)
+test-fast: $(DEV)  ## run only tests that take less than 0.1 s
+	@$(BIN)/python -m pytest -m "not slow and not medium and not multihost and $(NO_LIST)" $(PYTEST_ARGS)
+
+test-slow: $(DEV)  ## tests that take 2 seconds or more (a quarter of an hour)
+	@$(BIN)/python -m pytest -m "slow and $(NO_LIST)" $(SLOW_ARGS) $(PYTEST_ARGS)
+
+test-times: $(DEV)  ## run the tests of test and test-slow, and record their times in tests/times.json
+	@$(BIN)/python -m pytest --record-times $(PYTEST_ARGS)
+
+test-all: test test-slow test-timing test-layouts test-long test-wheel  ## all tests but test-matrix, test-faults and test-oracle
 
 test-timing: $(DEV)  ## run tests that compare measured times, on an idle machine (3 minutes)
 	@$(BIN)/python -m pytest -m timing tests/plan

@@ -502,7 +502,6 @@ def test_ctrl_c_is_heard_where_errors_are_lost(where: str, tmp_path: Path):
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "")
 
 
-@pytest.mark.slow
 @pytest.mark.fault("H5")
 def test_ctrl_c_while_jax_compiles_ends_without_a_crash():
     """The compiler is not asked to stop, and what it leaves must not crash Python at its end."""

@@ -626,7 +626,6 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
     return bytes(content), overrides
 
 
-@pytest.mark.slow
 @pytest.mark.fault("C1")
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(each, marks=pytest.mark.long) for each in range(1, PARTS))]
@@ -784,7 +783,6 @@ def holds_secret(content: bytes) -> bool:
     return TOKEN.encode() in content or PASSWORD.encode() in content
 
 
-@pytest.mark.slow
 def test_no_secret_is_written_or_printed(watched: Watched, output: str):
     assert not holds_secret(output.encode())
     written = [path for path in (watched.folder / "runs").rglob("*") if path.is_file()]
@@ -801,7 +799,6 @@ def test_no_secret_is_written_or_printed(watched: Watched, output: str):
     assert any(REDACTED.encode() in path.read_bytes() for path in event_files)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("more", [["data.path=MISSING"], ["checkpoint.restore_from=MISSING"]])
 def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, output: str):
     missing = f"{watched.folder}/none/https://{TOKEN}:{PASSWORD}@host"
@@ -813,7 +810,6 @@ def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, outp
     assert REDACTED in printed
 
 
-@pytest.mark.slow
 def test_a_run_whose_folder_holds_a_link_stops(watched: Watched, output: str):
     mine = watched.folder / "mine"
     mine.write_text("mine")
@@ -826,7 +822,6 @@ def test_a_run_whose_folder_holds_a_link_stops(watched: Watched, output: str):
     assert mine.read_text() == "mine"
 
 
-@pytest.mark.slow
 def test_no_secret_in_reports(watched: Watched, output: str):
     data = f"data.path={watched.folder}/https://{TOKEN}:{PASSWORD}@host"
     for command in (["env", "--json"], ["config", "print", "run.yml", data, "--origin"]):
@@ -835,7 +830,6 @@ def test_no_secret_in_reports(watched: Watched, output: str):
         assert REDACTED in printed
 
 
-@pytest.mark.slow
 def test_nothing_leaves_the_machine_and_nothing_is_unpickled(watched: Watched, output: str):
     assert "done: 3 steps" in output
     assert watched.connections() == ""

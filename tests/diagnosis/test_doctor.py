@@ -63,7 +63,6 @@ def explained(check: CheckResult, *words: str) -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_a_run_that_could_start(config: list[str], tmp_path: Path):
     command = [sys.executable, "-m", "maxpipe", "doctor", *config]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
@@ -342,7 +341,6 @@ def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
     assert doctor.count_device_kinds() == "no answer within 9 s."
 
 
-@pytest.mark.slow
 def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[str]):
     found = list(doctor.check_devices(CheckTarget.of(load([*config, "mesh.ici_fsdp=4"]))))
     assert [check.status for check in found] == ["ok", "FAILED"]
@@ -351,7 +349,6 @@ def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[
     explained(found, "runtime.platform", "must have devices on this machine")
 
 
-@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.faults
 def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):

@@ -59,7 +59,6 @@ def test_requirements_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, 
     assert {name for name, _, _ in environment.requirements()} >= {"jax", "python", "numpy"}
 
 
-@pytest.mark.slow
 def test_a_process_that_hangs_is_ended():
     begin = time.monotonic()
     alone = spec(num_processes=2, coordinator="127.0.0.1:9", process_id=1)
@@ -69,7 +68,6 @@ def test_a_process_that_hangs_is_ended():
     assert records[-1]["text"] == "no result within 3 s."
 
 
-@pytest.mark.slow
 def test_a_process_that_dies_says_why():
     (records,) = environment.probe([spec(platform="no such")], 60.0)
     assert records[-1]["status"] == "FAILED" and "'no such'" in records[-1]["text"]

@@ -211,7 +211,6 @@ def test_other_adapters_are_refused(base: Path, adapted: Made, tmp_path: Path) -
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_peft_computes_the_same_logits(family: str, kind: str, tmp_path: Path) -> None:

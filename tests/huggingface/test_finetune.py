@@ -120,7 +120,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Loop:
     return loop(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_loop_of_the_page(written: Loop) -> None:
     has_learnt(written)
@@ -136,7 +135,6 @@ def test_the_loop_of_the_page(written: Loop) -> None:
         assert before.read_bytes() == after.read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_example_of_conversations(tmp_path: Path) -> None:
     """A model that knows learns to answer; the run ends early, and is drawn."""
@@ -160,7 +158,6 @@ def test_the_example_of_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
 def test_the_loop_between_two_ends_of_transformers(tmp_path: Path) -> None:
     """Made by transformers, and loaded there again as on the page."""
     if why := reason():

@@ -23,7 +23,7 @@ from maxpipe.huggingface.export import export
 from maxpipe.huggingface.folder import open_folder
 from maxpipe.huggingface.import_ import import_folder
 
-pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+pytestmark = pytest.mark.oracle
 
 SCRIPT = Path(__file__).with_name("oracle.py")
 PYTHON = os.environ.get("ORACLE") or sys.executable

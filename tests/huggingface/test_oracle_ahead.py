@@ -22,7 +22,7 @@ from maxpipe.restore.initial_weights import map_named_leaves
 from tests.huggingface import maker
 from tests.huggingface.test_oracle import PYTHON, asked, close, job_of, reason
 
-pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+pytestmark = pytest.mark.oracle
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from tests.huggingface.test_oracle import asked, job_of, reason
 from tests.huggingface.test_oracle_runs import close
 from tests.huggingface.test_oracle_sft import VOCAB, logits
 
-pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+pytestmark = pytest.mark.oracle
 
 PAIRS = [
     {"prompt": f"Is {n} odd?", "chosen": " Yes" if n % 2 else " No", "rejected": " Perhaps"}

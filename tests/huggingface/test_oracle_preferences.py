@@ -18,7 +18,7 @@ from tests.huggingface.test_oracle import answered, asked, job_of, reason
 from tests.huggingface.test_oracle_sft import VOCAB
 from tests.train.runs import records
 
-pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+pytestmark = pytest.mark.oracle
 
 STEPS, PAIRS = 4, 8
 BETAS = {"dpo": 0.1, "ipo": 0.3}

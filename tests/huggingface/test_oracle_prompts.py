@@ -18,7 +18,7 @@ from maxpipe.generate.load_model import open_model
 from tests.huggingface import tokenizer_folders as kinds
 from tests.huggingface.test_oracle import PYTHON, reason
 
-pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+pytestmark = pytest.mark.oracle
 
 SCRIPT = Path(__file__).with_name("prompts_oracle.py")
 PROMPTS = [

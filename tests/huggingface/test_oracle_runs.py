@@ -23,7 +23,7 @@ from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
 from tests.huggingface.test_oracle import CLASSES, PYTHON, asked, job_of, reason
 
-pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+pytestmark = pytest.mark.oracle
 
 LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = ("llama", "gemma3", "mixtral")

@@ -27,7 +27,7 @@ from tests.huggingface.test_finetune import logits as _logits
 from tests.huggingface.test_oracle import PYTHON, asked, job_of, reason
 from tests.huggingface.test_oracle_runs import close
 
-pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+pytestmark = pytest.mark.oracle
 
 ROWS, TOKENS, VOCAB = 8, 96, 407
 FAMILIES = ("llama", "gemma3", "qwen2")

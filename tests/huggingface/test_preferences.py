@@ -42,7 +42,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, outputs
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
     folder, (_, trained, told) = written
@@ -64,7 +63,6 @@ def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
 def test_transformers_loads_what_goes_out(written: tuple[Path, list[str]], tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")

@@ -18,7 +18,7 @@ from maxpipe.cli import main
 from tests.launch.conftest import Cluster, Write, until
 from tests.train.runs import Run, Start, wait_for
 
-pytestmark = [pytest.mark.multihost, pytest.mark.slow]
+pytestmark = pytest.mark.multihost
 
 STEPS = 60
 # Two stages, one in each process.

@@ -185,7 +185,6 @@ def test_a_handwritten_schedule_runs(delayed: bool) -> None:
     check_gradients(replace(case, layers=9, fsdp=2, remat="names"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -309,7 +308,6 @@ def matrix() -> list[Case]:
     return cases
 
 
-@pytest.mark.slow
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", matrix()[::53], ids=str)
 def test_sample_of_the_matrix(case: Case) -> None:

@@ -14,7 +14,6 @@ import pytest
 from maxpipe.plan.topology import INSTALL, has_cudnn, missing_compiler
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.skipif(missing_compiler() is not None, reason=f"needs {INSTALL}"),
 ]
 MODEL = ("runtime.platform=auto", "train.batch_size=32")

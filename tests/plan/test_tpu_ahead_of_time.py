@@ -14,7 +14,6 @@ import pytest
 from maxpipe.plan.memory_terms import parse_out_of_memory
 
 pytest.importorskip("libtpu")
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

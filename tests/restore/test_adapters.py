@@ -80,7 +80,6 @@ def test_step_0_is_the_base() -> None:
         np.testing.assert_array_equal(jax.jit(steps.apply)(whole, batch), wanted)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_page(tmp_path: Path) -> None:
     """docs/adapters.md: an adapter learns what its base does not know."""

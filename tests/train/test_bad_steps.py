@@ -343,7 +343,6 @@ def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
 ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (*ALONE, "optim.learning_rate=1e30", "checkpoint.every=1", "eval.batches=0")
@@ -359,7 +358,6 @@ def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Pat
     assert all(np.isfinite(array).all() for _, array in iter_named_arrays(state))
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.fault("N3")
 def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: Path) -> None:
@@ -384,7 +382,6 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
     assert last["train/loss"] < 1.3 and last["train/skipped"] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.fault("N4")
 @pytest.mark.faults

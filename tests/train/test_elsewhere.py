@@ -19,8 +19,6 @@ STEPS = 12
 ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false", "log.every=1")
 ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
-pytestmark = pytest.mark.slow
-
 
 @dataclass
 class Elsewhere:

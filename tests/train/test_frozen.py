@@ -53,7 +53,6 @@ def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
     assert kept == {name: name not in names for name in kept}
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: Path) -> None:
     frozen = "model.frozen=[layers.*,head]"

@@ -16,7 +16,6 @@ from tests.train.runs import losses
 PAGE = Path(__file__).parents[2] / "docs" / "grpo.md"
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_the_reward_rises_as_the_page_says(tmp_path: Path) -> None:
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)

@@ -138,7 +138,6 @@ def test_finished_run_started_again_changes_nothing(
     assert events(copy, *TOLD) == [*events(unbroken, *TOLD), ("start", STEPS), ("done", STEPS)]
 
 
-@pytest.mark.slow
 @pytest.mark.fault("F1", "F4", "D4")
 @pytest.mark.faults
 def test_killed_runs_end_as_the_unbroken_one(
@@ -168,7 +167,6 @@ def test_killed_runs_end_as_the_unbroken_one(
     assert resumed_at[-1] > resumed_at[0] == 0
 
 
-@pytest.mark.slow
 @pytest.mark.fault("F8", "D4")
 @pytest.mark.faults
 def test_stopped_runs_end_as_the_unbroken_one(
@@ -212,7 +210,6 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.fault("D6")
 @pytest.mark.faults
 def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
@@ -225,7 +222,6 @@ def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path,
     assert losses(copy, "eval/loss") == pytest.approx(losses(unbroken, "eval/loss"), rel=SAME)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("layout", keeping(LAYOUTS, 0))
 @pytest.mark.fault("D6")
 def test_checkpoint_does_not_depend_on_the_layout(

@@ -23,8 +23,6 @@ from tests.train.runs import (
 )
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.slow
-
 SMALL = ("eval.batches=0", "mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 LONG = (*SMALL, "train.steps=400000", "log.every=1")
 

@@ -59,7 +59,6 @@ def whole(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "run"
 
 
-@pytest.mark.slow
 def test_losses_and_tokens_add_up(whole: Path) -> None:
     read: dict[str, set[float]] = {name: set() for name in NAMES}
     for step, record in records(whole).items():
@@ -82,7 +81,6 @@ def test_losses_and_tokens_add_up(whole: Path) -> None:
         assert share == pytest.approx(WEIGHTS[name] / 16, abs=0.1)
 
 
-@pytest.mark.slow
 def test_tensorboard_and_console_have_them(whole: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -100,7 +98,6 @@ def test_tensorboard_and_console_have_them(whole: Path) -> None:
     assert all(f"{name:4}  " in output for name in NAMES) and "epochs of" in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [
@@ -122,7 +119,6 @@ def test_the_same_under_another_layout(
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
     output = run("eval", whole, "eval.batches=4")
     record = records(whole)[24]
@@ -130,7 +126,6 @@ def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
         assert f"of {name}  {record[f'source/{name}/eval_loss']:.6f}" in output
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
     """Evaluated and saved; the same command has nothing to do then, and more epochs go on."""
@@ -157,7 +152,6 @@ def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_p
     assert all(1.4 < end[1][f"source/{name}/epochs"] < 1.6 for name in NAMES) and end[0] > last
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) -> None:
     given = ["train", tiny, "train.steps=200", f"run.dir={tmp_path}", "log.every=1"]
@@ -170,7 +164,6 @@ def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) 
     assert records(tmp_path / "again")[last + 9]["train/epochs"] > 1
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
     """With the same weights as if it had not stopped; with others no sample is lost or repeated."""
@@ -210,7 +203,6 @@ def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
     return [(row.source, row.sequence) for row in datasets.train.sequence_origins(step - 1)]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_two_processes_read_the_same(
     whole: Path, mixed: list[str], start: Start, tmp_path: Path

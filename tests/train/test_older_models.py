@@ -84,7 +84,6 @@ def go_on(run: Path, folder: Path, package: Path) -> str:
     return " ".join((result.stdout + result.stderr).split())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [RUNS[0], *(pytest.param(each, marks=pytest.mark.long) for each in RUNS[1:])]
 )
@@ -100,7 +99,6 @@ def test_a_run_of_a_release_goes_on(
     assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
 
 
-@pytest.mark.slow
 def test_a_run_with_former_values_resumes(tmp_path: Path) -> None:
     """The values in its config, its checkpoint and its data fingerprint have other names now."""
     output = go_on(FORMER_VALUES, tmp_path, REPOSITORY)
@@ -120,7 +118,6 @@ def test_former_values_in_a_checkpoint_are_upgraded() -> None:
     assert "packing" not in metadata.data["fingerprint"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
     """The same with a copy of the code whose model has one key more."""

@@ -168,7 +168,6 @@ def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> Non
             assert same == 1.0 if name == "adamw" else same > 0.999, key
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=0", "log.every=1")
@@ -193,7 +192,6 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
     assert losses(tmp_path / "next")[1] < losses(tmp_path / "run")[1]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=1", "train.steps=4", "log.every=1")

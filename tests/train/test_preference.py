@@ -60,7 +60,6 @@ def whole(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "run"
 
 
-@pytest.mark.slow
 def test_the_margin_rises(whole: Path) -> None:
     found = records(whole)
     first, last = found[1], found[24]
@@ -77,7 +76,6 @@ def test_the_margin_rises(whole: Path) -> None:
     assert re.search(r"validation after step 24: loss \d\.\d+, accuracy 1\.0000, margin ", output)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["orpo", "ipo"])
 def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_path: Path) -> None:
@@ -92,7 +90,6 @@ def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_
         assert "reference" not in output and not (tmp_path / "run" / REFERENCE_FILE).exists()
 
 
-@pytest.mark.slow
 @pytest.mark.layouts
 def test_the_layout_changes_nothing(
     given: list[str], whole: Path, run: Run, tmp_path: Path
@@ -112,7 +109,6 @@ def test_the_layout_changes_nothing(
             assert found[0][step][tag] == pytest.approx(found[1][step][tag], rel=20 * SAME), tag
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_killed_and_resumed_is_bitwise(
     given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
@@ -134,7 +130,6 @@ def test_killed_and_resumed_is_bitwise(
                 assert found[step][tag] == value, (step, tag)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_stopped_search_goes_on(
     given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
@@ -170,7 +165,6 @@ def copied(whole: Path, folder: Path, step: int) -> Path:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_does_not_go_on_without_its_references(
     given: list[str], whole: Path, run: Run, tmp_path: Path
@@ -190,7 +184,6 @@ def test_a_run_does_not_go_on_without_its_references(
     assert events(folder, "done")[-1] == ("done", 24)
 
 
-@pytest.mark.slow
 @pytest.mark.layouts
 def test_references_of_other_weights_are_found_again(
     given: list[str], whole: Path, run: Run, tmp_path: Path
@@ -210,7 +203,6 @@ def test_references_of_other_weights_are_found_again(
     assert found.weights == stored.weights
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_evaluation_takes_the_references_of_the_run(
     given: list[str], whole: Path, run: Run, tmp_path: Path
@@ -231,7 +223,6 @@ def test_evaluation_takes_the_references_of_the_run(
     assert "nats per byte" in run("eval", whole, "--data", tmp_path / "text")
 
 
-@pytest.mark.slow
 @pytest.mark.layouts
 def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
     """Each source has references, losses and an order of its own."""

@@ -24,7 +24,7 @@ from tests.train.runs import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.multihost, pytest.mark.slow]
+pytestmark = pytest.mark.multihost
 
 STEPS = 12
 # Two processes share each stage axis, or each fsdp axis.

@@ -192,7 +192,7 @@ def test_the_ramp_that_an_error_suggests_can_be_had(
     assert action
     assert not load([str(tiny), action[1], *others]).config.train.batch_ramp
     config = load([str(tiny), action[2], "train.steps=200"]).config
-    assert [(stage.batch_size, stage.steps) for stage in config.train.batch_ramp] == [(4, 100)]
+    assert [(stage.batch_size, stage.steps) for stage in config.train.batch_ramp] == [(4, 10)]
 
 
 def test_rows_left_out_before_there_was_a_ramp() -> None:

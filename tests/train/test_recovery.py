@@ -22,8 +22,6 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"
 ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false")
 ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
-pytestmark = pytest.mark.slow
-
 
 TOLD = ("start", "checkpoint", "checkpoint_failed", "checkpoint_skipped", "done")
 

@@ -105,7 +105,6 @@ if {rank} in sys.argv:
 
 
 @pytest.mark.faults
-@pytest.mark.slow
 @pytest.mark.multihost
 @pytest.mark.fault("F21")
 def test_the_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_path: Path) -> None:
