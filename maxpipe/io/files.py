@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 def url_scheme(path: str | os.PathLike[str]) -> str:
-    """Return the scheme of a URL, such as `gs` for `gs://bucket/name`; empty for a path.
+    """Return the scheme of a URL (`gs` for `gs://bucket/name`), or an empty string for a path.
 
     `://` anywhere else is treated as part of a file name.
     """
@@ -57,7 +57,7 @@ def has_home() -> bool:
 
 
 class UnsafeFileError(OSError):
-    """Raised for a file that is too large, a symbolic link, or not a regular file."""
+    """Raised if a file is too large, is a symbolic link, or is not a regular file."""
 
 
 def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY, mode: int = 0o666) -> int:
@@ -158,7 +158,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
 
 
 def lock(file: int | IO[bytes], *, wait: bool = False) -> bool:
-    """Lock an open file or folder for this process, and return whether the lock was acquired.
+    """Try to lock an open file or folder for this process; return True if it was locked.
 
     The lock is released when the process ends for any reason. On some shared file systems, other
     hosts do not see the lock.
@@ -211,7 +211,7 @@ def read_json_lines(path: str | os.PathLike[str], kind: type[T]) -> Iterator[T]:
 
 
 def check_regular_files(folder: Path, names: Iterable[str]) -> None:
-    """Check that each of these files, if it exists, is a regular file and not a link or a pipe.
+    """Check that each named file in the folder, if it exists, is a regular file (no link or pipe).
 
     A copied or unpacked folder may contain a link, and a write to the link would change its target.
 

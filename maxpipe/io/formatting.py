@@ -1,4 +1,4 @@
-"""Format numbers with nouns and units, and lists of choices."""
+"""Format numbers with nouns or units, and format lists of choices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def format_si(number: float, unit: str) -> str:
     """Format a number with four significant digits and an SI prefix: `21.35 GFLOP`."""
     for size, prefix in _PREFIXES:
-        if abs(number) >= size * (1 - 5e-5):  # with four digits, 999,960 is 1 M, not 1000 k
+        if abs(number) >= size * (1 - 5e-5):  # rounded to four digits, 999,960 is 1 M, not 1000 k
             return f"{number / size:.4g} {prefix}{unit}"
     return f"{number:.4g} {unit}"
 
@@ -26,7 +26,7 @@ def format_si(number: float, unit: str) -> str:
 def format_duration(seconds: float) -> str:
     """Format a time with three significant digits: `1.51 s`, `86.2 ms`, `99.7 us`."""
     for size, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= size * (1 - 5e-4):  # with three digits, 0.9996 s is 1 s, not 1e+03 ms
+        if seconds >= size * (1 - 5e-4):  # rounded to three digits, 0.9996 s is 1 s, not 1e+03 ms
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
@@ -40,7 +40,7 @@ def format_count(count: float) -> str:
 
 
 def capitalize_first(text: str) -> str:
-    """Capitalize the first letter, and leave all others unchanged, as in `TPU`."""
+    """Capitalize the first letter and leave all other letters unchanged (`TPU` stays `TPU`)."""
     return text[:1].upper() + text[1:]
 
 

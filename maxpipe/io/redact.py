@@ -156,7 +156,7 @@ def register_secrets(argv: Sequence[str]) -> None:
     for option, value in itertools.pairwise(argv):
         if option.startswith("-") and "=" not in option and is_secret_name(option):
             secrets.append(value)
-    for arg in argv:  # these values should be variable names, but users may pass secrets
+    for arg in argv:  # entries should be variable names, but users may pass secrets instead
         if arg.startswith("launch.environment"):
             secrets += re.findall(
                 r"[=:]\s*([^\s\[\]{},=:]*[^\s\[\]{},=:A-Z0-9_][^\s\[\]{},]*)", arg

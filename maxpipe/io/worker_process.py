@@ -17,8 +17,8 @@ _READ_BYTES = 1 << 16
 
 
 class WorkerProcess:
-    """A worker subprocess. The class is not thread-safe. The process is terminated when the object
-    is garbage-collected.
+    """A worker subprocess that responds to requests. The class is not thread-safe. The subprocess
+    is terminated when the object is garbage-collected.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class WorkerProcess:
         shows_errors: bool = False,
         own_session: bool = False,
     ):
-        """Start the process.
+        """Start the worker process.
 
         If `shows_errors` is set, the worker's stderr is shown to the user. If `own_session` is set,
         the worker does not receive signals that the terminal or cluster sends to this process.
@@ -44,7 +44,7 @@ class WorkerProcess:
             start_new_session=own_session,
         )
         self.close = weakref.finalize(self, _terminate, self._process)
-        """Terminates the process."""
+        """Function that terminates the worker process."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._in, self._out = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._in, False)
@@ -52,13 +52,13 @@ class WorkerProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process accepts further requests."""
+        """True if the worker process accepts further requests."""
         return self.close.alive
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the process, or the negative number of the signal that ended it. None while
-        the process runs.
+        """Exit code of the worker process, or the negated number of the signal that terminated it.
+        None while the process is running.
         """
         return self._process.poll()
 
@@ -66,7 +66,7 @@ class WorkerProcess:
         """Write a request line and return the response line.
 
         Raises:
-            TimeoutError: the response takes longer than `seconds`.
+            TimeoutError: no complete response arrives within `seconds`.
             OSError: the process has exited.
             ValueError: the response exceeds the size limit.
         """

@@ -13,11 +13,11 @@ from fractions import Fraction
 from typing import Any
 
 Record = Mapping[str, Any]
-"""A record (one line) of the prompt file."""
+"""A record of the prompt file: the JSON object on one line."""
 Reward = Callable[[str, Record], float]
 
 FIELDS = {"exact": "answer", "regex": "pattern", "arithmetic": "expression"}
-"""Default record field that each reward uses."""
+"""Record field that each built-in reward reads by default."""
 
 _MAX_CHARACTERS = 1000
 """Maximum length in characters of an expression or a number."""

@@ -102,7 +102,7 @@ class RewardFunction:
             os.environ | {"PYTHONPATH": paths},
             most_answer_bytes=_MAX_REPLY_BYTES,
             shows_errors=True,
-            own_session=True,  # Ctrl-C reaches only the run, which then stops this process
+            own_session=True,  # Ctrl-C reaches only the run, which then stops the worker
         )
         config = self._config
         settings = {
@@ -147,7 +147,7 @@ class RewardFunction:
 
 
 class _RewardError(Exception):
-    """Failure of the worker process or of its reward function."""
+    """Raised if the worker process or its reward function fails."""
 
 
 def check(config: GrpoConfig, record: Mapping[str, Any]) -> None:
