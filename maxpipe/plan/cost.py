@@ -168,7 +168,7 @@ class CostModel:
 
     @cached_property
     def head_seconds(self) -> float:
-        """Return the time in seconds of the loss for one microbatch, including MTP heads.
+        """Return the time in seconds to compute the loss for one microbatch, including MTP heads.
 
         All stages share the work of the loss head.
         """
@@ -179,7 +179,8 @@ class CostModel:
         tokens = sizes.batch.tokens
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= tokens
-        # Every additional block reads the head matrix again, and reads and writes its gradient.
+        # Every additional token block reads the head matrix again, and reads and writes the
+        # matrix's gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
         moved = heads * (4.0 * 4 * tokens * sizes.params.vocabulary + 4.0 * matrix + again)
         work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
@@ -212,9 +213,7 @@ class CostModel:
 
     @cached_property
     def embed_seconds(self) -> float:
-        """Return the time in seconds for the embedding lookup of one microbatch, forward and
-        backward.
-        """
+        """Return the time in seconds to look up a microbatch's embeddings, forward and backward."""
         return self.total_send_seconds(lookup(self.sizes))
 
 
@@ -240,8 +239,8 @@ class LayerCost:
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the time of `forwards` forward passes, excluding kernels but including
-        reductions.
+        """Return the time in seconds of `forwards` forward passes, with reductions but without
+        kernels.
         """
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
@@ -321,7 +320,7 @@ class LayerCost:
 
     @cached_property
     def size_factor(self) -> float:
-        """Return the time per token, relative to the fastest microbatch size."""
+        """Return the time per token, relative to that at the fastest microbatch size."""
         hardware = self.model.hardware
         if not hardware.fastest_mib:
             return 1.0
@@ -543,7 +542,9 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return the layer time and the overlap with messages in seconds, for each tick `[K]`."""
+    """Return, in seconds for each tick `[K]`, the layer time and its part that overlaps with
+    messages.
+    """
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.mesh.stages))
@@ -568,7 +569,7 @@ def _slot_seconds(
     """Return the time in seconds `[K, P]` of each stage's layers in slots of one type.
 
     If `computes` is set, idle stages also compute. In every tick with a slot of this type, all
-    stages run each layer type that any stage has at the same position in its chunk.
+    stages then run each layer type that any stage has at the same position in its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
     kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)

@@ -99,14 +99,14 @@ class Collective:
     is_async: bool
     """Whether separate instructions start and end the collective."""
     between: tuple[str, ...] = ()
-    """Compute instructions between the start and the end, in scheduled order."""
+    """Compute instructions between the start and the end of the collective, in scheduled order."""
     cycles_between: float = 0.0
-    """Total estimated cycles of these instructions, including loops."""
+    """Total estimated cycles of the instructions in `between`, including loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
     """Estimated cycles keyed by instruction, because collectives in flight at the same time share
     instructions."""
     flops_between: float = 0.0
-    """FLOP of the matmuls and kernels in these instructions, including loops."""
+    """FLOP of the matmuls and kernels among the instructions in `between`, including loops."""
     between_slices: bool = False
     """Whether the hosts transfer the data between slices. If so, `group` contains device IDs."""
 
@@ -171,9 +171,7 @@ class Profile:
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
-        """Return the bytes sent by collectives of these types and this group size (default:
-        all).
-        """
+        """Return the bytes sent by collectives of the given types and group size (default: all)."""
         return sum(
             collective.total_bytes
             for collective in self.collectives
@@ -378,7 +376,7 @@ class _Walk:
         if op.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(op):
             kind = "reduce-scatter"  # as emitted by XLA for TPU
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # the other operands are the output, sizes and offsets
+            operands = operands[:1]  # the rest: output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
         # GPU programs have a `start` and a `done` instruction even for synchronous collectives.
         is_async = self._is_start(op) and '"is_sync":true' not in op.attributes

@@ -1,4 +1,4 @@
-"""Terms of device memory, and the config keys that reduce each of them.
+"""Components of device memory usage, and the config keys that reduce each component.
 
 Plans and explanations of out-of-memory errors share this table. This module also predicts the bytes
 of optimizer state and gathered weights on one device, without jax. Weights are gathered in the

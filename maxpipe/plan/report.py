@@ -89,7 +89,7 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
     if report.copies:
         lines.append(f"copies of complete buffers inside loops: {report.copies}")
     if report.unknown_loops:
-        lines.append(f"loops of unknown length, counted once: {', '.join(report.unknown_loops)}")
+        lines.append(f"loops without trip counts, counted once: {', '.join(report.unknown_loops)}")
     if num_entries:
         lines += ["", *instruction_costs.table(report.entries, num_entries)]
     if report.unknown:

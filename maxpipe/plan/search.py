@@ -208,7 +208,7 @@ def best_layouts(
 
 
 def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
-    """Parse the `section.key=value` settings that a search must keep.
+    """Parse the `section.key=value` settings that a search must not change.
 
     Raises:
         ConfigError: a key is not in mesh or pipeline, or its value is invalid.
@@ -633,7 +633,9 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Return the changes, or pairs of changes, that make the run fit in memory, fastest first."""
+    """Return the config changes, or pairs of them, that make the run fit in memory, fastest
+    first.
+    """
     limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):

@@ -32,7 +32,7 @@ class ArraySharding:
     spec: tuple[tuple[str, ...], ...]
     """Mesh axes that shard each dimension, as in a `PartitionSpec`."""
     shape: tuple[int, ...]
-    """Global shape, including the padding of vocabulary and chunks."""
+    """Global shape, including vocabulary and chunk padding."""
     shard: tuple[int, ...]
     """Shape of the shard on one device."""
     num_bytes: int

@@ -137,7 +137,7 @@ class ParameterCounts:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Return the number of gathered parameters in a layer that are applied to each token.
+        """Return the number of a layer's gathered parameters that are applied to each token.
 
         Experts sharded over an axis process the tokens of all devices along that axis. The count
         per local token is therefore the same as if the device held all experts.

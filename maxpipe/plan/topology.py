@@ -451,7 +451,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
     jax.config.update("jax_platforms", "cuda")
     try:
         present = jax.devices()
-    except (RuntimeError, AssertionError):  # AssertionError: there is no plugin
+    except (RuntimeError, AssertionError):  # AssertionError: no CUDA plugin
         return ()
     kind = hardware_of_device(present[0].device_kind)
     same = kind is not None and kind.topology == topology.hardware.topology

@@ -1,8 +1,8 @@
 """Compute the number of bytes that a device sends in one step.
 
-The number and type of collectives match those in `pipeline` and `nn`. Tests check the counts
-against compiled programs. Reductions of losses and statistics are not included. This module does
-not import jax.
+The number and types of collectives match those that `pipeline` and `nn` execute. Tests check the
+counts against compiled programs. Reductions of losses and statistics are not included. This module
+does not import jax.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class LayerTraffic:
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
-        """Return the reductions of the layer's gradient over the remaining axes at the end of a
-        step.
+        """Return the end-of-step reductions of the layer's gradient over the axes that do not shard
+        it.
         """
         return _reduction_traffic(self.sizes, self._params)
 
@@ -306,7 +306,7 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
     """Return the all-reduces in the loss head for one microbatch.
 
-    They reduce the output, its float32 cotangent, and three numbers per token and head.
+    The all-reduces cover the output, its float32 cotangent, and three scalars per token and head.
     """
     stage, size = sizes.mesh.nontrivial_axes(["stage"]), sizes.activations.itemsize
     numbers = FLOAT32_BYTES * 3 * (1 + sizes.layers.mtp_heads) * sizes.batch.tokens
