@@ -63,7 +63,7 @@ _PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # bucket errors
 # Errors that orbax and tensorstore raise on unexpected files or content. A flipped bit in their
-# metadata can cause errors of many types. A save runs no user code that could raise such errors.
+# metadata can cause errors of many types. User code cannot be the cause, because a save runs none.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
@@ -90,7 +90,7 @@ def unwritable_error(
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether the storage may be the cause of an error.
+    """Return whether an error may be caused by the storage.
 
     JAX runtime errors are excluded, because losing one process makes the saves of all other
     processes fail with such errors.
@@ -114,7 +114,7 @@ EventRecorder = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = 2
-"""Number of consecutive damaged checkpoints that indicates a storage failure."""
+"""Number of consecutive damaged checkpoints that are taken as a sign of a storage failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # other processes list the folder after this
+        self._agree("done" if self._primary else "")  # then the other processes list the folder
 
 
 Agree = Callable[[str], str]

@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 _JAX_LIMIT_SECONDS = 60
 _SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-"""Prefixes of jax error messages about missing or lost processes."""
+"""Prefixes of the jax error messages that report missing or lost processes."""
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
@@ -169,7 +169,8 @@ _ASYNC_OPTIONS = {
 """Options keyed by device kind. Other device kinds support neither method of overlapping
 all-gathers."""
 _LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
-"""Options that save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
+"""Options that save memory: without these options, XLA keeps a bfloat16 copy of all weight
+shards."""
 _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
 """Fuse the quantization of operands into 8-bit matmuls. If an operand is used by several matmuls,
 `parallel.low_precision` materializes the quantized values."""
@@ -222,7 +223,7 @@ def _remove_log_printers() -> None:
 
 
 def _keep_stdout_for_python() -> None:
-    """Discard C-level stdout, to which gloo reports every connection, but keep Python's stdout."""
+    """Discard the stdout of C code such as gloo, but keep Python's stdout."""
     sys.stdout.flush()
     kept = os.dup(sys.stdout.fileno())
     with open(os.devnull, "wb") as nowhere:

@@ -103,7 +103,7 @@ class Measurements:
     none_recomputed: float = 0.0
     """Time to write and read back all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
-    """One pair for each measured microbatch size: memory traffic of a forward pass in bytes, and
+    """Pairs, one for each measured microbatch size: memory traffic of a forward pass in bytes, and
     time of a layer's forward and backward passes in seconds per sequence."""
     hop: float = 0.0
     """Time to send one microbatch's activation to the next device."""
@@ -114,7 +114,7 @@ class Measurements:
     exchange: float = 0.0
     """Time of an all-to-all of an array as large as a stage-to-stage message."""
     tokens: float = 0.0
-    """Half the time of an all-gather of tokens followed by a reduce-scatter."""
+    """Half the time of a token all-gather followed by a reduce-scatter."""
     latency: float = 0.0
     """Latency of a collective, measured on an array with few elements."""
     fresh: float = 0.0
@@ -128,7 +128,7 @@ def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measuremen
     measurements.
 
     Raises:
-        ConfigError: the config does not fit the devices, or the device type is unknown.
+        ConfigError: the config does not match the devices, or the device type is unknown.
     """
     config = loaded.config
     target = local_topology(config.runtime, config.mesh.cpu_devices)

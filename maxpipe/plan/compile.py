@@ -222,7 +222,8 @@ def compile_step(
     given: Mapping[str, str] | None = None,
     begin: Callable[[str], None] = ignore_phase,
 ) -> CompileReport:
-    """Compile a config's train step for a topology. If `save` is set, save the program there.
+    """Compile a config's train step for a topology. If `save` is set, save the program to that
+    folder.
 
     `given` overrides the run's compiler options. An empty value removes an option. `begin` is
     called with the name of each phase.
@@ -390,7 +391,7 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
 
 
 def kernel_cycles(found: Profile, hardware: Hardware) -> float:
-    """Return the cycles that custom kernels take at the assumed fraction of peak FLOP/s."""
+    """Return the number of cycles of custom kernels at the assumed fraction of peak FLOP/s."""
     seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
     return seconds * hardware.clock_ghz * 1e9
 

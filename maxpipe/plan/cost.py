@@ -48,7 +48,7 @@ RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 device-dependent for `names`. Compilers skip trailing operations whose results are unused: see
 `LayerCost.recompute_seconds`."""
 SCORE_TRAFFIC = 12
-"""Bytes per query-key pair that plain attention moves in one pass of the softmax or of its
+"""Bytes per query-key pair that plain attention moves in one pass of the softmax or of the softmax
 gradient. Fitted to the TPU compiler's cycle estimates at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
 """Slot types: forward, full backward, and the two halves of a split backward pass (input gradient
@@ -640,8 +640,8 @@ def _update(model: CostModel) -> float:
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the time in seconds to allocate memory for a step; 0 unless every step frees its
-    memory.
+    """Return the time in seconds to allocate memory for a step; 0 if it stays allocated between
+    steps.
     """
     rate = model.hardware.fresh_gb_per_second
     if not rate:

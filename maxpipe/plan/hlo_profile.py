@@ -251,7 +251,7 @@ class _Walk:
     # Control flow.
 
     def _called(self, op: Instruction) -> Iterator[tuple[str, float]]:
-        """Yield the called computations (for a loop, its body) and their number of executions per
+        """Yield each called computation (for a loop, the body) and its number of executions per
         call.
         """
         if op.opcode == "while":

@@ -70,7 +70,7 @@ class Memory:
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """Predict the memory use of a config's train step on a JAX platform."""
     sizes = sizes.on_platform(platform)
-    if not gathers_weights(sizes):  # without gathers, both modes are equivalent
+    if not gathers_weights(sizes):  # without gathers, both gather modes are equivalent
         pipeline = sizes.config.pipeline
         mode = "window" if pipeline.weight_gather == "window" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
@@ -94,7 +94,7 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
-        if platform != "tpu":  # on GPUs, use the larger of the two estimates
+        if platform != "tpu":  # GPUs: the larger of the TPU and CPU estimates
             size = sizes.activations.itemsize
             layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
         moments = {"layer": layer, "window": _arriving_bytes(sizes, schedule)}

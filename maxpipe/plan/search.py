@@ -280,7 +280,7 @@ class _MeshLayouts:
     pipelines: Sequence[Mapping[str, Any]]
 
     def layout(self, place: int) -> Config:
-        """Return the layout at this index."""
+        """Return the layout at the given index."""
         section = dataclasses.replace(self.config.pipeline, **self.pipelines[place])
         return dataclasses.replace(self.config, pipeline=section)
 
@@ -633,9 +633,7 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Return the config changes, or pairs of them, that make the run fit in memory, fastest
-    first.
-    """
+    """Return config changes, or pairs of them, that make the run fit in memory, fastest first."""
     limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):

@@ -283,7 +283,7 @@ def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
 
 def _topology_name(hardware: Hardware, count: int) -> str:
     """Return the name of a topology with `count` devices, or of the largest slice if `count`
-    exceeds it.
+    exceeds its size.
     """
     count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"

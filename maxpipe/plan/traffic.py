@@ -111,7 +111,7 @@ class LayerTraffic:
 
 
 def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
-    """Merge the volumes that use the same axes."""
+    """Merge the communication volumes that use the same mesh axes."""
     total: dict[tuple[str, ...], float] = defaultdict(float)
     for volume in sent:
         total[volume.axes] += volume.num_bytes

@@ -85,7 +85,7 @@ _WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
 """Minimum duration of a window of steps, and fraction of that duration spent waiting for data above
 which a warning is printed."""
 _QUIET_SECONDS = 600.0
-"""Minimum time between warnings that steps spend most of their time waiting for data."""
+"""Minimum time between two warnings that steps spend most of their time waiting for data."""
 
 
 class SlowDataMonitor:

@@ -98,7 +98,7 @@ class RunStart(NamedTuple):
     state: TrainState
     message: str
     offset: int = 0
-    """See `BadStepMonitor.offset`."""
+    """Number of batches skipped by rollbacks; see `BadStepMonitor.offset`."""
     guard_counts: Mapping[str, Any] | None = None
     """Guard counts from the checkpoint."""
     reference_digest: str | None = None
@@ -221,7 +221,7 @@ def build_reference(
 
 
 def _restores_weights_only(loaded: LoadedConfig) -> bool:
-    """Return whether only the weights of `checkpoint.restore_from` are loaded.
+    """Return whether only the weights in `checkpoint.restore_from` are loaded.
 
     Adapters are then newly initialized, unless the checkpoint contains adapters.
     """
@@ -322,7 +322,7 @@ def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bo
         ConfigError: the optimizers of the checkpoint and the config differ.
     """
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
-    param_dtype = loaded.config.model.param_dtype  # the checkpoint has the same dtype
+    param_dtype = loaded.config.model.param_dtype  # the dtype in the checkpoint is the same
     for key in (_OPTIMIZER, _STATE_TYPE, _EMA_DECAY):
         field = key.partition(".")[2]
         then, now = saved.get(field, legacy_value_of(key)), getattr(optim, field)
