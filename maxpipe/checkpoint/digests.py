@@ -223,8 +223,8 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # `row` contains the product of the keys of each element in the trailing dimensions. As many
-    # dimensions are treated as trailing as fit in one block.
+    # `row` contains the product of the keys of each element in the trailing dimensions. The
+    # trailing dimensions are the last ones that together fit in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -399,7 +399,7 @@ def _divide(leaf: Any) -> Any:
     dim = next((dim for dim, size in enumerate(local) if size % replicas == 0), None)
     if replicas == 1 or dim is None or not leaf.size:
         return leaf
-    # orbax shards replicated arrays in pinned host memory only if they meet these conditions.
+    # orbax shards replicated arrays in pinned host memory only if the dims meet these conditions.
     is_divisible = leaf.ndim >= 2 and math.prod(local) % 1024 == 0 and local[-1] % 128 == 0
     if sharding.memory_kind == "pinned_host" and not is_divisible:
         return leaf

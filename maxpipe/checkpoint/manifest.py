@@ -8,7 +8,8 @@ files but no arrays.
 
 A checkpoint is intact if its decoded arrays match the digests that were computed in memory during
 the save, and its metadata is unchanged. Both conditions are checked before the manifest is written
-and by `maxpipe checkpoints verify`. Every restore checks them for the arrays that it reads.
+and by `maxpipe checkpoints verify`. Every restore checks both conditions for the arrays that it
+reads.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ EventRecorder = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = 2
-"""Number of consecutive damaged checkpoints that are taken as a sign of a storage failure."""
+"""Number of consecutive damaged checkpoints that is treated as a sign of a storage failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +430,8 @@ def _raise_if_any_fault(agree: Agree, fault: str) -> None:
 
 
 def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
-    """Return `abstract` with the checkpoint's dtypes, because digests are computed in these dtypes.
+    """Return `abstract` with the checkpoint's dtypes, because digests are computed in the saved
+    dtypes.
 
     Raises:
         StorageError: the checkpoint has different arrays or shapes.

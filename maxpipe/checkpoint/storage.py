@@ -204,7 +204,7 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def create(path: epath.PathLike, text: str) -> None:
-    """Create an object. If several processes try, exactly one of them succeeds.
+    """Create an object. If several processes try to create the object, exactly one succeeds.
 
     Raises:
         FileExistsError: the object exists.

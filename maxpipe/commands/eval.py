@@ -173,7 +173,7 @@ def add(commands: Commands) -> None:
         description="Print the loss of a checkpoint or Hugging Face folder in nats per token and\n"
         "per byte, the bits per byte, and the perplexity. The checkpoint's config is used.\n"
         "Override mesh and pipeline to use another layout. Set data.* or --data to evaluate all\n"
-        "of your own documents instead. eval.batches sets the number of batches (0 means all),\n"
+        "documents in other files instead. eval.batches sets the number of batches (0 means all),\n"
         "and eval.batch_size sets the batch size. The run may still be training: the command\n"
         "writes no files to the run folder.",
         epilog="examples:\n  maxpipe eval quickstart\n"

@@ -47,7 +47,7 @@ def add(commands: Commands) -> None:
         "import",
         help="convert a Hugging Face folder to a checkpoint",
         description="Convert a Hugging Face folder (config.json and safetensors files) to a\n"
-        "checkpoint. Also write config.yml, the config of a run that starts from these weights,\n"
+        "checkpoint. Also write config.yml, the config of a run that starts from the imported weights,\n"
         "and copy the tokenizer and generation files. The command downloads no files and reads no\n"
         "pickle files. To start a run without conversion, set checkpoint.restore_from=hf:DIR.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"

@@ -21,7 +21,7 @@ WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
 """Phases in which a process may wait for other processes. In all other phases, the other processes
 wait for it."""
 UNTIMED = (COMPILE,)
-"""Phases that may take any length of time and report no progress."""
+"""Phases that can last arbitrarily long and report no progress."""
 
 
 @dataclass(frozen=True, slots=True)

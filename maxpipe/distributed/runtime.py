@@ -181,8 +181,9 @@ _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 _WIDE, _MAX_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
 """Minimum `model.d_model` for a limit of 32 MiB, which reduces cycles by 2% compared with 24 MiB
 (models with 70B or 405B parameters). The listed device kinds always use 32 MiB. With
-`d_model=4096`, this limit saves 13% of the cycles on v6e (`benchmarks/low_precision.md`). On v5p,
-it saves 1 to 2%, but nothing for models with experts (`benchmarks/tpu_step.md`)."""
+`d_model=4096`, the 32 MiB limit saves 13% of the cycles on v6e (`benchmarks/low_precision.md`). On
+v5p, the 32 MiB limit saves 1 to 2%, but nothing for models with experts
+(`benchmarks/tpu_step.md`)."""
 
 
 def compiler_options(

@@ -138,7 +138,7 @@ class Failure:
 
 
 def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
-    """Run `maxpipe train` on these inputs in `processes` processes, and return the exit code.
+    """Run `maxpipe train` on the given inputs in `processes` processes, and return the exit code.
 
     Raises:
         ConfigError: the run cannot start.

@@ -467,7 +467,7 @@ def executions(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the mean trip counts of dynamic loops, and the frequency of each conditional branch.
 
-    Trip counts are those of either the average or the busiest stage. The second dictionary
+    Trip counts come from either the average or the busiest stage. The second dictionary
     contains the fraction of ticks in which each conditional branch runs.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout

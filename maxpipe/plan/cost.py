@@ -106,7 +106,7 @@ class CostModel:
         return sum(map(self.send_seconds, sent))
 
     def reduce_scatter_seconds(self, sent: Iterable[CommVolume]) -> float:
-        """Return the time of reduce-scatters in seconds.
+        """Return the time in seconds spent in reduce-scatters.
 
         XLA for TPU implements a reduce-scatter over all devices as an all-reduce followed by a
         slice. Measured bandwidths already include this cost.
@@ -542,9 +542,7 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return, in seconds for each tick `[K]`, the layer time and its part that overlaps with
-    messages.
-    """
+    """Return layer time and time available to overlap messages, in seconds for each tick `[K]`."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.mesh.stages))

@@ -193,8 +193,8 @@ def profile_program(
 
     Args:
         module: a parsed HLO module.
-        trips: mean trip counts, keyed by patterns for a loop's `op_name`. These override the trip
-            counts in the HLO text; the first match applies.
+        trips: mean trip counts, keyed by patterns for a loop's `op_name`. The given means override
+        the trip counts in the HLO text; the first match applies.
         shares: fraction of executions that run the most expensive branch, keyed by patterns for a
             conditional's `op_name` (default: 1). All other executions run the cheapest branch.
         windows: fraction of attention layers that use each window size, if windows differ between
@@ -376,7 +376,7 @@ class _Walk:
         if op.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(op):
             kind = "reduce-scatter"  # as emitted by XLA for TPU
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # the rest: output, sizes and offsets
+            operands = operands[:1]  # omit output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
         # GPU programs have a `start` and a `done` instruction even for synchronous collectives.
         is_async = self._is_start(op) and '"is_sync":true' not in op.attributes

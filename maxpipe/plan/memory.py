@@ -419,8 +419,8 @@ CPU_GATHERED = 4.0
 """Number of copies of gathered or not yet reduced activations if tokens are sharded between
 matmuls; fitted to measurements."""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Number of copies of each array declared by a sublayer, if activations are saved and if they are
-recomputed. Fitted to measurements."""
+"""Number of copies of each array that a sublayer declares, with saved and with recomputed
+activations. Fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
 """Number of copies of the attention scores while other arrays are live, and during the backward
 pass of attention; fitted to measurements."""

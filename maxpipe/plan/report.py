@@ -193,8 +193,8 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """Return the plan as JSON-compatible data, and the smallest changes that would make it fit, if
-    any.
+    """Return the plan as JSON-compatible data, and the smallest config changes that would make the
+    plan fit in memory, if any.
     """
     values = plan_values(candidate, topology.hardware)
     return values, [] if values["fits"] else suggest_changes(candidate, topology)

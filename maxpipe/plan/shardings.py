@@ -17,8 +17,8 @@ from maxpipe.plan.memory_terms import gib, optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, Sizes
 
 STACK = ("repeat", "stage", "layer")
-"""Leading logical axes of parameters in pipelined layers. Prologue layers have only the last of
-these axes."""
+"""Leading logical axes of parameters in pipelined layers. Parameters of prologue layers have only
+the last of the listed axes."""
 BATCH, TOKENS = "batch", "tokens"
 
 

@@ -102,7 +102,7 @@ class MeshShards:
     def gathered_over(self, dims: Dims) -> tuple[str, ...]:
         """Return the axes over which a parameter is gathered for use.
 
-        These are fsdp and any other axes that shard the same dimension, as in
+        The axes are fsdp and any others that shard the same dimension, as in
         `pipeline.weights.WeightSharding.axes`.
         """
         split = (self.table.get(logical, ()) for _, logical in dims)

@@ -276,9 +276,7 @@ def message(sizes: Sizes) -> float:
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
-    """Return the communication for the embedding lookup of one microbatch, including its
-    gradient.
-    """
+    """Return the communication to look up one microbatch's embeddings, including the gradient."""
     mesh = sizes.mesh
     stage, columns = (
         mesh.nontrivial_axes(["stage"]),
@@ -321,8 +319,7 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """Communication for gathering the head and MTP matrices once and scattering their gradients
-    once.
+    """Communication to gather the head and MTP matrices once and to scatter their gradients once.
 
     Matrices inside MTP layers are not included.
     """
@@ -370,7 +367,8 @@ class LayerExecutions(NamedTuple):
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
-    """Number of output-projection gathers, and number of scatters of its gradient."""
+    """Number of gathers of the output projection, and number of scatters of the projection's
+    gradient."""
     num_grouped: Mapping[str, float] | None = None
     """Number of collectives for gathers and for scatters, or None if every layer uses separate
     collectives."""

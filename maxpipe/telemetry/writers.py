@@ -53,7 +53,7 @@ def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def charts(chosen: Collection[str]) -> Any:
-    """Return the layout of the charts with these titles, for the "Custom Scalars" tab.
+    """Return the layout of the charts with the given titles, for the "Custom Scalars" tab.
 
     TensorBoard uses the newest layout of a run and merges the layouts of several runs. Charts also
     list tags without data, so that the layout of each chart is the same in every run.

@@ -2,9 +2,9 @@
 
 A kernel can return wrong results on one device type or with one jax release without visibly
 affecting the loss curve. The check runs the model's attention on small arrays, and compares outputs
-and gradients with float32 references. It allows errors a few times larger than those of plain
-attention in the run's dtype. The outcome is recorded in the run's events, so that the check is not
-repeated on the same hardware.
+and gradients with float32 references. The check allows errors a few times larger than those of
+plain attention in the run's dtype. The outcome is recorded in the run's events, so that the check
+is not repeated on the same hardware.
 """
 
 from __future__ import annotations

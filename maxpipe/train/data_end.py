@@ -141,9 +141,7 @@ class SlowDataMonitor:
         )
 
     def record_steps(self, waited: float, seconds: float) -> None:
-        """Record the duration `seconds` of some steps, and the time `waited` spent waiting for
-        data.
-        """
+        """Record that steps lasted `seconds`, including `waited` seconds spent waiting for data."""
         if not self._has_begun:  # reading the first batches takes longer
             self._has_begun = True
             take_read_times()
