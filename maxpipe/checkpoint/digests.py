@@ -134,7 +134,7 @@ class ArrayDigest:
 
 
 def num_non_finite(array: np.ndarray) -> int:
-    """Return the number of NaN or infinite elements; 0 for dtypes that cannot represent them."""
+    """Return the number of NaN or infinite elements, or 0 for dtypes without NaN and infinity."""
     if array.dtype == np.float64:
         return array.size - int(np.count_nonzero(np.isfinite(array)))
     if (exponent := _EXPONENTS.get(str(array.dtype))) is None:

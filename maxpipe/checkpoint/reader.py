@@ -1,8 +1,8 @@
 """Read checkpoints, verify them, and select the newest intact checkpoint of a run.
 
-- A checkpoint whose files or arrays differ from the saved content is never used. The reader tries
-  the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined as
-  `<step>.corrupt`, with a warning.
+- A checkpoint whose files or arrays differ from the saved content is never used. The reader then
+  tries the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined
+  as `<step>.corrupt`, with a warning.
 - Two consecutive damaged checkpoints indicate a storage failure, so the run stops and nothing is
 renamed. The run also stops without renaming anything if a read fails, because a checkpoint counts
 as damaged only if two reads returned wrong content. - A checkpoint without a manifest was saved by
@@ -12,8 +12,8 @@ The reader compares its arrays with the recorded
 - If a run has checkpoints but none of them is usable, the run stops. It never starts from scratch.
 
 A restore compares the files with the manifest, and the restored arrays in memory with the digests
-recorded during the save. All processes agree on the result. A damaged checkpoint is read a second
-time, because a bit may have flipped during the first read.
+recorded during the save. All processes agree on the result of the restore. A damaged checkpoint is
+read a second time, because a bit may have flipped during the first read.
 
 The module also classifies failed saves as temporary or permanent.
 """

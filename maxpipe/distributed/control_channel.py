@@ -364,7 +364,7 @@ class ControlChannel:
         try:
             self._watch()
         except BaseException:
-            # Otherwise, the main thread would wait for messages that never arrive.
+            # Without this exit, the main thread would wait for messages that never arrive.
             self._exit(ExitCode.BUG, traceback.format_exc())
 
     def _watch(self) -> None:

@@ -351,8 +351,8 @@ class Coordinator:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_disconnects(self, seconds: float) -> None:
-        """Wait up to `seconds` for all other processes to disconnect. Called by the channel's
-        thread.
+        """Wait up to `seconds` for all other processes to disconnect. The channel's thread calls
+        this method.
         """
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
@@ -476,7 +476,7 @@ class Coordinator:
     # Timeouts.
 
     def check_timeouts(self) -> None:
-        """Check all processes. Called about once per second."""
+        """Check all processes; this method is called about once per second."""
         with self._lock:
             if not self._welcomed:
                 self._poll_listener()  # close unauthenticated connections that timed out

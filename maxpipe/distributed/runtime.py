@@ -1,7 +1,7 @@
 """Set up a process: devices, connections to other processes, compilation cache and signal handlers.
 
-Only this module changes jax's global settings and the process environment. Its functions must be
-called before any device is used.
+Only this module changes jax's global settings and the process environment. The functions in this
+module must be called before any device is used.
 """
 
 from __future__ import annotations

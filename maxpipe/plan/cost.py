@@ -230,7 +230,7 @@ class LayerCost:
 
     @cached_property
     def traffic(self) -> LayerTraffic:
-        """Return the layer's communication."""
+        """Return the layer's communication for one microbatch."""
         return LayerTraffic(self.model.sizes, self.name)
 
     @cached_property
@@ -376,7 +376,9 @@ class LayerCost:
 
     @property
     def accumulation(self) -> float:
-        """Return the time in seconds of gradient accumulation; 0 if it overlaps with matmuls."""
+        """Return the time in seconds of gradient accumulation, or 0 if matmuls overlap
+        accumulation.
+        """
         moved = 3 * 4.0 * self.model.sizes.trained.layer_elements(self.name, whole=True)
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
@@ -638,8 +640,8 @@ def _update(model: CostModel) -> float:
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the time in seconds to allocate memory for a step; 0 if it stays allocated between
-    steps.
+    """Return the time in seconds to allocate memory for a step, or 0 if memory stays allocated
+    between steps.
     """
     rate = model.hardware.fresh_gb_per_second
     if not rate:

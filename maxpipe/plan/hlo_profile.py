@@ -135,7 +135,8 @@ class HostTransfer:
     num_bytes: float
     """Bytes transferred in one execution."""
     cycles_by_instruction: Mapping[str, float]
-    """Estimated cycles of each instruction between the start and the end, including loops."""
+    """Estimated cycles of each instruction between the transfer's start and end, including
+    loops."""
 
 
 @dataclass
@@ -194,7 +195,7 @@ def profile_program(
     Args:
         module: a parsed HLO module.
         trips: mean trip counts, keyed by patterns for a loop's `op_name`. The given means override
-        the trip counts in the HLO text; the first match applies.
+            the trip counts in the HLO text; the first match applies.
         shares: fraction of executions that run the most expensive branch, keyed by patterns for a
             conditional's `op_name` (default: 1). All other executions run the cheapest branch.
         windows: fraction of attention layers that use each window size, if windows differ between

@@ -142,7 +142,8 @@ def search(
     """Return the layouts with the shortest predicted step time.
 
     Args:
-        config: config that defines the model, batch and optimizer. Its layout keys are ignored.
+        config: config that defines the model, batch and optimizer. The layout keys are
+            ignored.
         hardware: hardware parameters of the devices.
         num_devices: total number of devices across all slices.
         num_slices: number of slices.

@@ -191,8 +191,8 @@ class Topology:
 
     hardware: Hardware
     dims: tuple[int, ...]
-    """Number of chips in a slice along each torus dimension. For CPUs and GPUs, this is the number
-    of devices."""
+    """Number of chips in a slice along each torus dimension. For CPUs and GPUs, the number of
+    devices in a slice."""
     num_slices: int = 1
     option: str = "--topology"
     """Option or config key that specifies the number of devices."""

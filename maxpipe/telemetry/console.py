@@ -142,7 +142,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 def _show_logs(console: Console) -> Callable[[], None]:
     """Send log records to `console`, and return a function that restores the previous handlers."""
-    # Import absl first. Otherwise, absl would add its handler again when jax or orbax import it.
+    # Import absl first: if jax or orbax imported it later, absl would add its handler again.
     from absl import logging as absl_logging
 
     handler = _ConsoleHandler(console)

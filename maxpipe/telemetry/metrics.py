@@ -162,8 +162,8 @@ METRICS = (
     Metric(
         "train/clipped",
         "fraction",
-        "Fraction of tokens whose policy gradient is 0 due to clipping (`grpo.clip_ratio`); 0 in "
-        "the first step of a rollout.",
+        "Fraction of tokens whose policy gradient is 0 due to clipping (`grpo.clip_ratio`). The "
+        "fraction is 0 in the first step of a rollout.",
         _GRPO,
     ),
     Metric(

@@ -300,7 +300,7 @@ class MetricWriter:
         self._samples.append(_json_line(redact.redact_value(record)))
         for number, each in enumerate(samples):
             both = f"{each['prompt']}{each['text']}"
-            # Indented text is shown without Markdown formatting.
+            # TensorBoard shows indented text without Markdown formatting.
             shown = "\n".join(f"    {line}" for line in both.splitlines())
             self.text(f"samples/{number}", shown, step)
 

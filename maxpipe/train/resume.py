@@ -71,7 +71,7 @@ _FREE_KEYS_WHEN_DONE = frozenset(
 
 
 class GuardCounts(TypedDict):
-    """Guard counts, as stored in a checkpoint."""
+    """Counts of bad steps kept by the guard, as stored in a checkpoint."""
 
     skipped: int
     spikes: int
@@ -100,7 +100,7 @@ class RunStart(NamedTuple):
     offset: int = 0
     """Number of batches skipped by rollbacks; see `BadStepMonitor.offset`."""
     guard_counts: Mapping[str, Any] | None = None
-    """Guard counts from the checkpoint."""
+    """Counts of bad steps kept by the guard, read from the checkpoint."""
     reference_digest: str | None = None
     """Checksum of a resumed run's initial parameters, if the checkpoint contains the checksum."""
     is_resumed: bool = False
@@ -108,7 +108,7 @@ class RunStart(NamedTuple):
     base: AdapterBase | None = None
     """Base model of the adapters, or None if the run trains no adapters."""
     early_stopping: Mapping[str, Any] | None = None
-    """Counts of `EarlyStopping` from the checkpoint."""
+    """Counts kept by `EarlyStopping`, read from the checkpoint."""
 
 
 def restore_or_init(
