@@ -142,8 +142,7 @@ def search(
     """Return the layouts with the shortest predicted step time.
 
     Args:
-        config: config that defines the model, batch and optimizer. The layout keys are
-            ignored.
+        config: config with the model, batch and optimizer; layout keys in it are ignored.
         hardware: hardware parameters of the devices.
         num_devices: total number of devices across all slices.
         num_slices: number of slices.
