@@ -28,7 +28,7 @@ Step = int | Literal["newest", "best"] | None
 _SUFFIX = re.compile(r"(?P<run>.+)@(?P<step>[^@/]*)", re.DOTALL)
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _MARKS = (CONFIG_FILE, EVENTS_FILE, METRICS_FILE, CHECKPOINTS_FOLDER)
-"""A run folder contains at least one of these entries."""
+"""Entries that identify a run folder, which contains at least one of them."""
 _SHOWN_RUNS = 8
 
 
@@ -40,8 +40,8 @@ class Address:
     run_dir: str
     step: Step = None
     parent: str = ""
-    """Parent of the checkpoint folder if `given` is that folder or a checkpoint inside it, else
-    ""."""
+    """Parent of the checkpoint folder if `given` is a checkpoint folder or a checkpoint in one,
+    else ""."""
     where: str = ""
     """Config key whose value is the address; empty for a command-line argument."""
     average: bool = False
@@ -130,8 +130,8 @@ def is_run(path: Path) -> bool:
 def check_outside_checkpoints(path: str | Path, option: str) -> None:
     """Check that an output path is outside the checkpoint folder of every run.
 
-    A file there could be reported as damage by `maxpipe checkpoints verify`, or be deleted together
-    with a checkpoint.
+    `maxpipe checkpoints verify` could report such a file as damage, and the file could be deleted
+    together with a checkpoint.
 
     Raises:
         ConfigError: the path is inside a checkpoint folder.

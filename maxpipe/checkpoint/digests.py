@@ -50,7 +50,7 @@ _MAX_BYTES = 1 << 26
 
 _MODULO = 2**64
 _BLOCK = 1 << 18
-"""Number of elements per block. Larger blocks do not fit in the CPU cache. With smaller blocks,
+"""Number of elements per block. Larger blocks do not fit in the CPU cache; smaller blocks make
 threads wait for the GIL more often."""
 _SHORT = 64
 """Rows with fewer elements are merged, to limit the number of numpy calls."""
@@ -134,7 +134,7 @@ class ArrayDigest:
 
 
 def num_non_finite(array: np.ndarray) -> int:
-    """Return the number of NaN or infinite elements, or 0 for dtypes without such values."""
+    """Return the number of NaN or infinite elements, or 0 for dtypes without NaN and infinity."""
     if array.dtype == np.float64:
         return array.size - int(np.count_nonzero(np.isfinite(array)))
     if (exponent := _EXPONENTS.get(str(array.dtype))) is None:
@@ -206,7 +206,7 @@ def merge_digests(parts: Iterable[Mapping[str, ArrayDigest]]) -> dict[str, Array
 
 
 def _words(part: np.ndarray, start: tuple[int, ...]) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Return the elements as unsigned integers of at most 32 bits, and their start index.
+    """Return the elements as unsigned integers of at most 32 bits, and the index of the first one.
 
     Larger elements are split along an additional last dimension, because two flipped signs would go
     undetected in 64-bit integers.
@@ -223,8 +223,8 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # `row` contains the product of the keys of each element in the trailing dimensions. As many
-    # dimensions are treated as trailing as fit in one block.
+    # `row` contains the product of the keys of each element in the trailing dimensions. The
+    # trailing dimensions are the last ones that together fit in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -317,7 +317,9 @@ def num_bytes(tree: Tree) -> int:
 
 
 def diff_shapes(saved: Tree, wanted: Tree) -> list[str]:
-    """Return one line for every leaf that is missing from one tree or has different shapes."""
+    """Return one line for each leaf that is missing from one tree or whose shape differs in the
+    two.
+    """
     before, now = leaves_by_name(saved), leaves_by_name(wanted)
     lines = []
     for name in sorted(before.keys() | now.keys()):
@@ -397,7 +399,7 @@ def _divide(leaf: Any) -> Any:
     dim = next((dim for dim, size in enumerate(local) if size % replicas == 0), None)
     if replicas == 1 or dim is None or not leaf.size:
         return leaf
-    # orbax shards replicated arrays in pinned host memory only if they meet these conditions.
+    # orbax shards replicated arrays in pinned host memory only if the dims meet these conditions.
     is_divisible = leaf.ndim >= 2 and math.prod(local) % 1024 == 0 and local[-1] % 128 == 0
     if sharding.memory_kind == "pinned_host" and not is_divisible:
         return leaf
@@ -412,7 +414,7 @@ def copy_to_host(state: Tree) -> HostCopies:
     """Copy this process's device shards to the host. Replicated shards are copied only once.
 
     jax caches the copies, so a save of the same arrays does not copy them again. Every process has
-    complete copies of numpy arrays, so only process 0 includes them.
+    complete copies of all numpy arrays, so only process 0 includes numpy arrays.
     """
     shards = {
         name: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]

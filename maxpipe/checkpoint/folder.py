@@ -129,7 +129,7 @@ class CheckpointFolder:
         return [entry.name for entry in entries(self.path) if ".corrupt" in entry.name]
 
     def describe_incomplete(self) -> list[str]:
-        """Return one warning for every entry that has a checkpoint's name but is incomplete."""
+        """Return one warning for every entry that is named like a checkpoint but is incomplete."""
         return [
             f"{entry}: is ignored because it is not a complete checkpoint"
             for entry in entries(self.path)
@@ -139,7 +139,8 @@ class CheckpointFolder:
     def unfinished(self) -> list[str]:
         """Return the names of entries left over from unfinished saves and deletions.
 
-        In a bucket, they include incomplete step folders, because buckets have no atomic rename.
+        In a bucket, these entries include incomplete step folders, because buckets have no atomic
+        rename.
         """
         return [
             entry.name

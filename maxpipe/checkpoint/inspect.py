@@ -45,7 +45,7 @@ class CheckpointListEntry(TypedDict):
 
     step: int
     saved: str
-    """Save time in UTC, in ISO 8601 format."""
+    """Time at which the checkpoint was saved, in UTC (ISO 8601)."""
     bytes: int
     manifest: bool
     metrics: dict[str, float]
@@ -311,7 +311,7 @@ def find_best_checkpoint(
 
 
 def best_metric_of_run(run_dir: str) -> BestMetric:
-    """Return the metric by which a run ranks its checkpoints.
+    """Return the metric that ranks a run's checkpoints.
 
     Raises:
         ConfigError: the run has no checkpoints.

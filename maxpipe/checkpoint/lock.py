@@ -56,7 +56,7 @@ from maxpipe.io.typed_json import parse_json
 FILE = "lock.json"
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 150.0
-"""Age of the last heartbeat after which a lock expires: five missed heartbeats."""
+"""Age in seconds of the last heartbeat at which a lock expires: five missed heartbeats."""
 
 _LOG = logging.getLogger(__name__)
 _CLAIM_SECONDS = 60.0
@@ -81,7 +81,7 @@ class LockContent(TypedDict):
 
 
 _UNREADABLE: LockContent = {"token": ""}
-"""Placeholder returned as the content of a lock file that is not a valid lock."""
+"""Placeholder returned as the content of a lock file that cannot be parsed."""
 
 
 class _NotALockError(OSError):
@@ -300,8 +300,8 @@ class RunLock:
 
     def _why_dead(self, holder: LockContent, candidate: Path) -> str:
         """Return why the holder is considered dead, or "" if another process has acquired the lock.
-        Waits until it is known whether the holder is alive. The modification time of `candidate`
-        gives the current time on the file system's clock.
+        This method waits until it is known whether the holder is alive. The modification time of
+        the file `candidate` gives the current time on the file system's clock.
 
         Raises:
             StorageError: the holder is alive.

@@ -159,7 +159,7 @@ class CheckpointManager:
     """Saves and restores the checkpoints of one run.
 
     `record(event, step=..., ...)` is called for every event. `agree` returns the first nonempty
-    string from any process. Every process verifies a share of the files. If `write` is false, no
+    string from any process. Each process verifies some of the files. If `write` is false, no
     file or folder is changed.
     """
 
@@ -584,8 +584,8 @@ def read_best_metric(folder: CheckpointFolder) -> BestMetric:
 def find_best_step(
     folder: CheckpointFolder, address: Address, better: BestMetric
 ) -> tuple[int, float]:
-    """Return the step with the best value of a metric, and that value. In a tie, the newest step
-    wins.
+    """Return the step with the best value of a metric, and that value. If several steps tie, the
+    newest one is returned.
 
     Raises:
         ConfigError: no checkpoint has the metric.

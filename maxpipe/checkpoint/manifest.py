@@ -8,7 +8,8 @@ files but no arrays.
 
 A checkpoint is intact if its decoded arrays match the digests that were computed in memory during
 the save, and its metadata is unchanged. Both conditions are checked before the manifest is written
-and by `maxpipe checkpoints verify`. Every restore checks them for the arrays that it reads.
+and by `maxpipe checkpoints verify`. Every restore checks both conditions for the arrays that it
+reads.
 """
 
 from __future__ import annotations
@@ -88,11 +89,11 @@ class _ManifestContent(TypedDict):
 
 
 class BackgroundDigester:
-    """Digests the files of a local folder in the background while other files are being written.
+    """Hashes the files of a local folder in the background while other files are being written.
 
     Each file must be written entirely inside one `writing` context. Several threads may enter
-    `writing` concurrently. After a file is digested, it is flushed to disk and dropped from the
-    page cache, so that later reads come from disk.
+    `writing` concurrently. After a file is hashed, it is flushed to disk and dropped from the page
+    cache, so that later reads come from disk.
     """
 
     def __init__(self, folder: epath.Path):
@@ -180,8 +181,8 @@ def digest_files(
 def find_changed_files(folder: epath.Path, files: Mapping[str, ManifestFile]) -> list[str]:
     """Read the listed files again, and return one line for each file that differs from its digest.
 
-    Without this second read, a bit flip while a file is digested would permanently mark an intact
-    checkpoint as damaged.
+    Without this second read, a bit flip while a file is being hashed would permanently mark an
+    intact checkpoint as damaged.
 
     Raises:
         OSError: a file cannot be read.
@@ -373,9 +374,7 @@ def _flush_folder(path: epath.Path) -> None:
 
 
 class SaveVerificationError(ValueError):
-    """Raised if saved content differs from the content in memory; the message names the file or
-    array.
-    """
+    """Raised if saved content differs from that in memory; the message names the file or array."""
 
 
 def read_shapes(folder: epath.Path) -> Tree:
@@ -456,7 +455,7 @@ def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | No
 
 
 def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
-    """Compute the digests of a step's arrays on disk.
+    """Compute the digests of a step's arrays as stored on disk.
 
     Raises:
         DamagedError: an array cannot be decoded.

@@ -1,8 +1,8 @@
 """Read checkpoints, verify them, and select the newest intact checkpoint of a run.
 
-- A checkpoint whose files or arrays differ from the saved content is never used. The reader tries
-  the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined as
-  `<step>.corrupt`, with a warning.
+- A checkpoint whose files or arrays differ from the saved content is never used. The reader then
+  tries the previous checkpoint. If that checkpoint is intact, the damaged checkpoint is quarantined
+  as `<step>.corrupt`, with a warning.
 - Two consecutive damaged checkpoints indicate a storage failure, so the run stops and nothing is
 renamed. The run also stops without renaming anything if a read fails, because a checkpoint counts
 as damaged only if two reads returned wrong content. - A checkpoint without a manifest was saved by
@@ -12,8 +12,8 @@ The reader compares its arrays with the recorded
 - If a run has checkpoints but none of them is usable, the run stops. It never starts from scratch.
 
 A restore compares the files with the manifest, and the restored arrays in memory with the digests
-recorded during the save. All processes agree on the result. A damaged checkpoint is read a second
-time, because a bit may have flipped during the first read.
+recorded during the save. All processes agree on the result of the restore. A damaged checkpoint is
+read a second time, because a bit may have flipped during the first read.
 
 The module also classifies failed saves as temporary or permanent.
 """
@@ -63,7 +63,7 @@ _PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # bucket errors
 # Errors that orbax and tensorstore raise on unexpected files or content. A flipped bit in their
-# metadata can cause errors of many types. A save runs no user code that could raise such errors.
+# metadata can cause errors of many types. User code cannot be the cause, because a save runs none.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
@@ -90,7 +90,7 @@ def unwritable_error(
 
 
 def is_fault(error: BaseException) -> bool:
-    """Return whether the storage may be the cause of an error.
+    """Return whether an error may be caused by the storage.
 
     JAX runtime errors are excluded, because losing one process makes the saves of all other
     processes fail with such errors.
@@ -114,7 +114,7 @@ EventRecorder = Callable[..., None]
 
 _LOG = logging.getLogger(__name__)
 _TOO_MANY = 2
-"""Number of consecutive damaged checkpoints that indicates a storage failure."""
+"""Number of consecutive damaged checkpoints that is treated as a sign of a storage failure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # other processes list the folder after this
+        self._agree("done" if self._primary else "")  # then the other processes list the folder
 
 
 Agree = Callable[[str], str]
@@ -430,7 +430,8 @@ def _raise_if_any_fault(agree: Agree, fault: str) -> None:
 
 
 def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
-    """Return `abstract` with the checkpoint's dtypes, because digests are computed in these dtypes.
+    """Return `abstract` with the checkpoint's dtypes, because digests are computed in the saved
+    dtypes.
 
     Raises:
         StorageError: the checkpoint has different arrays or shapes.

@@ -24,7 +24,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class BestMetric:
-    """Metric that ranks checkpoints, and whether larger values are better."""
+    """The metric that ranks checkpoints, and whether larger values are better."""
 
     metric: str = "eval/loss"
     is_largest: bool = False
@@ -73,7 +73,7 @@ class RetentionRules:
 
 
 def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> dict[int, str]:
-    """Return the reason for retaining each retained checkpoint, keyed by step."""
+    """Return the reason to keep each retained checkpoint, keyed by step."""
     ordered = sorted(saved, key=lambda info: info.step)
     reasons: dict[int, list[str]] = {info.step: [] for info in ordered}
     for info in ordered[-rules.newest :] if rules.newest else []:

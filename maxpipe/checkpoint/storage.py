@@ -204,7 +204,7 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
 
 
 def create(path: epath.PathLike, text: str) -> None:
-    """Create an object. If several processes try, exactly one of them succeeds.
+    """Create an object. If several processes try to create the object, exactly one succeeds.
 
     Raises:
         FileExistsError: the object exists.
@@ -213,7 +213,7 @@ def create(path: epath.PathLike, text: str) -> None:
 
 
 class PinnedFolder:
-    """A folder that is kept open, so that `path` remains valid if the folder is moved.
+    """A folder that is kept open, so that `path` remains valid even if the folder is moved.
 
     If the folder is deleted, `path` no longer exists, whereas orbax would recreate a folder with
     the old name. In buckets and on systems without /proc, `path` is the folder's original path.

@@ -60,7 +60,7 @@ _DATA = "ocdbt.process_0/d"
 """Folder of array data inside an orbax item."""
 
 NUM_THREADS = 3
-"""Number of slabs in progress at the same time: one is written while the next one is computed."""
+"""Number of slabs in progress at the same time: one is written while the next is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +289,8 @@ _IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
 
 @dataclass(slots=True)
 class SaveResult:
-    """Result of a save. When the save ends, `CheckpointWriter` sets the fields that have defaults.
+    """The result of a save. When the save ends, `CheckpointWriter` sets the fields that have
+    defaults.
 
     `error` is None on success.
     """

@@ -55,7 +55,8 @@ class CommandLine:
     line: str
     words: list[Word]
     open_quotes: list[str]
-    """Quote that is open before each character of the line, and at the end of the line."""
+    """The quote character that is open before each character of the line, and at the end of the
+    line."""
 
     def replacement(self, start: int, text: str) -> str:
         """Return the string that replaces `line[start:]`, so that the last word becomes `text`."""

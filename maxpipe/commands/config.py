@@ -102,7 +102,7 @@ def add(commands: Commands) -> None:
 
     docs = actions.add_parser("docs", help=f"write {_DOCS_FILE} in a checkout")
     docs.add_argument(
-        "--check", action="store_true", help="only compare; exit with code 1 if the file is stale"
+        "--check", action="store_true", help="write nothing; exit with code 1 if the file is stale"
     )
     docs.set_defaults(command=_config_docs)
     parser.command_names = tuple(actions.choices)

@@ -132,8 +132,8 @@ def add_mixture(actions: Commands) -> None:
         help="print a run's mixture weights, and the source of each sequence in a given step",
         description="Print the weight and the number of epochs of every source in a mixture.\n"
         "With --step, also print the source and sequence index of every row of the batch. The\n"
-        "output does not depend on the number of processes. For a run, it reflects all changes\n"
-        "to the mixture weights.",
+        "output does not depend on the number of processes. For a run, the output reflects all\n"
+        "changes to the mixture weights.",
         epilog="examples:\n  maxpipe data mixture my-run.yml --step 100000\n"
         "  maxpipe data mixture runs/my-run --json",
     )

@@ -172,10 +172,10 @@ def add(commands: Commands) -> None:
         help="evaluate a model on validation documents, other text, or multiple-choice tasks",
         description="Print the loss of a checkpoint or Hugging Face folder in nats per token and\n"
         "per byte, the bits per byte, and the perplexity. The checkpoint's config is used.\n"
-        "Override mesh and pipeline to use another layout, or data.* or --data to evaluate other\n"
-        "documents (all of them). eval.batches sets the number of batches (0 means all), and\n"
-        "eval.batch_size sets their size. The run may still be training: the command writes no\n"
-        "files to the run folder.",
+        "Override mesh and pipeline to use another layout. Set data.* or --data to evaluate all\n"
+        "documents in other files instead. eval.batches sets the number of batches (0 means all),\n"
+        "and eval.batch_size sets the batch size. The run may still be training: the command\n"
+        "writes no files to the run folder.",
         epilog="examples:\n  maxpipe eval quickstart\n"
         "  maxpipe eval runs/quickstart@best eval.batches=0 --json\n"
         "  maxpipe eval quickstart@120 --data 'book/*.txt'\n"

@@ -47,9 +47,10 @@ def add(commands: Commands) -> None:
         "import",
         help="convert a Hugging Face folder to a checkpoint",
         description="Convert a Hugging Face folder (config.json and safetensors files) to a\n"
-        "checkpoint. Also write config.yml, the config of a run that starts from these weights,\n"
-        "and copy the tokenizer and generation files. The command downloads no files and reads no\n"
-        "pickle files. To start a run without conversion, set checkpoint.restore_from=hf:DIR.",
+        "checkpoint. Also write config.yml, the config of a run that starts from the imported\n"
+        "weights, and copy the tokenizer and generation files. The command downloads no files and\n"
+        "reads no pickle files. To start a run without conversion, set\n"
+        "checkpoint.restore_from=hf:DIR.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"
         "         maxpipe train runs/llama/config.yml data.source=text data.path='*.txt'\n"
         "           train.steps=100",

@@ -25,7 +25,8 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **options)
         self.command_names: tuple[str, ...] = ()
-        # The innermost parser, which belongs to the command, overrides this for the outer parsers.
+        # The innermost parser, which belongs to the command, overrides the value set by the outer
+        # ones.
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -113,8 +114,8 @@ def _normalize_option(option: str) -> str:
 
 
 _OUTPUTS = ("--write", "--output", "--out", "--save", "--file", "-o")
-"""Output options used by other programs. If the command has an option for the given file's suffix,
-such as `--svg`, the error suggests that option."""
+"""Names of output options in other programs, which users may type by mistake. If the command has an
+option for the given file's suffix, such as `--svg`, the error suggests that option."""
 
 if TYPE_CHECKING:
     from maxpipe.config.load import LoadedConfig

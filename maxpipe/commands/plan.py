@@ -66,7 +66,7 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
-    """Return the folder of `--save`, or None."""
+    """Return the folder given with `--save`, or None."""
     if options.save is None:
         return None
     from maxpipe.config.check import check_length

@@ -67,7 +67,7 @@ LOOPBACK_SECONDS = 60.0
 _WRITTEN_BYTES = 1 << 20
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""A system clock showing an earlier year is assumed never to have been set."""
+"""Year before which a system clock's date means that the clock was never set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class CheckTarget:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     runtime: RuntimeConfig = dataclasses.field(default_factory=RuntimeConfig)
     teacher_devices: int = 0
-    """Number of devices of the distillation teacher, in addition to the devices of the mesh."""
+    """Number of devices used by the distillation teacher, in addition to those in the mesh."""
 
     @classmethod
     def of(cls, loaded: LoadedConfig) -> CheckTarget:

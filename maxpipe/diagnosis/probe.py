@@ -75,7 +75,7 @@ def _devices(config: RuntimeConfig) -> None:
     for device in jax.local_devices():
         doubled = jax.device_put(np.arange(8.0, dtype=np.float32), device) * 2
         if np.asarray(doubled).tolist() != [2.0 * i for i in range(8)]:
-            action = "Exclude this device from runs and have it checked."
+            action = "Do not use this device in runs, and have it checked."
             _print_check("devices", "FAILED", f"{device} returned wrong results for x * 2.", action)
     kinds = collections.Counter(device.device_kind for device in jax.devices())
     words = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())

@@ -74,8 +74,8 @@ _ONE_REQUEST_SECONDS = 1.0
 """Time in seconds within which repeated signals count as one request. Shells, launchers and
 `timeout` may signal a process first and then its process group."""
 _ONE_KEY_SECONDS = 0.25
-"""Time in seconds within which repeated Ctrl-C counts as one request. This time is shorter, because
-a user may press Ctrl-C twice.
+"""Time in seconds within which repeated Ctrl-C counts as one request. This interval is shorter than
+that for signals, because a user may press Ctrl-C twice.
 """
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that request a stop, from a scheduler, a closed terminal or Ctrl-C."""
@@ -132,7 +132,7 @@ class ControlChannel:
     ):
         self.index, self.count, self.say = index, count, say
         self.tell: Callable[[str], None] = say
-        """Function that prints a line on any process."""
+        """Function that prints a line, no matter which process calls it."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
         """Function that is called before the channel ends the process."""
         self._phases, self._limits = phases, limits
@@ -166,7 +166,7 @@ class ControlChannel:
         return self
 
     def catch_signals(self) -> None:
-        """Install the signal handlers. Also called after libraries may have replaced them."""
+        """Install the signal handlers, or reinstall those that libraries may have replaced."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in SIGNALS:
@@ -175,8 +175,8 @@ class ControlChannel:
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._note_signal))
         # Python calls a handler only when the main thread next runs Python code, possibly after a
-        # compilation. Through this descriptor, the channel's thread receives the signal number
-        # immediately.
+        # compilation. Through the wakeup descriptor, the channel's thread receives the signal
+        # number immediately.
         signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
@@ -211,7 +211,7 @@ class ControlChannel:
         facts: Mapping[str, str],
         secret: Callable[[], bytes | None],
     ) -> JoinFailure | None:
-        """Wait until all processes have joined. If they cannot run together, return the failure.
+        """Wait until all processes have joined; return a failure if they cannot run together.
 
         Args:
             address: host and port at which the coordinator listens until all processes have joined.
@@ -294,7 +294,7 @@ class ControlChannel:
         about_secret = reason in (_NO_SECRET, _OTHER_SECRET)
         return JoinFailure(text, late=True, action=_SAME_SECRET if about_secret else "")
 
-    # Calls from the training loop.
+    # Methods that the training loop calls.
 
     def should_stop(self) -> bool:
         """Return whether to stop now. This collective call has the same result on all processes."""
@@ -350,7 +350,8 @@ class ControlChannel:
         self._send({"failed": {"code": code, "text": redact.redact_text(text)[-4000:]}})
         if self.count == 1:
             return
-        # Let the others exit first: jax aborts any process that loses its connection to process 0.
+        # Let the other processes exit first: jax aborts any process that loses its connection to
+        # process 0.
         if self._coordinator is not None:
             self._coordinator.wait_for_goodbyes(_GOODBYE_SECONDS / 2)
         # At exit, jax would wait for the other processes, which have ended.
@@ -363,7 +364,7 @@ class ControlChannel:
         try:
             self._watch()
         except BaseException:
-            # Otherwise, the main thread would wait for messages that never arrive.
+            # Without this exit, the main thread would wait for messages that never arrive.
             self._exit(ExitCode.BUG, traceback.format_exc())
 
     def _watch(self) -> None:
@@ -415,9 +416,7 @@ class ControlChannel:
         self._exit(ExitCode.HANG, text)
 
     def _heartbeat(self) -> Heartbeat:
-        """Return the state of this process, which is sent to the coordinator about once per
-        second.
-        """
+        """Return this process's state, which is sent to the coordinator about once per second."""
         where = self._phases.status()
         return {
             "phase": where.phase,
@@ -542,10 +541,10 @@ def _delay_aborts(delay: bool = True) -> None:
     """Delay an abort by jax, so that the control channel can report the reason first.
 
     A jax thread calls abort if process 0 is lost. Python handlers cannot run in that thread, so the
-    signal handler is the C library's `sleep`. Its argument is the signal number, which is 6 for
-    SIGABRT, so it waits for six seconds. Afterwards, the abort continues. The handler applies once,
-    so a second SIGABRT ends the process at once. If Python's faulthandler is enabled, its handler
-    is not replaced.
+    signal handler is the C library's `sleep`. The argument of `sleep` is the signal number, which
+    is 6 for SIGABRT, so the thread waits for six seconds. Afterwards, the abort continues. The
+    handler applies once, so a second SIGABRT ends the process at once. If Python's faulthandler is
+    enabled, its handler is not replaced.
     """
     if faulthandler.is_enabled():
         return

@@ -28,7 +28,7 @@ _STRAGGLER_SECONDS, _STRAGGLER_SHARE = 0.005, 0.05
 """Minimum straggler delay to report, in seconds and as a fraction of the step time."""
 _REPORT_EVERY_SECONDS = 10.0
 _RESEND_SECONDS = 0.05
-"""Interval in seconds between attempts to send queued data."""
+"""Time in seconds between attempts to send queued data."""
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 STOPPED_BEFORE_FIRST_STEP = (
     f"stopped before the first step\n  There is nothing new to save.\n{_AGAIN}"
@@ -106,7 +106,9 @@ StopCode = Literal[75, 130]
 
 
 class MemberMessage(TypedDict):
-    """A message from a process to the coordinator. The fields that are set define its type."""
+    """A message from a process to the coordinator. Its type is defined by the fields that are
+    set.
+    """
 
     hello: NotRequired[Hello]
     beat: NotRequired[Heartbeat]
@@ -127,7 +129,9 @@ class ExitMessage(TypedDict):
 
 
 class CoordinatorMessage(TypedDict):
-    """A message from the coordinator to a process. The fields that are set define its type."""
+    """A message from the coordinator to a process. Its type is defined by the fields that are
+    set.
+    """
 
     welcome: NotRequired[Literal[True]]
     refused: NotRequired[str]
@@ -166,7 +170,7 @@ class Member:
     beat: dict[str, Any] = field(default_factory=dict)
     num_beats: int = 0
     mark: tuple[int, float, float] | None = None
-    """Step, step time excluding waits, and clock time at the last straggler check."""
+    """Step, total step time excluding waits, and clock time at the last straggler check."""
     left: bool = False
 
     def __str__(self) -> str:
@@ -216,7 +220,8 @@ class Coordinator:
     # Connections.
 
     def listen(self, address: tuple[str, int], secret: bytes) -> None:
-        """Open the port for the other processes. The port is closed after all have connected.
+        """Open the port for the other processes. The port is closed after all processes have
+        connected.
 
         Raises:
             OSError: the port is in use.
@@ -326,7 +331,9 @@ class Coordinator:
         return JoinFailure(text, late=True)
 
     def close(self) -> None:
-        """Close all connections. A peer that has not sent `bye` treats this as a failure."""
+        """Close all connections. A peer that has not sent `bye` treats its closed connection as a
+        failure.
+        """
         wires = [
             member.connection for member in self._members.values() if member.connection is not None
         ]
@@ -336,7 +343,7 @@ class Coordinator:
             self._listener.close()
 
     def wait_for_goodbyes(self, seconds: float) -> None:
-        """Wait at most `seconds` until all other processes have left."""
+        """Wait up to `seconds` for all other processes to leave."""
         with self._goodbye:
             others = [member for member in self._members.values() if member.connection is not None]
             if self._welcomed:
@@ -344,7 +351,9 @@ class Coordinator:
                 self._goodbye.wait_for(lambda: all(each.left for each in others), limit)
 
     def wait_for_disconnects(self, seconds: float) -> None:
-        """Wait at most `seconds` until the others disconnect. Called by the channel's thread."""
+        """Wait up to `seconds` for all other processes to disconnect. The channel's thread calls
+        this method.
+        """
         end = time.monotonic() + seconds
         with selectors.DefaultSelector() as selector:
             for member in self._members.values():
@@ -408,7 +417,7 @@ class Coordinator:
                     self._broadcast({"agreed": message["same"], "values": list(groups.items())})
 
     def _decide_stop_step(self) -> None:
-        """Choose the step at which all processes stop: the one after the last step that any process
+        """Choose the stop step of all processes: the one after the latest step that any has
         started.
         """
         furthest = max(self._answers.values())
@@ -467,10 +476,10 @@ class Coordinator:
     # Timeouts.
 
     def check_timeouts(self) -> None:
-        """Check all processes. Called about once per second."""
+        """Check all processes; this method is called about once per second."""
         with self._lock:
             if not self._welcomed:
-                self._poll_listener()  # close connections that timed out
+                self._poll_listener()  # close unauthenticated connections that timed out
                 self._try_welcome()  # a silent process may have resumed sending
                 self._report_missing()
             elif not self._is_ending:
@@ -546,9 +555,9 @@ class Coordinator:
     def _check_stall(self) -> None:
         """End the run if no process makes progress.
 
-        While any process makes progress, the others may be waiting for it. Heartbeats can
-        be a second old, or older if a host was frozen, so every process must confirm the stall with
-        a new heartbeat.
+        As long as one process makes progress, all other processes may be waiting for that process.
+        Heartbeats can be a second old, or older if a host was frozen, so every process must confirm
+        the stall with a new heartbeat.
         """
         limit = self._limits.stall_seconds
         here = [each for each in self._members.values() if each.beat and not each.left]

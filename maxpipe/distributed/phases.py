@@ -18,9 +18,10 @@ ROLLOUT = "rollout"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Phases before the first step."""
 WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
-"""Phases in which a process may wait for the others. In any other phase, the others wait for it."""
+"""Phases in which a process may wait for other processes. In all other phases, the other processes
+wait for it."""
 UNTIMED = (COMPILE,)
-"""Phases of unknown duration that report no progress."""
+"""Phases that can last arbitrarily long and report no progress."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Exchange authenticated messages with the coordinator, and listen for connections from processes.
 
-Both ends have the run's secret, and each end proves this before it sends any other data:
+Both ends have the run's secret, and each proves that it has the secret before it sends any other
+data:
 
     member -> hub   protocol name, nonce of the member
     hub -> member   nonce of the hub, HMAC(secret, "hub", both nonces)
@@ -50,7 +51,7 @@ from maxpipe.io.typed_json import parse_json
 _T = TypeVar("_T")
 
 MAX_MEMBER_MESSAGE_BYTES, MAX_COORDINATOR_MESSAGE_BYTES = 1 << 18, 1 << 24
-"""Maximum message sizes. Coordinator messages may be larger, because they may list all
+"""Maximum message sizes. Messages from the coordinator may be larger, because they can list all
 processes."""
 PIECE_BYTES = 1 << 16
 
@@ -68,7 +69,7 @@ class PeerAuthenticationError(ConnectionError):
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:
-    """Return the HMAC of `parts`. Callers must give all parts except the last a fixed size."""
+    """Return the HMAC of `parts`. All parts except the last must have a fixed size."""
     return hmac.digest(key, b"\0".join(parts), "sha256")
 
 
@@ -121,7 +122,7 @@ class AuthenticatedConnection:
         return True
 
     def flush(self, seconds: float) -> None:
-        """Wait for at most `seconds` until all data is sent."""
+        """Wait up to `seconds` for all data to be sent."""
         end = time.monotonic() + seconds
         while self.send_pending() and self.has_unsent and time.monotonic() < end:
             time.sleep(0.01)
@@ -358,8 +359,8 @@ def remove_secret(folder: Path, port: int) -> None:
 def remove_stale_secrets(folder: Path) -> None:
     """Remove all secret files that killed processes left in the folder.
 
-    The caller must hold the lock on the folder. All processes of its run have then connected and no
-    longer read the secret.
+    The caller must hold the lock on the folder. All processes of the caller's run have then
+    connected and no longer read the secret.
     """
     for path in folder.glob(f"{_SECRET_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -510,7 +511,7 @@ class Listener:
             source: Any = key.fileobj
             if source in self._opened:
                 self._accept(source)
-            elif source in self._unauthenticated:  # this loop may have evicted it
+            elif source in self._unauthenticated:  # this loop may have evicted the connection
                 proved += self._authenticate(source)
         for stranger in [
             each for each in self._unauthenticated if now - each.since > _AUTHENTICATION_SECONDS

@@ -1,7 +1,7 @@
 """Set up a process: devices, connections to other processes, compilation cache and signal handlers.
 
-Only this module changes jax's global settings and the process environment. Its functions must be
-called before any device is used.
+Only this module changes jax's global settings and the process environment. The functions in this
+module must be called before any device is used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 _JAX_LIMIT_SECONDS = 60
 _SECRET_BYTES = 32
 _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
-"""Prefixes of jax error messages about missing or lost processes."""
+"""Prefixes of the jax error messages that report missing or lost processes."""
 
 
 def start(config: RuntimeConfig, cpu_devices: int) -> None:
@@ -169,7 +169,8 @@ _ASYNC_OPTIONS = {
 """Options keyed by device kind. Other device kinds support neither method of overlapping
 all-gathers."""
 _LOW_MEMORY_OPTIONS = _ASYNC_ALL_TO_ALL | {"xla_jf_bf16_propagation": "false"}
-"""Options that save memory: by default, XLA keeps a bfloat16 copy of all weight shards."""
+"""Options that save memory: without these options, XLA keeps a bfloat16 copy of all weight
+shards."""
 _FUSED_DOWNCAST = {"xla_tpu_allow_conv_input_fusion_with_downcast_convert": "true"}
 """Fuse the quantization of operands into 8-bit matmuls. If an operand is used by several matmuls,
 `parallel.low_precision` materializes the quantized values."""
@@ -180,8 +181,9 @@ _LARGE_VMEM_KINDS = ("TPU v5", "TPU v5 lite", "TPU v6 lite", "TPU7x")
 _WIDE, _MAX_VMEM_KINDS = 8192, ("TPU v5", "TPU v6 lite")
 """Minimum `model.d_model` for a limit of 32 MiB, which reduces cycles by 2% compared with 24 MiB
 (models with 70B or 405B parameters). The listed device kinds always use 32 MiB. With
-`d_model=4096`, this limit saves 13% of the cycles on v6e (`benchmarks/low_precision.md`). On v5p,
-it saves 1 to 2%, but nothing for models with experts (`benchmarks/tpu_step.md`)."""
+`d_model=4096`, the 32 MiB limit saves 13% of the cycles on v6e (`benchmarks/low_precision.md`). On
+v5p, the 32 MiB limit saves 1 to 2%, but nothing for models with experts
+(`benchmarks/tpu_step.md`)."""
 
 
 def compiler_options(
@@ -222,7 +224,7 @@ def _remove_log_printers() -> None:
 
 
 def _keep_stdout_for_python() -> None:
-    """Discard C-level stdout, to which gloo reports every connection, but keep Python's stdout."""
+    """Discard the stdout of C code such as gloo, but keep Python's stdout."""
     sys.stdout.flush()
     kept = os.dup(sys.stdout.fileno())
     with open(os.devnull, "wb") as nowhere:

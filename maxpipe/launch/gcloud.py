@@ -14,7 +14,7 @@ from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, required_varia
 _START, _STOP, _HOST, _SECRET = "start.sh", "stop.sh", "host.sh", "secret"
 
 _MAX_FAILED_QUERIES = 10
-"""Number of consecutive failed queries, half a minute apart, before the script gives up."""
+"""Number of consecutive failed queries, half a minute apart, after which the script gives up."""
 _SETTINGS = """\
 name={name}
 location=({location})

@@ -46,12 +46,12 @@ _RULES = (
     ("nodeTaken", "RestartJobSetAndIgnoreMaxRestarts", {"condition": "DisruptionTarget"}),
     ("final", "FailJobSet", {"values": list(filter(is_final, range(1, 256)))}),
 )
-"""Ordered failure rules, as (name, JobSet action, matching pods). All other failures (kills and
-exit code 71) count toward the restart limit. After a node failure, the remaining pods exit with 71
-long before Kubernetes reports the lost pod."""
+"""Ordered failure rules, as (name, JobSet action, matching pods). Failures that match no rule
+(kills and exit code 71) count toward the restart limit. After a node failure, the remaining pods
+exit with 71 long before Kubernetes reports the lost pod."""
 _TOTAL_RESTARTS_FACTOR = 10
-"""Factor by which `launch.restarts` is multiplied. A JobSet counts all restarts, and newer
-checkpoints do not reset the count."""
+"""Factor by which `launch.restarts` is multiplied to get the restart limit of the JobSet. A JobSet
+counts all restarts, and newer checkpoints do not reset the count."""
 
 
 _SUBMIT_SCRIPT = """\
@@ -306,7 +306,5 @@ def _container(job: Job) -> dict[str, Any]:
 
 
 def _secret_name(job: Job) -> str:
-    """Return the name of the Secret that `submit.sh` creates. All other Secrets are created by
-    users.
-    """
+    """Return the name of the Secret that `submit.sh` creates; users create all other Secrets."""
     return f"{job.name}-link"

@@ -44,7 +44,7 @@ from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology, resolve
 KEY = "launch.topology"
 _CHIPS_PER_HOST = 4
 _SINGLE_HOST_CHIPS = {"v5e": (1, 4, 8), "v6e": (1, 4, 8)}
-"""Sizes of single-host slices, in chips. All other TPU hosts have four chips."""
+"""Sizes of single-host slices, in chips. In all other TPU slices, each host has four chips."""
 _GPUS_PER_HOST = {"gb200": 4}
 """Number of GPUs per host, for GPU types whose slices can span several hosts."""
 
@@ -216,7 +216,7 @@ def required_variables(names: Sequence[str]) -> str:
 
 
 FINAL_EXIT_CODES = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
-"""Exit codes that do not cause a restart: failures that would recur, and Ctrl-C."""
+"""Exit codes after which a run is not restarted: failures that would recur, and Ctrl-C."""
 
 _MEANINGS = {
     ExitCode.DONE: "done",
@@ -349,7 +349,7 @@ class Preflight:
 
 
 def add_origins(error: ConfigError, origins: Mapping[str, str]) -> ConfigError:
-    """Return the error with the origin (file or override) of each config key added."""
+    """Return the error, extended by the origin (file or override) of each config key."""
     known_keys = (
         dataclasses.replace(each, where=error_location(each.where, origins))
         if each.where in origins

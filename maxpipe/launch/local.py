@@ -138,7 +138,7 @@ class Failure:
 
 
 def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
-    """Run `maxpipe train` on these inputs in `processes` processes, and return the exit code.
+    """Run `maxpipe train` on the given inputs in `processes` processes, and return the exit code.
 
     Raises:
         ConfigError: the run cannot start.
@@ -172,7 +172,9 @@ def launch(loaded: LoadedConfig, inputs: Sequence[str], processes: int) -> int:
 
 
 def _commands(inputs: Sequence[str], processes: int, devices: int) -> list[list[str]]:
-    """Return the command of every process. Several processes share a free coordinator port."""
+    """Return the command of every process. If there are several processes, they share a free
+    coordinator port.
+    """
     train = [sys.executable, "-m", "maxpipe", "train", *inputs]
     if processes == 1:
         return [train]
@@ -209,7 +211,7 @@ class _StopSignals:
 
     @property
     def code(self) -> int:
-        """Exit code of the launcher, based on the received signals."""
+        """Exit code of the launcher, which depends on the received signals."""
         by_key = self.signal_number == signal.SIGINT
         if self.count > 1:
             return ExitCode.INTERRUPTED if by_key else 128 + signal.SIGKILL
@@ -307,7 +309,7 @@ def _variables(processes: int) -> dict[str, str]:
 
 
 def _stop_with_parent() -> None:
-    """Arrange for the calling process to receive SIGTERM when the launcher dies (Linux only)."""
+    """Make the kernel send SIGTERM to the calling process when the launcher dies (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 

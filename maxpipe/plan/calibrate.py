@@ -70,15 +70,15 @@ SIZED_PROGRAM = PROGRAMS[4]
 SIZES = (0.25, 0.5, 1, 2)
 """Microbatch sizes to time, as multiples of the microbatch size in the config."""
 LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
-"""Loop counts of the timed programs. Subtracting the two measured times removes the call
-overhead."""
+"""Loop counts of the timed programs. The difference between the times measured at the two loop
+counts excludes the call overhead."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
 """Number of elements per row, and number of rows in each of the two buffers to time (4 and 68
 MiB)."""
 NUM_STREAMED_PARAMS = 2**25
-"""Number of parameters in the timed update. With moments and gradients, they occupy 512 MiB, which
-exceeds the caches. The count is per device, or the total if the devices share the memory of one
-machine."""
+"""Number of parameters in the timed update. Including moments and gradients, the parameters occupy
+512 MiB, which exceeds the caches. The number is per device, or the total over all devices if they
+share the memory of one machine."""
 _MAX_MEMORY_SHARE = 0.9
 """Maximum fraction of a layer's time that can be attributed to memory traffic."""
 _CONTENTION_THRESHOLD = 1.5
@@ -103,7 +103,7 @@ class Measurements:
     none_recomputed: float = 0.0
     """Time to write and read back all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
-    """Pairs measured at several microbatch sizes: memory traffic of a forward pass in bytes, and
+    """Pairs, one for each measured microbatch size: memory traffic of a forward pass in bytes, and
     time of a layer's forward and backward passes in seconds per sequence."""
     hop: float = 0.0
     """Time to send one microbatch's activation to the next device."""
@@ -112,15 +112,15 @@ class Measurements:
     scatter: float = 0.0
     """Time to reduce-scatter the gradient of one layer over all devices."""
     exchange: float = 0.0
-    """Time of an all-to-all on an array as large as a stage-to-stage message."""
+    """Time of an all-to-all of an array as large as a stage-to-stage message."""
     tokens: float = 0.0
-    """Half the time of an all-gather of tokens followed by a reduce-scatter."""
+    """Half the time of a token all-gather followed by a reduce-scatter."""
     latency: float = 0.0
-    """Latency, measured as the time of a collective on a few elements."""
+    """Latency of a collective, measured on an array with few elements."""
     fresh: float = 0.0
     """Time to allocate temporary memory, in seconds per byte."""
     streamed: float = 0.0
-    """Time of a parameter update, in seconds per byte read or written."""
+    """Time to update the parameters, in seconds per byte read or written."""
 
 
 def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measurements]:
@@ -128,7 +128,7 @@ def calibrate_here(loaded: LoadedConfig) -> tuple[Hardware, Hardware, Measuremen
     measurements.
 
     Raises:
-        ConfigError: the config does not fit the devices, or the device type is unknown.
+        ConfigError: the config does not match the devices, or the device type is unknown.
     """
     config = loaded.config
     target = local_topology(config.runtime, config.mesh.cpu_devices)
@@ -145,7 +145,7 @@ def calibrate(
 
     Args:
         config: config with a resolved mesh; its layers and microbatch size are timed.
-        hardware: published parameters; peak FLOP/s and memory capacity are kept.
+        hardware: published parameters; peak FLOP/s and memory capacity are kept unchanged.
         devices: devices, all of the same type.
     """
     sizes = Sizes(config).on_platform(devices[0].platform)
@@ -229,7 +229,7 @@ def fit_hardware(
 def _fit_size_figures(
     measured: Sequence[tuple[float, float]], predicted: Sequence[float]
 ) -> dict[str, float]:
-    """Fit the deviation of the time per token from the prediction as a function of microbatch size.
+    """Fit the ratio of measured to predicted time per token as a function of microbatch size.
 
     The prediction already includes the per-microbatch cost of reading weights and accumulating
     gradients.
@@ -262,8 +262,8 @@ def _predict_row_seconds(sizes: Sizes, figures: Hardware) -> float:
 def _exchange_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the ratio of all-to-all bandwidth to `rate`, or the previous ratio if the bandwidth
-    cannot be measured.
+    """Return the all-to-all bandwidth divided by the bandwidth `rate`, or the published ratio if
+    the all-to-all bandwidth cannot be measured.
     """
     if found.exchange <= 1.5 * found.latency:
         return hardware.exchange_rate
@@ -274,8 +274,8 @@ def _exchange_rate(
 def _tokens_rate(
     found: Measurements, sizes: Sizes, hardware: Hardware, num_devices: int, rate: float
 ) -> float:
-    """Return the ratio of token-collective bandwidth to `rate`, or the previous ratio if the
-    bandwidth cannot be measured.
+    """Return the token-collective bandwidth divided by the bandwidth `rate`, or the published ratio
+    if the token-collective bandwidth cannot be measured.
     """
     if found.tokens <= 1.5 * found.latency:
         return hardware.tokens_rate
@@ -513,7 +513,7 @@ def _reduce_scatter(whole: jax.Array, turn: jax.Array) -> jax.Array:
 
 
 def _time_update(mesh: Mesh) -> float:
-    """Return the time of a parameter update, in seconds per byte of memory traffic."""
+    """Return the time to update the parameters, in seconds per byte of memory traffic."""
 
     def run(parameters: jax.Array, gradients: jax.Array, turns: jax.Array) -> jax.Array:
         def body(_: Any, state: Tree) -> Tree:
@@ -533,7 +533,7 @@ def _time_update(mesh: Mesh) -> float:
 
 
 def _time_allocation(mesh: Mesh) -> float:
-    """Return the time to zero temporary memory and write part of it, in seconds per byte."""
+    """Return the time, in seconds per byte, to zero a temporary buffer and write to part of it."""
 
     def run(num_rows: int, turns: jax.Array) -> jax.Array:
         buffer = mark_varying(jnp.zeros((num_rows, FRESH_ROW), jnp.float32))

@@ -128,7 +128,7 @@ class CompileReport:
     memory_bytes: float
     """Memory capacity of one device."""
     flops: float
-    """FLOP of all executed matmuls, including recomputation."""
+    """Total FLOP of all executed matmuls, including recomputation."""
     model_flops: float
     """FLOP that the model requires for the forward and backward passes."""
     cycles: float
@@ -212,7 +212,7 @@ def build_steps(config: Config, present: Sequence[Any]) -> Steps:
 
 
 def ignore_phase(phase: str) -> None:
-    """Do nothing; the default phase callback."""
+    """Do nothing; this is the default phase callback."""
 
 
 def compile_step(
@@ -222,7 +222,8 @@ def compile_step(
     given: Mapping[str, str] | None = None,
     begin: Callable[[str], None] = ignore_phase,
 ) -> CompileReport:
-    """Compile a config's train step for a topology. If `save` is set, save the program there.
+    """Compile a config's train step for a topology. If `save` is set, save the program to that
+    folder.
 
     `given` overrides the run's compiler options. An empty value removes an option. `begin` is
     called with the name of each phase.
@@ -343,7 +344,7 @@ def _out_of_memory_error(
 
 
 def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> CompileReport:
-    """Build the report of a compiled train step. The compile times are set to 0."""
+    """Build the report of a compiled train step, with compile times set to 0."""
     mesh, stated = steps.param_layout.mesh, compiled.memory_analysis()
     on_host = stated.host_temp_size_in_bytes + stated.host_argument_size_in_bytes
     found, busiest = profile_step(compiled.as_text(), steps, config.pipeline.weight_gather)
@@ -390,7 +391,7 @@ def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any
 
 
 def kernel_cycles(found: Profile, hardware: Hardware) -> float:
-    """Return the cycles of custom kernels at the assumed fraction of peak FLOP/s."""
+    """Return the number of cycles of custom kernels at the assumed fraction of peak FLOP/s."""
     seconds = found.kernel_flops / (hardware.flops * hardware.kernel_efficiency)
     return seconds * hardware.clock_ghz * 1e9
 
@@ -464,9 +465,9 @@ def _activation_bytes(steps: Steps) -> int:
 def executions(
     steps: Steps, weight_gather: str, *, average: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the mean trip counts of dynamic loops, and how often each conditional branch runs.
+    """Return the mean trip counts of dynamic loops, and the frequency of each conditional branch.
 
-    Trip counts are those of either the average or the busiest stage. The second dictionary
+    Trip counts come from either the average or the busiest stage. The second dictionary
     contains the fraction of ticks in which each conditional branch runs.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
@@ -514,7 +515,9 @@ def executions(
 
 
 def _layer_loop(scope: str) -> str:
-    """Return the `op_name` pattern of the loop over a chunk's layers in a scope."""
+    """Return the pattern that matches the `op_name` of the loop over a chunk's layers in a
+    scope.
+    """
     return rf"{scope}({scopes.RECOMPUTE}/)?while$"
 
 
@@ -607,7 +610,9 @@ def host_traffic(found: Sequence[HostTransfer]) -> list[CollectiveTraffic]:
 
 
 def _slice_index(device: Any) -> int:
-    """Return the slice index of a device. For absent GPUs, every slice is a separate process."""
+    """Return the slice index of a device. Every slice of absent GPUs is treated as a separate
+    process.
+    """
     if getattr(device, "platform", "") == "gpu":
         return device.process_index
     return getattr(device, "slice_index", 0) or 0

@@ -48,7 +48,7 @@ RECOMPUTED_FORWARDS = {"none": 0.0, "full": 1.0, "chunk": 2.0}
 device-dependent for `names`. Compilers skip trailing operations whose results are unused: see
 `LayerCost.recompute_seconds`."""
 SCORE_TRAFFIC = 12
-"""Bytes per query-key pair that plain attention moves in one pass of the softmax or of its
+"""Bytes per query-key pair that plain attention moves in one pass of the softmax or of the softmax
 gradient. Fitted to the TPU compiler's cycle estimates at 2048 and 8192 tokens."""
 ACTIONS = "FBIW"
 """Slot types: forward, full backward, and the two halves of a split backward pass (input gradient
@@ -106,7 +106,7 @@ class CostModel:
         return sum(map(self.send_seconds, sent))
 
     def reduce_scatter_seconds(self, sent: Iterable[CommVolume]) -> float:
-        """Return the time of reduce-scatters in seconds.
+        """Return the time in seconds spent in reduce-scatters.
 
         XLA for TPU implements a reduce-scatter over all devices as an all-reduce followed by a
         slice. Measured bandwidths already include this cost.
@@ -168,7 +168,7 @@ class CostModel:
 
     @cached_property
     def head_seconds(self) -> float:
-        """Return the time in seconds of the loss for one microbatch, including MTP heads.
+        """Return the time in seconds to compute the loss for one microbatch, including MTP heads.
 
         All stages share the work of the loss head.
         """
@@ -179,7 +179,8 @@ class CostModel:
         tokens = sizes.batch.tokens
         flops = 4.0 * (heads * matrix + ahead) + 2.0 * (heads * trained + trained_ahead)
         flops *= tokens
-        # Every additional block reads the head matrix again, and reads and writes its gradient.
+        # Every additional token block reads the head matrix again, and reads and writes the
+        # matrix's gradient.
         again = (4.0 + 8.0) * (loss_blocks(sizes) - 1) * matrix
         moved = heads * (4.0 * 4 * tokens * sizes.params.vocabulary + 4.0 * matrix + again)
         work, gathers = self.contention * self.roofline_seconds(flops, moved), 0.0
@@ -212,9 +213,7 @@ class CostModel:
 
     @cached_property
     def embed_seconds(self) -> float:
-        """Return the time in seconds for the embedding lookup of one microbatch, forward and
-        backward.
-        """
+        """Return the time in seconds to look up a microbatch's embeddings, forward and backward."""
         return self.total_send_seconds(lookup(self.sizes))
 
 
@@ -231,7 +230,7 @@ class LayerCost:
 
     @cached_property
     def traffic(self) -> LayerTraffic:
-        """Return the layer's communication."""
+        """Return the layer's communication for one microbatch."""
         return LayerTraffic(self.model.sizes, self.name)
 
     @cached_property
@@ -240,8 +239,8 @@ class LayerCost:
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the time of `forwards` forward passes, excluding kernels but including
-        reductions.
+        """Return the time in seconds of `forwards` forward passes, with reductions but without
+        kernels.
         """
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
@@ -321,7 +320,7 @@ class LayerCost:
 
     @cached_property
     def size_factor(self) -> float:
-        """Return the time per token, relative to the fastest microbatch size."""
+        """Return the time per token, relative to that at the fastest microbatch size."""
         hardware = self.model.hardware
         if not hardware.fastest_mib:
             return 1.0
@@ -377,7 +376,9 @@ class LayerCost:
 
     @property
     def accumulation(self) -> float:
-        """Return the time in seconds of gradient accumulation; 0 if it overlaps with matmuls."""
+        """Return the time in seconds of gradient accumulation, or 0 if matmuls overlap
+        accumulation.
+        """
         moved = 3 * 4.0 * self.model.sizes.trained.layer_elements(self.name, whole=True)
         rate = self.model.hardware.memory_gb_per_second * 1e9
         return 0.0 if self.model.overlaps else moved / rate
@@ -543,7 +544,7 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return the layer time and the overlap with messages in seconds, for each tick `[K]`."""
+    """Return layer time and time available to overlap messages, in seconds for each tick `[K]`."""
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.mesh.stages))
@@ -568,7 +569,7 @@ def _slot_seconds(
     """Return the time in seconds `[K, P]` of each stage's layers in slots of one type.
 
     If `computes` is set, idle stages also compute. In every tick with a slot of this type, all
-    stages run each layer type that any stage has at the same position in its chunk.
+    stages then run each layer type that any stage has at the same position in its chunk.
     """
     sizes, ring = model.sizes, schedule.ring
     kinds, stages = list(sizes.layers.pipelined), range(sizes.mesh.stages)
@@ -639,8 +640,8 @@ def _update(model: CostModel) -> float:
 
 
 def _allocation_seconds(model: CostModel, schedule: Schedule, held: Memory | None) -> float:
-    """Return the time in seconds to allocate memory for a step; 0 unless every step frees its
-    memory.
+    """Return the time in seconds to allocate memory for a step, or 0 if memory stays allocated
+    between steps.
     """
     rate = model.hardware.fresh_gb_per_second
     if not rate:

@@ -179,7 +179,7 @@ _IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
 
 
 def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Return the devices in the first group. The other groups have the same pattern, shifted."""
+    """Return the devices in the first group. All other groups repeat its pattern with an offset."""
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):
@@ -206,9 +206,7 @@ def group_between_slices(target: str) -> tuple[int, ...]:
 
 
 def _ring(pairs: list[tuple[str, str]]) -> tuple[int, ...]:
-    """Return the devices in the order in which they are reached by a message from the first
-    source.
-    """
+    """Return the devices in the order in which a message from the first source reaches them."""
     after = {int(source): int(target) for source, target in pairs}
     members = [next(iter(after), 0)]
     while (target := after.get(members[-1])) is not None and target not in members:

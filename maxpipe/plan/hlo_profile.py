@@ -99,14 +99,14 @@ class Collective:
     is_async: bool
     """Whether separate instructions start and end the collective."""
     between: tuple[str, ...] = ()
-    """Compute instructions between the start and the end, in scheduled order."""
+    """Compute instructions between the start and the end of the collective, in scheduled order."""
     cycles_between: float = 0.0
-    """Total estimated cycles of these instructions, including loops."""
+    """Total estimated cycles of the instructions in `between`, including loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
     """Estimated cycles keyed by instruction, because collectives in flight at the same time share
     instructions."""
     flops_between: float = 0.0
-    """FLOP of the matmuls and kernels in these instructions, including loops."""
+    """FLOP of the matmuls and kernels among the instructions in `between`, including loops."""
     between_slices: bool = False
     """Whether the hosts transfer the data between slices. If so, `group` contains device IDs."""
 
@@ -135,7 +135,8 @@ class HostTransfer:
     num_bytes: float
     """Bytes transferred in one execution."""
     cycles_by_instruction: Mapping[str, float]
-    """Estimated cycles of each instruction between the start and the end, including loops."""
+    """Estimated cycles of each instruction between the transfer's start and end, including
+    loops."""
 
 
 @dataclass
@@ -171,9 +172,7 @@ class Profile:
         return sorted(self.entries, key=lambda entry: -entry.cycles)[:number]
 
     def bytes_moved(self, *kinds: str, group_size: int | None = None) -> float:
-        """Return the bytes sent by collectives of these types and this group size (default:
-        all).
-        """
+        """Return the bytes sent by collectives of the given types and group size (default: all)."""
         return sum(
             collective.total_bytes
             for collective in self.collectives
@@ -195,8 +194,8 @@ def profile_program(
 
     Args:
         module: a parsed HLO module.
-        trips: mean trip counts, keyed by patterns for a loop's `op_name`. These override the trip
-            counts in the HLO text; the first match applies.
+        trips: mean trip counts, keyed by patterns for a loop's `op_name`. The given means override
+            the trip counts in the HLO text; the first match applies.
         shares: fraction of executions that run the most expensive branch, keyed by patterns for a
             conditional's `op_name` (default: 1). All other executions run the cheapest branch.
         windows: fraction of attention layers that use each window size, if windows differ between
@@ -253,7 +252,7 @@ class _Walk:
     # Control flow.
 
     def _called(self, op: Instruction) -> Iterator[tuple[str, float]]:
-        """Yield the called computations (for a loop, its body) and their number of executions per
+        """Yield each called computation (for a loop, the body) and its number of executions per
         call.
         """
         if op.opcode == "while":
@@ -378,7 +377,7 @@ class _Walk:
         if op.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(op):
             kind = "reduce-scatter"  # as emitted by XLA for TPU
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # the other operands are the output, sizes and offsets
+            operands = operands[:1]  # omit output, sizes and offsets
         size = sum(operand.num_bytes for operand in operands)
         # GPU programs have a `start` and a `done` instruction even for synchronous collectives.
         is_async = self._is_start(op) and '"is_sync":true' not in op.attributes

@@ -70,7 +70,7 @@ class Memory:
 def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory:
     """Predict the memory use of a config's train step on a JAX platform."""
     sizes = sizes.on_platform(platform)
-    if not gathers_weights(sizes):  # without gathers, both modes are equivalent
+    if not gathers_weights(sizes):  # without gathers, both gather modes are equivalent
         pipeline = sizes.config.pipeline
         mode = "window" if pipeline.weight_gather == "window" else "step"
         pipeline = replace(pipeline, weight_gather=mode)
@@ -94,7 +94,7 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
         layer = _layer_on_tpu(sizes, schedule)
-        if platform != "tpu":  # on GPUs, use the larger of the two estimates
+        if platform != "tpu":  # GPUs: the larger of the TPU and CPU estimates
             size = sizes.activations.itemsize
             layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
         moments = {"layer": layer, "window": _arriving_bytes(sizes, schedule)}
@@ -419,8 +419,8 @@ CPU_GATHERED = 4.0
 """Number of copies of gathered or not yet reduced activations if tokens are sharded between
 matmuls; fitted to measurements."""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Number of copies of each array declared by a sublayer, if activations are saved and if they are
-recomputed. Fitted to measurements."""
+"""Number of copies of each array that a sublayer declares, with saved and with recomputed
+activations. Fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
 """Number of copies of the attention scores while other arrays are live, and during the backward
 pass of attention; fitted to measurements."""

@@ -1,4 +1,4 @@
-"""Terms of device memory, and the config keys that reduce each of them.
+"""Components of device memory usage, and the config keys that reduce each component.
 
 Plans and explanations of out-of-memory errors share this table. This module also predicts the bytes
 of optimizer state and gathered weights on one device, without jax. Weights are gathered in the
@@ -122,7 +122,8 @@ def gib(size: float) -> str:
 def explain_out_of_memory(
     message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]], tensor: int = 1
 ) -> str:
-    """Explain an out-of-memory message by its largest terms and the config keys that reduce them.
+    """Explain an out-of-memory message: its largest memory terms, and the config keys to reduce
+    them.
 
     Return an empty string if the message lists no allocations, as when compiling for absent
     devices. `buffers` maps names in `TERMS` to array shapes, which can be sharded over `tensor`

@@ -89,7 +89,7 @@ def format_compile_report(report: CompileReport, num_entries: int = 0) -> str:
     if report.copies:
         lines.append(f"copies of complete buffers inside loops: {report.copies}")
     if report.unknown_loops:
-        lines.append(f"loops of unknown length, counted once: {', '.join(report.unknown_loops)}")
+        lines.append(f"loops without trip counts, counted once: {', '.join(report.unknown_loops)}")
     if num_entries:
         lines += ["", *instruction_costs.table(report.entries, num_entries)]
     if report.unknown:
@@ -193,8 +193,8 @@ def plan_values(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def forecast_values(candidate: Candidate, topology: Topology) -> tuple[dict[str, Any], list[str]]:
-    """Return the plan as JSON-compatible data, and the smallest changes that would make it fit, if
-    any.
+    """Return the plan as JSON-compatible data, and the smallest config changes that would make the
+    plan fit in memory, if any.
     """
     values = plan_values(candidate, topology.hardware)
     return values, [] if values["fits"] else suggest_changes(candidate, topology)

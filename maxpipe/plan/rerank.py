@@ -44,7 +44,7 @@ Tree = Any
 LAYERS = 2
 """Number of layers per chunk in timed steps."""
 PROGRAM_SECONDS = 2.0
-"""Time in seconds for which each program is called repeatedly, to compute a median."""
+"""Time in seconds during which each program is called repeatedly, to measure its median time."""
 
 
 def median_seconds(calls: Sequence[Callable[[], Tree]], seconds: float) -> list[float]:
@@ -208,16 +208,16 @@ def build_synthetic_step(steps: Steps) -> Callable[[], Tree]:
 
 
 CANDIDATES = 256
-"""Number of best-forecast layouts that are candidates for measurement."""
+"""Number of candidates for measurement: the layouts with the shortest predicted step times."""
 COMMON_ERROR = 3.0
-"""Standard deviation of the error shared by all layouts, which arises because devices can be faster
-or slower than their published specifications."""
+"""Standard deviation of the prediction error shared by all layouts, which arises because devices
+can be faster or slower than their published specifications."""
 SETTING_ERROR = 0.03
-"""Standard deviation of the error of one setting."""
+"""Standard deviation of the prediction error for a single setting."""
 LAYOUT_ERROR = 0.02
-"""Standard deviation of the error of one layout."""
+"""Standard deviation of the prediction error for a single layout."""
 NOISE = 0.01
-"""Standard deviation of the error of a measured median."""
+"""Standard deviation of the measurement error of a median time."""
 
 
 def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]) -> int:
@@ -280,7 +280,7 @@ def _settings(candidate: Candidate) -> dict[str, Any]:
 COMPUTE = ("layers", "bubble", "outside", "head", "update", "ticks")
 """Components of a forecast that the compiler's cycle estimate replaces."""
 MEASURED_SECONDS = 10.0
-"""Time in seconds for which the step of a layout runs repeatedly. The step runs at least three
+"""Time in seconds during which the step of a layout is run repeatedly. The step runs at least three
 times."""
 
 

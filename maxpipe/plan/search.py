@@ -142,7 +142,7 @@ def search(
     """Return the layouts with the shortest predicted step time.
 
     Args:
-        config: config that defines the model, batch and optimizer. Its layout keys are ignored.
+        config: config with the model, batch and optimizer; layout keys in it are ignored.
         hardware: hardware parameters of the devices.
         num_devices: total number of devices across all slices.
         num_slices: number of slices.
@@ -208,7 +208,7 @@ def best_layouts(
 
 
 def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
-    """Parse the `section.key=value` settings that a search must keep.
+    """Parse the `section.key=value` settings that a search must not change.
 
     Raises:
         ConfigError: a key is not in mesh or pipeline, or its value is invalid.
@@ -280,7 +280,7 @@ class _MeshLayouts:
     pipelines: Sequence[Mapping[str, Any]]
 
     def layout(self, place: int) -> Config:
-        """Return the layout at this index."""
+        """Return the layout at the given index."""
         section = dataclasses.replace(self.config.pipeline, **self.pipelines[place])
         return dataclasses.replace(self.config, pipeline=section)
 
@@ -633,7 +633,7 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Return the changes, or pairs of changes, that make the run fit in memory, fastest first."""
+    """Return config changes, or pairs of them, that make the run fit in memory, fastest first."""
     limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):

@@ -17,8 +17,8 @@ from maxpipe.plan.memory_terms import gib, optimizer_bytes
 from maxpipe.plan.sizes import BETWEEN_MATMULS, Sizes
 
 STACK = ("repeat", "stage", "layer")
-"""Leading logical axes of parameters in pipelined layers. Prologue layers have only the last of
-these axes."""
+"""Leading logical axes of parameters in pipelined layers. Parameters of prologue layers have only
+the last of the listed axes."""
 BATCH, TOKENS = "batch", "tokens"
 
 
@@ -32,7 +32,7 @@ class ArraySharding:
     spec: tuple[tuple[str, ...], ...]
     """Mesh axes that shard each dimension, as in a `PartitionSpec`."""
     shape: tuple[int, ...]
-    """Global shape, including the padding of vocabulary and chunks."""
+    """Global shape, including vocabulary and chunk padding."""
     shard: tuple[int, ...]
     """Shape of the shard on one device."""
     num_bytes: int

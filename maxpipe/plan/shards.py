@@ -69,11 +69,11 @@ class MeshShards:
         return tuple(axis for axis in MESH_AXES if axis in named and self.axes[axis] > 1)
 
     def shards(self, axes: Iterable[str]) -> int:
-        """Return the product of the sizes of these axes."""
+        """Return the product of the sizes of the given mesh axes."""
         return math.prod(self.axes[axis] for axis in axes)
 
     def ring_share(self, axes: Iterable[str]) -> float:
-        """Return the fraction of the array that each device sends in a ring all-gather or
+        """Return the fraction of an array that each device sends in a ring all-gather or
         reduce-scatter.
         """
         return 1.0 - 1.0 / self.shards(axes)
@@ -102,7 +102,7 @@ class MeshShards:
     def gathered_over(self, dims: Dims) -> tuple[str, ...]:
         """Return the axes over which a parameter is gathered for use.
 
-        These are fsdp and any other axes that shard the same dimension, as in
+        The axes are fsdp and any others that shard the same dimension, as in
         `pipeline.weights.WeightSharding.axes`.
         """
         split = (self.table.get(logical, ()) for _, logical in dims)
@@ -132,7 +132,7 @@ class MeshShards:
         return "fsdp" in self.table["embed"]
 
     def tensor_shards(self, logical: str) -> int:
-        """Return the number of activation shards along this logical axis."""
+        """Return the number of activation shards along a logical axis."""
         return self.tensor if "tensor" in self.table.get(logical, ()) else 1
 
     def divides(self, model: Model, axes: Mapping[str, int]) -> bool:

@@ -137,7 +137,7 @@ class ParameterCounts:
         }
 
     def computed_elements(self, kind: str) -> float:
-        """Return the number of gathered parameters in a layer that are applied to each token.
+        """Return the number of a layer's gathered parameters that are applied to each token.
 
         Experts sharded over an axis process the tokens of all devices along that axis. The count
         per local token is therefore the same as if the device held all experts.
@@ -269,9 +269,9 @@ class ActivationSizes:
         return self.batch.tokens * self.config.model.d_model
 
     def elements(self, dims: Dims) -> int:
-        """Return the number of elements in an activation with these dims per token.
+        """Return the number of elements in an activation with the given dims per token.
 
-        The fsdp axis shards tokens, not these dims.
+        The fsdp axis shards tokens, not the dims of a token.
         """
         count = self.batch.tokens
         if {logical for _, logical in dims} <= BETWEEN_MATMULS:
@@ -281,7 +281,7 @@ class ActivationSizes:
         return count
 
     def named_bytes(self, kind: str, names: Iterable[str]) -> int:
-        """Return the total size in bytes of a layer's saved activations with these names."""
+        """Return the total size in bytes of a layer's saved activations with the given names."""
         layer_type, names = self.model.layer_types[kind], frozenset(names)
         arrays = ((self.itemsize, layer_type.activations), (4, layer_type.saved_with))
         return sum(

@@ -191,8 +191,8 @@ class Topology:
 
     hardware: Hardware
     dims: tuple[int, ...]
-    """Number of chips in a slice along each torus dimension. For CPUs and GPUs, this is the number
-    of devices."""
+    """Number of chips in a slice along each torus dimension. For CPUs and GPUs, the number of
+    devices in a slice."""
     num_slices: int = 1
     option: str = "--topology"
     """Option or config key that specifies the number of devices."""
@@ -283,7 +283,7 @@ def _suggest_topology(text: str, kinds: Mapping[str, Hardware]) -> str:
 
 def _topology_name(hardware: Hardware, count: int) -> str:
     """Return the name of a topology with `count` devices, or of the largest slice if `count`
-    exceeds it.
+    exceeds its size.
     """
     count = max(1, min(count, _most(hardware)))
     return f"{hardware.topology}:{'x'.join(map(str, _cube(count, max(1, hardware.torus_dims))))}"
@@ -451,7 +451,7 @@ def _local_gpus(topology: Topology) -> Sequence[Any]:
     jax.config.update("jax_platforms", "cuda")
     try:
         present = jax.devices()
-    except (RuntimeError, AssertionError):  # AssertionError: there is no plugin
+    except (RuntimeError, AssertionError):  # AssertionError: no CUDA plugin
         return ()
     kind = hardware_of_device(present[0].device_kind)
     same = kind is not None and kind.topology == topology.hardware.topology

@@ -1,8 +1,8 @@
 """Compute the number of bytes that a device sends in one step.
 
-The number and type of collectives match those in `pipeline` and `nn`. Tests check the counts
-against compiled programs. Reductions of losses and statistics are not included. This module does
-not import jax.
+The number and types of collectives match those that `pipeline` and `nn` execute. Tests check the
+counts against compiled programs. Reductions of losses and statistics are not included. This module
+does not import jax.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class LayerTraffic:
 
     @cached_property
     def reduced(self) -> tuple[CommVolume, ...]:
-        """Return the reductions of the layer's gradient over the remaining axes at the end of a
-        step.
+        """Return the end-of-step reductions of the layer's gradient over the axes that do not shard
+        it.
         """
         return _reduction_traffic(self.sizes, self._params)
 
@@ -111,7 +111,7 @@ class LayerTraffic:
 
 
 def merge_by_axes(sent: Iterable[CommVolume]) -> tuple[CommVolume, ...]:
-    """Merge the volumes that use the same axes."""
+    """Merge the communication volumes that use the same mesh axes."""
     total: dict[tuple[str, ...], float] = defaultdict(float)
     for volume in sent:
         total[volume.axes] += volume.num_bytes
@@ -276,9 +276,7 @@ def message(sizes: Sizes) -> float:
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:
-    """Return the communication for the embedding lookup of one microbatch, including its
-    gradient.
-    """
+    """Return the communication to look up one microbatch's embeddings, including the gradient."""
     mesh = sizes.mesh
     stage, columns = (
         mesh.nontrivial_axes(["stage"]),
@@ -306,7 +304,7 @@ def lookup(sizes: Sizes) -> list[CommVolume]:
 def loss_head_traffic(sizes: Sizes) -> CommVolume:
     """Return the all-reduces in the loss head for one microbatch.
 
-    They reduce the output, its float32 cotangent, and three numbers per token and head.
+    The all-reduces cover the output, its float32 cotangent, and three scalars per token and head.
     """
     stage, size = sizes.mesh.nontrivial_axes(["stage"]), sizes.activations.itemsize
     numbers = FLOAT32_BYTES * 3 * (1 + sizes.layers.mtp_heads) * sizes.batch.tokens
@@ -321,8 +319,7 @@ def loss_head_traffic(sizes: Sizes) -> CommVolume:
 
 @dataclass(frozen=True)
 class HeadTraffic:
-    """Communication for gathering the head and MTP matrices once and scattering their gradients
-    once.
+    """Communication to gather the head and MTP matrices once and to scatter their gradients once.
 
     Matrices inside MTP layers are not included.
     """
@@ -370,7 +367,8 @@ class LayerExecutions(NamedTuple):
     gathered: Mapping[str, float]
     scattered: Mapping[str, float]
     head: float
-    """Number of output-projection gathers, and number of scatters of its gradient."""
+    """Number of gathers of the output projection, and number of scatters of the projection's
+    gradient."""
     num_grouped: Mapping[str, float] | None = None
     """Number of collectives for gathers and for scatters, or None if every layer uses separate
     collectives."""

@@ -89,7 +89,7 @@ class Console:
             self._view.start()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of one logged step. The keys are metric tags, as in `metrics.jsonl`."""
+        """Show the metrics of one logged step, keyed by the metric tags used in `metrics.jsonl`."""
         self._progress.advance(step)
         if self._view is not None:
             # Create a new dict, because another thread may be drawing the old one.
@@ -99,16 +99,16 @@ class Console:
             self._print(self._progress.line(metrics))
 
     def note(self, text: str) -> None:
-        """Print a message on process 0."""
+        """Print a message if this is process 0."""
         self._print(text)
 
     def tell(self, text: str) -> None:
-        """Print a message on any process, prefixed with the process index unless it is 0."""
+        """Print a message from any process, prefixed with the process index unless that is 0."""
         named = f"[process {self._process_index}] " if self._process_index else ""
         self._print(f"{named}{text}", every_process=True)
 
     def warn(self, text: str) -> None:
-        """Print a warning on any process."""
+        """Print a warning, no matter which process calls this method."""
         self.tell(f"warning: {text}")
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ def _is_terminal(stream: TextIO) -> bool:
 
 def _show_logs(console: Console) -> Callable[[], None]:
     """Send log records to `console`, and return a function that restores the previous handlers."""
-    # Import absl first. Otherwise, absl would add its handler again when jax or orbax import it.
+    # Import absl first: if jax or orbax imported it later, absl would add its handler again.
     from absl import logging as absl_logging
 
     handler = _ConsoleHandler(console)

@@ -1,4 +1,4 @@
-"""Plot metric curves of runs: values from `metrics.jsonl` by step.
+"""Plot metric curves of runs: values from `metrics.jsonl` against the step.
 
 Tags with the same last component, such as `train/loss` and `eval/loss`, share a panel.
 """

@@ -33,7 +33,7 @@ CAUSES = {
 
 
 _STEP_PHASES = (STEP, LOOP, ROLLOUT)
-"""Phases of a step, including sampling its completions."""
+"""Phases that belong to a step, including the sampling of completions."""
 _MAX_DURATION_SECONDS = 1e10
 """Maximum duration in a valid record: about 300 years."""
 
@@ -65,7 +65,7 @@ class Attempt:
 
     begin: datetime
     end: datetime
-    """Time of the last record."""
+    """Time of the attempt's last record."""
     first: int | None = None
     """Step from which the attempt resumed, or None if it ended before training began."""
     last: int = 0

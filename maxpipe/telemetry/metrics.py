@@ -33,7 +33,7 @@ _PREFERENCE_METRICS = {
         "preference metrics are means over pairs.",
     ),
     "reward_rejected": ("", "Implicit reward of the rejected response."),
-    "margin": ("", "`reward_chosen` minus `reward_rejected`."),
+    "margin": ("", "Difference `reward_chosen` minus `reward_rejected`."),
     "accuracy": ("fraction", "Fraction of pairs whose chosen response has the larger reward."),
     "nats_chosen": (
         "nats per token",
@@ -82,12 +82,12 @@ METRICS = (
     Metric(
         "train/tokens",
         "tokens",
-        "Total tokens, including padding, in all steps up to and including this one.",
+        "Total number of tokens, including padding, in all steps up to and including this one.",
     ),
     Metric(
         "train/batch_size",
         "sequences",
-        "Sequences in the step's batch.",
+        "Number of sequences in the step's batch.",
         "with `train.batch_ramp`",
     ),
     Metric("train/skipped", "steps", "Number of updates skipped so far; see `guard.bad_steps`."),
@@ -162,8 +162,8 @@ METRICS = (
     Metric(
         "train/clipped",
         "fraction",
-        "Fraction of tokens whose policy gradient is 0 due to clipping (`grpo.clip_ratio`); 0 in "
-        "the first step of a rollout.",
+        "Fraction of tokens whose policy gradient is 0 due to clipping (`grpo.clip_ratio`). The "
+        "fraction is 0 in the first step of a rollout.",
         _GRPO,
     ),
     Metric(
@@ -194,14 +194,15 @@ METRICS = (
     Metric(
         "source/NAME/targets",
         "tokens",
-        "Target tokens of the source since the previous record.",
+        "Number of target tokens from the source since the previous record.",
         _MIXED,
     ),
     Metric(
         "source/NAME/tokens",
         "tokens",
-        "Total tokens in the source's sequences up to and including this step. The sum over "
-        "sources equals `train/tokens` plus the tokens of batches skipped after bad steps.",
+        "Total number of tokens, including padding, in the source's sequences up to and including "
+        "this step. The sum over sources equals `train/tokens` plus the tokens of batches skipped "
+        "after bad steps.",
         _MIXED,
     ),
     Metric("source/NAME/epochs", "", "Number of passes over the source.", _MIXED),

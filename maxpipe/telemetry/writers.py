@@ -43,7 +43,7 @@ _SCALE = 3
 
 
 def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
-    """Return the titles of the charts in `CHARTS` that have data in a run with these tags."""
+    """Return the titles of the charts in `CHARTS` that have data in a run with the given tags."""
     tags = set(tags)
     return tuple(
         title
@@ -53,10 +53,10 @@ def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
 
 
 def charts(chosen: Collection[str]) -> Any:
-    """Return the layout of the charts with these titles, for the "Custom Scalars" tab.
+    """Return the layout of the charts with the given titles, for the "Custom Scalars" tab.
 
     TensorBoard uses the newest layout of a run and merges the layouts of several runs. Charts also
-    list tags without data, so that each chart is identical in every run.
+    list tags without data, so that the layout of each chart is the same in every run.
     """
     from tensorboard.plugins.custom_scalar import layout_pb2, metadata
 
@@ -300,7 +300,7 @@ class MetricWriter:
         self._samples.append(_json_line(redact.redact_value(record)))
         for number, each in enumerate(samples):
             both = f"{each['prompt']}{each['text']}"
-            # Indented text is shown without Markdown formatting.
+            # TensorBoard shows indented text without Markdown formatting.
             shown = "\n".join(f"    {line}" for line in both.splitlines())
             self.text(f"samples/{number}", shown, step)
 
@@ -331,8 +331,8 @@ def _truncate_after_step(
 ) -> tuple[int, int, dict[str, object]] | None:
     """Remove records of steps after `step`, older duplicates and incomplete lines from a file.
 
-    The tags of the remaining records are added to `tags`. Return the step, offset and content of
-    the last record, or None if no record remains.
+    The tags of the remaining records are added to `tags`. Return the last record's step, offset and
+    content, or None if no record remains.
     """
     kept: dict[int, tuple[int, int]] = {}
     """Start and end offsets of each step's newest record."""
@@ -375,7 +375,7 @@ def _rewrite_spans(path: Path, spans: Sequence[tuple[int, int]]) -> list[tuple[i
 
 
 class _TensorBoardFile:
-    """A TensorBoard event file that is written without TensorFlow and without a thread.
+    """A TensorBoard event file that is written without TensorFlow and without a background thread.
 
     The records are framed by TensorBoard's `RecordWriter`. TensorBoard's `EventFileWriter` is not
     used: if the disk is full, its thread dies and all later records are lost. `EventFileWriter`

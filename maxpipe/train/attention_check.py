@@ -2,9 +2,9 @@
 
 A kernel can return wrong results on one device type or with one jax release without visibly
 affecting the loss curve. The check runs the model's attention on small arrays, and compares outputs
-and gradients with float32 references. It allows errors a few times larger than those of plain
-attention in the run's dtype. The outcome is recorded in the run's events, so that the check is not
-repeated on the same hardware.
+and gradients with float32 references. The check allows errors a few times larger than those of
+plain attention in the run's dtype. The outcome is recorded in the run's events, so that the check
+is not repeated on the same hardware.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from maxpipe.train.session import Session
 _EVENT = "attention_checked"
 
 _TOKENS, _GROUPS, _SHARED = 256, 2, 4
-"""Maximum sizes in the check: tokens, key/value heads, and query heads per key/value head."""
+"""Maximum sizes used in the check: tokens, key/value heads, and query heads per key/value head."""
 _DOCUMENTS = 3
 _CUDNN_TOKENS, _CUDNN_DOCUMENTS = 1024, (1, 2, 5)
 """Tokens and documents per sequence used to check the cudnn backend, which selects one of three
@@ -43,7 +43,7 @@ kernels based on the number of documents."""
 _TOLERANCE_FACTOR = 4.0
 """Maximum ratio of a backend's error to the error of plain attention."""
 _MIN_TOLERANCE = {"float32": 1e-5, "bfloat16": 2.0**-6}
-"""Error that is always allowed, relative to the array's largest element."""
+"""Error that every backend is allowed, relative to the array's largest element."""
 
 AttentionPart = Attention | LatentAttention
 
@@ -105,7 +105,7 @@ def check_run_attention(session: Session, steps: Steps) -> None:
 
 
 def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation | None:
-    """Return the largest deviation over all attention types, or None if all use plain attention."""
+    """Return the largest deviation over all attention types; None if all use plain attention."""
     with jax.set_mesh(build_mesh(MeshConfig(), jax.local_devices()[:1])):
         found = [each for case in _cases(model, tokens) for each in _compare_backend(*case, dtype)]
     return max(found, key=lambda each: (not each.ok, each.gradients), default=None)

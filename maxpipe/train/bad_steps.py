@@ -3,7 +3,7 @@
 The compiled step has already skipped the bad update (`optim.guard`). The host reads the metrics of
 a step while the next step runs, so that the devices are not blocked. All processes read the same
 metrics in the same order, so they make the same decision. The counts of bad steps are saved with
-the data position, so that a resumed run makes the same decisions as an uninterrupted run.
+the data position, so a resumed run makes the same decisions as an uninterrupted run.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ _WINDOW_SECONDS, _WAIT_SHARE = 10.0, 0.5
 """Minimum duration of a window of steps, and fraction of that duration spent waiting for data above
 which a warning is printed."""
 _QUIET_SECONDS = 600.0
-"""Minimum time between warnings that steps spend most of their time waiting for data."""
+"""Minimum time between two warnings that steps spend most of their time waiting for data."""
 
 
 class SlowDataMonitor:
@@ -141,9 +141,7 @@ class SlowDataMonitor:
         )
 
     def record_steps(self, waited: float, seconds: float) -> None:
-        """Record the duration `seconds` of some steps, and the time `waited` spent waiting for
-        data.
-        """
+        """Record that steps lasted `seconds`, including `waited` seconds spent waiting for data."""
         if not self._has_begun:  # reading the first batches takes longer
             self._has_begun = True
             take_read_times()

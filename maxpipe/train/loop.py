@@ -149,7 +149,7 @@ def _closing_message(run: Run, evaluated: dict[str, float]) -> str:
 
 
 def memory_in_use() -> dict[str, float]:
-    """Return the memory in use, keyed by metric tag. CPU devices do not report their memory."""
+    """Return device and host memory in use, keyed by metric tag. CPU devices report no memory."""
     memory = {}
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [stat["peak_bytes_in_use"] for stat in stats if "peak_bytes_in_use" in stat]
@@ -178,7 +178,7 @@ def _data_metrics(run: Run, step: int) -> dict[str, float]:
 
 
 class ThroughputMeter:
-    """Measures time and throughput between reports."""
+    """Measures step time and throughput between reports."""
 
     def __init__(self, run: Run):
         self._run, self._phases = run, run.session.phases

@@ -66,8 +66,9 @@ def check_program(config: Config, compiled: Any, warn: Callable[[str], None]) ->
         _check(config, needed, predicted, "the compiled train step needs", 1.0, warn)
         return
     words = "the compiled train step needs, in addition to the state,"
-    # If an allocation fails on only some virtual devices, the others wait in a collective until XLA
-    # aborts the process after 40 s. Therefore, the run must not exceed USABLE_MEMORY_FRACTION.
+    # If an allocation fails on only some virtual devices, the other devices wait in a collective
+    # until XLA aborts the process after 40 s. Therefore, the run must not exceed
+    # USABLE_MEMORY_FRACTION.
     _check(config, needed, predicted, words, USABLE_MEMORY_FRACTION, warn)
     if not _can_map(needed * len(jax.local_devices())):
         words = f"the operating system refuses to allocate the memory that {words.rstrip(',')}:"

@@ -71,7 +71,7 @@ _FREE_KEYS_WHEN_DONE = frozenset(
 
 
 class GuardCounts(TypedDict):
-    """Guard counts, as stored in a checkpoint."""
+    """Counts of bad steps kept by the guard, as stored in a checkpoint."""
 
     skipped: int
     spikes: int
@@ -98,9 +98,9 @@ class RunStart(NamedTuple):
     state: TrainState
     message: str
     offset: int = 0
-    """See `BadStepMonitor.offset`."""
+    """Number of batches skipped by rollbacks; see `BadStepMonitor.offset`."""
     guard_counts: Mapping[str, Any] | None = None
-    """Guard counts from the checkpoint."""
+    """Counts of bad steps kept by the guard, read from the checkpoint."""
     reference_digest: str | None = None
     """Checksum of a resumed run's initial parameters, if the checkpoint contains the checksum."""
     is_resumed: bool = False
@@ -108,7 +108,7 @@ class RunStart(NamedTuple):
     base: AdapterBase | None = None
     """Base model of the adapters, or None if the run trains no adapters."""
     early_stopping: Mapping[str, Any] | None = None
-    """Counts of `EarlyStopping` from the checkpoint."""
+    """Counts kept by `EarlyStopping`, read from the checkpoint."""
 
 
 def restore_or_init(
@@ -221,7 +221,7 @@ def build_reference(
 
 
 def _restores_weights_only(loaded: LoadedConfig) -> bool:
-    """Return whether only the weights of `checkpoint.restore_from` are loaded.
+    """Return whether only the weights in `checkpoint.restore_from` are loaded.
 
     Adapters are then newly initialized, unless the checkpoint contains adapters.
     """
@@ -322,7 +322,7 @@ def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bo
         ConfigError: the optimizers of the checkpoint and the config differ.
     """
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
-    param_dtype = loaded.config.model.param_dtype  # the checkpoint has the same dtype
+    param_dtype = loaded.config.model.param_dtype  # the dtype in the checkpoint is the same
     for key in (_OPTIMIZER, _STATE_TYPE, _EMA_DECAY):
         field = key.partition(".")[2]
         then, now = saved.get(field, legacy_value_of(key)), getattr(optim, field)

@@ -78,7 +78,7 @@ class Run:
     validation: Validation
     post_training: PostTraining
     last_compared_step: int = -1
-    """Step after which replicas were last compared."""
+    """Step after which the replicas of the state were last compared."""
 
     @property
     def config(self) -> Config:

@@ -41,7 +41,7 @@ from maxpipe.step.state import ParamLayout
 
 
 class ValidationPrompt(NamedTuple):
-    """The last message of a conversation that is trained on, and everything before it."""
+    """The last message that is trained on in a conversation, and everything before that message."""
 
     ids: list[int]
     """Token ids of the prompt, identical to the ids used in training."""

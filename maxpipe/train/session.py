@@ -272,7 +272,7 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
 def _record_attempt(
     events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
 ) -> None:
-    """Record the start of this attempt, and any failure, in the run's events."""
+    """Record in the run's events when this attempt starts and, if it fails, the failure."""
     events.write(
         "begin",
         host=platform.node(),

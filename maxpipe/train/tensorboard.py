@@ -102,7 +102,7 @@ _HYPERPARAMETERS = (
 
 
 def write_run_summary(run: Run, banner: Mapping[str, str]) -> None:
-    """Write a run's text, hyperparameters and images to TensorBoard, once per start.
+    """Write text, hyperparameters and images to TensorBoard each time a run starts.
 
     A background thread writes the images, because drawing the first ones takes a second.
     """
