@@ -38,7 +38,7 @@ _SLOW_TURNS = 1.0
 def rotary_frequencies(
     rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
-    """Return the rotation angle per position for each pair of dims, float32 `[H / 2]`.
+    """Return the rotation angle per position for each pair of dims, as a float32 array `[H / 2]`.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
@@ -245,7 +245,9 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the per-layer window's name, or "" if rotary factors depend on the cache size."""
+        """Return the name of the per-layer window, or "" if rotary factors depend on the cache
+        size.
+        """
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod

@@ -163,7 +163,7 @@ Statistics = Mapping[str, Array]
 
 
 class DecoderOutput(NamedTuple):
-    """Output of the plain loop over layers for one batch."""
+    """Output of the non-pipelined loop over layers for one batch."""
 
     logits: Float[Array, "B T V"]
     """Float32 logits."""
@@ -214,7 +214,7 @@ class Decoder:
         return unflatten(complete_params(described, params))
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
-        """Initialize all parameters outside layers."""
+        """Initialize all parameters that do not belong to layers."""
         params: dict[tuple[str, ...], Array] = {}
         for name, param in self.model.ends.params.items():
             if name[0] != MTP:
@@ -233,11 +233,11 @@ class Decoder:
         return self._declared(lambda param: param.axes)
 
     def trainable(self) -> Params:
-        """Return a tree that is true for trained parameters."""
+        """Return a tree of bools: true for trained parameters."""
         return self._declared(lambda param: param.trainable)
 
     def has_own_dtype(self) -> Params:
-        """Return a tree that is true for parameters whose fixed dtype overrides the config."""
+        """Return a tree of bools: true for parameters whose fixed dtype overrides the config."""
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
@@ -323,7 +323,7 @@ class Decoder:
     # Embedding and output heads.
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return token embeddings in the compute dtype, the input of the first layer."""
+        """Return token embeddings in the compute dtype, which are the input of the first layer."""
         x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
@@ -466,7 +466,7 @@ class Decoder:
             number += size
 
     def apply(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, "B T V"]:
-        """Return float32 logits computed by the plain loop."""
+        """Return float32 logits computed by the non-pipelined loop."""
         return self.run(params, batch, key).logits
 
     def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
@@ -478,7 +478,7 @@ class Decoder:
         return self.objective_from_output(self.run(params, batch, key), batch)
 
     def objective_from_output(self, output: DecoderOutput, batch: Params) -> Float[Array, ""]:
-        """Return the training objective, given the output of the plain loop."""
+        """Return the training objective computed from the output of the non-pipelined loop."""
         total = cross_entropy(output.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in output.losses.items():

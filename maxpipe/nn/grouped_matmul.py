@@ -33,7 +33,7 @@ from maxpipe.parallel.sharding import AxisRules, auto_axes
 
 
 class GroupedMatmulOptions(NamedTuple):
-    """Options of a grouped matmul."""
+    """Static options of a grouped matmul."""
 
     axes: tuple[str, ...]
     """Mesh axes that shard the hidden width of an expert."""
@@ -294,7 +294,7 @@ def outer_by_kernel(
 
 
 def _megablox() -> Any:
-    # The package exports a function with the same name as its module, which shadows the module.
+    # The `megablox` package exports a function named `gmm`, which shadows its module `gmm`.
     import jax.experimental.pallas.ops.tpu.megablox.gmm  # noqa: F401
 
     return sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]

@@ -156,9 +156,9 @@ def _quantized_gated_mlp_backward(
 ) -> Any:
     """Compute the gradients of the MLP; the arrays between the projections are computed twice.
 
-    The first computation is fused into the matmul that computes their cotangents, and determines
-    the scales. The second computation quantizes the arrays. If the arrays were computed only once,
-    XLA for TPU would materialize some of them and need a third more cycles.
+    The first computation, which determines the scales, is fused into the matmul that computes the
+    arrays' cotangents. The second computation quantizes the arrays. If the arrays were computed
+    only once, XLA for TPU would materialize some of them and need a third more cycles.
     """
     del prefix
     x, largest, gate, up, weights = saved

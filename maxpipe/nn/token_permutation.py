@@ -175,7 +175,7 @@ def _weighted_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
     weights, biases = saved
-    # As above, tokens without an expert are masked, because they can hold arbitrary values.
+    # Tokens without an expert are masked, because the arrays can hold arbitrary values for them.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
     return cotangent @ biases.T, gradient.astype(biases.dtype)
@@ -196,7 +196,7 @@ def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float
 def sum_rows_by_token(
     arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
 ) -> Float[Array, "n D"]:
-    """Sum each token's rows over all arrays. `complete` means that no pair is dropped."""
+    """Sum each token's rows across all arrays. `complete` means that no pair is dropped."""
     total: Any = 0.0
     # A single gather is used, because XLA for TPU takes a second to compile each gather.
     index = row.T.reshape(-1)

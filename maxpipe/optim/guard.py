@@ -125,8 +125,7 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """Return (broken, spike, bounds), each reduced to its maximum over all devices, on every
-    device.
+    """Return (broken, spike, bounds) on every device, each reduced to its maximum over all devices.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
     unless a device is faulty. Even with a faulty device, the decision must be identical on all
@@ -151,8 +150,9 @@ def _reduce_over_devices(
 
 
 _ROUNDING_FACTOR = 1.05
-"""Upper bound on the factor by which several bfloat16 roundings, each by at most 1/256, increase a
-value."""
+"""Upper bound on the factor by which several bfloat16 roundings increase a magnitude, given that
+each one changes it by at most 1/256.
+"""
 
 MOMENTUM = "mu"
 """State key of the first moment, whose magnitude bounds the next update."""
@@ -179,7 +179,7 @@ def bound_update(
 
     Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are
         much larger than the actual values, because the square root of a second moment can be 0.
-        They are only used to rule out overflow.
+        The bounds are used only to rule out overflow.
 
     No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
     moments are averages of squared entries, which are finite because the norm is finite.
@@ -226,6 +226,6 @@ def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
             assert matrix is not None
             sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
             bounds.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
-        elif config.name == "adafactor":  # worst case: a single nonzero entry
+        elif config.name == "adafactor":  # worst case: the gradient has a single nonzero entry
             bounds.append(math.sqrt(math.prod(param.shape)))
     return max(bounds)

@@ -51,7 +51,7 @@ class Matrices(NamedTuple):
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Return the factor that multiplies an orthogonalized matrix to obtain an update."""
+    """Return the factor by which an orthogonalized matrix is multiplied to obtain an update."""
     return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 

@@ -70,7 +70,7 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
 
 
 def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
-    """Return the names of the arrays that have all dims of the parameter."""
+    """Return the names of the state arrays that have all dims of the parameter."""
     match config.name:
         case "adamw":
             return ("mu", "nu")

@@ -117,7 +117,7 @@ Taken = Bool[Array, ""] | bool
 DECAY_EXPONENT = 0.8
 """Exponent in Adafactor's decay of second moments, which is `1 - t**-0.8` at step t."""
 SQUARE = 1e-30
-"""Constant that Adafactor adds to mean squares at the time of use, so that stored padding remains
+"""Constant that Adafactor adds to mean squares when it uses them, so that stored padding remains
 0."""
 HUGE = 1e15
 """Limit on a gradient entry divided by its root mean square; the square of this limit fits in
@@ -247,8 +247,8 @@ def random_bits(
         seed: seed of the run.
         name: name of the array, which does not depend on the layout.
         step: number of updates.
-        layers: int array in the shape of the leading stacked dims, with each layer's index in the
-            network. None if the array is not stacked.
+        layers: int array with the shape of the leading stacked dims that holds each layer's index
+            in the network. None if the array is not stacked.
         sizes: sizes of the other dims without padding, which determine the index of an entry.
         shape: shape of the full array.
     """
@@ -279,9 +279,9 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
 
 Tree = Any
 _PARAMETER = "parameter"
-"""Key that identifies the parameter itself when rounding and in loops over layers."""
+"""Key of the parameter itself in loops over layers, and in the random bits for rounding it."""
 _GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
-"""Keys that identify other arrays in loops over layers."""
+"""Keys of the gradient, and of the scalars that loops over layers accumulate."""
 
 
 class OptState(NamedTuple):
@@ -315,12 +315,13 @@ class TrainableParam:
     name: str = ""
     """Name of the parameter in checkpoints."""
     rate: float = 1.0
-    """Factor that multiplies the learning rate."""
+    """Scaling factor applied to the learning rate."""
     decay: float = 0.0
     """Weight decay."""
     layers: np.ndarray | None = None
-    """int array with each layer's index in the network, in the shape of the stacked dims; None if
-    there are no stacked dims."""
+    """int array that holds each layer's index in the network, with the shape of the stacked dims;
+    None if there are no stacked dims.
+    """
     spec: PartitionSpec = field(default_factory=PartitionSpec)
     """PartitionSpec of the gradient and the update."""
 
@@ -405,7 +406,7 @@ class Optimizer:
     def bound_update(
         self, reach: Float[Array, " 2"], norm: Float[Array, ""], rate: Float[Array, ""]
     ) -> Float[Array, " 2"]:
-        """Return bounds after an update; see `guard.bound_update`."""
+        """Bound the parameters and first moments after an update; see `guard.bound_update`."""
         targets = self.trainable_params.values()
         return bound_update(
             self.config,
@@ -438,7 +439,8 @@ class Optimizer:
         taken: Taken = True,
         draw: bool = True,
     ) -> tuple[Tree, OptState]:
-        """Return the updated parameters and state, or the old ones if `taken` is false.
+        """Return the updated parameters and state, or the old parameters and state if `taken` is
+        false.
 
         Args:
             gradients: gradients of the trainable parameters, with the same tree structure.

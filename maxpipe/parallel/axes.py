@@ -110,7 +110,7 @@ def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> Mes
     """Replace each -1 in the mesh config with the number of remaining slices (dcn) or devices
     (ici).
 
-    The product of the sizes can differ from the number of devices, which the caller must check.
+    The caller must check that the product of the sizes equals the number of devices.
     """
     sizes = _infer_link_sizes("dcn", mesh, num_slices)
     inside = num_devices // math.prod(sizes.values())

@@ -99,7 +99,7 @@ def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
 
 
 LANES = 128
-"""Number of lanes of a TPU register. The lanes hold elements of the last dim."""
+"""Number of lanes in a TPU vector register. The lanes hold elements of the last dim."""
 
 
 def manual_axes_of(mesh: Mesh) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ def _all_gather(x: jax.Array, present: tuple[str, ...], dim: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_gather_bfloat16_on_cpu(x: jax.Array, present: tuple[str, ...], dim: int) -> jax.Array:
-    """Gather as `_all_gather` does, but sum the gradient in float32: see `_sum_in_float32`."""
+    """Gather as in `_all_gather`, but sum the gradient in float32: see `_sum_in_float32`."""
     return _all_gather(x, present, dim)
 
 

@@ -147,7 +147,10 @@ def partition_devices(
     each, remainder = divmod(count, processes)
     if remainder or smallest <= each:
         most = (smallest - 1) * processes
-        rule = f"must leave devices for the rest of the run: the run has {len(devices)} devices."
+        rule = (
+            "must leave at least one device for the rest of the run: the run has "
+            f"{len(devices)} devices."
+        )
         if processes > 1:
             rule = (
                 f"must be a multiple of {processes}, the number of processes, and leave at least "

@@ -279,7 +279,7 @@ class MatmulQuantizer:
 
 
 class QuantizedArray(NamedTuple):
-    """8-bit numbers, and the float32 scales that multiply them."""
+    """8-bit numbers, and the float32 scales by which they are multiplied."""
 
     values: Array
     scales: Array
@@ -292,8 +292,9 @@ class QuantizedWeight:
 
     forward: QuantizedArray
     backward: QuantizedArray | None
-    """Quantized weight used for the gradient of the other operand. None means that `forward` is
-    used."""
+    """Quantized weight used to compute the gradient of the other operand. None means that `forward`
+    is used.
+    """
     gradient: Array | None = None
     """Zeros with the shape and dtype of the weight gradient. Autodiff differentiates with respect
     to these zeros instead of the weight."""
@@ -332,7 +333,7 @@ class TokenOperand(NamedTuple):
 
     values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
-    """Scales that multiply the matmul result."""
+    """Scales by which the matmul result is multiplied."""
 
 
 class ScaledMatmul(NamedTuple):
@@ -519,7 +520,7 @@ def weight_grad(
     over: Sequence[str] = (),
     most: Array | None = None,
 ) -> Float[Array, "*I *O"]:
-    """Return a weight's gradient, quantized if `weight_gradients` is set."""
+    """Return a weight's gradient, from quantized operands if `weight_gradients` is set."""
     if how.weight_gradients:
         return how.weight_grad(x, cotangent, into=into, over=over, most=most)
     # Without the barrier, XLA for TPU would fuse the producers of both operands, although other
@@ -581,7 +582,7 @@ class _EinsumDims(NamedTuple):
     batch_of_weight: Dims
     """Batch dims of the weight."""
     contracted_of_result: Dims
-    """Dims of the result that are contracted by the matmul for the gradient of `x`."""
+    """Dims of the result that are contracted by the matmul that computes the gradient of `x`."""
 
     @classmethod
     def from_equation(cls, form: str) -> _EinsumDims:

@@ -129,7 +129,8 @@ class AxisRules:
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
     context_attention: str = "auto"
-    """Communication method for attention over the context axis: `mesh.context_attention`."""
+    """Communication method for attention over the context axis, as set by `mesh.context_attention`.
+    """
     collective_matmul: bool = False
     """Whether all-gathers and reduce-scatters of tokens run as a ring that overlaps with
     matmuls."""

@@ -51,9 +51,10 @@ class Options(NamedTuple):
     """Mean number of key blocks per query block, averaged over the windows, for single-document
     sequences. Multi-document sequences need at most as many blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
-    """(first key, start, stop) of each query block in unrolled attention: its query tokens are
-    `start` to `stop`, and its keys are the first key to `stop`. An empty tuple selects the
-    loop-based algorithm."""
+    """(first key, start, stop) of each query block in unrolled attention: query tokens `start` to
+    `stop` attend to the keys from the first key to `stop`. An empty tuple selects the loop-based
+    algorithm.
+    """
 
 
 class QueryKeyMask(NamedTuple):
@@ -63,7 +64,7 @@ class QueryKeyMask(NamedTuple):
     key_segments: Int[Array, "B S"]
     places: Int[Array, " T"]
     window: Int[Array, ""] | None
-    """Window of this layer, or None if no layer has a window."""
+    """Attention window of this layer, or None if no layer has a window."""
 
 
 def attend(
@@ -226,7 +227,7 @@ class _Blocks:
         return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
 
     def bounds(self) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
-        """Return the first and end index of the visible key blocks for each query block.
+        """Return the start and end indices of the visible key blocks for each query block.
 
         The range excludes key blocks before and after the documents of the query block.
         """
@@ -362,7 +363,8 @@ def backward(
         with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             d_query, *d_rest = lax.fori_loop(first, last, add, start)
         if sinks is not None:
-            # Summed within the scan, so that a split backward pass saves only the sums.
+            # Sink gradients are summed in the scan, so that a split backward pass saves only the
+            # sums.
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
         return (*d_rest, d_sinks), d_query
@@ -429,7 +431,7 @@ class _Unrolled:
     def sum_key_gradients(self, parts: list[Array]) -> Float[Array, "B S G h"]:
         """Sum the key gradients `[B, G, s, h]` of all query blocks for each key."""
         blocks, gradients = self.options.unrolled, []
-        for number, (_, start, stop) in enumerate(blocks):  # keys are split at the same indices
+        for number, (_, start, stop) in enumerate(blocks):  # keys are split like queries
             seeing = zip(blocks[number:], parts[number:], strict=True)
             gradients.append(
                 sum(

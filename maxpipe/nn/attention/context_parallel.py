@@ -117,8 +117,8 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
     return jnp.take(apart, axis_index(CONTEXT), axis=1).reshape(-1)
 
 
-# Windowed attention. The two local chunks become two sequences, each with the tokens that precede
-# the chunk.
+# Windowed attention. The two local chunks become two sequences, each preceded by the tokens before
+# that chunk.
 
 
 def _windows(mask: Mask) -> tuple[int, ...]:
@@ -156,8 +156,7 @@ def _prepend_preceding_tokens(
 ) -> Float[Array, "_ _ G H"]:
     """Prepend the last tokens of the preceding chunk to each of the two local chunks.
 
-    The tokens before a sequence's first chunk are arbitrary, because no query token attends to
-    them.
+    The tokens prepended to a sequence's first chunk are arbitrary: no query token attends to them.
     """
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]
@@ -214,7 +213,7 @@ def _shift_to_next(tree: Any) -> Any:
 
 
 def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
-    """Return the mask for one of the two key chunks that are local after `hop` hops."""
+    """Return the mask for one of the two key chunks that this device holds after `hop` hops."""
     owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
     start = collectives.shard_starts(owner, tokens)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)

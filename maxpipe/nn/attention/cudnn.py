@@ -77,8 +77,8 @@ def forward(
     """Run the forward kernel. Return the output and the log-sum-exp of each query token's scores.
 
     `beside` is None, a bias `[B, 1, T, S]` added to the scores, or the offsets of packed documents.
-    D is B if documents are not packed; otherwise, D is the maximum number of documents. With packed
-    documents, index 0 along dim T of the log-sum-exp is each document's first token.
+    D is B if documents are not packed; otherwise, D is the maximum number of documents. If
+    documents are packed, index 0 along dim T of the log-sum-exp is each document's first token.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)
@@ -113,7 +113,7 @@ def backward(
 def _operands(
     query: Array, key: Array, beside: Array | DocumentOffsets | None
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return the bias operands and the document operands, as empty tuples if unused."""
+    """Return the bias operands and the document operands; unused operands are empty tuples."""
     if beside is None:
         return (), ()
     if not isinstance(beside, DocumentOffsets):
@@ -291,7 +291,7 @@ def _forward(
         (arrays, sums),
     )
     mixed, log_sums = mark_varying(run(query, key, value, beside))
-    # Both arrays are named, so that the kernel does not run again if the output is saved.
+    # Both arrays get checkpoint names, so that the kernel is not rerun if the output is saved.
     mixed, log_sums = checkpoint_name(mixed, "context"), checkpoint_name(log_sums, LOG_SUM)
     return mixed, (query, key, value, beside, mixed, log_sums)
 

@@ -53,7 +53,7 @@ class Mask:
     windows: tuple[int, ...] = ()
     """All possible values of `window`, if it is an array."""
     scale: float | None = None
-    """Factor that multiplies the scores. If None, `H ** -0.5` is used."""
+    """Scaling factor applied to the scores. If None, `H ** -0.5` is used."""
     soft_cap: float = 0.0
     """Soft cap on the scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     sinks: Float[Array, " N"] | None = None
@@ -96,7 +96,7 @@ AttentionBackend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"], Mask],
     Float[Array, "B T N v"],
 ]
-"""Function (query, key, value, mask) -> attention output of each query head.
+"""Function that maps (query, key, value, mask) to the attention output of each query head.
 
 A backend assigns the checkpoint name `context` to its output. A backend with a custom gradient
 assigns this name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). If the name
@@ -193,7 +193,7 @@ def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | N
 
 
 def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
-    """Repeat key/value heads if there are fewer of them than head shards."""
+    """Repeat key/value heads if there are fewer key/value heads than head shards."""
     count, shards = x.shape[2], _head_shards(num_heads)
     return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
 

@@ -31,7 +31,7 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 LANES = 128
-"""Block sizes are multiples of this number."""
+"""Every block size is a multiple of this number."""
 _LONG = 4096
 """Minimum sequence length for which large blocks are used. Larger blocks need fewer kernel steps,
 each with a fixed overhead, but waste a larger share of the work on the half-masked diagonal."""
@@ -125,7 +125,7 @@ def _forward(
         (arrays, _heads_first(arrays)),
     )
     mixed, sums = run(query, key, value, sinks, seen)
-    # Both arrays are named, so that the kernel does not run again if the output is saved.
+    # Both arrays get checkpoint names, so that the kernel is not rerun if the output is saved.
     mixed, sums = checkpoint_name(mixed, "context"), checkpoint_name(sums, LOG_SUM)
     return mixed, (query, key, value, sinks, seen, mixed, sums)
 
