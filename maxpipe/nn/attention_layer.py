@@ -245,7 +245,7 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the name of the per-layer window, or "" if rotary factors depend on the cache
+        """Name the per-layer window, or return "" if rotary factors depend on the cache
         size.
         """
         return "" if part.rope.stretch_beyond else part.window

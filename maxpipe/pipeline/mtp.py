@@ -2,7 +2,7 @@
 
 All heads are computed on every stage, like the final norm. Each stage propagates only the gradient
 of the vocabulary columns that it holds. The backward pass is linear, so the sum over the stages
-gives the full gradients. Control flow is the same on all stages. Rationale:
+gives the full gradients. Control flow is the same on all stages. The rationale is in
 docs/decisions/0021-multi-token-prediction.md.
 
 Each head is either a projection of the final norm's output or a full layer. The input of each such
@@ -77,11 +77,11 @@ class MtpResults(NamedTuple):
     key `ahead`."""
 
     def with_loss(self, number: Array, loss: Array) -> MtpResults:
-        """Return the results with one head's loss added."""
+        """Return these results with the loss of one head added."""
         return self._replace(losses=self.losses.at[number].add(loss))
 
     def with_reports(self, number: Array, losses: Tree, statistics: Tree) -> MtpResults:
-        """Return the results with the losses and statistics of one head's layer added."""
+        """Return these results with the losses and statistics of one head's layer added."""
         reports = self.reports
         assert reports is not None
         all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
@@ -93,7 +93,7 @@ class MtpResults(NamedTuple):
 
 
 class MtpTotals(NamedTuple):
-    """Results and gradients of MTP heads, accumulated over microbatches."""
+    """Losses, statistics and gradients of MTP heads, accumulated over microbatches."""
 
     results: MtpResults
     gradients: Tree
@@ -308,7 +308,8 @@ def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
 
 
 def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """Return the targets `distance` tokens after the ordinary targets, and their loss mask.
+    """Return the targets `distance` tokens after the ordinary targets, and the loss mask of these
+    targets.
 
     A shifted target is unmasked if its token is in the ordinary loss mask and in the same sequence
     and segment.

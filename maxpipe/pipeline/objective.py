@@ -95,7 +95,7 @@ def segment_sums(
 def broadcast_segments(
     values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Return the value of each token's segment, or 0 for tokens without a segment; the transpose of
+    """Return the entry of each token's segment, or 0 for tokens without a segment; the transpose of
     `segment_sums`.
     """
     return jnp.einsum("bs,bts->bt", values, _segment_one_hot(segment_ids, values.shape[1]))

@@ -36,7 +36,7 @@ from maxpipe.pipeline.remat import (
 from maxpipe.pipeline.weights import LayerWeights
 
 LANES = 128
-"""Number of lanes of a TPU vector register; shorter minor dims are padded to this size."""
+"""Number of lanes in a TPU vector register; shorter minor dims are padded to this size."""
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -144,7 +144,7 @@ class SlotRow(NamedTuple):
     window: jax.Array
     gradient: jax.Array
     any_work: jax.Array
-    """Whether any stage has work in this slot."""
+    """Whether any stage has work in this slot during this tick."""
     any_layer_type: Any = None
     """`[L, types]`: whether any stage's chunk has a layer of this type at this position. Set only
     if all stages run the same number of iterations and there are several layer types."""
@@ -178,7 +178,7 @@ class SlotWork(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """Losses and statistics that layers return in addition to their output, summed over a step."""
+    """Losses and statistics that layers return in addition to activations, summed over a step."""
 
     losses: dict[str, jax.Array]
     """Float32 scalars, keyed by name."""
@@ -467,7 +467,9 @@ class LayerSlots:
         stash: Tree,
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input, and the updated totals."""
+        """Return the gradient of a chunk's input, and the totals with the chunk's weight gradients
+        added.
+        """
         kept, kept_bases = self._saved_activations(pieces, held, work, stash)
         bases = self._stack_offsets(work.chunk)
         of_totals = self._stack_offsets(work.gradient)

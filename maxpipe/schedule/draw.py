@@ -27,7 +27,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Return two lines of text: the schedule's sizes, and its time and memory."""
+    """Return two lines of text: the schedule's sizes, and the time and memory that it needs."""
     kept = pluralize(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
         kept += f" and {pluralize(schedule.num_deferred, 'deferred weight gradient')}"

@@ -374,7 +374,7 @@ class _CsvCell(NamedTuple):
 
     @property
     def parts(self) -> tuple[ActionKind, ...]:
-        """Return the action's components; a full backward pass consists of I and W."""
+        """Split the action into its components; a full backward pass consists of I and W."""
         return ("I", "W") if self.kind == "B" else (self.kind,)
 
 

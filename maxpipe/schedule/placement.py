@@ -97,9 +97,9 @@ def _empty_slots(num_ticks: int, num_stages: int) -> SlotColumns:
 # Ticks.
 
 _Cell = tuple[int, int]
-"""(tick, stage)."""
+"""Table cell, as (tick, stage)."""
 _Ticks = dict[tuple[Action, int], _Cell]
-"""Table cell of each (action, stage)."""
+"""Table cell that is assigned to each (action, stage)."""
 
 
 def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delayed: bool) -> _Ticks:

@@ -1,4 +1,4 @@
-"""Build the steps, batches and objective of a config.
+"""Build the steps, batches and objective that a config defines.
 
 Training, evaluation and `maxpipe compile` share these functions. `build_steps` receives the config
 sections of a model and a mesh, and returns the steps with the shardings of their inputs and
@@ -140,7 +140,8 @@ def build_steps(
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # other IDs have no text
+    # IDs that the tokenizer lacks have no text.
+    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]
     return Steps(
         param_layout=parts,
         optimizer=optimizer,
@@ -197,7 +198,7 @@ def _make_mtp(decoder: Decoder) -> mtp.MtpFns | None:
 
 
 def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
-    """Return the configured remat policy."""
+    """Return the remat policy that the config selects."""
     if pipeline.remat != "names":
         return RematPolicy(pipeline.remat)
     saved, offloaded = pipeline.saved_names, pipeline.offloaded_names
