@@ -3,8 +3,8 @@
 `Evaluator` computes the token-weighted validation loss and the metrics of multiple-choice tasks
 during training. The module also computes the training loss of every source of a mixture.
 
-`evaluate_model` evaluates a checkpoint or a Hugging Face folder. Only parameters are restored. No
-file is written and no lock is acquired, so the run may still be training, or may belong to another
+`evaluate_model` evaluates a checkpoint or a Hugging Face folder. Only parameters are restored.
+It writes no files and acquires no locks, so the run may still be training, or may belong to another
 user.
 """
 
@@ -213,9 +213,9 @@ class Evaluator:
     tasks: Sequence[Task]
     console: Console
     should_stop: Callable[[], bool]
-    """Returns whether all processes should stop."""
+    """Function that returns whether all processes should stop."""
     heartbeat: Callable[[], object]
-    """Called to report progress."""
+    """Function that is called to report progress."""
     step: Any = None
     """The compiled evaluation step; None without validation documents."""
 
@@ -307,12 +307,12 @@ _ORDER_FIELDS = (
     "seed",
     "validation_fraction",
 )
-"""Entries of a fingerprint that determine the validation documents."""
+"""Entries of a data fingerprint that determine the validation documents."""
 _REPORT_SECONDS = 10.0
 
 
 class _ReportHeader(TypedDict):
-    """Description of the evaluated model, data and layout."""
+    """Description of the model, data and layout that were evaluated."""
 
     checkpoint: str
     step: int | None
@@ -433,7 +433,7 @@ def _stop_error(chosen: OpenedModel) -> BaseException:
     return Preemption(
         f"{chosen.name}: evaluation was stopped on request\n"
         "  No files were changed.\n"
-        "  Start the same command again."
+        "  Run the same command again."
     )
 
 
@@ -484,7 +484,7 @@ def _ignore_progress(text: str) -> None:
 
 
 def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
-    """Return a config whose mesh fits the devices: the run's mesh or a mesh with a single axis."""
+    """Return a config whose mesh fits the devices: the run's mesh, or a mesh with one axis."""
     try:
         return resolve_mesh(chosen.loaded).config
     except ConfigError:

@@ -83,7 +83,7 @@ class ScoringTokenizer:
     is_chat: bool = False
     """Whether contexts come from a chat template, so that control tokens in the text are parsed."""
     skips_bos: bool = False
-    """Whether to omit the BOS token before the output of a chat template, as in training."""
+    """Whether to omit the BOS token before text rendered by a chat template, as in training."""
 
     @property
     def _bos_ids(self) -> list[int]:
@@ -131,7 +131,7 @@ class ScoringTokenizer:
                 "a continuation",
                 f"{len(row.target)} tokens",
                 f"must fit into {self.max_length} tokens (train.sequence_length).",
-                "Set a larger train.sequence_length, if the model supports it.",
+                "Increase train.sequence_length, if the model supports longer sequences.",
             )
         return ScoringSequence(self.drop_leading(row.context, over), row.target)
 
@@ -276,7 +276,7 @@ class LanguageModel:
     texts: ScoringTokenizer
     batch_size: int = 16
     should_stop: Callable[[], bool] = lambda: False
-    """Returns whether to raise KeyboardInterrupt; called while no device is busy."""
+    """Function that returns whether to raise KeyboardInterrupt; called while no device is busy."""
     _scorer: Scorer = field(init=False)
     _decodings: dict[Sampling, DecodeEngine] = field(default_factory=dict, init=False)
 

@@ -55,7 +55,7 @@ class Question(NamedTuple):
 
 
 class QuestionResult(TypedDict):
-    """Result of one question, and one line of the output file."""
+    """Result of one question, which is written as one line of the output file."""
 
     line: int
     answer: int
@@ -290,7 +290,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
         return
 
     def unwritable(error: OSError) -> StorageError:
-        action = "Free disk space, or name a file in an existing writable folder."
+        action = "Free disk space, or specify a file in an existing writable folder."
         return StorageError.unwritable(f"{where} = {path}", error, action)
 
     try:

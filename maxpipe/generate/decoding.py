@@ -145,7 +145,7 @@ _MAX_PREFILL_CHUNK = 512
 have the shape (chunk tokens, cache slots)."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
-"""Segment ids of padding and text."""
+"""Segment id of padding, and segment id of text."""
 
 
 class DecodeState(NamedTuple):
@@ -173,7 +173,7 @@ class TokenBatch(NamedTuple):
 
 
 class DecodeShape(NamedTuple):
-    """Sizes of a batch. Programs are compiled once for each combination of sizes."""
+    """Sizes of a batch. Each combination of sizes needs a separate compilation."""
 
     batch_size: int
     prompt_length: int
@@ -239,7 +239,7 @@ class DecodeEngine:
     seed: int
 
     supports_refill = True
-    """Whether finished sequences can be replaced."""
+    """Whether new prompts can replace finished sequences."""
 
     @property
     def batch_multiple(self) -> int:
@@ -259,9 +259,9 @@ class DecodeEngine:
         Args:
             params: parameters with layers in model order, as returned by `Decoder.by_layer`.
             prompts: token ids of each prompt, at least one token per prompt.
-            numbers: index of each sequence. Sampling keys depend on the seed, this index and the
-                token position.
-            size: shape of the batch, at least as large as the prompts require.
+            numbers: index of each sequence. Sampling keys depend on the seed,
+                this index and the token position.
+            size: sizes of the batch, at least as large as the prompts require.
             refill: called after each step; returns prompts that replace finished sequences. The
                 next step yields the first token after each of these prompts. If `refill` is set,
                 the generator never ends.

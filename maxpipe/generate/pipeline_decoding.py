@@ -69,7 +69,7 @@ this axis also shards sequences."""
 class RingState(NamedTuple):
     """State of the ring between two ticks.
 
-    Dim P is sharded over stages. For replicated arrays, each entry along dim P is a copy.
+    Dim P is sharded over stages. Each entry of a replicated array along dim P is a copy.
     """
 
     caches: Tree
@@ -99,8 +99,9 @@ class PipelineDecodeEngine:
     seed: int
 
     supports_refill = False
-    """Whether finished sequences can be replaced, which is not possible here because the ring is
-    filled only once per batch."""
+    """Whether new prompts can replace finished sequences: never, because the ring is filled only
+    once per batch.
+    """
 
     @property
     def batch_multiple(self) -> int:

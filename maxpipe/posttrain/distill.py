@@ -1,8 +1,8 @@
 """Distillation teachers, and batches with online or stored teacher logits.
 
 A teacher is a model that runs only forward passes, on a separate mesh. The teacher has a separate
-model section, mesh and pipeline. Its only state is its parameters, so teacher logits depend only on
-the batch.
+model section, mesh and pipeline. A teacher has no state except its parameters, so teacher logits
+depend only on the batch.
 
 `maxpipe distill prepare` precomputes the teacher's top-k logits for a dataset. Sequences are
 processed in batches of `train.batch_size`. Batches always start at multiples of that size, so that
@@ -149,7 +149,7 @@ def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
 
     Raises:
         ConfigError: the model does not exist, or its vocabulary or layout does not match.
-        StorageError: the model is corrupted.
+        StorageError: the teacher's checkpoint is damaged.
     """
     config = loaded.config
     key = error_location(KEY, loaded.origins)
@@ -213,7 +213,7 @@ def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
 
 
 def _layout_error(error: ConfigError) -> ConfigError:
-    """Report errors in the teacher's layout under the key `distill.teacher_layout`."""
+    """Report config errors in the teacher's layout under the key `distill.teacher_layout`."""
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]
@@ -255,7 +255,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
 
 
 ProgressStage = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Function that shows a description while a slow operation runs."""
+"""Function that displays a description while a slow operation runs."""
 
 
 class TeacherLoader:
@@ -458,7 +458,7 @@ def prepare_teacher_logits(
                     folder, spec, teacher, datasets.train, config.train.batch_size, report
                 )
             except OSError as error:
-                action = "Free space, or name a writable folder with --out."
+                action = "Free space, or specify a writable folder with --out."
                 raise StorageError.unwritable(error.filename or folder, error, action) from error
 
 

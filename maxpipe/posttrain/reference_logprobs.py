@@ -1,7 +1,8 @@
 """Reference log-probabilities of preference pairs, computed with the initial weights of a run.
 
-They are computed once, by forward passes before training, and stored in the run folder. Training
-therefore needs no second model in memory. An interrupted computation resumes from its last save.
+Forward passes before training compute the log-probabilities once and store them in the run folder.
+Training therefore needs no second model in memory. An interrupted computation resumes from its last
+save.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class _PairSequence(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredReferences:
-    """Content of a run's reference file."""
+    """Contents of a run's reference file."""
 
     weights: str
     digests: Mapping[str, str]
@@ -73,7 +74,7 @@ class StoredReferences:
 
 
 def needs_references(steps: Steps) -> bool:
-    """Whether the objective of a run uses reference log-probabilities."""
+    """Return whether the objective of a run uses reference log-probabilities."""
     objective = steps.objective
     return isinstance(objective, Preference) and objective.needs_reference
 
@@ -258,7 +259,7 @@ def save_references(path: Path, stored: StoredReferences) -> None:
 
 
 def load_references(path: Path) -> StoredReferences | None:
-    """Return the content of a reference file, or None if it does not exist.
+    """Return the contents of a reference file, or None if the file does not exist.
 
     Raises:
         OSError: the file cannot be read.

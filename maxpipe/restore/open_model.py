@@ -61,7 +61,8 @@ class OpenedModel:
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return a tokenizer that formats prompts and texts as in the model's training.
+        """Return a tokenizer that formats prompts and texts like the model's
+        training data.
 
         If maxpipe did not train the model, the format is that of `transformers`.
 
@@ -108,7 +109,7 @@ class OpenedModel:
 
         Raises:
             ConfigError: the config describes another model.
-            StorageError: the parameters are damaged.
+            StorageError: the parameters in the checkpoint are damaged.
         """
         return self.read(self.loaded, steps)
 
@@ -215,7 +216,7 @@ def _conversation(facts: CheckpointMetadata) -> ChatSpec | None:
 
 
 _TEACHING = ("distill", "grpo")
-"""Sections and objectives that evaluation and generation ignore."""
+"""Config sections and objectives that evaluation and generation ignore."""
 
 
 def _without_teacher(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -269,7 +269,7 @@ class Schedule:
 
     @property
     def embed_grad_microbatch(self) -> np.ndarray:
-        """Return the microbatch whose embedding gradient is computed in each tick `[K]`, or `IDLE`."""
+        """Return the microbatch whose gradient reaches the embedding in each tick, or `IDLE`."""
         return self.backward.at_first_chunk
 
     def tick_costs(self, costs: Costs) -> np.ndarray:
