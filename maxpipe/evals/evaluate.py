@@ -66,7 +66,7 @@ class EvalTotals:
     targets: float
     bytes: float
     by_source: Mapping[str, EvalTotals] = field(default_factory=dict)
-    """Totals of the sources of a mixture, keyed by name."""
+    """Totals of each source of a mixture, keyed by source name."""
     reports: Mapping[str, float] = field(default_factory=dict)
     """Sums of additional metrics of the objective, keyed by name."""
     has_bytes: bool = True
@@ -128,7 +128,7 @@ def evaluate(
     stops: Callable[[], bool] = lambda: False,
     sources: Sequence[str] = (),
 ) -> EvalTotals | None:
-    """Evaluate batches and return the totals; None if `stops` returned true after a batch.
+    """Evaluate batches and return the loss totals; None if `stops` returned true after a batch.
 
     `sources` are the names of the sources of a mixture. The step returns separate sums for each
     source. On return, no device is busy, because Python may crash if it exits during a computation.
@@ -170,7 +170,9 @@ def evaluate(
 
 
 class SourceSums:
-    """Sums the loss of each source between two log records. A step need not contain all sources."""
+    """Sums the loss of each source between two log records. A training step need not contain
+    sequences from all sources.
+    """
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -525,7 +527,9 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
 
 
 def _single_axis_config(config: Config, axis: str, count: int) -> Config:
-    """Return a config with one stage and one mesh axis. Microbatches are not larger than before."""
+    """Return a config with one stage and one mesh axis. Microbatches are not larger than in the
+    given config.
+    """
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)

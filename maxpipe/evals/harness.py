@@ -49,7 +49,7 @@ class HarnessModel(LM):
             max_batch_size: Ignored, because maxpipe does not search for the largest batch size that
                 fits.
             device: Ignored, because jax uses the available devices.
-            overrides: Config keys, such as `mesh.ici_tensor`.
+            overrides: Config keys and their values, such as `mesh.ici_tensor`.
 
         Raises:
             ConfigError: the model does not exist, or the overrides are not valid for the model.

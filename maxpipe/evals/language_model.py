@@ -138,7 +138,7 @@ class ScoringTokenizer:
     def windows(self, text: str) -> list[ScoringSequence]:
         """Split a text into sequences that together predict every token exactly once.
 
-        The last sequence has as much context as possible.
+        The last sequence contains as much context as possible.
         """
         ids = self.encode(text)
         if not self._bos_ids:
@@ -353,7 +353,7 @@ class LanguageModel:
 
     @cached_property
     def _unstacked_params(self) -> Any:
-        """Parameters with a separate array per layer.
+        """Parameters in the form used for decoding, with a separate array per layer.
 
         Slices of arrays that are stacked over layers would be copied for every token.
         """

@@ -81,7 +81,7 @@ class StopStringMatcher:
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False
-        """Whether a stop string was found. The returned text ends before the stop string."""
+        """Whether a stop string was found. The text from `add` ends before the stop string."""
 
     def add(self, text: str) -> str:
         """Append text, and return all pending text that cannot belong to a stop string."""
@@ -377,7 +377,7 @@ def complete(
 
 
 def batch_shape(prompts: Sequence[Prompt], limits: GenerationLimits, shards: int) -> DecodeShape:
-    """Return the shape that all batches share."""
+    """Return the shape of a batch, which is the same for all batches."""
     rows = min(limits.batch_size, len(prompts))
     longest = max(limits.longest_prompt, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.max_length)
@@ -395,7 +395,7 @@ def _steps(
 ) -> Generator[None]:
     """Generate one token per step for every sequence of a batch, until all have finished.
 
-    The batch is filled from the front of `waiting`.
+    Prompts from the front of `waiting` fill the batch.
     """
     batch = [waiting.popleft() for _ in range(min(size.batch_size, len(waiting)))]
     new: list[RefillPrompt] = []

@@ -206,7 +206,7 @@ def padded_length(longest: int) -> int:
 
 
 def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBatch:
-    """Pad prompts on the left. Rows without a prompt contain only padding."""
+    """Pad prompts on the left. Batch rows without a prompt contain only padding."""
     batch = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
@@ -283,7 +283,7 @@ class DecodeEngine:
                     with jax.set_mesh(self.mesh):
                         kept, drawn, named = self._refill_row(params, kept, drawn, named, new, size)
         finally:
-            jax.block_until_ready(drawn)  # Python may exit next, so devices must be idle
+            jax.block_until_ready(drawn)  # Python may exit after this, so devices must be idle
 
     def _prefill(
         self,
@@ -403,7 +403,7 @@ class DecodeEngine:
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
         whole: Any = NamedSharding(
             self.mesh, PartitionSpec()
-        )  # each process reads the tokens of all sequences
+        )  # every process reads the sampled tokens of all sequences
         return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
             whole, whole, rows
         )

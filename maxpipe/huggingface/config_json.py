@@ -333,7 +333,7 @@ _IGNORED_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model described by a `config.json`."""
+    """A model that a `config.json` describes."""
 
     table: HuggingFace
     section: dict[str, Any]

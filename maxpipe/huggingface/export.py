@@ -418,7 +418,7 @@ def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """Tokenizer and chat format that a run was trained with.
+    """Tokenizer and chat format with which a run was trained.
 
     `tokenizer` is None if it cannot be opened. `is_run` is False if the weights were imported and
     have not been trained since.
@@ -465,7 +465,7 @@ class TrainedTokenizer:
         if chat is not None and chat.template == template:
             return
         write(here / _TEMPLATE, template.encode())
-        for name in (_SETTINGS, _TEMPLATE_JSON):  # read by older transformers releases
+        for name in (_SETTINGS, _TEMPLATE_JSON):  # older transformers releases read this file
             if name in copied:
                 _write_json(here / name, _read_json(here / name) | {"chat_template": template})
         say(f"{_TEMPLATE}: the chat template with which the run was trained")

@@ -52,7 +52,7 @@ WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_MISSING_TENSORS = 1000
-"""Maximum number of missing tensors. If more tensors are missing, the mapping is aborted."""
+"""Maximum number of missing tensors. If more tensors are missing, mapping the model is aborted."""
 _UNKNOWN_LENGTH = 2048
 """Default sequence length in tokens, used if config.json has none."""
 _VOCAB = "vocab"

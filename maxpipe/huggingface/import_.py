@@ -121,7 +121,7 @@ def import_folder(
         facts = CheckpointMetadata(0, to_dict(saved), data, time.time())
         _write(source, here / CHECKPOINTS, facts, target, report)
         section = to_dict(saved)["model"]
-        del section["param_dtype"]  # new runs use the default dtype
+        del section["param_dtype"]  # new runs use the default parameter dtype
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))

@@ -77,7 +77,7 @@ class InterleavedSlice(NamedTuple):
     every: int = 1
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of the selected entries."""
+        """Return a view of the entries that this slice selects."""
         return tensor[..., self.number :: self.every]
 
 
@@ -394,7 +394,7 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 _BLOCK = 256
-"""Side length of a square block, in elements."""
+"""Side length, in elements, of the square blocks in which arrays are transposed."""
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
@@ -417,7 +417,9 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _transpose(target: np.ndarray, source: np.ndarray) -> None:
-    """Transpose `source` in blocks. The last dim of each array is contiguous."""
+    """Copy `source` to `target` in blocks, transposing each block. The last dim of each array is
+    contiguous.
+    """
     for row in range(0, source.shape[0], _BLOCK):
         for column in range(0, source.shape[1], _BLOCK):
             block = source[row : row + _BLOCK, column : column + _BLOCK].astype(target.dtype)

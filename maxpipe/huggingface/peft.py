@@ -66,7 +66,7 @@ def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
 
 
 def read_all(array: LazyArray) -> np.ndarray:
-    """Read the complete array."""
+    """Read the complete array into memory."""
     return array.read(tuple(slice(0, size) for size in array.shape))
 
 
@@ -92,7 +92,7 @@ class CheckpointAdapters:
     """Adapters stored in a checkpoint, and their base model."""
 
     path: epath.Path
-    """Path of the checkpoint."""
+    """Path of the checkpoint that stores the adapters."""
     prefix: str
     """Name prefix of the trained parameters in the checkpoint, such as `params.`."""
     config: Config

@@ -66,8 +66,8 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
 
 
 def _split(weight: Array, dim: int, blocks: int) -> Array:
-    """Split the dim into (blocks, weights per block). In the result, `dim` indexes the weights
-    within a block.
+    """Split a dim into two dims (blocks, weights per block). In the result, `dim` indexes the
+    weights within a block.
     """
     at = weight.ndim + dim
     size = weight.shape[at]

@@ -92,7 +92,9 @@ def _yarn(
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
     def pair(turns: float) -> Float[Array, ""]:
-        """Return the fractional pair index with this many rotations in the original context."""
+        """Return the fractional index of the pair that rotates this often over the original
+        context.
+        """
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
 
@@ -115,7 +117,7 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Rotate each pair of dims (i, i + half) by its token's angle; leave all other dims unchanged.
 
-    `length` multiplies the rotated dims. On TPU, a matmul with a permutation matrix swaps the
+    The rotated dims are scaled by `length`. On TPU, a matmul with a permutation matrix swaps the
     halves, which is five times faster than moving data between lanes.
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies

@@ -55,7 +55,7 @@ def norm_module(part: Part) -> Any:
 
 
 class Block(nnx.Module):
-    """A layer: `x + scale * dropout(after(part(before(x))))` for each of its branches."""
+    """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each branch."""
 
     def __init__(self, layer_type: LayerType, rules: AxisRules):
         for branch in layer_type.branches:
@@ -154,7 +154,7 @@ def normal_approximation(
 MTP = "ahead"
 """Key under which the parameters and statistics of multi-token prediction heads are stored."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
-"""Random stream of each parameter outside the layers. The layers use stream 0."""
+"""Number of the random stream for each parameter outside the layers. The layers use stream 0."""
 
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
@@ -412,7 +412,7 @@ class Decoder:
     # Complete network.
 
     def run(self, params: Params, batch: Params, key: LayerKey = None) -> DecoderOutput:
-        """Run the plain loop over layers, without pipelining."""
+        """Run all layers in a plain loop, without pipelining."""
         x, losses, statistics = self._run_layers(params, batch, key)
         if "targets" in batch:
             mtp_losses, mtp_statistics = self._mtp_losses(params, x, batch, key)

@@ -56,9 +56,9 @@ class ReceivedTokens(NamedTuple):
 
     x: Float[Array, "1 S D"]
     expert_ids: Int[Array, "1 S 1"]
-    """Local expert index of each token; e for an empty row."""
+    """Local expert index of the token in each row; e for an empty row."""
     weights: Float[Array, "1 S e"]
-    """Weight of each expert's output; 0 for experts that the token does not use."""
+    """Weight applied to each expert's output; 0 for experts that the token does not use."""
 
 
 class SentTokens(NamedTuple):

@@ -34,12 +34,12 @@ Weights = Mapping[str, Array]
 
 
 class GatedDeltaCache(NamedTuple):
-    """Cache of one layer. Its size does not depend on the number of earlier tokens."""
+    """Cache of one layer, whose size does not depend on the number of earlier tokens."""
 
     tail: Float[Array, "B w K E"]
     """Convolution inputs of the most recent tokens."""
     segments: Int[Array, "B w"]
-    """Segment IDs of the tokens in `tail`."""
+    """Segment IDs of the tokens whose convolution inputs are in `tail`."""
     state: Float[Array, "B K r dk dv"]
     """Float32 recurrent state."""
 

@@ -35,7 +35,8 @@ def gated_activation(
     *,
     in_8_bits: bool = False,
 ) -> Float[Array, "*rows F"]:
-    """Compute `function(gate) * up`, optionally weighted, and store it once for all matmuls.
+    """Compute `function(gate) * up`, optionally weighted, and store the result once for all
+    matmuls.
 
     Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
     backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no

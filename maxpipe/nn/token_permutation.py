@@ -56,7 +56,9 @@ def assign_capacity_slots(
     belongs to no queue.
     """
     chosen, num_queues = queue.shape[-1], len(lengths)
-    queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices precede all second choices
+    queue = queue.transpose(2, 0, 1).reshape(
+        -1
+    )  # first choices of all tokens precede all second choices
     first = jnp.cumsum(lengths) - lengths
     in_line = stable_argsort(queue, num_queues)
     before = invert_permutation(in_line) - first.at[queue].get(mode="clip")
@@ -188,7 +190,7 @@ weighted_biases.defvjp(
 
 
 def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float[Array, "N D"]:
-    """Return the token in each row. Empty rows hold an arbitrary token."""
+    """Return an array that holds the token of each row. Empty rows hold an arbitrary token."""
     index = rows.choice_of_row // rows.row_of_choice.shape[1]
     return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
 

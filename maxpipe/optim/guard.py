@@ -44,7 +44,7 @@ class GuardState(NamedTuple):
     """int32 number of steps in which the loss or the gradient norm spiked."""
     recent: Float[Array, "2 window"]
     """Float32 loss (nats per token) and gradient norm of the most recent updates, newest last.
-    Missing entries are NaN. Without spike detection, the window has length 0."""
+    Missing entries are NaN. If spike detection is disabled, these arrays are empty."""
     bounds: Float[Array, " 2"]
     """Float32 bounds on the absolute values of parameters and of first moments; infinite if
     unknown. See `bound_update`."""
@@ -174,7 +174,7 @@ def bound_update(
         reach: float32 bounds on all parameters and on all first moments before the update.
         norm: norm of the full gradient before clipping.
         rate: largest learning rate of any parameter.
-        decay: largest weight decay of any parameter.
+        decay: largest weight-decay coefficient of any parameter.
         largest: `max_direction` of all parameters.
 
     Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are

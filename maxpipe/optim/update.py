@@ -57,13 +57,13 @@ class LayerSlice(NamedTuple):
     """Dim over which the loop iterates. If None, the slice is the full array."""
 
     def slice_of(self, x: Array) -> Array:
-        """Return the slice of an array, keeping all dims."""
+        """Return this slice of an array, keeping all dims."""
         if self.dim is None or not x.ndim:
             return x
         return jax.lax.dynamic_slice_in_dim(x, self.place, 1, self.dim)
 
     def put(self, into: Array, part: Array) -> Array:
-        """Return the array with this slice replaced by `part`."""
+        """Return a copy of the array in which this slice is replaced by `part`."""
         if self.dim is None or not into.ndim:
             return part
         return jax.lax.dynamic_update_slice_in_dim(into, part, self.place, self.dim)
@@ -134,7 +134,7 @@ class BiasCorrections(NamedTuple):
 
     @classmethod
     def after_updates(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
-        """Return the divisors after `count` updates."""
+        """Return the divisors that apply after `count` updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
 
@@ -317,7 +317,7 @@ class TrainableParam:
     rate: float = 1.0
     """Scaling factor applied to the learning rate."""
     decay: float = 0.0
-    """Weight decay."""
+    """Weight-decay coefficient."""
     layers: np.ndarray | None = None
     """int array that holds each layer's index in the network, with the shape of the stacked dims;
     None if there are no stacked dims.

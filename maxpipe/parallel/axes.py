@@ -81,8 +81,7 @@ def find_zero1_dim(
 
     Returns: The first dim whose size is a multiple of the data axis size. Dims sharded by the
         compiler are skipped. The vocabulary dim is also skipped, because its padding differs
-        between representations of the train state. None means that every device holds the full
-        state.
+        between representations of the train state. If None, every device holds the full state.
     """
     if axes["data"] == 1:
         return None

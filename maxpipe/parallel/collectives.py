@@ -33,7 +33,8 @@ def mark_varying(tree: Any) -> Any:
 
     Inside the per-device program, JAX tracks the axes over which each array is replicated. Autodiff
     would sum the gradient of a replicated array over devices, and a conditional on the stage index
-    would silently give wrong results (jax#40823). Marking arrays as varying avoids both problems.
+    would silently give wrong results (jax#40823). Marking arrays as varying avoids these sums and
+    wrong results.
     """
 
     def mark(leaf: jax.Array) -> jax.Array:
@@ -52,11 +53,11 @@ def map_shards(
 ) -> Callable[..., Any]:
     """Return `run` mapped over the shards of all axes that are not yet manual.
 
-    The specs name these axes. Kernels need this function, because a Mosaic call requires all axes
-    to be manual, including axes of size 1. A kernel declares no varying axes, so the type checks
-    for varying axes are disabled inside `run`, and the results of `run` are marked as varying. The
-    returned function must not be differentiated, because the marks would become sums over devices.
-    If `run` declares varying axes, set `states_types` to enable the checks.
+    The specs refer to these axes by name. Kernels need this function, because a Mosaic call
+    requires all axes to be manual, including axes of size 1. A kernel declares no varying axes, so
+    the type checks for varying axes are disabled inside `run`, and the results of `run` are marked
+    as varying. The returned function must not be differentiated, because the marks would become
+    sums over devices. If `run` declares varying axes, set `states_types` to enable the checks.
     """
     mesh = jax.sharding.get_abstract_mesh()
     remaining_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}

@@ -22,10 +22,12 @@ from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 AXES = MESH_AXES
-"""Mesh axes, outermost first. Neighbors along the last axis have the fastest links."""
+"""Mesh axes, outermost first. Neighboring devices along the last axis are connected by the fastest
+links.
+"""
 
 MANUAL_AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT)
-"""Manual axes of the pipeline's per-device program. All other axes are auto axes."""
+"""Manual axes of the pipeline's per-device program. Axes that are not listed are auto axes."""
 
 AUTOMATIC_AXES = tuple(axis for axis in AXES if axis not in MANUAL_AXES)
 

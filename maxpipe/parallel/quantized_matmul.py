@@ -292,8 +292,8 @@ class QuantizedWeight:
 
     forward: QuantizedArray
     backward: QuantizedArray | None
-    """Quantized weight used to compute the gradient of the other operand. None means that `forward`
-    is used.
+    """Quantized weight used to compute the gradient of the other operand. If None, `forward` is
+    used.
     """
     gradient: Array | None = None
     """Zeros with the shape and dtype of the weight gradient. Autodiff differentiates with respect
@@ -425,7 +425,7 @@ def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, 
 def matmul(
     x: Float[Array, "B T *K"], weight: Weight, dims: int, how: MatmulQuantizer, into: bool
 ) -> Float[Array, "B T *N"]:
-    """Return the result of `matmuls` for a single weight."""
+    """Apply `matmuls` to a single weight, and return its only result."""
     return matmuls(x, None, (weight,), dims, how, into)[0]
 
 
@@ -500,7 +500,7 @@ class WeightResidual(NamedTuple):
             return None
         if not isinstance(self.weight, QuantizedWeight):
             return make().astype(self.weight.dtype)
-        nothing: Any = None  # integer weights have no gradient
+        nothing: Any = None  # weights stored as integers have no gradient
         return QuantizedWeight(nothing, None, make().astype(dtype))
 
 

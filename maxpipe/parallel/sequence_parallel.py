@@ -262,7 +262,7 @@ class _ShardedMatmul:
     axis: str
     collective_matmul: bool
     specs: tuple[PartitionSpec, ...]
-    """PartitionSpecs of the weights over the axis."""
+    """PartitionSpecs of the weights, restricted to the axis that shards tokens."""
     quantizer: MatmulQuantizer | None = None
 
     @property

@@ -49,7 +49,7 @@ class PerSourceSums(NamedTuple):
     """Losses and target counts summed over the sequences of each data source."""
 
     nats: Float[Array, " sources"]
-    """Sum of the objective's loss; in nats for cross entropy."""
+    """Sum of the objective's loss, which is in nats for cross entropy."""
     targets: Float[Array, " sources"]
     """Number of target tokens, the denominator of the mean loss."""
 
@@ -73,7 +73,9 @@ class StepGradients(NamedTuple):
     `outside` contains arrays `[layers, ...]`, both keyed by layer type. `ahead` contains arrays
     `[heads, ...]`."""
     by_source: PerSourceSums | None = None
-    """Separate sums for each data source. None if all sequences come from one source."""
+    """Losses and target counts, summed separately for each data source. None if all sequences come
+    from one source.
+    """
 
 
 @dataclass(frozen=True)

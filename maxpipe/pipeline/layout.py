@@ -142,7 +142,8 @@ class LayerLayout:
         return (same & earlier).sum(axis=-1).astype(np.int32)
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
-        """Stack layers given in model order as `{type: [n, ...]}`. Layer types may be missing.
+        """Stack layers given in model order as `{type: [n, ...]}`. Layer types may be missing from
+        the given layers.
 
         Returns `{type: [R, P, L, ...]}` for the chunks and `{type: [n, ...]}` for the prologue.
         """
@@ -220,8 +221,8 @@ class LayerTypeStack:
 
     @cached_property
     def _number_at(self) -> np.ndarray:
-        """Return int `[R * P * L]`: the index of each layer among the ring layers of this type, or
-        -1 for padding.
+        """Return the index of each layer among the ring layers of this type, or -1 for padding, as
+        an int array `[R * P * L]`.
         """
         numbers = {layer: n for n, layer in enumerate(self.layers[self.num_prologue_layers :])}
         return np.array([numbers.get(int(layer), -1) for layer in self.layer_at], int)

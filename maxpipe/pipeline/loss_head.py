@@ -42,7 +42,9 @@ from maxpipe.pipeline.objective import (
 
 Tree = Any
 TokenFn = Callable[..., tuple[Tree, Tree]]
-"""(activations, loss mask, other arrays) -> (sums over tokens, arrays `[B, T, ...]`)."""
+"""Function that maps (activations, loss mask, other arrays) to (sums over tokens, arrays
+`[B, T, ...]`).
+"""
 
 
 def map_token_blocks(
@@ -103,13 +105,13 @@ _COTANGENTS = "cotangents"
 TokenArrays = Mapping[str, Any]
 """Arrays `[B, T, ...]` that the objective uses, and the index of each token's data source."""
 CotangentFn = Callable[[Scores, Array, TokenArrays], tuple[Array | None, Scores]]
-"""(scores, loss mask, per-token arrays) -> (sums, cotangents of the scores).
+"""Function that maps (scores, loss mask, per-token arrays) to (sums, cotangents of the scores).
 
 The sums are None if they have already been computed."""
 
 
 class LossGradients(NamedTuple):
-    """Summed losses of one microbatch, and their gradients."""
+    """Summed losses of one microbatch, and the gradients of the loss."""
 
     sums: Float[Array, "*sums"]
     """Float32 sums of the loss and of the objective's metrics: `[R]`, or `[R, sources]` with
@@ -235,7 +237,8 @@ class LossHead(NamedTuple):
         """Return the loss, and the gradients of the loss multiplied by `scale`.
 
         `output` comes from the last stage, `head` is this stage's shard, and `inputs` are the
-        microbatch's arrays. MTP heads (`ahead`) contribute to both gradients. The other
+        microbatch's arrays. MTP heads (`ahead`) contribute to the gradients of both `output` and
+        `head`. The other
         results of the MTP heads are the second return value (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)

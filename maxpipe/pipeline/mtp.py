@@ -36,15 +36,19 @@ ScoreFn = Callable[
     [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"], Float[Array, ""]],
     tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
 ]
-"""(activations to project, gradient scale, targets, loss mask) -> (loss, cotangent of the
-activations, gradient of the head columns). Both gradients cover only this stage's columns."""
+"""Function that maps (activations to project, gradient scale, targets, loss mask) to (loss,
+cotangent of the activations, gradient of the head columns). Both gradients cover only this stage's
+columns.
+"""
 
 
 class MtpProjectionFns(NamedTuple):
     """MTP heads that apply a small function to the final norm's output and project the result."""
 
     function: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
-    """(one head's parameters, the final norm's output) -> activations to project."""
+    """Function that maps (one head's parameters, the final norm's output) to activations to
+    project.
+    """
     loss_weights: dict[str, float]
     """Weight of each head's loss in the objective, keyed by loss name."""
 
@@ -55,8 +59,8 @@ class MtpLayerFns(NamedTuple):
     """
 
     layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
-    """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, head index, key) ->
-    (output, losses, statistics).
+    """Function that maps (one head's parameters, x, embeddings of later tokens [B, T, D], inputs,
+    head index, key) to (output, losses, statistics).
 
     The output is projected to logits and is also the next layer's input. Losses and statistics have
     the format described for `LayerFn`."""
@@ -99,8 +103,9 @@ class MtpTotals(NamedTuple):
     gradients: Tree
     """Float32 gradients of the heads' parameters, stacked like the parameters."""
     embedding: Float[Array, "v d"] | None
-    """Accumulated gradient of the embedding table; None unless the heads use a trainable embedding
-    table."""
+    """Accumulated gradient of the embedding table; None if the heads use no trainable embedding
+    table.
+    """
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class MtpLossHeads:
     """Tree that stores the heads' parameters."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table passed to `embedding`."""
+    """Embedding table that is passed to `embedding`."""
     key: Array | None
     """Random key of the step."""
     seeds: dict[str, Array]
@@ -129,7 +134,7 @@ class MtpLossHeads:
         """Return whether these heads contribute to the embedding's gradient."""
         return isinstance(self.functions, MtpLayerFns) and self.embedding.weight_sharding.trainable
 
-    # Start and end of a step
+    # Initialize accumulators, and reduce gradients
 
     def zeros(self) -> Tree:
         """Return zero gradient accumulators."""
@@ -286,8 +291,8 @@ class MtpLossHeads:
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
     ) -> tuple[Array, Tree, Tree]:
-        """Run a head's layer. The layer's losses include only tokens that have a target for this
-        head.
+        """Run the layer of one head. The layer's losses include only tokens that have a target for
+        this head.
         """
         assert isinstance(self.functions, MtpLayerFns)
         counts = _in_same_segment(inputs, number + 1)

@@ -64,7 +64,7 @@ Tree = Any
 
 
 class StepProgram:
-    """Run one step on one device."""
+    """Run a step's computation on one device."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class StepProgram:
         reader: OutputReader | None = None,
         by_token: jax.Array | None = None,
     ):
-        """Set up the step.
+        """Initialize the state of one step.
 
         `scale` multiplies the gradients of the objective. `by_token` multiplies the gradients of
         the layers' losses, which are sums over tokens. Forward-only programs need neither `scale`
@@ -580,7 +580,7 @@ class Network:
     """
 
     layers: dict[str, LayerFn]
-    """Layer function of each layer type."""
+    """Function that applies a layer, for each layer type."""
     norm: Callable[[Tree, jax.Array], jax.Array]
     """Final norm, applied before the loss head."""
     vocab_size: int
@@ -604,7 +604,7 @@ class Network:
     source."""
 
     objective: Objective = field(default_factory=CrossEntropy)
-    """Objective minimized by training."""
+    """Objective that training minimizes."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:

@@ -8,8 +8,8 @@ returned, all stages run the backward pass of the prologue layers. Every stage h
 the prologue weights, as in data parallelism. Control flow is the same on all stages.
 
 The vocabulary of the embedding is sharded over the stages. Each stage holds V / P rows of the table
-and looks up the tokens that belong to those rows. One small sum over the stage axis combines the
-results. Every stage thus performs an equal share of the lookup, which the first stage would
+and looks up the tokens that belong to those rows. A small all-reduce over the stage axis combines
+the results. Every stage thus performs an equal share of the lookup, which the first stage would
 otherwise perform alone. The forward and backward passes are hand-written, and their control flow is
 the same on all stages.
 
@@ -212,7 +212,7 @@ class PrologueLayers:
     """Cotangents of the layers' losses."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table passed to `embedding`."""
+    """Embedding table that is passed to `embedding`."""
 
     def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
         """Return empty buffers for the rounds; `like` is an activation."""

@@ -244,7 +244,9 @@ def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
 
 
 _INFINITE_CAPACITY = 2**31 - 1
-"""Maximum capacity of an edge. Capacities are int32, so byte counts are scaled down to fit."""
+"""Maximum capacity of an edge in the graph whose minimum cut is computed. Capacities are int32, so
+byte counts are scaled down to fit.
+"""
 
 
 def _min_cut(
@@ -301,7 +303,8 @@ Remat = Literal["chunk", "full", "names", "none"]
 
 
 LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]]]
-"""(weights, x [B, T, D], inputs, layer index, key) -> (output [B, T, D], losses, statistics).
+"""Function that maps (weights, x [B, T, D], inputs, layer index, key) to (output [B, T, D], losses,
+statistics).
 
 Losses are scalars, summed over the target tokens of the sequences. The losses are added to the
 step's sums without a weight, and gradients flow through them. Statistics are arrays summed over

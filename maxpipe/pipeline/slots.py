@@ -155,9 +155,9 @@ class SlotWork(NamedTuple):
 
     row: SlotRow
     chunk: jax.Array
-    """Chunk index within the stage's stacked weights."""
+    """Index of the chunk within the stage's stacked weights."""
     gradient: jax.Array
-    """Chunk index within the stage's stacked gradients."""
+    """Index of the chunk within the stage's stacked gradients."""
     first: jax.Array
     """Network index of the chunk's first layer."""
     size: jax.Array
@@ -181,9 +181,9 @@ class Reports(NamedTuple):
     """Losses and statistics that layers return in addition to activations, summed over a step."""
 
     losses: dict[str, jax.Array]
-    """Float32 scalars, keyed by name."""
+    """Float32 scalar losses, keyed by name."""
     statistics: dict[str, dict[str, jax.Array]]
-    """Float32 arrays `[R * L, ...]` with one entry per layer, keyed by layer type and name."""
+    """Float32 statistics `[R * L, ...]` with one entry per layer, keyed by layer type and name."""
 
 
 @dataclass(frozen=True)

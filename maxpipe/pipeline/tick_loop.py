@@ -46,7 +46,7 @@ class TickRow(NamedTuple):
     backward: SlotRow
     weight: SlotRow
     arrivals: tuple[Any, ...]
-    """Inbox slot for each of the schedule's arrivals."""
+    """Inbox slot in which each arriving message is stored."""
     embed: Any
     loss: Any
     embed_grad: Any
@@ -149,8 +149,9 @@ class Buffers(NamedTuple):
     loss: jax.Array
     """Sums of the objective's loss and metrics `[R]`, or `[R, sources]` with several sources."""
     rows: Tree
-    """Output of the `reader`: per-sequence arrays `[M, B, ...]`. None if the program computes
-    losses."""
+    """Output of the `reader`: per-sequence arrays `[M, B, ...]`. None in programs that compute
+    losses.
+    """
     ahead: MtpResults | None
     """Losses and statistics of the MTP heads."""
 

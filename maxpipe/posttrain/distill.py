@@ -92,12 +92,12 @@ class Teacher:
 
     @property
     def entry(self) -> TeacherEntry:
-        """Identity of the teacher, as stored in checkpoints."""
+        """Identity of the teacher, as recorded in checkpoints."""
         return {"name": self.name, "digest": self.digest}
 
     @property
     def mesh(self) -> str:
-        """Description of the teacher's mesh."""
+        """Description of the teacher's mesh, as printed for the user."""
         return describe_mesh(self.steps.param_layout.mesh)
 
     @property
@@ -242,7 +242,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
         return
     try:
         other = open_tokenizer(TokenizerConfig(kind="auto", path=folder))
-    except ConfigError:  # the folder has no tokenizer to compare with
+    except ConfigError:  # the teacher's folder has no tokenizer to compare with
         return
     if not np.array_equal(other.encode(_PROBE), own.encode(_PROBE)):
         raise ConfigError.one(
@@ -332,7 +332,7 @@ class TeacherSource:
 
     teacher: TeacherEntry | None = None
     teacher_loader: TeacherLoader | None = None
-    """Loader of an online teacher. Stored logits are loaded with the sequences instead."""
+    """Loader that runs an online teacher. Stored logits are loaded with the sequences instead."""
     banner_lines: Sequence[tuple[str, str]] = ()
     """Banner lines that describe the teacher."""
 
@@ -525,8 +525,8 @@ def _compute_logits(
     """Yield teacher logits of the sequences from index `begun`, and the number of finished
     sequences.
 
-    The teacher computes while the next batch is read. Closing the generator waits for the devices,
-    because Python may crash on exit while devices are computing.
+    The teacher computes the logits of one batch while the next batch is read. Closing the generator
+    waits for the devices, because Python may crash on exit while devices are computing.
     """
     parts = {part.name: number for number, part in enumerate(loader.stream.parts)}
     counts = [(parts[name], facts["sequences"]) for name, facts in spec["sources"].items()]

@@ -56,7 +56,7 @@ class _PairSequence(NamedTuple):
     source: str
     documents: list[int]
     halves: np.ndarray
-    """float32 [2 * documents]."""
+    """Log-probabilities, float32 `[2 * documents]`."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ class PairReferences:
         channel: ControlChannel,
         phases: Phases,
     ):
-        """Initialize the computation. Every pair must occur exactly once in the `loaders`."""
+        """Prepare to compute the log-probabilities. The `loaders` together must yield every pair
+        exactly once.
+        """
         self._path = run_dir / REFERENCE_FILE
         self._steps, self._loaders = steps, loaders
         self._console, self._channel, self._phases = console, channel, phases

@@ -4,9 +4,9 @@ Random numbers depend only on the seed, the sample index and the position in the
 sample index determines the step, the prompt and the group member. A resumed run, or a run with
 another layout, therefore samples the same completions up to rounding.
 
-`ReferenceParams` holds the initial parameters of the run for the KL term. Frozen parameters are
-shared with the current model. A checkpoint contains only a checksum of the reference. On resume,
-the reference is loaded or initialized again.
+`ReferenceParams` holds the initial parameters of the run for the KL term. The reference shares
+frozen parameters with the current model. A checkpoint contains only a checksum of the reference
+parameters. On resume, the reference parameters are loaded or initialized again.
 """
 
 from __future__ import annotations

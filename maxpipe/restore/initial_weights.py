@@ -64,7 +64,7 @@ def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
     size = _vocabulary(abstract)
 
     def read(name: str, leaf: Any) -> jax.Array:
-        places: dict[str, list[Any]] = {}  # replicated shards are read once
+        places: dict[str, list[Any]] = {}  # shards that several devices hold are read once
         regions = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         for device, region in regions.items():
             places.setdefault(str(region), []).append(device)
@@ -99,7 +99,7 @@ def with_vocab_size(abstract: Tree, size: int) -> Tree:
 
 
 def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
-    """Grow the vocabulary to its size in `abstract`. Each new row is the mean of the old rows."""
+    """Grow the vocabulary to its size in `abstract`; each new row is the mean of the old rows."""
     found = dict(params)
     for name, dim in VOCABULARY.items():
         if name in params:
@@ -279,7 +279,7 @@ def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata |
         step = resolve_step_on_all(other, address)
         try:
             return other.durable.read_metadata(step)
-        except (DamagedError, OSError):  # the restore reports this or uses the previous checkpoint
+        except (DamagedError, OSError):  # the restore reports it or uses an earlier checkpoint
             return None
 
 
@@ -375,7 +375,7 @@ def read_base(
     """Return the base model of a checkpoint's adapters in checkpoint layout, and its record.
 
     `own` means that the checkpoint belongs to this run. A changed `checkpoint.restore_from` then
-    replaces the recorded address. Otherwise, that key names the checkpoint itself.
+    replaces the recorded address. Otherwise, `checkpoint.restore_from` names the checkpoint itself.
 
     Raises:
         ConfigError: the base model does not exist, or its weights have changed.

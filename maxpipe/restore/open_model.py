@@ -49,7 +49,7 @@ class OpenedModel:
     read: Callable[[LoadedConfig, Steps], Any]
     """Function that reads the parameters. See `params`."""
     conversation: ChatSpec | None = None
-    """Chat format of the model's training conversations."""
+    """Chat format of the conversations on which the model was trained."""
 
     def is_overridden(self, *prefixes: str) -> bool:
         """Return whether the user set a key that starts with one of the prefixes."""
@@ -61,8 +61,7 @@ class OpenedModel:
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return a tokenizer that formats prompts and texts like the model's
-        training data.
+        """Return a tokenizer that formats prompts and texts like the model's training data.
 
         If maxpipe did not train the model, the format is that of `transformers`.
 
@@ -77,7 +76,7 @@ class OpenedModel:
         return tokenizer.with_control(framing=tokenizer.control.published)
 
     def fit_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Check the tokenizer, and return it adapted to this model.
+        """Check the tokenizer, and return a copy that is adapted to this model.
 
         Raises:
             ConfigError: the model was trained with another tokenizer, or token ids are outside the

@@ -38,10 +38,11 @@ class ScheduleSpec:
     group: Literal["stages", "microbatches", "chosen"] = "microbatches"
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
-    """Required number of repeats. If None, any number is allowed."""
+    """Required number of repeats. If None, any number of repeats is allowed."""
     default_repeats: int | None = None
-    """Number of repeats implied by the name. With any other number of repeats, the name is an alias
-    of `interleaved`."""
+    """Number of repeats that the schedule's name implies. With any other number of repeats, the
+    name is an alias of `interleaved`.
+    """
     split: bool = False
     """Whether backward passes are split into I and W, so that slots are mixed."""
     dominated: bool = False

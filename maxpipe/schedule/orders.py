@@ -180,7 +180,7 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
     return orders
 
 
-# Shared helpers: a greedy scheduler and repeated blocks.
+# Shared helpers: a greedy scheduler, and schedules that repeat a pattern.
 
 
 class _GreedyScheduler:

@@ -106,8 +106,8 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """Slots of one type, as arrays `[K, P]`. Buffer columns contain valid indices even in idle
-    slots.
+    """All slots of one type in a schedule, as arrays `[K, P]`. Buffer columns contain valid indices
+    even in idle slots.
     """
 
     microbatch: np.ndarray
@@ -119,7 +119,7 @@ class SlotColumns:
     stash: np.ndarray
     """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
-    """Slot of the inputs of W. I writes these inputs."""
+    """Slot that stores the inputs of W. I writes these inputs."""
     window: np.ndarray
     """Window slot that contains the gathered weights of the chunk for F, B or I, if there is a
     prefetch window."""
@@ -212,13 +212,14 @@ class Schedule:
     delayed: bool
     """Whether a message needs two ticks instead of one."""
     trains: bool
-    """Whether the schedule has backward slots. If false, the schedule is forward-only, for
-    evaluation."""
+    """Whether the schedule has backward slots. If false, the schedule is forward-only and is used
+    for evaluation.
+    """
     forward: SlotColumns
     backward: SlotColumns
     """B slots in typed schedules, I slots in mixed schedules."""
     weight: SlotColumns
-    """W slots in mixed schedules; never active otherwise."""
+    """W slots in mixed schedules; always idle in typed schedules."""
     arrivals: tuple[Arrival, ...]
     num_inbox: int
     num_stash: int

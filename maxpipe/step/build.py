@@ -63,7 +63,7 @@ from maxpipe.step.step import Steps
 
 
 def objective_of(config: Config) -> Objective:
-    """Return the objective minimized by training."""
+    """Return the objective that training minimizes."""
     match config.train.objective:
         case "pretrain" | "sft":
             return CrossEntropy()
@@ -77,7 +77,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def policy_of(grpo_config: GrpoConfig) -> Policy:
-    """Return the policy objective used by GRPO."""
+    """Return the policy objective that GRPO uses."""
     clip = grpo_config.clip_ratio, grpo_config.clip_ratio_high or grpo_config.clip_ratio
     if not grpo_config.kl_coef:
         return Policy(*clip, grpo_config.temperature)

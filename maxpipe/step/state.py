@@ -373,7 +373,7 @@ class Difference:
 
 
 def format_differences(found: Sequence[Difference], where: str) -> str:
-    """Return the error message that reports these differences."""
+    """Return the error message that reports these replica differences."""
     more = f", and {len(found) - 1} more replicas differ" if found[1:] else ""
     return (
         f"{where}: {found[0]}\n  must be bitwise equal to the replica on device "
@@ -460,7 +460,7 @@ def digest(array: jax.Array) -> jax.Array:
     return (bits.astype(jnp.uint32) * (2 * index + 1)).sum(dtype=jnp.uint32)
 
 
-# Each use of randomness has a separate stream of keys.
+# Each use of random numbers has a separate stream of keys.
 PARAM_STREAM, DROPOUT_STREAM = 0, 1
 
 

@@ -54,7 +54,7 @@ def compute_layer_metrics(
     """Return the layer metrics, keyed by tag.
 
     `losses` are per target token, summed over layers. `statistics` are arrays `[layers of the type,
-    ...]`, keyed by layer type and name. MTP layers are included, with their shifted targets.
+    ...]`, keyed by layer type and name. The metrics include MTP layers, which use shifted targets.
     """
     metrics: dict[str, Array] = {}
     for tag, summary in model.metrics.items():
@@ -380,8 +380,8 @@ def check_update(
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
     """Return whether the update keeps parameters and moments finite, and their new bounds.
 
-    The cheap bound is almost always sufficient. Otherwise, the update is computed once more to
-    check its results, which requires a pass over all parameters and state.
+    A bound computed without the update is almost always sufficient. Otherwise, the update is
+    computed once more to check its results, which requires a pass over all parameters and state.
 
     Args:
         optimizer: the optimizer.
@@ -390,7 +390,7 @@ def check_update(
         rate: learning rate.
         params: parameters before the update.
         state: optimizer state before the update.
-        before: bounds before the update.
+        before: bounds on parameters and moments before the update.
     """
     bound = optimizer.bound_update(before, norm, rate)
 

@@ -49,11 +49,11 @@ class Options(NamedTuple):
     key_block: int
     mean_key_blocks: float
     """Mean number of key blocks per query block, averaged over the windows, for single-document
-    sequences. Multi-document sequences need at most as many blocks."""
+    sequences. Sequences of several documents need at most this many blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
     """(first key, start, stop) of each query block in unrolled attention: query tokens `start` to
-    `stop` attend to the keys from the first key to `stop`. An empty tuple selects the loop-based
-    algorithm.
+    `stop` attend to the keys from the first key to `stop`. If the tuple is empty, the loop-based
+    algorithm is used.
     """
 
 

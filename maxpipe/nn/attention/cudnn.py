@@ -39,7 +39,7 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 _STATUS_RETURNING = 2
-"""API version of custom calls that return a status."""
+"""XLA's API version for custom calls that return a status."""
 _HEADS_FIRST = (0, 2, 1, 3)
 """Permutation between [B, T, N, H] and [B, N, T, H]. Results have dims [B, N, T, H], but their
 memory layout follows the order of the inputs."""
@@ -222,8 +222,8 @@ def attend(
     """Compute attention in a single kernel; `models.layers.attention.CANNOT` lists unsupported
     options.
 
-    With a cache or an odd sequence length, attention in plain JAX is used. Config rules exclude
-    both cases during training.
+    With a cache or an odd sequence length, attention in plain JAX is used. During training, config
+    rules exclude caches and odd sequence lengths.
     """
     assert not mask.soft_cap and mask.sinks is None, "rejected by a config rule"
     tokens, keys = query.shape[1], key.shape[1]
@@ -252,8 +252,9 @@ class CudnnOptions:
     """Window sizes used by the layers. If there are several, the program selects the layer's window
     at run time."""
     causal: bool
-    """Whether the causal mask compares token indices. If so, queries and keys belong to the same
-    tokens."""
+    """Whether the causal mask compares token indices. If true, queries and keys belong to the same
+    tokens.
+    """
     scale: float
 
 
@@ -385,7 +386,7 @@ class _PackedDocuments(NamedTuple):
 
     documents: DocumentOffsets
     number: Int[Array, " BT"]
-    """Document index of each token, numbered across the batch."""
+    """Document index of each token; documents are numbered across the batch."""
 
     @classmethod
     def from_segments(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
@@ -407,7 +408,7 @@ class _PackedDocuments(NamedTuple):
     def to_documents(self, sums: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
         """Convert the log-sum-exp from per-sequence to per-document token indices.
 
-        Entries beyond the end of a document are never read.
+        Entries beyond the end of a document are arbitrary and are never read.
         """
         _, heads, tokens = sums.shape
         twice = jnp.pad(sums, ((0, 0), (0, 0), (0, tokens)))

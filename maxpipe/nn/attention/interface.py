@@ -40,10 +40,11 @@ class Mask:
     key_segments: Int[Array, "B S"] | None = None
     """Document ID of each key. If None, the document IDs of the query tokens are used."""
     key_positions: Int[Array, "B S"] | None = None
-    """Position of each key within its document. None means that keys are in sequence order."""
+    """Position of each key within its document. If None, keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Indices of the query tokens within the key sequence, if the device holds only some of them.
-    If None, the indices are 0 to T - 1."""
+    """Indices of the query tokens within the key sequence, if the device holds only some of the
+    tokens. If None, the indices are 0 to T - 1.
+    """
     run: int = 0
     """Length of each contiguous run of query tokens if `places` is set. Must divide T."""
     causal: bool = True
@@ -51,7 +52,7 @@ class Mask:
     window: int | Int[Array, ""] = 0
     """Number of tokens that a query token attends to, including itself. 0 means all tokens."""
     windows: tuple[int, ...] = ()
-    """All possible values of `window`, if it is an array."""
+    """All possible values of `window`, if `window` is an array."""
     scale: float | None = None
     """Scaling factor applied to the scores. If None, `H ** -0.5` is used."""
     soft_cap: float = 0.0
@@ -98,10 +99,11 @@ AttentionBackend = Callable[
 ]
 """Function that maps (query, key, value, mask) to the attention output of each query head.
 
-A backend assigns the checkpoint name `context` to its output. A backend with a custom gradient
-assigns this name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). If the name
-were assigned outside the rule, the backward pass would repeat the forward pass. Naming the output
-twice would save two copies."""
+Every backend assigns the checkpoint name `context` to the attention output. A backend with a custom
+gradient assigns this name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). If
+the name were assigned outside the rule, the backward pass would repeat the forward pass. Naming the
+output twice would save two copies.
+"""
 
 
 _EMPTY = -1
@@ -117,7 +119,7 @@ class KVCache(NamedTuple):
     """
 
     keys: Float[Array, "B G S H"]
-    """Keys after RoPE."""
+    """Cached keys, after RoPE."""
     values: Float[Array, "B G S v"]
     segments: Int[Array, "B S"]
     positions: Int[Array, "B S"]

@@ -309,7 +309,7 @@ class CausalWindowMask:
     window: int
 
     def __call__(self, places: Any, keys: Any) -> Any:
-        """Return the mask of (query, key) pairs. The kernels call this method."""
+        """Return the mask of (query, key) pairs. The splash kernels call this method."""
         near = places - keys < self.window
         if not self.causal:
             return near
@@ -344,8 +344,8 @@ def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
 def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
     """Return the number of (query, key) pairs in the blocks whose scores a kernel computes.
 
-    All sequences and heads are included. For query tokens with explicit indices, the result is the
-    mean over devices.
+    The number covers all sequences and heads. For query tokens with explicit indices, the result is
+    the mean over devices.
     """
     rows, heads, tokens, _ = query.shape
     size, size_keys = _blocks(query, key, call)
@@ -366,9 +366,9 @@ def _kernel(
     first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
     seen = sees.intersects_block(first, size, first_keys, size_keys)
     most = (len(first_keys), len(first))
-    if call.causal and window:  # upper bounds for any order of query blocks
+    if call.causal and window:  # upper bounds that hold for any order of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # the mask depends only on documents
+    plain = not (call.causal or window)  # only document boundaries mask keys
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}
