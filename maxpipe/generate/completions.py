@@ -342,8 +342,8 @@ def complete(
 ) -> None:
     """Complete the prompts in batches.
 
-    When a sequence finishes, the next prompt replaces that sequence in the batch. With pipeline
-    stages, the next batch starts only after all sequences have finished.
+    When a sequence finishes, the next prompt replaces that sequence in the batch. If there are
+    pipeline stages, the next batch starts only after all sequences have finished.
 
     `write` receives the completions in prompt order, each as soon as it and all earlier ones have
     finished. `stream` receives the new text of all sequences. If `stops` returns true or the

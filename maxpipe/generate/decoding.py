@@ -354,8 +354,8 @@ class DecodeEngine:
 
     @cached_property
     def _refill_init_program(self) -> Any:
-        """Map (size, state, tokens) to an empty state whose caches end at the same slot as those
-        of `state` once `tokens` tokens are added.
+        """Map (size, state, tokens) to an empty state whose caches will end at the same slot as the
+        caches of `state` after `tokens` tokens are added.
         """
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:

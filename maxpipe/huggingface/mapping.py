@@ -1,7 +1,7 @@
 """Map a model's parameters to Hugging Face tensors, as defined by the family's conversion table.
 
 The module also copies between arrays of different memory order, in blocks that fit into the cache.
-With bfloat16 matrices, the blocked copy reaches 1.6 GB/s. A direct numpy copy reaches 0.2 GB/s,
+For bfloat16 matrices, the blocked copy reaches 1.6 GB/s. A direct numpy copy reaches 0.2 GB/s,
 because each element causes a cache miss.
 """
 

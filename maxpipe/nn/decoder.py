@@ -243,7 +243,7 @@ class Decoder:
     def contracted_dims(self) -> Params:
         """Return each parameter's number of contracted dims if layers receive it in 8 bits, else 0.
 
-        With sequence parallelism, layers quantize their weights themselves.
+        If sequence parallelism is enabled, layers quantize their weights themselves.
         """
         quantizer = make_quantizer(self.config)
         is_token_sharded = any(dict(self.rules.table).get("sequence", ()))
@@ -354,8 +354,8 @@ class Decoder:
 
         The output is the input of both the output projection and the next head. `x` is the previous
         head's output, or the final norm's output for the first head. `embedded` holds the
-        embeddings of the later tokens, and `number` is the head's zero-based index. The heads'
-        layer indices follow those of the network's layers.
+        embeddings of the later tokens, and `number` is the head's zero-based index. The layer
+        indices of the heads follow the indices of the network's layers.
         """
         heads = self.model.ends.mtp_layers
         assert heads is not None

@@ -39,8 +39,8 @@ def gated_activation(
     matmuls.
 
     Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
-    backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
-    barriers are needed: XLA quantizes the result and computes its scales in the same pass.
+    backward pass and recomputes them, which costs a tenth of a layer's cycles. If `in_8_bits` is
+    set, no barriers are needed: XLA quantizes the result and computes its scales in the same pass.
     """
     return _gated_activation(
         function, in_8_bits, gate, up, *(() if weights is None else (weights,))

@@ -1,9 +1,9 @@
 """Detect bad steps on the devices, before the update is applied.
 
 The host receives the result of a step only after the update, while the next step is running.
-Therefore, the step itself compares its loss and gradient norm with those of recent steps. If the
-step is bad, parameters and optimizer state are left unchanged. `guard.bad_steps` determines how the
-host reacts.
+Therefore, each step compares its own loss and gradient norm with the losses and gradient norms of
+recent steps. If the step is bad, parameters and optimizer state are left unchanged.
+`guard.bad_steps` determines how the host reacts.
 
 `bound_update` bounds the absolute values of the parameters after an update, without computing the
 update.
@@ -128,7 +128,7 @@ def _reduce_over_devices(
     """Return (broken, spike, bounds) on every device, each reduced to its maximum over all devices.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
-    unless a device is faulty. Even with a faulty device, the decision must be identical on all
+    unless a device is faulty. Even if a device is faulty, the decision must be identical on all
     devices; otherwise, the processes would deadlock.
     """
 
@@ -198,7 +198,7 @@ def bound_update(
     after = _ROUNDING_FACTOR * (params + jnp.abs(rate) * update)
     moment = jnp.stack(moments).max() if moments else jnp.zeros(())
     bounds = jnp.stack([after, moment]).astype(jnp.float32)
-    # With smaller epsilons, a divisor could be rounded to 0.
+    # If epsilon were smaller, a divisor could be rounded to 0.
     is_bounded = not divides or config.epsilon > 1e-30
     is_bounded &= config.name == "adafactor" or max(config.beta1, config.beta2) < 1 - 1e-6
     within = jnp.maximum(jnp.maximum(after, corrected), update) < 1e37

@@ -77,7 +77,7 @@ def compute_updates(
     """Orthogonalize and scale each matrix of the arrays.
 
     Args:
-        arrays: float32 update directions, with the shapes described by `declared`.
+        arrays: float32 update directions, whose shapes `declared` describes.
         declared: layout and sharding of the matrices in each array.
         mesh: device mesh.
     """

@@ -75,7 +75,7 @@ ALL_LAYERS = LayerSlice()
 def map_layers(
     run: Callable[[LayerSlice, Arrays], Mapping[str, Array]], arrays: Arrays, dim: int | None
 ) -> Arrays:
-    """Apply `run` to each layer's slices, and return the arrays with the new slices.
+    """Apply `run` to each layer's slices, and return arrays that contain the new slices.
 
     If a computation uses an array in host memory, XLA can copy the full array to the device at any
     time. In a loop that slices along exactly one dim, XLA copies only the slice.

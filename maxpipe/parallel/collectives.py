@@ -89,7 +89,7 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """Return a count summed over the axes that shard tokens, with gradients stopped.
+    """Sum a count over the axes that shard tokens, without propagating gradients.
 
     If all axes are auto axes, the count already covers all sequences.
     """
@@ -121,8 +121,8 @@ def map_auto_axes(
 
     `entries` lists the auto axes of each dim, in the format of a PartitionSpec. Without this
     function, XLA's partitioner keeps such a dim sharded in all-reduces and permutes, but gathers
-    the dim before an all-gather or reduce-scatter along another dim. With a tensor axis of size 4,
-    this would need four times as much traffic and memory.
+    the dim before an all-gather or reduce-scatter along another dim. If the tensor axis has size 4,
+    the gather would need four times as much traffic and memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
@@ -260,8 +260,9 @@ def with_layout(value: Array, order: Sequence[int]) -> Array:
 # --- sequences sharded over the context axis ----------------------------------
 
 FULL_SEGMENT_IDS = "row_segment_ids"
-"""Key of the microbatch array `[B, S]` with the segment IDs of the full sequences, which exists if
-tokens are sharded."""
+"""Key of the microbatch array `[B, S]` with the segment IDs of the full sequences, which exists
+only if tokens are sharded.
+"""
 _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 """Batch arrays without a token dim."""
 

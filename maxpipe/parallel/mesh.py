@@ -113,7 +113,7 @@ def _remainder_error(
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Return a mesh over all devices with the axis names in `AXES`.
+    """Return a mesh that contains all devices and has the axis names in `AXES`.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices or of slices.

@@ -452,8 +452,8 @@ def _matmuls(
     quantized: Array | QuantizedArray = x
     if how.scales != "block":
         quantized = how.quantize_tokens(x, most)
-        # Store the rounded input if several matmuls share it. With a single matmul, XLA can fuse
-        # the rounding.
+        # Store the rounded input if several matmuls share it. If there is only one matmul, XLA can
+        # fuse the rounding into it.
         quantized = lax.optimization_barrier(quantized) if into else quantized
     return tuple(
         how.matmul(quantized, weight, dims).compute().astype(x.dtype) for weight in weights

@@ -131,8 +131,8 @@ class Engine:
         """Return the forward-only loss, which maps (params, batch, None) to (sums, number of target
         tokens).
 
-        The sums `[R]` contain the loss and the objective's metrics. With several data sources, the
-        sums have shape `[R, sources]` and the counts have shape `[sources]`.
+        The sums `[R]` contain the loss and the objective's metrics. If there are several data
+        sources, the sums have shape `[R, sources]` and the counts have shape `[sources]`.
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 

@@ -43,7 +43,7 @@ class Objective(ABC):
     which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of
     each segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is
     `segments_per_loss` times N, and segment s contains the tokens with segment ID s + 1. Metrics
-    have the same shape as the losses. The step divides the sum of the losses and of each metric by
+    have the same shape as the losses. The step divides the summed losses and each summed metric by
     the sum of the `normaliser` array over the batch.
     """
 

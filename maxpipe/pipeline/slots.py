@@ -1,10 +1,10 @@
 """Run the layers of one chunk in a slot of the schedule: forward, backward, or weight gradients.
 
 The layers in a slot run in a loop whose trip count is read from the table: 0 if the stage is idle.
-Conditionals are avoided, because XLA copies buffers inside them. With several layer types, every
-iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's stacks
-are indexed by the inner counter; otherwise, XLA would treat the reads as loop-invariant and copy
-them out of the loop. With `idle="compute"`, every stage runs as many iterations as the busiest
+Conditionals are avoided, because XLA copies buffers inside them. If there are several layer types,
+every iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's
+stacks are indexed by the inner counter; otherwise, XLA would treat the reads as loop-invariant and
+copy them out of the loop. With `idle="compute"`, every stage runs as many iterations as the busiest
 stage and discards unused results, so that control flow is identical on all stages.
 
 Arrays that are kept between slots of the schedule are stored in buffers with numbered entries,
@@ -446,7 +446,7 @@ class LayerSlots:
     def _saved_activations(
         self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return the saved activations and the first index of each type; with the `chunk` policy,
+        """Return the saved activations and the first index of each type; for the `chunk` policy,
         recompute the activations.
         """
         if self.remat_policy.remat != "chunk":

@@ -49,7 +49,7 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
-    """Return the full tree, with every leaf that also exists in the partial tree replaced.
+    """Return the full tree, in which leaves of the partial tree replace the corresponding leaves.
 
     An 8-bit weight is kept, and its `gradient` is set to the new leaf.
     """

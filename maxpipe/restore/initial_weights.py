@@ -239,7 +239,7 @@ def _read_folder_weights(
 
 
 def _check_weights(saved: Mapping[str, Any], loaded: LoadedConfig) -> None:
-    """Compare a saved `model` section with that of the run, whose vocabulary may be larger.
+    """Compare a saved `model` section with the run's section, whose vocabulary may be larger.
 
     Raises:
         ConfigError: keys that must not change differ; the error lists all of them.

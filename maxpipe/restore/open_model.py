@@ -63,7 +63,7 @@ class OpenedModel:
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
         """Return a tokenizer that formats prompts and texts like the model's training data.
 
-        If maxpipe did not train the model, the format is that of `transformers`.
+        If maxpipe did not train the model, prompts and texts are formatted as in `transformers`.
 
         Raises:
             ConfigError: as in `fit_tokenizer`.

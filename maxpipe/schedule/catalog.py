@@ -40,7 +40,7 @@ class ScheduleSpec:
     repeats: int | None = None
     """Required number of repeats. If None, any number of repeats is allowed."""
     default_repeats: int | None = None
-    """Number of repeats that the schedule's name implies. With any other number of repeats, the
+    """Number of repeats that the schedule's name implies. If the number of repeats differs, the
     name is an alias of `interleaved`.
     """
     split: bool = False

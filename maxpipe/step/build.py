@@ -102,7 +102,7 @@ def build_steps(
     """Return the train and eval steps for a model on a mesh. The default objective is cross
     entropy.
 
-    With a data mixture, losses are summed separately for each of the `num_sources` sources.
+    For a data mixture, losses are summed separately for each of the `num_sources` sources.
 
     Raises:
         ConfigError: the axis rules shard two dims of a tensor over the same mesh axis, or the

@@ -564,7 +564,7 @@ class StateLayout:
     @cached_property
     def initial_params(self) -> Any:
         """Return a function that converts saved parameters to a run's initial stacked parameters.
-        With adapters, the saved parameters are those of the base model.
+        If the run has adapters, the saved parameters are the parameters of the base model.
         """
         return self._jit(self._stack_with_adapters, self.state_sharding.params)
 
@@ -614,8 +614,8 @@ class StateLayout:
     def from_saved(self) -> Any:
         """Return a function (saved form, guard state, base parameters) -> state.
 
-        The guard state defaults to that of a new run. Base parameters are needed only with
-        adapters.
+        The guard state defaults to the guard state of a new run. Base parameters are needed only
+        with adapters.
         """
 
         def convert(

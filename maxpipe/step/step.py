@@ -132,7 +132,7 @@ def balance_step(
 Tree = Any
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
 """Metrics, keyed by tag. Training losses are in nats per token, and evaluation losses are sums in
-nats. With a data mixture, evaluation sums are per source `[sources]`, and training metrics also
+nats. For a data mixture, evaluation sums are per source `[sources]`, and training metrics also
 include the per-source sums listed in `BY_SOURCE`."""
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
 """Tags of the per-source sums `[sources]` in a training step on a data mixture; see

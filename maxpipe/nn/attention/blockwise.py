@@ -3,12 +3,11 @@
 Only the scores of one (query block, key block) pair are held in memory at a time. The forward pass
 uses online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from the
 log-sum-exp of each query token (arXiv:2205.14135). The backward pass follows algorithm 4 of
-arXiv:2307.08691, but with the loop order of that paper's forward pass. The number of loop
+arXiv:2307.08691, but its loops have the order of that paper's forward pass. The number of loop
 iterations depends on the causal mask, the window and document boundaries. The iteration count can
 differ between devices and layers, because a custom gradient avoids differentiating through the
 loops. Short sequences, which have few query blocks, are processed without loops: each block
-computes the scores of all its visible keys at once.
-"""
+computes the scores of all its visible keys at once."""
 
 from __future__ import annotations
 
@@ -78,8 +77,9 @@ def attend(
     tokens without visible keys.
 
     Sums are accumulated in float32 for every input dtype. `block` is the maximum number of query
-    tokens and keys per block; 0 selects the block size automatically. With a cache, the `xla`
-    backend is used, because few scores are computed and cached keys are not in sequence order.
+    tokens and keys per block; 0 selects the block size automatically. If there is a cache, the
+    `xla` backend is used instead, because few scores are computed and cached keys are not in
+    sequence order.
     """
     if not mask.has_places:
         return xla.attend(query, key, value, mask)
@@ -198,7 +198,7 @@ class _Blocks:
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
     def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
-        """Split queries into blocks, with query heads grouped by key/value head."""
+        """Split queries into blocks, and group query heads by key/value head."""
         x = self.split_tokens(x)
         x = x.reshape(*x.shape[:3], self.groups, -1, x.shape[-1])
         return x.transpose(0, 1, 3, 4, 2, 5)

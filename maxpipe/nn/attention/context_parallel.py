@@ -8,7 +8,7 @@ the sequence shards (arXiv:2309.14509).
 
 `ring`: keys and values rotate around the context axis, and each device sends the next shard while
 it computes the scores of the current shard. Partial softmax results are combined through their
-log-sum-exp (arXiv:2310.01889), with blockwise attention on all platforms. All pipeline stages must
+log-sum-exp (arXiv:2310.01889). All platforms use blockwise attention. All pipeline stages must
 execute the ring's collective permutes in the same order.
 """
 

@@ -222,8 +222,8 @@ def attend(
     """Compute attention in a single kernel; `models.layers.attention.CANNOT` lists unsupported
     options.
 
-    With a cache or an odd sequence length, attention in plain JAX is used. During training, config
-    rules exclude caches and odd sequence lengths.
+    If there is a cache or the sequence length is odd, attention in plain JAX is used. During
+    training, config rules exclude caches and odd sequence lengths.
     """
     assert not mask.soft_cap and mask.sinks is None, "rejected by a config rule"
     tokens, keys = query.shape[1], key.shape[1]

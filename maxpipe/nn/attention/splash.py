@@ -47,9 +47,9 @@ def attend(
 ) -> Float[Array, "B T N v"]:
     """Compute attention with splash kernels.
 
-    With a cache, or if the sequence length is not a multiple of the block size, attention in plain
-    JAX is used. Config rules exclude both cases during training. `interpret` runs the kernels as
-    JAX operations on any device.
+    If there is a cache, or the sequence length is not a multiple of the block size, attention in
+    plain JAX is used. Config rules exclude both of these cases during training. `interpret` runs
+    the kernels as JAX operations on any device.
     """
     tokens, keys = query.shape[1], key.shape[1]
     if not mask.has_places or (mask.run or tokens) % LANES or keys % LANES:
