@@ -81,7 +81,8 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
     consists of (R-1) * N forward passes, until the first microbatch leaves the network, plus two
     for each stage that follows. Memory does not depend on the number of microbatches.
 
-    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). If there is a single group, this is the breadth-first order (arXiv:2211.05953).
+    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). If there is a
+    single group, this is the breadth-first order (arXiv:2211.05953).
     """
     stages, repeats = ring.num_stages, ring.num_repeats
     sizes = group_sizes(num_microbatches, stages, group)

@@ -7,7 +7,8 @@ arXiv:2307.08691, but its loops have the order of that paper's forward pass. The
 iterations depends on the causal mask, the window and document boundaries. The iteration count can
 differ between devices and layers, because a custom gradient avoids differentiating through the
 loops. Short sequences, which have few query blocks, are processed without loops: each block
-computes the scores of all its visible keys at once."""
+computes the scores of all its visible keys at once.
+"""
 
 from __future__ import annotations
 
