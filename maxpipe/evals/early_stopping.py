@@ -22,7 +22,7 @@ class EarlyStoppingState(TypedDict):
     metric: str
     is_largest: bool
     waited: int
-    """Number of evaluations since the best evaluation."""
+    """Number of evaluations since the evaluation with the best metric."""
     counted: int
     """Step of the most recently counted evaluation."""
     best: NotRequired[AnyFloat]
@@ -30,7 +30,7 @@ class EarlyStoppingState(TypedDict):
 
 
 class EarlyStopping:
-    """Counts the periodic evaluations (`eval.every`) since the metric last improved."""
+    """Counter of the periodic evaluations (`eval.every`) since the metric last improved."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class EarlyStopping:
         checkpoint: CheckpointConfig,
         facts: Mapping[str, Any] | None = None,
     ):
-        """Create the counter with the state `facts` from a checkpoint, if any.
+        """Create the counter, restoring the state `facts` from a checkpoint, if any.
 
         The state is ignored if it belongs to another metric.
         """

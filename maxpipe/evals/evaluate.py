@@ -3,8 +3,8 @@
 `Evaluator` computes the token-weighted validation loss and the metrics of multiple-choice tasks
 during training. The module also computes the training loss of every source of a mixture.
 
-`evaluate_model` evaluates a checkpoint or a Hugging Face folder. Only parameters are restored. No
-file is written and no lock is acquired, so the run may still be training, or may belong to another
+`evaluate_model` evaluates a checkpoint or a Hugging Face folder. Only parameters are restored.
+It writes no files and acquires no locks, so the run may still be training, or may belong to another
 user.
 """
 
@@ -66,7 +66,7 @@ class EvalTotals:
     targets: float
     bytes: float
     by_source: Mapping[str, EvalTotals] = field(default_factory=dict)
-    """Totals of the sources of a mixture, keyed by name."""
+    """Totals of each source of a mixture, keyed by source name."""
     reports: Mapping[str, float] = field(default_factory=dict)
     """Sums of additional metrics of the objective, keyed by name."""
     has_bytes: bool = True
@@ -128,7 +128,7 @@ def evaluate(
     stops: Callable[[], bool] = lambda: False,
     sources: Sequence[str] = (),
 ) -> EvalTotals | None:
-    """Evaluate batches and return the totals; None if `stops` returned true after a batch.
+    """Evaluate batches and return the loss totals; None if `stops` returned true after a batch.
 
     `sources` are the names of the sources of a mixture. The step returns separate sums for each
     source. On return, no device is busy, because Python may crash if it exits during a computation.
@@ -170,7 +170,9 @@ def evaluate(
 
 
 class SourceSums:
-    """Sums the loss of each source between two log records. A step need not contain all sources."""
+    """Sums the loss of each source between two log records. A training step need not contain
+    sequences from all sources.
+    """
 
     def __init__(self, names: Sequence[str]):
         self._names = names
@@ -213,9 +215,9 @@ class Evaluator:
     tasks: Sequence[Task]
     console: Console
     should_stop: Callable[[], bool]
-    """Returns whether all processes should stop."""
+    """Function that returns whether all processes should stop."""
     heartbeat: Callable[[], object]
-    """Called to report progress."""
+    """Function that is called to report progress."""
     step: Any = None
     """The compiled evaluation step; None without validation documents."""
 
@@ -307,12 +309,12 @@ _ORDER_FIELDS = (
     "seed",
     "validation_fraction",
 )
-"""Entries of a fingerprint that determine the validation documents."""
+"""Entries of a data fingerprint that determine the validation documents."""
 _REPORT_SECONDS = 10.0
 
 
 class _ReportHeader(TypedDict):
-    """Description of the evaluated model, data and layout."""
+    """Description of the model, data and layout that were evaluated."""
 
     checkpoint: str
     step: int | None
@@ -433,7 +435,7 @@ def _stop_error(chosen: OpenedModel) -> BaseException:
     return Preemption(
         f"{chosen.name}: evaluation was stopped on request\n"
         "  No files were changed.\n"
-        "  Start the same command again."
+        "  Run the same command again."
     )
 
 
@@ -484,7 +486,7 @@ def _ignore_progress(text: str) -> None:
 
 
 def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
-    """Return a config whose mesh fits the devices: the run's mesh or a mesh with a single axis."""
+    """Return a config whose mesh fits the devices: the run's mesh, or a mesh with one axis."""
     try:
         return resolve_mesh(chosen.loaded).config
     except ConfigError:
@@ -525,7 +527,9 @@ def _sizes(mesh: MeshConfig) -> dict[str, int]:
 
 
 def _single_axis_config(config: Config, axis: str, count: int) -> Config:
-    """Return a config with one stage and one mesh axis. Microbatches are not larger than before."""
+    """Return a config with one stage and one mesh axis. Microbatches are not larger than in the
+    given config.
+    """
     shards, _ = batch_shards(config.mesh)
     largest = max(1, config.train.batch_size // (shards * config.pipeline.microbatches))
     mine = max(1, config.train.batch_size // count)

@@ -46,9 +46,10 @@ class HarnessModel(LM):
         Args:
             pretrained: RUN, RUN@STEP or a folder, as for `maxpipe generate`.
             batch_size: Sequences per batch; `auto` means 16.
-            max_batch_size: Ignored, because maxpipe does not search for a batch size.
+            max_batch_size: Ignored, because maxpipe does not search for the largest batch size that
+                fits.
             device: Ignored, because jax uses the available devices.
-            overrides: Config keys, such as `mesh.ici_tensor`.
+            overrides: Config keys and their values, such as `mesh.ici_tensor`.
 
         Raises:
             ConfigError: the model does not exist, or the overrides are not valid for the model.

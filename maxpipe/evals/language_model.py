@@ -83,7 +83,7 @@ class ScoringTokenizer:
     is_chat: bool = False
     """Whether contexts come from a chat template, so that control tokens in the text are parsed."""
     skips_bos: bool = False
-    """Whether to omit the BOS token before the output of a chat template, as in training."""
+    """Whether to omit the BOS token before text rendered by a chat template, as in training."""
 
     @property
     def _bos_ids(self) -> list[int]:
@@ -131,14 +131,14 @@ class ScoringTokenizer:
                 "a continuation",
                 f"{len(row.target)} tokens",
                 f"must fit into {self.max_length} tokens (train.sequence_length).",
-                "Set a larger train.sequence_length, if the model supports it.",
+                "Increase train.sequence_length, if the model supports longer sequences.",
             )
         return ScoringSequence(self.drop_leading(row.context, over), row.target)
 
     def windows(self, text: str) -> list[ScoringSequence]:
         """Split a text into sequences that together predict every token exactly once.
 
-        The last sequence has as much context as possible.
+        The last sequence contains as much context as possible.
         """
         ids = self.encode(text)
         if not self._bos_ids:
@@ -276,7 +276,7 @@ class LanguageModel:
     texts: ScoringTokenizer
     batch_size: int = 16
     should_stop: Callable[[], bool] = lambda: False
-    """Returns whether to raise KeyboardInterrupt; called while no device is busy."""
+    """Function that returns whether to raise KeyboardInterrupt; called while no device is busy."""
     _scorer: Scorer = field(init=False)
     _decodings: dict[Sampling, DecodeEngine] = field(default_factory=dict, init=False)
 
@@ -353,7 +353,7 @@ class LanguageModel:
 
     @cached_property
     def _unstacked_params(self) -> Any:
-        """Parameters with a separate array per layer.
+        """Parameters in the form used for decoding, with a separate array per layer.
 
         Slices of arrays that are stacked over layers would be copied for every token.
         """

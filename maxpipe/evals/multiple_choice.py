@@ -47,7 +47,7 @@ class Question(NamedTuple):
     """A question from a task file."""
 
     line: int
-    """Line number in the file, counted from 1."""
+    """Line number of the question in the task file, counted from 1."""
     context: str
     choices: tuple[str, ...]
     answer: int
@@ -55,7 +55,7 @@ class Question(NamedTuple):
 
 
 class QuestionResult(TypedDict):
-    """Result of one question, and one line of the output file."""
+    """Result of one question, which is written as one line of the output file."""
 
     line: int
     answer: int
@@ -105,7 +105,7 @@ def read_questions(path: str, where: str) -> list[Question]:
                 found.append(_question(number, line))
             except ValueError as error:
                 given = line[:60].decode("utf-8", "replace") + ("..." if len(line) > 60 else "")
-                action = f"Correct or remove the line. Example: {_EXAMPLE}."
+                action = f"Correct or remove this line. Example: {_EXAMPLE}."
                 problems.append(Problem(f"{path}:{number}", given, f"{error}.", action))
     if problems:
         raise ConfigError(problems[:_MAX_PROBLEMS])
@@ -119,7 +119,7 @@ _EXAMPLE = '{"context": "2 + 2 =", "choices": ["4", "5"], "answer": 0}'
 
 
 def _question(number: int, line: bytes) -> Question:
-    """Parse a line.
+    """Parse one line of a task file.
 
     Raises:
         ValueError: the line is not a valid question; the message is the violated rule.
@@ -279,7 +279,7 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
     """Yield a function that writes results to a file, one JSON object per line.
 
-    Without a path, results are discarded. A file with earlier results is overwritten.
+    If no path is set, results are discarded. A file with earlier results is overwritten.
 
     Raises:
         ConfigError: the path is an existing file with other content, such as the questions.
@@ -290,7 +290,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
         return
 
     def unwritable(error: OSError) -> StorageError:
-        action = "Free disk space, or name a file in an existing writable folder."
+        action = "Free disk space, or specify a file in an existing writable folder."
         return StorageError.unwritable(f"{where} = {path}", error, action)
 
     try:
@@ -445,7 +445,7 @@ class Task:
     def evaluate(
         self, params: Any, stops: Callable[[], bool], moved: Callable[[], object]
     ) -> TaskSummary | None:
-        """Evaluate the task; None if `stops` returned true after a batch.
+        """Evaluate the task and return its summary; None if `stops` returned true after a batch.
 
         This is a collective operation: all processes must call it.
         """

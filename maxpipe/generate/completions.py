@@ -61,9 +61,10 @@ class IncrementalDetokenizer:
         return self._pending_text()[0][self._num_emitted :]
 
     def _pending_text(self) -> tuple[str, bool]:
-        """Return the text of the pending tokens, and whether the text before it is unchanged.
+        """Return the text of the pending tokens, and whether the text before these tokens is
+        unchanged.
 
-        The text before it can change: some decoders replace all characters of a byte sequence while
+        The preceding text can change: some decoders replace all characters of a byte sequence while
         its last character is incomplete.
         """
         before = self._tokenizer.decode(self._ids[: self._num_decoded])
@@ -80,7 +81,7 @@ class StopStringMatcher:
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False
-        """Whether a stop string was found. The returned text ends before the stop string."""
+        """Whether a stop string was found. The text from `add` ends before the stop string."""
 
     def add(self, text: str) -> str:
         """Append text, and return all pending text that cannot belong to a stop string."""
@@ -96,7 +97,7 @@ class StopStringMatcher:
         return certain
 
     def flush(self) -> str:
-        """Return the text held back as a possible stop string, for use after the last token."""
+        """Return the text held back as a possible stop string; called after the last token."""
         waited, self._waiting = self._pending, ""
         return waited
 
@@ -132,7 +133,7 @@ class CompletionText:
         return self._append(self._stops.add(self._characters.add(token)))
 
     def end(self) -> str:
-        """Return the remaining text after the last token."""
+        """Return the text that is still held back after the last token."""
         if self.stopped:
             return ""
         last = self._stops.add(self._characters.flush())
@@ -152,7 +153,7 @@ class Prompt(NamedTuple):
     """A prompt to complete."""
 
     number: int
-    """Zero-based index among all prompts."""
+    """Zero-based index of this prompt among all prompts."""
     text: str
     ids: list[int]
     """Token ids, including BOS."""
@@ -160,7 +161,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationLimits:
-    """Limits and stop conditions of generation."""
+    """Length limits and stop conditions of generation."""
 
     max_tokens: int
     max_length: int
@@ -196,12 +197,12 @@ class DecodeEngineProtocol(Protocol):
 
     @property
     def batch_multiple(self) -> int:
-        """Return the number that must divide the batch size."""
+        """Return the number by which the batch size must be divisible."""
         ...
 
     @property
     def supports_refill(self) -> bool:
-        """Return whether finished sequences can be replaced."""
+        """Return whether new prompts can replace finished sequences."""
         ...
 
     def run(
@@ -323,7 +324,7 @@ def _check_length(prompt: Prompt, room: int) -> Prompt:
             repr(text[:40]) + ("..." if len(text) > 40 else ""),
             f"has {size} tokens including control tokens, but must have fewer than the model's "
             f"sequence length, {room} (train.sequence_length).",
-            f"Shorten the prompt, or set train.sequence_length={2 * size} to exceed that length.",
+            f"Shorten the prompt, or set train.sequence_length={2 * size} for longer sequences.",
         )
     return prompt
 
@@ -341,8 +342,8 @@ def complete(
 ) -> None:
     """Complete the prompts in batches.
 
-    When a sequence finishes, the next prompt replaces that sequence in the batch. With pipeline
-    stages, the next batch starts only after all sequences have finished.
+    When a sequence finishes, the next prompt replaces that sequence in the batch. If there are
+    pipeline stages, the next batch starts only after all sequences have finished.
 
     `write` receives the completions in prompt order, each as soon as it and all earlier ones have
     finished. `stream` receives the new text of all sequences. If `stops` returns true or the
@@ -376,7 +377,7 @@ def complete(
 
 
 def batch_shape(prompts: Sequence[Prompt], limits: GenerationLimits, shards: int) -> DecodeShape:
-    """Return the shape that all batches share."""
+    """Return the shape of a batch, which is the same for all batches."""
     rows = min(limits.batch_size, len(prompts))
     longest = max(limits.longest_prompt, *(len(prompt.ids) for prompt in prompts))
     more = min(limits.max_tokens, limits.max_length)
@@ -394,7 +395,7 @@ def _steps(
 ) -> Generator[None]:
     """Generate one token per step for every sequence of a batch, until all have finished.
 
-    The batch is filled from the front of `waiting`.
+    Prompts from the front of `waiting` fill the batch.
     """
     batch = [waiting.popleft() for _ in range(min(size.batch_size, len(waiting)))]
     new: list[RefillPrompt] = []
@@ -443,7 +444,7 @@ def _append_token(
         )
     row.tokens.append(token)
     row.logprobs.append(logprob)
-    if token not in tokenizer.end_ids:  # an end token is not always a control token
+    if token not in tokenizer.end_ids:  # some end tokens are not control tokens
         stream(row.streamed_text.add(token))
 
 

@@ -145,7 +145,7 @@ _MAX_PREFILL_CHUNK = 512
 have the shape (chunk tokens, cache slots)."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
-"""Segment ids of padding and text."""
+"""Segment id of padding, and segment id of text."""
 
 
 class DecodeState(NamedTuple):
@@ -173,7 +173,7 @@ class TokenBatch(NamedTuple):
 
 
 class DecodeShape(NamedTuple):
-    """Sizes of a batch. Programs are compiled once for each combination of sizes."""
+    """Sizes of a batch. Each combination of sizes needs a separate compilation."""
 
     batch_size: int
     prompt_length: int
@@ -206,7 +206,7 @@ def padded_length(longest: int) -> int:
 
 
 def left_pad(prompts: Sequence[Sequence[int]], rows: int, width: int) -> TokenBatch:
-    """Pad prompts on the left. Rows without a prompt contain only padding."""
+    """Pad prompts on the left. Batch rows without a prompt contain only padding."""
     batch = TokenBatch(*(np.zeros((rows, width), np.int32) for _ in TokenBatch._fields))
     for row, prompt in enumerate(prompts):
         start = width - len(prompt)
@@ -239,7 +239,7 @@ class DecodeEngine:
     seed: int
 
     supports_refill = True
-    """Whether finished sequences can be replaced."""
+    """Whether new prompts can replace finished sequences."""
 
     @property
     def batch_multiple(self) -> int:
@@ -259,9 +259,9 @@ class DecodeEngine:
         Args:
             params: parameters with layers in model order, as returned by `Decoder.by_layer`.
             prompts: token ids of each prompt, at least one token per prompt.
-            numbers: index of each sequence. Sampling keys depend on the seed, this index and the
-                token position.
-            size: shape of the batch, at least as large as the prompts require.
+            numbers: index of each sequence. Sampling keys depend on the seed,
+                this index and the token position.
+            size: sizes of the batch, at least as large as the prompts require.
             refill: called after each step; returns prompts that replace finished sequences. The
                 next step yields the first token after each of these prompts. If `refill` is set,
                 the generator never ends.
@@ -283,7 +283,7 @@ class DecodeEngine:
                     with jax.set_mesh(self.mesh):
                         kept, drawn, named = self._refill_row(params, kept, drawn, named, new, size)
         finally:
-            jax.block_until_ready(drawn)  # Python may exit next, so devices must be idle
+            jax.block_until_ready(drawn)  # Python may exit after this, so devices must be idle
 
     def _prefill(
         self,
@@ -354,8 +354,8 @@ class DecodeEngine:
 
     @cached_property
     def _refill_init_program(self) -> Any:
-        """Map (size, state, tokens) to an empty state whose caches end at the same slot as those
-        of `state` once `tokens` tokens are added.
+        """Map (size, state, tokens) to an empty state whose caches will end at the same slot as the
+        caches of `state` after `tokens` tokens are added.
         """
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:
@@ -403,7 +403,7 @@ class DecodeEngine:
         rows: Any = NamedSharding(self.mesh, BATCH_SPEC)
         whole: Any = NamedSharding(
             self.mesh, PartitionSpec()
-        )  # each process reads the tokens of all sequences
+        )  # every process reads the sampled tokens of all sequences
         return DecodeState(caches, rows if self._has_repetition_penalty else None), SampledTokens(
             whole, whole, rows
         )

@@ -1,4 +1,4 @@
-"""Load models for generation: the tokenizer immediately, and the parameters on request.
+"""Load models for generation: tokenizers immediately, and parameters on request.
 
 `open_model` opens a checkpoint or a Hugging Face folder. Generation accepts any implementation of
 `LazyModel`.
@@ -46,7 +46,7 @@ MessageCallback = Callable[[str], None]
 
 _USED_SECTIONS = ("run", "model", "adapter", "tokenizer", "runtime")
 _DIVISIBLE_BATCH_SIZE = 16 * math.lcm(*range(1, 17))
-"""Batch size that meets the divisibility rules for training on every mesh. Generation ignores
+"""Batch size that satisfies the divisibility rules of training on every mesh. Generation ignores
 `train.batch_size`."""
 
 
@@ -108,7 +108,7 @@ def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
 
 @dataclass(frozen=True)
 class _Model:
-    """A lazily loaded model that is defined by a config."""
+    """A lazily loaded model whose architecture and mesh are defined by a config."""
 
     name: str
     loaded: LoadedConfig
@@ -198,7 +198,7 @@ def _check_no_stages(config: Config) -> None:
                 f"mesh.{key}",
                 size,
                 "must be 1, because scoring does not support pipeline stages.",
-                f"Set mesh.{key}=1, and mesh.ici_tensor or mesh.ici_data for the devices.",
+                f"Set mesh.{key}=1, and use mesh.ici_tensor or mesh.ici_data for the devices.",
             )
 
 

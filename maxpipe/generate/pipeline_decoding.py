@@ -62,14 +62,15 @@ from maxpipe.step.state import ParamLayout
 Tree = Any
 
 _SEQUENCE_SPEC = PartitionSpec(None, TOKEN_AXES)
-"""PartitionSpec of arrays `[M, B, ...]`. A single token cannot be sharded over the context axis, so
-this axis also shards sequences."""
+"""PartitionSpec of arrays `[M, B, ...]` that hold sequences. A single token cannot be sharded over
+the context axis, so this axis also shards sequences.
+"""
 
 
 class RingState(NamedTuple):
     """State of the ring between two ticks.
 
-    Dim P is sharded over stages. For replicated arrays, each entry along dim P is a copy.
+    Dim P is sharded over stages. Each entry of a replicated array along dim P is a copy.
     """
 
     caches: Tree
@@ -99,8 +100,9 @@ class PipelineDecodeEngine:
     seed: int
 
     supports_refill = False
-    """Whether finished sequences can be replaced, which is not possible here because the ring is
-    filled only once per batch."""
+    """Whether new prompts can replace finished sequences: never, because the ring is filled only
+    once per batch.
+    """
 
     @property
     def batch_multiple(self) -> int:
@@ -146,7 +148,7 @@ class PipelineDecodeEngine:
                     newest_tokens[number], newest_tokens[number + 1] if number else newest_tokens[0]
                 )
         finally:
-            jax.block_until_ready(turning)  # Python may exit next, so devices must be idle
+            jax.block_until_ready(turning)  # Python may exit after this, so devices must be idle
 
     def _place(self, rows: np.ndarray) -> Array:
         """Reshape an array `[sequences, ...]` to `[M, B, ...]` and transfer it to the mesh."""
@@ -262,7 +264,7 @@ class PipelineDecodeEngine:
             )
             return self._decode_program.lower(params, turning, named, np.array(True))
 
-    # Per-stage computation, in which arrays have no dim P.
+    # The following methods compute one stage's results; their arrays have no dim P.
 
     def _prefill(self, params: Tree, turning: RingState, numbers: Array, piece: Any) -> RingState:
         """Prefill a chunk for all microbatches, while the ring fills and then drains."""

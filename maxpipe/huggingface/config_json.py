@@ -41,7 +41,7 @@ _LENGTH_SCALING_TYPES = ("llama3", "yarn", "longrope", "su")
 """RoPE types that depend on the original context length."""
 
 _HETEROGENEOUS = "per_layer_config"
-"""Key under which any transformers config can override values for individual layers."""
+"""Key under which a transformers config can override values for individual layers."""
 
 
 @dataclass
@@ -283,7 +283,7 @@ def _drop_unread(
         (*row.scalings.get(kind, ()), *row.top_level_keys.get(kind, ())) if _is_name(kind) else ()
     )
     if _is_name(kind) and kind != "default" and kind not in row.scalings:
-        return  # a later check rejects the type
+        return  # a later check rejects this RoPE type
     known = {name for each in rows for name in each.names} | {"rope_theta", "rope_type"}
     if _SHARE not in known and said.get(_SHARE, 1) != 1:
         rule = f"must be 1 with rope_type = {kind!r}, which does not support partial RoPE."
@@ -295,7 +295,9 @@ def _drop_unread(
 
 
 _ALWAYS_SET = (_ORIGINAL, "factor")
-"""RoPE parameters that are set for all scaling types, although only some types use them."""
+"""RoPE parameters that configs set for all scaling types, although only some types use these
+parameters.
+"""
 
 
 def _is_name(kind: Any) -> bool:
@@ -308,7 +310,7 @@ def _shown(value: Any) -> str:
 
 
 def lines(found: Sequence[str], most: int = 8) -> list[str]:
-    """Return the first `most` messages, and a line with the number of remaining messages."""
+    """Return the first `most` messages, followed by a line that counts the remaining messages."""
     more = [f"and {len(found) - most} more duplicate values that differ"] * (len(found) > most)
     return [*found[:most], *more]
 
@@ -331,7 +333,7 @@ _IGNORED_KEYS = frozenset(
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A model described by a `config.json`."""
+    """A model that a `config.json` describes."""
 
     table: HuggingFace
     section: dict[str, Any]
@@ -341,7 +343,7 @@ class ModelDescription:
     unknown: tuple[str, ...]
     """Unknown keys of config.json, which are ignored."""
     whole: Whole | None = None
-    """The composite model that contains this language model, if any."""
+    """Composite model that contains this language model, if any."""
     differences: tuple[str, ...] = ()
     """Messages about duplicate keys with different values."""
 
@@ -404,7 +406,7 @@ def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:
     Raises:
         ConfigError: the section violates a rule.
     """
-    # The values of the other sections are arbitrary but must be valid.
+    # The values of all sections other than `model` are arbitrary but must be valid.
     others = {"train": {"steps": 1}, "tokenizer": {"kind": "huggingface", "path": FILE}}
     return load([], {**others, "model": section}, where).config.model
 
@@ -497,7 +499,7 @@ def values(config: ModelConfig) -> dict[str, Any]:
 
 
 def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
-    """Return the equivalent transformers class's conversion table, and the config.json values.
+    """Return the conversion table of the equivalent transformers class, and the config.json values.
 
     Raises:
         ConfigError: no transformers class is equivalent to the model.

@@ -60,7 +60,7 @@ from maxpipe.models.registry import describe
 from maxpipe.optim.state_spec import EMA
 
 TYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""Values of `--dtype`, each with its dtype name in safetensors files."""
+"""Supported values of `--dtype`, each mapped to the dtype name used in safetensors files."""
 
 SHARD_BYTES = 5 * 10**9
 """Maximum size in bytes of a weight file, unless a single tensor is larger. transformers 4 supports
@@ -198,7 +198,7 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
             facts = folder.read_metadata(step)
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
-        # Other objectives are valid only together with a data section.
+        # Objectives other than the default are valid only together with a data section.
         saved["train"] = {**saved["train"], "objective": "pretrain"}
         saved["adapter"] = facts.config.get("adapter", {})
         config = load([], saved, address.address_at(step)).config
@@ -229,8 +229,8 @@ def _damaged(path: epath.Path, reason: str) -> StorageError:
 def _verify_files_in_background(chosen: _ExportedCheckpoint) -> Iterator[None]:
     """Verify the checksums of all checkpoint files in a background thread.
 
-    A checkpoint without a manifest has no checksums. Its decoded arrays are still compared with the
-    saved digests.
+    A checkpoint without a manifest has no checksums, but its decoded arrays are still compared with
+    the saved digests.
 
     Raises:
         StorageError: a file is damaged or cannot be reached.
@@ -350,7 +350,7 @@ def _write_param(
     writers: Mapping[str, SafetensorsWriter],
     written: ByteProgress,
 ) -> None:
-    """Write one parameter to its tensors' files, and check the parameter against its digest."""
+    """Write a parameter to the files of its tensors, and check the parameter against its digest."""
     averaged = chosen.average and both.params[name].trainable
     full_name = f"{_EMA_PREFIX if averaged else _PARAMS}{name}"
     try:
@@ -406,7 +406,7 @@ def _cast(values: np.ndarray, writer: SafetensorsWriter, name: str) -> np.ndarra
 
 
 def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the config.json saved at import, from which an export copies some keys."""
+    """Return the config.json that the import saved, from which an export copies some keys."""
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):
             return parse_json(read(folder / FILE, _MAX_BYTES), dict[str, Any])
@@ -418,7 +418,7 @@ def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """Tokenizer and chat format that a run was trained with.
+    """Tokenizer and chat format with which a run was trained.
 
     `tokenizer` is None if it cannot be opened. `is_run` is False if the weights were imported and
     have not been trained since.
@@ -465,7 +465,7 @@ class TrainedTokenizer:
         if chat is not None and chat.template == template:
             return
         write(here / _TEMPLATE, template.encode())
-        for name in (_SETTINGS, _TEMPLATE_JSON):  # read by older transformers releases
+        for name in (_SETTINGS, _TEMPLATE_JSON):  # older transformers releases read this file
             if name in copied:
                 _write_json(here / name, _read_json(here / name) | {"chat_template": template})
         say(f"{_TEMPLATE}: the chat template with which the run was trained")
@@ -503,7 +503,7 @@ def _trained_tokenizer(chosen: _ExportedCheckpoint, say: MessageCallback) -> Tra
 
 
 def _defaults(config: Config, kept: Mapping[str, Any], trained: TrainedTokenizer) -> dict[str, Any]:
-    """Return the sequence length and special-token ids for keys missing in the imported config."""
+    """Return the sequence length and special-token ids for keys that the imported config lacks."""
     length = {"max_position_embeddings": config.train.sequence_length}
     if EOS_KEY in kept:
         return length

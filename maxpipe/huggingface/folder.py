@@ -3,8 +3,8 @@
 Only the headers of weight files are kept in memory. A parameter region is assembled from the tensor
 rows that overlap it, one block at a time. jax is not imported.
 
-The module also copies tokenizer files, counts bytes for progress callbacks, and resolves model
-addresses.
+The module also copies tokenizer files, counts bytes for progress callbacks, and resolves the
+addresses of models (runs, checkpoints and Hugging Face folders).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ PREFIX = "hf:"
 """Prefix that marks a Hugging Face folder in `checkpoint.restore_from`."""
 
 WITHOUT_MTP: Mapping[str, Any] = {"mtp_heads": 0, "mtp_kind": "projection"}
-"""Model keys that disable multi-token prediction heads."""
+"""Keys and values of the `model` section that disable multi-token prediction heads."""
 
 _MAX_INDEX_BYTES = 1 << 26
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _MAX_MISSING_TENSORS = 1000
-"""Maximum number of missing tensors. If more tensors are missing, the mapping is aborted."""
+"""Maximum number of missing tensors. If more tensors are missing, mapping the model is aborted."""
 _UNKNOWN_LENGTH = 2048
 """Default sequence length in tokens, used if config.json has none."""
 _VOCAB = "vocab"
@@ -64,7 +64,7 @@ class _Index(TypedDict):
 
 
 def folder_of(text: str) -> str | None:
-    """Return DIR of an `hf:DIR` address, or None for any other address."""
+    """Return DIR if the address has the form `hf:DIR`, else None."""
     return text.removeprefix(PREFIX) if text.startswith(PREFIX) else None
 
 
@@ -129,7 +129,7 @@ class HuggingFaceFolder:
 
     @property
     def num_files(self) -> int:
-        """Return the number of files that contain tensors of the model."""
+        """Return the number of weight files that contain tensors of the model."""
         return len({reader.path for reader in self._files.values()})
 
     def _entry(self, name: str):
@@ -168,7 +168,7 @@ class HuggingFaceFolder:
         return values
 
     def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
-        """Read part of a tensor slice into `target` in parameter layout, some rows at a time."""
+        """Read part of a tensor slice, a few rows at a time, into `target` in parameter layout."""
         dim = piece.outer_remaining_dim
         wanted = taken[dim]
         for part, ours in self._blocks(piece, wanted):
@@ -273,7 +273,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             where,
             folder or "''",
             "must be a folder on this machine with config.json and safetensors files.",
-            "Download the model, and set the path of its folder.",
+            "Download the model, and use the path of the downloaded folder.",
         )
     if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
         raise error
@@ -412,7 +412,7 @@ TOKENIZER_FILES = (
     *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Names of tokenizer and generation files. Only these files and vocabulary files are copied."""
+"""Names of the tokenizer and generation files that are copied, in addition to vocabulary files."""
 
 _VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
 """Pattern for the names of SentencePiece and tiktoken vocabulary files."""
@@ -437,7 +437,7 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
     given = expand_path(path, option)
     if not path.strip() or "\0" in path or url_scheme(path):
         rule = "must be a new folder on this machine."
-        raise ConfigError.one(option, path or "''", rule, "Set a path such as ./model.")
+        raise ConfigError.one(option, path or "''", rule, "Use a path such as ./model.")
     where = given.absolute()
     check_outside_checkpoints(where, option)
     if os.path.lexists(where):
@@ -474,7 +474,8 @@ def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
         with contextlib.suppress(FileNotFoundError):
             held = os.open(partial, os.O_RDONLY)
             lock(held, wait=True)
-            # Another process could have removed the folder as a leftover before it was locked.
+            # Another process could have removed the folder as a leftover before this process locked
+            # it.
             if os.path.lexists(partial):
                 return partial, held
             os.close(held)
@@ -495,7 +496,7 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C in the body. Only the main thread receives interrupts."""
+    """Ignore Ctrl-C in the `with` body. Only the main thread receives interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -575,7 +576,9 @@ def _check_inside(folder: Path, path: Path) -> None:
     blobs = whole.parent.parent / "blobs"
     if not real.is_relative_to(whole) and not real.is_relative_to(blobs):
         rule = f"must not link to {real} outside the folder: that file would be copied."
-        raise ConfigError.one(str(path), None, rule, "If intended, replace the link with a copy.")
+        raise ConfigError.one(
+            str(path), None, rule, "To copy that file anyway, replace the link with the file."
+        )
 
 
 def vocabularies(folder: Path) -> list[str]:

@@ -47,11 +47,12 @@ FOLDER = "huggingface"
 """Name of the folder next to `checkpoints` that contains config.json and the tokenizer files."""
 
 WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
-"""Keys of the data position stored in a checkpoint."""
+"""Keys of the data position that a checkpoint stores."""
 
 _SLAB_BYTES = 1 << 24
-"""Slab size in bytes. The operating system would reclaim larger allocations after each use, and
-would have to zero their pages again before the next use."""
+"""Size in bytes of the slabs in which parameters are read. The operating system would reclaim
+larger allocations after each use, and would have to zero their pages again before the next use.
+"""
 
 
 class Origin(TypedDict):
@@ -120,7 +121,7 @@ def import_folder(
         facts = CheckpointMetadata(0, to_dict(saved), data, time.time())
         _write(source, here / CHECKPOINTS, facts, target, report)
         section = to_dict(saved)["model"]
-        del section["param_dtype"]  # new runs use the default dtype
+        del section["param_dtype"]  # new runs use the default parameter dtype
         (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))
@@ -191,7 +192,9 @@ def _state(source: HuggingFaceFolder) -> dict[str, Any]:
 def _tokenizer(
     here: Path, later: Path, copied: list[str], rows: int, say: MessageCallback
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the `tokenizer` section and the tokenizer's entry in the data fingerprint."""
+    """Return the `tokenizer` section of the config, and the tokenizer's entry in the data
+    fingerprint.
+    """
     section = {"kind": "auto", "path": str(later)}
     if _TOKENIZER not in copied and not vocabularies(here):
         names = f"{_TOKENIZER} or tokenizer.model"

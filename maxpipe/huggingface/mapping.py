@@ -1,7 +1,7 @@
 """Map a model's parameters to Hugging Face tensors, as defined by the family's conversion table.
 
 The module also copies between arrays of different memory order, in blocks that fit into the cache.
-With bfloat16 matrices, the blocked copy reaches 1.6 GB/s. A direct numpy copy reaches 0.2 GB/s,
+For bfloat16 matrices, the blocked copy reaches 1.6 GB/s. A direct numpy copy reaches 0.2 GB/s,
 because each element causes a cache miss.
 """
 
@@ -43,7 +43,7 @@ class AxisMapping:
         return tuple(each for each in self.param_dims if each != self.index_dim)
 
     def shape(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tensor's shape, given the sizes of all parameter dims."""
+        """Return the shape of the tensor, given the sizes of all parameter dims."""
         size = dict(zip(self.param_dims, sizes, strict=True))
         return tuple(math.prod(size[each] for each in group) for group in self.hf_dims)
 
@@ -77,7 +77,7 @@ class InterleavedSlice(NamedTuple):
     every: int = 1
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of the selected entries."""
+        """Return a view of the entries that this slice selects."""
         return tensor[..., self.number :: self.every]
 
 
@@ -338,7 +338,8 @@ def _iter_slices(
 def intersect(
     piece: TensorSlice, region: tuple[range, ...]
 ) -> tuple[Index, tuple[slice, ...]] | None:
-    """Return the overlap as indices into the region and into the slice, or None if disjoint.
+    """Return the overlap as indices into the region and into the slice, or None if there is no
+    overlap.
 
     `region` contains the range of requested indices along each parameter dim.
     """
@@ -358,7 +359,7 @@ def intersect(
 def import_slab_shape(both: TensorMapping, name: str, most: int) -> tuple[int, ...]:
     """Return a slab shape with which an import reads a few complete tensor rows at a time.
 
-    A slab has at most `most` elements, unless a single row has more.
+    A slab has at most `most` elements, unless a single tensor row has more.
     """
     shape, piece = both.shapes[name], both.slices[name][0]
     counting, lead = _divisible(shape, piece)
@@ -393,11 +394,13 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 _BLOCK = 256
-"""Side length of a square block, in elements."""
+"""Side length, in elements, of the square blocks in which arrays are transposed."""
 
 
 def copy(target: np.ndarray, source: np.ndarray) -> None:
-    """Assign `target[...] = source` for arrays of equal shape, cast to the target's dtype."""
+    """Assign `target[...] = source` for arrays of equal shape, casting `source` to the target's
+    dtype.
+    """
     assert target.shape == source.shape
     if target.dtype == source.dtype:
         # Copy integer views, because numpy holds the GIL while copying other dtypes.
@@ -414,7 +417,9 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
 
 
 def _transpose(target: np.ndarray, source: np.ndarray) -> None:
-    """Transpose `source` in blocks. The last dim of each array is contiguous."""
+    """Copy `source` to `target` in blocks, transposing each block. The last dim of each array is
+    contiguous.
+    """
     for row in range(0, source.shape[0], _BLOCK):
         for column in range(0, source.shape[1], _BLOCK):
             block = source[row : row + _BLOCK, column : column + _BLOCK].astype(target.dtype)
@@ -439,5 +444,5 @@ def _merge_contiguous_dims(target: np.ndarray, source: np.ndarray) -> tuple[np.n
 
 
 def _fastest(array: np.ndarray) -> int:
-    """Return the dim with the smallest stride."""
+    """Return the index of the dim with the smallest stride."""
     return min(range(array.ndim), key=lambda dim: (array.shape[dim] == 1, array.strides[dim]))

@@ -66,19 +66,19 @@ def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
 
 
 def read_all(array: LazyArray) -> np.ndarray:
-    """Read the complete array."""
+    """Read the complete array into memory."""
     return array.read(tuple(slice(0, size) for size in array.shape))
 
 
 class MatrixLocation(NamedTuple):
-    """Layer type of a weight matrix and its key (sublayer, name) in the layer."""
+    """Layer type that contains a weight matrix, and the matrix's (sublayer, name) in the layer."""
 
     layer_type: LayerType
     key: tuple[str, str]
 
 
 def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
-    """Return the location of each layer weight, excluding adapters, keyed by checkpoint name."""
+    """Return the layer type and key of each layer weight except adapters, by checkpoint name."""
     return {
         name: MatrixLocation(layer_type, key)
         for type_name, layer_type in model.layer_types.items()
@@ -92,7 +92,7 @@ class CheckpointAdapters:
     """Adapters stored in a checkpoint, and their base model."""
 
     path: epath.Path
-    """Path of the checkpoint."""
+    """Path of the checkpoint that stores the adapters."""
     prefix: str
     """Name prefix of the trained parameters in the checkpoint, such as `params.`."""
     config: Config
@@ -286,9 +286,9 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
 def _input_output_dims(
     place: MatrixLocation, piece: TensorSlice
 ) -> tuple[list[int], list[int], bool]:
-    """Return the parameter's input dims and output dims in the tensor's order, and a flag.
+    """Return the parameter's input dims and output dims in the tensor's order, and a bool.
 
-    The flag is true if the input dims are exactly the dims that the matmul contracts.
+    The bool is true if the input dims are exactly the dims that the matmul contracts.
     """
     summed, ours = (
         place.layer_type.adapters[place.key].num_contracted_dims,

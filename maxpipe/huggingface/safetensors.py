@@ -50,7 +50,7 @@ _BITS = {
     **{"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **{name: 8 * dtype.itemsize for name, dtype in DTYPES.items()},
 }
-"""Number of bits per element of every dtype in the safetensors format."""
+"""Number of bits per element for every dtype in the safetensors format."""
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000  # limit of the format
@@ -71,7 +71,9 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsReader:
-    """Reader of one file, reopened for each read because a folder may have hundreds of files."""
+    """Reader of one file, which is reopened for each read because a folder may have hundreds of
+    files.
+    """
 
     def __init__(self, path: Path):
         """Read and check the header.
@@ -268,7 +270,8 @@ class SafetensorsWriter:
         assert values.dtype == dtype and shape[1:] == entry.shape[1:]
         place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
         if every > 1:
-            # Keep the other interleaved entries, which may already have been written.
+            # Keep the entries of the other interleaved parameters, which may already have been
+            # written.
             rows = np.empty(shape, dtype)
             _read(self._file, _bytes(rows), place)
             rows[..., number::every] = values
@@ -324,7 +327,7 @@ _FUSED = (
     (("gate_proj", "up_proj"), "gate_up_proj"),
     (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
 )
-"""Names of separate modules, and of the fused module that concatenates their rows."""
+"""Names of separate modules, and the name of the fused module that concatenates their rows."""
 
 _STACKED = (
     (("gate", "up"), ("gate_up_proj", "gate_up_proj.weight", "w13_weight")),
@@ -600,7 +603,7 @@ def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
 
 
 def format_names(names: Sequence[str]) -> str:
-    """Return the first few names in quotes, and the number of remaining names."""
+    """Return the first few names in quotes, followed by the number of remaining names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(quote_name, names[:_SHOWN])) + more
 

@@ -1,7 +1,7 @@
 """Initialize and apply adapters, and quantize frozen weight matrices.
 
 `int8` stores integers and one scale per row. `nf4` packs two 4-bit codes into each byte. The codes
-are quantiles of a normal distribution, and each block of 64 values shares one scale
+are quantiles of a normal distribution, and each block of 64 weights shares one scale
 (arXiv:2305.14314, section 3).
 """
 
@@ -44,8 +44,8 @@ def quantize(weight: Array, dtype: str, dim: int, blocks: int) -> tuple[Array, A
     if dtype == "int8":
         return jnp.round(scaled * 127).astype(jnp.int8).reshape(weight.shape), scales / 127
     middle = [(a + b) / 2 for a, b in itertools.pairwise(_LEVELS)]
-    # A code is the number of thresholds below the weight. Summing one comparison at a time avoids
-    # an array with an extra dim for the thresholds.
+    # A weight's code is the number of thresholds below that weight. Summing one comparison at a
+    # time avoids an array with an extra dim for the thresholds.
     below = ((scaled > threshold).astype(jnp.uint8) for threshold in middle)
     codes = sum(below, jnp.zeros(scaled.shape, jnp.uint8)).reshape(weight.shape)
     pairs = jnp.moveaxis(codes, dim, -1)
@@ -66,8 +66,8 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
 
 
 def _split(weight: Array, dim: int, blocks: int) -> Array:
-    """Split the dim into (blocks, weights per block). In the result, `dim` indexes the weights
-    within a block.
+    """Split a dim into two dims (blocks, weights per block). In the result, `dim` indexes the
+    weights within a block.
     """
     at = weight.ndim + dim
     size = weight.shape[at]
@@ -76,15 +76,17 @@ def _split(weight: Array, dim: int, blocks: int) -> Array:
 
 Params = dict[str, Any]
 _STREAM = np.uint32(2**32 - 1)
-"""Random stream for adapter dropout. Example IDs are far smaller, so their streams never collide
-with this one."""
+"""Number of the random stream for adapter dropout. Example IDs are far smaller, so the streams that
+they number never collide with this one.
+"""
 
 
 def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[Key, Array]:
     """Derive a layer's stored parameters from its initialized or loaded parameters.
 
-    The arrays may have leading stacking dims. DoRA magnitudes are initialized to the column norms
-    of the quantized base matrix, so that a new adapter does not change the model.
+    The arrays may have leading dims over which layers are stacked. DoRA magnitudes are initialized
+    to the column norms of the quantized base matrix, so that a new adapter does not change the
+    model.
     """
     base, stored = dict(arrays), dict[Key, Array]()
     for key, weight in arrays.items():

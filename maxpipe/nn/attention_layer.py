@@ -38,7 +38,7 @@ _SLOW_TURNS = 1.0
 def rotary_frequencies(
     rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
-    """Return the rotation angle per position for each pair of dims, float32 `[H / 2]`.
+    """Return the rotation angle per position for each pair of dims, as a float32 array `[H / 2]`.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
@@ -92,7 +92,9 @@ def _yarn(
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
     def pair(turns: float) -> Float[Array, ""]:
-        """Return the fractional pair index with this many rotations in the original context."""
+        """Return the fractional index of the pair that rotates this often over the original
+        context.
+        """
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
 
@@ -115,7 +117,7 @@ def rotate(
 ) -> Float[Array, "B T N H"]:
     """Rotate each pair of dims (i, i + half) by its token's angle; leave all other dims unchanged.
 
-    `length` multiplies the rotated dims. On TPU, a matmul with a permutation matrix swaps the
+    The rotated dims are scaled by `length`. On TPU, a matmul with a permutation matrix swaps the
     halves, which is five times faster than moving data between lanes.
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies
@@ -245,7 +247,9 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Return the per-layer window's name, or "" if rotary factors depend on the cache size."""
+        """Name the per-layer window, or return "" if rotary factors depend on the cache
+        size.
+        """
         return "" if part.rope.stretch_beyond else part.window
 
     @staticmethod

@@ -55,7 +55,7 @@ def norm_module(part: Part) -> Any:
 
 
 class Block(nnx.Module):
-    """A layer: `x + scale * dropout(after(part(before(x))))` for each of its branches."""
+    """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each branch."""
 
     def __init__(self, layer_type: LayerType, rules: AxisRules):
         for branch in layer_type.branches:
@@ -154,7 +154,7 @@ def normal_approximation(
 MTP = "ahead"
 """Key under which the parameters and statistics of multi-token prediction heads are stored."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
-"""Random stream of each parameter outside the layers. The layers use stream 0."""
+"""Number of the random stream for each parameter outside the layers. The layers use stream 0."""
 
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
@@ -163,7 +163,7 @@ Statistics = Mapping[str, Array]
 
 
 class DecoderOutput(NamedTuple):
-    """Output of the plain loop over layers for one batch."""
+    """Output of the non-pipelined loop over layers for one batch."""
 
     logits: Float[Array, "B T V"]
     """Float32 logits."""
@@ -214,7 +214,7 @@ class Decoder:
         return unflatten(complete_params(described, params))
 
     def init_outer(self, key: Key[Array, ""]) -> Params:
-        """Initialize all parameters outside layers."""
+        """Initialize all parameters that do not belong to layers."""
         params: dict[tuple[str, ...], Array] = {}
         for name, param in self.model.ends.params.items():
             if name[0] != MTP:
@@ -233,17 +233,17 @@ class Decoder:
         return self._declared(lambda param: param.axes)
 
     def trainable(self) -> Params:
-        """Return a tree that is true for trained parameters."""
+        """Return a tree of bools: true for trained parameters."""
         return self._declared(lambda param: param.trainable)
 
     def has_own_dtype(self) -> Params:
-        """Return a tree that is true for parameters whose fixed dtype overrides the config."""
+        """Return a tree of bools: true for parameters whose fixed dtype overrides the config."""
         return self._declared(lambda param: bool(param.own_dtype))
 
     def contracted_dims(self) -> Params:
         """Return each parameter's number of contracted dims if layers receive it in 8 bits, else 0.
 
-        With sequence parallelism, layers quantize their weights themselves.
+        If sequence parallelism is enabled, layers quantize their weights themselves.
         """
         quantizer = make_quantizer(self.config)
         is_token_sharded = any(dict(self.rules.table).get("sequence", ()))
@@ -323,7 +323,7 @@ class Decoder:
     # Embedding and output heads.
 
     def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return token embeddings in the compute dtype, the input of the first layer."""
+        """Return token embeddings in the compute dtype, which are the input of the first layer."""
         x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
         return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
@@ -354,8 +354,8 @@ class Decoder:
 
         The output is the input of both the output projection and the next head. `x` is the previous
         head's output, or the final norm's output for the first head. `embedded` holds the
-        embeddings of the later tokens, and `number` is the head's zero-based index. The heads'
-        layer indices follow those of the network's layers.
+        embeddings of the later tokens, and `number` is the head's zero-based index. The layer
+        indices of the heads follow the indices of the network's layers.
         """
         heads = self.model.ends.mtp_layers
         assert heads is not None
@@ -412,7 +412,7 @@ class Decoder:
     # Complete network.
 
     def run(self, params: Params, batch: Params, key: LayerKey = None) -> DecoderOutput:
-        """Run the plain loop over layers, without pipelining."""
+        """Run all layers in a plain loop, without pipelining."""
         x, losses, statistics = self._run_layers(params, batch, key)
         if "targets" in batch:
             mtp_losses, mtp_statistics = self._mtp_losses(params, x, batch, key)
@@ -466,7 +466,7 @@ class Decoder:
             number += size
 
     def apply(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, "B T V"]:
-        """Return float32 logits computed by the plain loop."""
+        """Return float32 logits computed by the non-pipelined loop."""
         return self.run(params, batch, key).logits
 
     def loss(self, params: Params, batch: Params, key: LayerKey = None) -> Float[Array, ""]:
@@ -478,7 +478,7 @@ class Decoder:
         return self.objective_from_output(self.run(params, batch, key), batch)
 
     def objective_from_output(self, output: DecoderOutput, batch: Params) -> Float[Array, ""]:
-        """Return the training objective, given the output of the plain loop."""
+        """Return the training objective computed from the output of the non-pipelined loop."""
         total = cross_entropy(output.logits, batch)
         weights = {**self.model.losses, **self.model.ends.losses}
         for name, loss in output.losses.items():

@@ -56,9 +56,9 @@ class ReceivedTokens(NamedTuple):
 
     x: Float[Array, "1 S D"]
     expert_ids: Int[Array, "1 S 1"]
-    """Local expert index of each token; e for an empty row."""
+    """Local expert index of the token in each row; e for an empty row."""
     weights: Float[Array, "1 S e"]
-    """Weight of each expert's output; 0 for experts that the token does not use."""
+    """Weight applied to each expert's output; 0 for experts that the token does not use."""
 
 
 class SentTokens(NamedTuple):
@@ -80,8 +80,9 @@ def dispatch_tokens(
     """Send each token to the devices that hold its experts. `room` is the maximum number of rows
     sent from one device to another.
 
-    Expert index E means no expert. If the capacity is exceeded, first choices have priority over
-    second choices and earlier tokens over later tokens, regardless of the expert.
+    Expert index E means that a choice selects no expert. If the capacity is exceeded, first choices
+    have priority over second choices and earlier tokens over later tokens, regardless of the
+    expert.
     """
     size, num_experts = axis_size(EXPERT), weights.shape[-1]
     local_experts = num_experts // size
@@ -234,7 +235,8 @@ def _balance(
     if over == "devices":
         used = sum_count(load)
     else:
-        # If a sequence is sharded over devices, each device adds its share of p.
+        # If a sequence is sharded over devices, each device adds the contribution of its tokens to
+        # p.
         used = sum_count(used if over == "sequence" else load, (CONTEXT,))
     # `used` sums to the number of tokens times k, so dividing by its mean gives E / k * f.
     relative = used / jnp.maximum(used.mean(-1, keepdims=True), 1e-9)

@@ -34,12 +34,12 @@ Weights = Mapping[str, Array]
 
 
 class GatedDeltaCache(NamedTuple):
-    """Cache of one layer. Its size does not depend on the number of earlier tokens."""
+    """Cache of one layer, whose size does not depend on the number of earlier tokens."""
 
     tail: Float[Array, "B w K E"]
     """Convolution inputs of the most recent tokens."""
     segments: Int[Array, "B w"]
-    """Segment IDs of the tokens in `tail`."""
+    """Segment IDs of the tokens whose convolution inputs are in `tail`."""
     state: Float[Array, "B K r dk dv"]
     """Float32 recurrent state."""
 
@@ -56,7 +56,9 @@ class GatedDeltaCache(NamedTuple):
     def prepend_tail(
         self, mixed: Float[Array, "B T K E"], segments: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B S K E"], Int[Array, "B S"]]:
-        """Return the cached convolution inputs followed by the new ones, and their segment IDs."""
+        """Return the cached and the new convolution inputs, concatenated, and the segment IDs of
+        both.
+        """
         tail = jnp.concatenate([self.tail, mixed], axis=1)
         return tail, jnp.concatenate([self.segments, segments], axis=1)
 
@@ -76,7 +78,7 @@ class Chunk(NamedTuple):
     known: Float[Array, "B K r C dk"]
     """Keys that read the values already stored in the state."""
     mixing: Float[Array, "B K r C C"]
-    """Weights of the written values in the chunk's outputs."""
+    """Weights with which the written values contribute to the chunk's outputs."""
     keep: Float[Array, "B K r"]
     """Factor by which the state decays over the chunk."""
     gate: Float[Array, "B K r C dv"]

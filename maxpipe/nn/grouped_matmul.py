@@ -33,16 +33,16 @@ from maxpipe.parallel.sharding import AxisRules, auto_axes
 
 
 class GroupedMatmulOptions(NamedTuple):
-    """Options of a grouped matmul."""
+    """Static options of a grouped matmul."""
 
     axes: tuple[str, ...]
     """Mesh axes that shard the hidden width of an expert."""
     complete: bool = True
     """Whether every token-expert pair has a row, that is, no pair is dropped."""
     quantizer: MatmulQuantizer | None = None
-    """Quantizer of the operands. Kernels multiply dequantized operands."""
+    """Quantizer for the matmul operands. Kernels multiply dequantized operands."""
     fill_fraction: float = 1.0
-    """Mean fraction of rows that are used. Kernels skip unused rows."""
+    """Mean fraction of rows that hold a token-expert pair. Kernels skip unused rows."""
 
     def quantize_rows(self, rows: Array, *, divided: bool = False, gradient: bool = False) -> Array:
         """Quantize rows that will be multiplied by weights.
@@ -294,7 +294,7 @@ def outer_by_kernel(
 
 
 def _megablox() -> Any:
-    # The package exports a function with the same name as its module, which shadows the module.
+    # The `megablox` package exports a function named `gmm`, which shadows its module `gmm`.
     import jax.experimental.pallas.ops.tpu.megablox.gmm  # noqa: F401
 
     return sys.modules["jax.experimental.pallas.ops.tpu.megablox.gmm"]
@@ -303,7 +303,8 @@ def _megablox() -> Any:
 _LANES = 128
 _LARGEST_TILE = 1024
 _VMEM_BYTES = 12 * 2**20
-"""Maximum memory in bytes for the tiles of one kernel. A kernel can use 16 MiB in total."""
+"""Maximum memory in bytes for the tiles of one kernel. A kernel can use 16 MiB of memory in total.
+"""
 
 
 def grouped_matmul_tiles(
@@ -416,7 +417,9 @@ def _make_block_steps(sizes: Int[Array, " E"], num_rows: int) -> _BlockSteps:
     blocks = jnp.where(sizes > 0, (stops - 1) // block - firsts // block + 1, 0)
     ends = jnp.cumsum(blocks)
     turns = jnp.arange(num_block_steps(num_rows, len(sizes)))
-    expert = (turns[:, None] >= ends).sum(1)  # equals the number of experts in unused steps
+    expert = (turns[:, None] >= ends).sum(
+        1
+    )  # in unused steps, the index equals the number of experts
     expert, left = jnp.minimum(expert, len(sizes) - 1), expert < len(sizes)
     number = firsts[expert] // block + turns - (ends - blocks)[expert]
     # The last block ends at the last row and can overlap the previous block.

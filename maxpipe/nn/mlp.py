@@ -35,11 +35,12 @@ def gated_activation(
     *,
     in_8_bits: bool = False,
 ) -> Float[Array, "*rows F"]:
-    """Compute `function(gate) * up`, optionally weighted, and store it once for all matmuls.
+    """Compute `function(gate) * up`, optionally weighted, and store the result once for all
+    matmuls.
 
     Without barriers, XLA for TPU fuses the function and its derivative into every matmul of the
-    backward pass and recomputes them, which costs a tenth of a layer's cycles. With `in_8_bits`, no
-    barriers are needed: XLA quantizes the result and computes its scales in the same pass.
+    backward pass and recomputes them, which costs a tenth of a layer's cycles. If `in_8_bits` is
+    set, no barriers are needed: XLA quantizes the result and computes its scales in the same pass.
     """
     return _gated_activation(
         function, in_8_bits, gate, up, *(() if weights is None else (weights,))
@@ -156,9 +157,9 @@ def _quantized_gated_mlp_backward(
 ) -> Any:
     """Compute the gradients of the MLP; the arrays between the projections are computed twice.
 
-    The first computation is fused into the matmul that computes their cotangents, and determines
-    the scales. The second computation quantizes the arrays. If the arrays were computed only once,
-    XLA for TPU would materialize some of them and need a third more cycles.
+    The first computation, which determines the scales, is fused into the matmul that computes the
+    arrays' cotangents. The second computation quantizes the arrays. If the arrays were computed
+    only once, XLA for TPU would materialize some of them and need a third more cycles.
     """
     del prefix
     x, largest, gate, up, weights = saved

@@ -93,7 +93,7 @@ class SpecModule(nnx.Module):
         """Return an empty cache for `tokens` tokens per sequence; None for layers without a cache.
 
         The cache is a tree of arrays, whose dim 0 indexes sequences, and of scalar token counts. A
-        sequence's entries can be replaced with those of a sequence from another cache if both
+        sequence's entries can be replaced with the entries of a sequence from another cache if both
         caches hold the same number of tokens. Therefore, the slot of a token must depend only on
         the token count, as in a ring buffer.
         """
@@ -154,8 +154,8 @@ def rms_norm(
 ) -> Float[Array, "*dims"]:
     """Normalize over as many trailing dims as the scale has.
 
-    Statistics are computed in float32. With an offset, the multiplication by the scale is also in
-    float32, as in the released models.
+    Statistics are computed in float32. If there is an offset, the multiplication by the scale is
+    also in float32, as in the released models.
     """
     wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
     normed = wide * _inverse_rms(wide, over, part)

@@ -56,7 +56,9 @@ def assign_capacity_slots(
     belongs to no queue.
     """
     chosen, num_queues = queue.shape[-1], len(lengths)
-    queue = queue.transpose(2, 0, 1).reshape(-1)  # all first choices precede all second choices
+    queue = queue.transpose(2, 0, 1).reshape(
+        -1
+    )  # first choices of all tokens precede all second choices
     first = jnp.cumsum(lengths) - lengths
     in_line = stable_argsort(queue, num_queues)
     before = invert_permutation(in_line) - first.at[queue].get(mode="clip")
@@ -175,7 +177,7 @@ def _weighted_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
     weights, biases = saved
-    # As above, tokens without an expert are masked, because they can hold arbitrary values.
+    # Tokens without an expert are masked, because the arrays can hold arbitrary values for them.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
     return cotangent @ biases.T, gradient.astype(biases.dtype)
@@ -188,7 +190,7 @@ weighted_biases.defvjp(
 
 
 def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float[Array, "N D"]:
-    """Return the token in each row. Empty rows hold an arbitrary token."""
+    """Return an array that holds the token of each row. Empty rows hold an arbitrary token."""
     index = rows.choice_of_row // rows.row_of_choice.shape[1]
     return x.reshape(-1, x.shape[-1]).at[index].get(mode="clip")
 
@@ -196,7 +198,7 @@ def gather_tokens(x: Float[Array, "*tokens D"], rows: TokenPermutation) -> Float
 def sum_rows_by_token(
     arrays: Sequence[Float[Array, "N D"]], row: Int[Array, "n k"], *, complete: bool = True
 ) -> Float[Array, "n D"]:
-    """Sum each token's rows over all arrays. `complete` means that no pair is dropped."""
+    """Sum each token's rows across all arrays. `complete` means that no pair is dropped."""
     total: Any = 0.0
     # A single gather is used, because XLA for TPU takes a second to compile each gather.
     index = row.T.reshape(-1)

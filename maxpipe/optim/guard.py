@@ -1,9 +1,9 @@
 """Detect bad steps on the devices, before the update is applied.
 
 The host receives the result of a step only after the update, while the next step is running.
-Therefore, the step itself compares its loss and gradient norm with those of recent steps. If the
-step is bad, parameters and optimizer state are left unchanged. `guard.bad_steps` determines how the
-host reacts.
+Therefore, each step compares its own loss and gradient norm with the losses and gradient norms of
+recent steps. If the step is bad, parameters and optimizer state are left unchanged.
+`guard.bad_steps` determines how the host reacts.
 
 `bound_update` bounds the absolute values of the parameters after an update, without computing the
 update.
@@ -44,7 +44,7 @@ class GuardState(NamedTuple):
     """int32 number of steps in which the loss or the gradient norm spiked."""
     recent: Float[Array, "2 window"]
     """Float32 loss (nats per token) and gradient norm of the most recent updates, newest last.
-    Missing entries are NaN. Without spike detection, the window has length 0."""
+    Missing entries are NaN. If spike detection is disabled, these arrays are empty."""
     bounds: Float[Array, " 2"]
     """Float32 bounds on the absolute values of parameters and of first moments; infinite if
     unknown. See `bound_update`."""
@@ -125,11 +125,10 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """Return (broken, spike, bounds), each reduced to its maximum over all devices, on every
-    device.
+    """Return (broken, spike, bounds) on every device, each reduced to its maximum over all devices.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
-    unless a device is faulty. Even with a faulty device, the decision must be identical on all
+    unless a device is faulty. Even if a device is faulty, the decision must be identical on all
     devices; otherwise, the processes would deadlock.
     """
 
@@ -151,8 +150,9 @@ def _reduce_over_devices(
 
 
 _ROUNDING_FACTOR = 1.05
-"""Upper bound on the factor by which several bfloat16 roundings, each by at most 1/256, increase a
-value."""
+"""Upper bound on the factor by which several bfloat16 roundings increase a magnitude, given that
+each one changes it by at most 1/256.
+"""
 
 MOMENTUM = "mu"
 """State key of the first moment, whose magnitude bounds the next update."""
@@ -174,12 +174,12 @@ def bound_update(
         reach: float32 bounds on all parameters and on all first moments before the update.
         norm: norm of the full gradient before clipping.
         rate: largest learning rate of any parameter.
-        decay: largest weight decay of any parameter.
+        decay: largest weight-decay coefficient of any parameter.
         largest: `max_direction` of all parameters.
 
     Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are
         much larger than the actual values, because the square root of a second moment can be 0.
-        They are only used to rule out overflow.
+        The bounds are used only to rule out overflow.
 
     No gradient entry exceeds the norm, and first moments are averages of gradient entries. Second
     moments are averages of squared entries, which are finite because the norm is finite.
@@ -198,7 +198,7 @@ def bound_update(
     after = _ROUNDING_FACTOR * (params + jnp.abs(rate) * update)
     moment = jnp.stack(moments).max() if moments else jnp.zeros(())
     bounds = jnp.stack([after, moment]).astype(jnp.float32)
-    # With smaller epsilons, a divisor could be rounded to 0.
+    # If epsilon were smaller, a divisor could be rounded to 0.
     is_bounded = not divides or config.epsilon > 1e-30
     is_bounded &= config.name == "adafactor" or max(config.beta1, config.beta2) < 1 - 1e-6
     within = jnp.maximum(jnp.maximum(after, corrected), update) < 1e37
@@ -226,6 +226,6 @@ def max_direction(config: OptimConfig, params: Iterable[Param]) -> float:
             assert matrix is not None
             sides = (math.prod(param.shape[dim] for dim in dims) for dims in matrix)
             bounds.append(muon.MAX_SINGULAR_VALUE * muon.update_scale(*sides))
-        elif config.name == "adafactor":  # worst case: a single nonzero entry
+        elif config.name == "adafactor":  # worst case: the gradient has a single nonzero entry
             bounds.append(math.sqrt(math.prod(param.shape)))
     return max(bounds)

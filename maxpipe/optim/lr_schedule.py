@@ -1,4 +1,4 @@
-"""Learning-rate schedules, as optax schedules."""
+"""Learning-rate schedules, implemented as optax schedules."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Matrices(NamedTuple):
 
 
 def update_scale(rows: int, columns: int) -> float:
-    """Return the factor that multiplies an orthogonalized matrix to obtain an update."""
+    """Return the factor by which an orthogonalized matrix is multiplied to obtain an update."""
     return UPDATE_RMS * math.sqrt(max(rows, columns))
 
 
@@ -77,7 +77,7 @@ def compute_updates(
     """Orthogonalize and scale each matrix of the arrays.
 
     Args:
-        arrays: float32 update directions, with the shapes described by `declared`.
+        arrays: float32 update directions, whose shapes `declared` describes.
         declared: layout and sharding of the matrices in each array.
         mesh: device mesh.
     """

@@ -35,7 +35,7 @@ def matrix_dims(param: Param) -> MatrixDims | None:
     """Return the indices of a matrix's contracted dims and output dims, or None.
 
     Other dims, such as the expert dim, are batch dims. In an embedding table, the vocabulary is the
-    contracted dim. None means that the parameter is not a matrix.
+    contracted dim. If the parameter is not a matrix, return None.
     """
     if not isinstance(param.init, Normal) or param.dims[-1] == (param.init.fan_in, ""):
         return None  # a vector or a convolution kernel
@@ -70,7 +70,7 @@ def state_arrays(config: OptimConfig, param: Param, param_dtype: str) -> Mapping
 
 
 def _full_size_arrays(config: OptimConfig, param: Param) -> tuple[str, ...]:
-    """Return the names of the arrays that have all dims of the parameter."""
+    """Return the names of the state arrays that have all dims of the parameter."""
     match config.name:
         case "adamw":
             return ("mu", "nu")

@@ -57,13 +57,13 @@ class LayerSlice(NamedTuple):
     """Dim over which the loop iterates. If None, the slice is the full array."""
 
     def slice_of(self, x: Array) -> Array:
-        """Return the slice of an array, keeping all dims."""
+        """Return this slice of an array, keeping all dims."""
         if self.dim is None or not x.ndim:
             return x
         return jax.lax.dynamic_slice_in_dim(x, self.place, 1, self.dim)
 
     def put(self, into: Array, part: Array) -> Array:
-        """Return the array with this slice replaced by `part`."""
+        """Return a copy of the array in which this slice is replaced by `part`."""
         if self.dim is None or not into.ndim:
             return part
         return jax.lax.dynamic_update_slice_in_dim(into, part, self.place, self.dim)
@@ -75,7 +75,7 @@ ALL_LAYERS = LayerSlice()
 def map_layers(
     run: Callable[[LayerSlice, Arrays], Mapping[str, Array]], arrays: Arrays, dim: int | None
 ) -> Arrays:
-    """Apply `run` to each layer's slices, and return the arrays with the new slices.
+    """Apply `run` to each layer's slices, and return arrays that contain the new slices.
 
     If a computation uses an array in host memory, XLA can copy the full array to the device at any
     time. In a loop that slices along exactly one dim, XLA copies only the slice.
@@ -117,7 +117,7 @@ Taken = Bool[Array, ""] | bool
 DECAY_EXPONENT = 0.8
 """Exponent in Adafactor's decay of second moments, which is `1 - t**-0.8` at step t."""
 SQUARE = 1e-30
-"""Constant that Adafactor adds to mean squares at the time of use, so that stored padding remains
+"""Constant that Adafactor adds to mean squares when it uses them, so that stored padding remains
 0."""
 HUGE = 1e15
 """Limit on a gradient entry divided by its root mean square; the square of this limit fits in
@@ -134,7 +134,7 @@ class BiasCorrections(NamedTuple):
 
     @classmethod
     def after_updates(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
-        """Return the divisors after `count` updates."""
+        """Return the divisors that apply after `count` updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
 
@@ -247,8 +247,8 @@ def random_bits(
         seed: seed of the run.
         name: name of the array, which does not depend on the layout.
         step: number of updates.
-        layers: int array in the shape of the leading stacked dims, with each layer's index in the
-            network. None if the array is not stacked.
+        layers: int array with the shape of the leading stacked dims that holds each layer's index
+            in the network. None if the array is not stacked.
         sizes: sizes of the other dims without padding, which determine the index of an entry.
         shape: shape of the full array.
     """
@@ -279,9 +279,9 @@ def round_stochastically(x: Array, drawn: Array) -> Array:
 
 Tree = Any
 _PARAMETER = "parameter"
-"""Key that identifies the parameter itself when rounding and in loops over layers."""
+"""Key of the parameter itself in loops over layers, and in the random bits for rounding it."""
 _GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
-"""Keys that identify other arrays in loops over layers."""
+"""Keys of the gradient, and of the scalars that loops over layers accumulate."""
 
 
 class OptState(NamedTuple):
@@ -315,12 +315,13 @@ class TrainableParam:
     name: str = ""
     """Name of the parameter in checkpoints."""
     rate: float = 1.0
-    """Factor that multiplies the learning rate."""
+    """Scaling factor applied to the learning rate."""
     decay: float = 0.0
-    """Weight decay."""
+    """Weight-decay coefficient."""
     layers: np.ndarray | None = None
-    """int array with each layer's index in the network, in the shape of the stacked dims; None if
-    there are no stacked dims."""
+    """int array that holds each layer's index in the network, with the shape of the stacked dims;
+    None if there are no stacked dims.
+    """
     spec: PartitionSpec = field(default_factory=PartitionSpec)
     """PartitionSpec of the gradient and the update."""
 
@@ -405,7 +406,7 @@ class Optimizer:
     def bound_update(
         self, reach: Float[Array, " 2"], norm: Float[Array, ""], rate: Float[Array, ""]
     ) -> Float[Array, " 2"]:
-        """Return bounds after an update; see `guard.bound_update`."""
+        """Bound the parameters and first moments after an update; see `guard.bound_update`."""
         targets = self.trainable_params.values()
         return bound_update(
             self.config,
@@ -438,7 +439,8 @@ class Optimizer:
         taken: Taken = True,
         draw: bool = True,
     ) -> tuple[Tree, OptState]:
-        """Return the updated parameters and state, or the old ones if `taken` is false.
+        """Return the updated parameters and state, or the old parameters and state if `taken` is
+        false.
 
         Args:
             gradients: gradients of the trainable parameters, with the same tree structure.

@@ -81,8 +81,7 @@ def find_zero1_dim(
 
     Returns: The first dim whose size is a multiple of the data axis size. Dims sharded by the
         compiler are skipped. The vocabulary dim is also skipped, because its padding differs
-        between representations of the train state. None means that every device holds the full
-        state.
+        between representations of the train state. If None, every device holds the full state.
     """
     if axes["data"] == 1:
         return None
@@ -110,7 +109,7 @@ def infer_axis_sizes(mesh: MeshConfig, num_devices: int, num_slices: int) -> Mes
     """Replace each -1 in the mesh config with the number of remaining slices (dcn) or devices
     (ici).
 
-    The product of the sizes can differ from the number of devices, which the caller must check.
+    The caller must check that the product of the sizes equals the number of devices.
     """
     sizes = _infer_link_sizes("dcn", mesh, num_slices)
     inside = num_devices // math.prod(sizes.values())

@@ -95,7 +95,7 @@ def ring_all_gather(x: Float[Array, "B t D"], axis: str) -> Float[Array, "B T D"
     """Gather all shards for a matmul that sums over tokens, overlapped with other matmuls.
 
     If each shard were multiplied on arrival, the full float32 sum would be read and written once
-    per shard. For weight gradients, this would be slower than the matmul itself.
+    per shard. For weight gradients, this memory traffic would take longer than the matmul itself.
     """
     rows, length, width = x.shape
     whole = lax.empty((rows, lax.axis_size(axis) * length, width), x.dtype)

@@ -33,7 +33,8 @@ def mark_varying(tree: Any) -> Any:
 
     Inside the per-device program, JAX tracks the axes over which each array is replicated. Autodiff
     would sum the gradient of a replicated array over devices, and a conditional on the stage index
-    would silently give wrong results (jax#40823). Marking arrays as varying avoids both problems.
+    would silently give wrong results (jax#40823). Marking arrays as varying avoids these sums and
+    wrong results.
     """
 
     def mark(leaf: jax.Array) -> jax.Array:
@@ -52,11 +53,11 @@ def map_shards(
 ) -> Callable[..., Any]:
     """Return `run` mapped over the shards of all axes that are not yet manual.
 
-    The specs name these axes. Kernels need this function, because a Mosaic call requires all axes
-    to be manual, including axes of size 1. A kernel declares no varying axes, so the type checks
-    for varying axes are disabled inside `run`, and the results of `run` are marked as varying. The
-    returned function must not be differentiated, because the marks would become sums over devices.
-    If `run` declares varying axes, set `states_types` to enable the checks.
+    The specs refer to these axes by name. Kernels need this function, because a Mosaic call
+    requires all axes to be manual, including axes of size 1. A kernel declares no varying axes, so
+    the type checks for varying axes are disabled inside `run`, and the results of `run` are marked
+    as varying. The returned function must not be differentiated, because the marks would become
+    sums over devices. If `run` declares varying axes, set `states_types` to enable the checks.
     """
     mesh = jax.sharding.get_abstract_mesh()
     remaining_axes = {axis for axis in mesh.axis_names if axis not in mesh.manual_axes}
@@ -88,7 +89,7 @@ def map_batch_shards(run: Callable[[Any, Any], Any], rows: Any, shared: Any) -> 
 
 
 def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
-    """Return a count summed over the axes that shard tokens, with gradients stopped.
+    """Sum a count over the axes that shard tokens, without propagating gradients.
 
     If all axes are auto axes, the count already covers all sequences.
     """
@@ -99,7 +100,7 @@ def sum_count(count: jax.Array, axes: Sequence[str] = TOKEN_AXES) -> jax.Array:
 
 
 LANES = 128
-"""Number of lanes of a TPU register. The lanes hold elements of the last dim."""
+"""Number of lanes in a TPU vector register. The lanes hold elements of the last dim."""
 
 
 def manual_axes_of(mesh: Mesh) -> tuple[str, ...]:
@@ -120,8 +121,8 @@ def map_auto_axes(
 
     `entries` lists the auto axes of each dim, in the format of a PartitionSpec. Without this
     function, XLA's partitioner keeps such a dim sharded in all-reduces and permutes, but gathers
-    the dim before an all-gather or reduce-scatter along another dim. With a tensor axis of size 4,
-    this would need four times as much traffic and memory.
+    the dim before an all-gather or reduce-scatter along another dim. If the tensor axis has size 4,
+    the gather would need four times as much traffic and memory.
     """
     mesh = jax.sharding.get_abstract_mesh()
     named = [axes if isinstance(axes, tuple) else (axes,) for axes in entries if axes]
@@ -188,7 +189,7 @@ def _all_gather(x: jax.Array, present: tuple[str, ...], dim: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _all_gather_bfloat16_on_cpu(x: jax.Array, present: tuple[str, ...], dim: int) -> jax.Array:
-    """Gather as `_all_gather` does, but sum the gradient in float32: see `_sum_in_float32`."""
+    """Gather as in `_all_gather`, but sum the gradient in float32: see `_sum_in_float32`."""
     return _all_gather(x, present, dim)
 
 
@@ -259,8 +260,9 @@ def with_layout(value: Array, order: Sequence[int]) -> Array:
 # --- sequences sharded over the context axis ----------------------------------
 
 FULL_SEGMENT_IDS = "row_segment_ids"
-"""Key of the microbatch array `[B, S]` with the segment IDs of the full sequences, which exists if
-tokens are sharded."""
+"""Key of the microbatch array `[B, S]` with the segment IDs of the full sequences, which exists
+only if tokens are sharded.
+"""
 _PER_SEQUENCE_ARRAYS = ("example_ids", "source_ids")
 """Batch arrays without a token dim."""
 

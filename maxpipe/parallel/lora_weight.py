@@ -113,7 +113,7 @@ class LoraWeight:
         return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
 
     def merge(self) -> Float[Array, "*K *N"]:
-        """Return a single equivalent weight, ignoring dropout."""
+        """Merge the update into a single equivalent weight, ignoring dropout."""
         merged = self._unscaled_merge()
         merged = merged if self.magnitudes is None else merged * self._column_scale()
         return merged.astype(self.weight.dtype)

@@ -22,10 +22,12 @@ from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
 AXES = MESH_AXES
-"""Mesh axes, outermost first. Neighbors along the last axis have the fastest links."""
+"""Mesh axes, outermost first. Neighboring devices along the last axis are connected by the fastest
+links.
+"""
 
 MANUAL_AXES = (STAGE, DATA, FSDP, EXPERT, CONTEXT)
-"""Manual axes of the pipeline's per-device program. All other axes are auto axes."""
+"""Manual axes of the pipeline's per-device program. Axes that are not listed are auto axes."""
 
 AUTOMATIC_AXES = tuple(axis for axis in AXES if axis not in MANUAL_AXES)
 
@@ -111,7 +113,7 @@ def _remainder_error(
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Return a mesh over all devices with the axis names in `AXES`.
+    """Return a mesh that contains all devices and has the axis names in `AXES`.
 
     Raises:
         ConfigError: the product of the sizes is not the number of devices or of slices.
@@ -147,7 +149,10 @@ def partition_devices(
     each, remainder = divmod(count, processes)
     if remainder or smallest <= each:
         most = (smallest - 1) * processes
-        rule = f"must leave devices for the rest of the run: the run has {len(devices)} devices."
+        rule = (
+            "must leave at least one device for the rest of the run: the run has "
+            f"{len(devices)} devices."
+        )
         if processes > 1:
             rule = (
                 f"must be a multiple of {processes}, the number of processes, and leave at least "

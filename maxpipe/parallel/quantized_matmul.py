@@ -279,7 +279,7 @@ class MatmulQuantizer:
 
 
 class QuantizedArray(NamedTuple):
-    """8-bit numbers, and the float32 scales that multiply them."""
+    """8-bit numbers, and the float32 scales by which they are multiplied."""
 
     values: Array
     scales: Array
@@ -292,8 +292,9 @@ class QuantizedWeight:
 
     forward: QuantizedArray
     backward: QuantizedArray | None
-    """Quantized weight used for the gradient of the other operand. None means that `forward` is
-    used."""
+    """Quantized weight used to compute the gradient of the other operand. If None, `forward` is
+    used.
+    """
     gradient: Array | None = None
     """Zeros with the shape and dtype of the weight gradient. Autodiff differentiates with respect
     to these zeros instead of the weight."""
@@ -332,7 +333,7 @@ class TokenOperand(NamedTuple):
 
     values: Float[Array, "*rows *K"]
     scales: Float[Array, "*rows ..."] | None = None
-    """Scales that multiply the matmul result."""
+    """Scales by which the matmul result is multiplied."""
 
 
 class ScaledMatmul(NamedTuple):
@@ -424,7 +425,7 @@ def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, 
 def matmul(
     x: Float[Array, "B T *K"], weight: Weight, dims: int, how: MatmulQuantizer, into: bool
 ) -> Float[Array, "B T *N"]:
-    """Return the result of `matmuls` for a single weight."""
+    """Apply `matmuls` to a single weight, and return its only result."""
     return matmuls(x, None, (weight,), dims, how, into)[0]
 
 
@@ -451,8 +452,8 @@ def _matmuls(
     quantized: Array | QuantizedArray = x
     if how.scales != "block":
         quantized = how.quantize_tokens(x, most)
-        # Store the rounded input if several matmuls share it. With a single matmul, XLA can fuse
-        # the rounding.
+        # Store the rounded input if several matmuls share it. If there is only one matmul, XLA can
+        # fuse the rounding into it.
         quantized = lax.optimization_barrier(quantized) if into else quantized
     return tuple(
         how.matmul(quantized, weight, dims).compute().astype(x.dtype) for weight in weights
@@ -499,7 +500,7 @@ class WeightResidual(NamedTuple):
             return None
         if not isinstance(self.weight, QuantizedWeight):
             return make().astype(self.weight.dtype)
-        nothing: Any = None  # integer weights have no gradient
+        nothing: Any = None  # weights stored as integers have no gradient
         return QuantizedWeight(nothing, None, make().astype(dtype))
 
 
@@ -519,7 +520,7 @@ def weight_grad(
     over: Sequence[str] = (),
     most: Array | None = None,
 ) -> Float[Array, "*I *O"]:
-    """Return a weight's gradient, quantized if `weight_gradients` is set."""
+    """Return a weight's gradient, from quantized operands if `weight_gradients` is set."""
     if how.weight_gradients:
         return how.weight_grad(x, cotangent, into=into, over=over, most=most)
     # Without the barrier, XLA for TPU would fuse the producers of both operands, although other
@@ -581,7 +582,7 @@ class _EinsumDims(NamedTuple):
     batch_of_weight: Dims
     """Batch dims of the weight."""
     contracted_of_result: Dims
-    """Dims of the result that are contracted by the matmul for the gradient of `x`."""
+    """Dims of the result that are contracted by the matmul that computes the gradient of `x`."""
 
     @classmethod
     def from_equation(cls, form: str) -> _EinsumDims:

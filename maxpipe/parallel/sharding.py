@@ -32,7 +32,8 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def auto_sharded(run: Callable[..., Tree], specs: Tree) -> Callable[..., Tree]:
-    """Return `run` with the compiler choosing all shardings except those of the outputs.
+    """Return a version of `run` in which the compiler chooses all shardings except the output
+    shardings.
 
     This is needed for operations whose output sharding is ambiguous with explicit axes: reshapes,
     indexing and newly created arrays. `specs` is a tree of output PartitionSpecs, or a prefix of
@@ -129,7 +130,8 @@ class AxisRules:
 
     table: tuple[tuple[str, tuple[str, ...]], ...]
     context_attention: str = "auto"
-    """Communication method for attention over the context axis: `mesh.context_attention`."""
+    """Communication method for attention over the context axis, as set by `mesh.context_attention`.
+    """
     collective_matmul: bool = False
     """Whether all-gathers and reduce-scatters of tokens run as a ring that overlaps with
     matmuls."""
@@ -231,7 +233,7 @@ def make_global_batch(
 def reshard_batch(arrays: Mapping[str, jax.Array], sharding: NamedSharding) -> dict[str, jax.Array]:
     """Move arrays `[B, ...]`, which are sharded over sequences only, to the mesh of `sharding`.
 
-    The devices of each process must already hold all sequences that they need. With several
+    The devices of each process must already hold all sequences that they need. If there are several
     processes, the arrays are copied through host memory.
     """
     if jax.process_count() == 1:

@@ -49,7 +49,7 @@ class PerSourceSums(NamedTuple):
     """Losses and target counts summed over the sequences of each data source."""
 
     nats: Float[Array, " sources"]
-    """Sum of the objective's loss; in nats for cross entropy."""
+    """Sum of the objective's loss, which is in nats for cross entropy."""
     targets: Float[Array, " sources"]
     """Number of target tokens, the denominator of the mean loss."""
 
@@ -73,7 +73,9 @@ class StepGradients(NamedTuple):
     `outside` contains arrays `[layers, ...]`, both keyed by layer type. `ahead` contains arrays
     `[heads, ...]`."""
     by_source: PerSourceSums | None = None
-    """Separate sums for each data source. None if all sequences come from one source."""
+    """Losses and target counts, summed separately for each data source. None if all sequences come
+    from one source.
+    """
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Engine:
     """Dtype used to communicate gradients in cross-device reductions."""
 
     def value_and_grad(self, schedule: Schedule) -> Callable[..., StepGradients]:
-        """Return the training step as a function (params, batch, key) -> `StepGradients`.
+        """Return the training step, which maps (params, batch, key) to `StepGradients`.
 
         `batch` is a dict of global arrays `[sequences, ...]` that contains `tokens`, `targets`,
         `loss_mask` and every array that the layers use. Sequences are sharded over the batch axes.
@@ -126,16 +128,16 @@ class Engine:
         return self._shard_map(_train, schedule, found)
 
     def loss(self, schedule: Schedule) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """Return the forward-only loss as a function (params, batch, None) -> (sums, number of
-        target tokens).
+        """Return the forward-only loss, which maps (params, batch, None) to (sums, number of target
+        tokens).
 
-        The sums `[R]` contain the loss and the objective's metrics. With several data sources, the
-        sums have shape `[R, sources]` and the counts have shape `[sources]`.
+        The sums `[R]` contain the loss and the objective's metrics. If there are several data
+        sources, the sums have shape `[R, sources]` and the counts have shape `[sources]`.
         """
         return self._shard_map(_evaluate, schedule, (PartitionSpec(), PartitionSpec()))
 
     def read_outputs(self, schedule: Schedule, reader: OutputReader) -> Callable[..., Tree]:
-        """Return a forward-only function (params, batch, None) -> the reader's output.
+        """Return a forward-only function that maps (params, batch, None) to the reader's output.
 
         The output consists of arrays `[sequences, ...]`, sharded like the batch. The reader is
         `LossHead.scores`, or `LossHead.top_log_probs` with its keyword arguments bound.
@@ -177,7 +179,7 @@ class Engine:
         return self._for_each_param(True) if self.trainable is None else self.trainable
 
     def _for_each_param(self, value: bool | int) -> Tree:
-        """Return a tree with the structure of the parameters in which every leaf is this value."""
+        """Return a tree with the structure of the parameters and with this value as every leaf."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:
@@ -231,7 +233,7 @@ def _run_on_local_tokens(
     key: jax.Array | None,
     table: TickTable,
 ) -> Any:
-    """Call `run` with this device's context shard of the tokens."""
+    """Call `run` with the tokens in this device's shard along the context axis."""
     return run(params, shard_tokens(batch, by_row), key, table)
 
 

@@ -3,8 +3,8 @@
 Model order is the order in which the network runs its layers. A layer partition divides the layers
 into chunks of consecutive layers, and the ring assigns the chunks to stages. Each layer type is
 stacked separately. Chunks can differ in length and layer types. Shorter stacks are padded with
-zeros, which the engine skips. The network's first layers can form a prologue outside the ring,
-which is replicated on every stage.
+zeros, which the engine skips. The network's first layers can form a prologue, which is outside the
+ring and is replicated on every stage.
 """
 
 from __future__ import annotations
@@ -94,19 +94,19 @@ class LayerLayout:
 
     @cached_property
     def _chunk_at(self) -> np.ndarray:
-        """Return int `[R, P]`: the chunk that each stage runs in each repeat."""
+        """Return the chunk that each stage runs in each repeat, as an int array `[R, P]`."""
         repeats, stages = self.ring.num_repeats, self.ring.num_stages
         chunks = [self.ring.chunk(p, r) for r in range(repeats) for p in range(stages)]
         return np.reshape(chunks, (repeats, stages))
 
     @cached_property
     def chunk_sizes(self) -> np.ndarray:
-        """Return int32 `[R, P]`: the number of layers in each chunk."""
+        """Return the number of layers in each chunk, as an int32 array `[R, P]`."""
         return np.array(self.layer_partition, np.int32)[self._chunk_at]
 
     @cached_property
     def first_layer(self) -> np.ndarray:
-        """Return int32 `[R, P]`: the network index of each chunk's first layer."""
+        """Return the network index of each chunk's first layer, as an int32 array `[R, P]`."""
         sizes = np.array(self.layer_partition)
         return (self.num_prologue_layers + np.cumsum(sizes) - sizes).astype(np.int32)[
             self._chunk_at
@@ -114,7 +114,7 @@ class LayerLayout:
 
     @cached_property
     def layer_at(self) -> np.ndarray:
-        """Return int32 `[R, P, L]`: the network index of each layer in a chunk, -1 for padding."""
+        """Return each layer's network index, -1 for padding, as an int32 array `[R, P, L]`."""
         position = np.arange(self.max_layers_per_chunk)
         layers = self.first_layer[..., None] + position
         used = position < self.chunk_sizes[..., None]
@@ -122,8 +122,8 @@ class LayerLayout:
 
     @cached_property
     def layer_type_at(self) -> np.ndarray:
-        """Return int32 `[R, P, L]`: the index of each layer's type in `ring_layer_types`, -1 for
-        padding.
+        """Return the index of each layer's type in `ring_layer_types`, -1 for padding, as an int32
+        array `[R, P, L]`.
         """
         numbers = np.array([[*self.stacks].index(kind) for kind in self.type_of_layer], np.int32)
         ring = {
@@ -134,15 +134,16 @@ class LayerLayout:
 
     @cached_property
     def index_in_type_at(self) -> np.ndarray:
-        """Return int32 `[R, P, L]`: the number of earlier layers of the same type in the same
-        chunk.
+        """Return the number of earlier layers of the same type in the same chunk, as an int32 array
+        `[R, P, L]`.
         """
         earlier = np.tril(np.ones((self.max_layers_per_chunk,) * 2, bool), -1)
         same = self.layer_type_at[..., :, None] == self.layer_type_at[..., None, :]
         return (same & earlier).sum(axis=-1).astype(np.int32)
 
     def stack(self, layers: Tree) -> tuple[Tree, Tree]:
-        """Stack layers given in model order as `{type: [n, ...]}`. Layer types may be missing.
+        """Stack layers given in model order as `{type: [n, ...]}`. Layer types may be missing from
+        the given layers.
 
         Returns `{type: [R, P, L, ...]}` for the chunks and `{type: [n, ...]}` for the prologue.
         """
@@ -180,7 +181,7 @@ class LayerTypeStack:
     """Positions of one type's layers in the ring's stacks and in the prologue."""
 
     layers: tuple[int, ...]
-    """Network indices of all layers of this type, in ascending order."""
+    """Indices, within the network, of all layers of this type, in ascending order."""
     num_prologue_layers: int
     """Number of layers of this type in the prologue."""
     shape: tuple[int, int, int]
@@ -220,8 +221,8 @@ class LayerTypeStack:
 
     @cached_property
     def _number_at(self) -> np.ndarray:
-        """Return int `[R * P * L]`: the index of each layer among the ring layers of this type, or
-        -1 for padding.
+        """Return the index of each layer among the ring layers of this type, or -1 for padding, as
+        an int array `[R * P * L]`.
         """
         numbers = {layer: n for n, layer in enumerate(self.layers[self.num_prologue_layers :])}
         return np.array([numbers.get(int(layer), -1) for layer in self.layer_at], int)
@@ -254,7 +255,7 @@ class LayerTypeStack:
 
 
 def pad_vocabulary(table: jax.Array, dim: int, size: int) -> jax.Array:
-    """Pad `dim` with zeros to `size`, so that the vocabulary divides evenly into shards."""
+    """Pad `dim` with zeros to `size`, so that the vocabulary can be divided into equal shards."""
     widths = [(0, 0)] * table.ndim
     widths[dim] = (0, size - table.shape[dim])
     return jnp.pad(table, widths) if size > table.shape[dim] else table

@@ -42,7 +42,9 @@ from maxpipe.pipeline.objective import (
 
 Tree = Any
 TokenFn = Callable[..., tuple[Tree, Tree]]
-"""(activations, loss mask, other arrays) -> (sums over tokens, arrays `[B, T, ...]`)."""
+"""Function that maps (activations, loss mask, other arrays) to (sums over tokens, arrays
+`[B, T, ...]`).
+"""
 
 
 def map_token_blocks(
@@ -101,15 +103,15 @@ _COTANGENTS = "cotangents"
 """Key under which the token arrays store precomputed cotangents of the per-token scores, if any."""
 
 TokenArrays = Mapping[str, Any]
-"""Arrays `[B, T, ...]` that the objective uses, and the data source of each token."""
+"""Arrays `[B, T, ...]` that the objective uses, and the index of each token's data source."""
 CotangentFn = Callable[[Scores, Array, TokenArrays], tuple[Array | None, Scores]]
-"""(scores, loss mask, per-token arrays) -> (sums, cotangents of the scores).
+"""Function that maps (scores, loss mask, per-token arrays) to (sums, cotangents of the scores).
 
 The sums are None if they have already been computed."""
 
 
 class LossGradients(NamedTuple):
-    """Summed losses of one microbatch, and their gradients."""
+    """Summed losses of one microbatch, and the gradients of the loss."""
 
     sums: Float[Array, "*sums"]
     """Float32 sums of the loss and of the objective's metrics: `[R]`, or `[R, sources]` with
@@ -148,7 +150,7 @@ class LossHead(NamedTuple):
     """Vocabulary size without padding. Padding columns have zero probability."""
     objective: Objective
     logit_scale: float = 1.0
-    """Factor that multiplies the logits."""
+    """Scaling factor applied to the logits."""
     final_logit_softcapping: float = 0.0
     """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0 disables the cap."""
     block_tokens: int = 0
@@ -186,7 +188,9 @@ class LossHead(NamedTuple):
         output: Float[Array, "B T D"],
         inputs: Any,
     ) -> Scores:
-        """Return the objective's inputs: per-token scores, or their sums over segments `[B, S]`."""
+        """Return the objective's inputs: per-token scores, or sums of these scores over segments
+        `[B, S]`.
+        """
         scores = self._all_scores(norm_params, head, *self._token_arrays(output, inputs))
         return self._sum_by_segment(scores, inputs) if self.objective.segments_per_loss else scores
 
@@ -233,8 +237,9 @@ class LossHead(NamedTuple):
         """Return the loss, and the gradients of the loss multiplied by `scale`.
 
         `output` comes from the last stage, `head` is this stage's shard, and `inputs` are the
-        microbatch's arrays. MTP heads (`ahead`) contribute to both gradients. The other results of
-        MTP heads are the second return value (see `MtpLossHeads.add`).
+        microbatch's arrays. MTP heads (`ahead`) contribute to the gradients of both `output` and
+        `head`. The other
+        results of the MTP heads are the second return value (see `MtpLossHeads.add`).
         """
         norm_params = mark_varying(norm_params)
         output, mask, given = self._token_arrays(output, inputs)
@@ -431,13 +436,13 @@ class LossHead(NamedTuple):
 
 
 def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[None, Scores]:
-    """Return the precomputed cotangents of a block, with zeros for masked tokens."""
+    """Return a block's precomputed cotangents, with zeros for masked tokens."""
     del scores
     return None, tuple(jnp.where(mask != 0, cotangent, 0) for cotangent in given[_COTANGENTS])
 
 
 def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
-    """Return the values on the first context device, and zeros on all others."""
+    """Return the values on the first device along the context axis, and zeros on other devices."""
     if axis_size(CONTEXT) == 1:
         return values
     return jnp.where(axis_index(CONTEXT) == 0, values, 0)
@@ -450,7 +455,7 @@ def _value_and_grad(
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
-    """Return the losses, the cotangents of the scores (empty if `scale` is None), and metrics."""
+    """Return the losses, the scores' cotangents (empty if `scale` is None), and the metrics."""
 
     def run(scores: Scores) -> tuple[Array, Scores]:
         return objective(scores, inputs)

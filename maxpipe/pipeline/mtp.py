@@ -2,7 +2,7 @@
 
 All heads are computed on every stage, like the final norm. Each stage propagates only the gradient
 of the vocabulary columns that it holds. The backward pass is linear, so the sum over the stages
-gives the full gradients. Control flow is the same on all stages. Rationale:
+gives the full gradients. Control flow is the same on all stages. The rationale is in
 docs/decisions/0021-multi-token-prediction.md.
 
 Each head is either a projection of the final norm's output or a full layer. The input of each such
@@ -36,15 +36,19 @@ ScoreFn = Callable[
     [Float[Array, "B T D"], Int[Array, "B T"], Float[Array, "B T"], Float[Array, ""]],
     tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]],
 ]
-"""(activations to project, gradient scale, targets, loss mask) -> (loss, cotangent of the
-activations, gradient of the head columns). Both gradients cover only this stage's columns."""
+"""Function that maps (activations to project, gradient scale, targets, loss mask) to (loss,
+cotangent of the activations, gradient of the head columns). Both gradients cover only this stage's
+columns.
+"""
 
 
 class MtpProjectionFns(NamedTuple):
     """MTP heads that apply a small function to the final norm's output and project the result."""
 
     function: Callable[[Tree, Float[Array, "B T D"]], Float[Array, "B T D"]]
-    """(one head's parameters, the final norm's output) -> activations to project."""
+    """Function that maps (one head's parameters, the final norm's output) to activations to
+    project.
+    """
     loss_weights: dict[str, float]
     """Weight of each head's loss in the objective, keyed by loss name."""
 
@@ -55,8 +59,8 @@ class MtpLayerFns(NamedTuple):
     """
 
     layer: Callable[..., tuple[Float[Array, "B T D"], Mapping[str, Array], Mapping[str, Array]]]
-    """(one head's parameters, x, embeddings of later tokens [B, T, D], inputs, head index, key) ->
-    (output, losses, statistics).
+    """Function that maps (one head's parameters, x, embeddings of later tokens [B, T, D], inputs,
+    head index, key) to (output, losses, statistics).
 
     The output is projected to logits and is also the next layer's input. Losses and statistics have
     the format described for `LayerFn`."""
@@ -77,11 +81,11 @@ class MtpResults(NamedTuple):
     key `ahead`."""
 
     def with_loss(self, number: Array, loss: Array) -> MtpResults:
-        """Return the results with one head's loss added."""
+        """Return these results with the loss of one head added."""
         return self._replace(losses=self.losses.at[number].add(loss))
 
     def with_reports(self, number: Array, losses: Tree, statistics: Tree) -> MtpResults:
-        """Return the results with the losses and statistics of one head's layer added."""
+        """Return these results with the losses and statistics of one head's layer added."""
         reports = self.reports
         assert reports is not None
         all_losses = {name: total + losses[name] for name, total in reports.losses.items()}
@@ -93,14 +97,15 @@ class MtpResults(NamedTuple):
 
 
 class MtpTotals(NamedTuple):
-    """Results and gradients of MTP heads, accumulated over microbatches."""
+    """Losses, statistics and gradients of MTP heads, accumulated over microbatches."""
 
     results: MtpResults
     gradients: Tree
     """Float32 gradients of the heads' parameters, stacked like the parameters."""
     embedding: Float[Array, "v d"] | None
-    """Accumulated gradient of the embedding table; None unless the heads use a trainable embedding
-    table."""
+    """Accumulated gradient of the embedding table; None if the heads use no trainable embedding
+    table.
+    """
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class MtpLossHeads:
     """Tree that stores the heads' parameters."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table passed to `embedding`."""
+    """Embedding table that is passed to `embedding`."""
     key: Array | None
     """Random key of the step."""
     seeds: dict[str, Array]
@@ -129,7 +134,7 @@ class MtpLossHeads:
         """Return whether these heads contribute to the embedding's gradient."""
         return isinstance(self.functions, MtpLayerFns) and self.embedding.weight_sharding.trainable
 
-    # Start and end of a step
+    # Initialize accumulators, and reduce gradients
 
     def zeros(self) -> Tree:
         """Return zero gradient accumulators."""
@@ -286,8 +291,8 @@ class MtpLossHeads:
     def _layer(
         self, params: Tree, x: Array, embedded: Array, inputs: Tree, number: Array
     ) -> tuple[Array, Tree, Tree]:
-        """Run a head's layer. The layer's losses include only tokens that have a target for this
-        head.
+        """Run the layer of one head. The layer's losses include only tokens that have a target for
+        this head.
         """
         assert isinstance(self.functions, MtpLayerFns)
         counts = _in_same_segment(inputs, number + 1)
@@ -308,7 +313,8 @@ def merge_reports(reports: Reports, found: MtpResults | None) -> Reports:
 
 
 def shift_targets(inputs: Tree, distance: Array) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
-    """Return the targets `distance` tokens after the ordinary targets, and their loss mask.
+    """Return the targets `distance` tokens after the ordinary targets, and the loss mask of these
+    targets.
 
     A shifted target is unmasked if its token is in the ordinary loss mask and in the same sequence
     and segment.

@@ -43,7 +43,7 @@ class Objective(ABC):
     which are weighted by `loss_mask`. A per-segment objective receives sums over the tokens of
     each segment `[B, S]`, weighted by `loss_mask`, and returns losses `[B, N]`. S is
     `segments_per_loss` times N, and segment s contains the tokens with segment ID s + 1. Metrics
-    have the same shape as the losses. The step divides the sum of the losses and of each metric by
+    have the same shape as the losses. The step divides the summed losses and each summed metric by
     the sum of the `normaliser` array over the batch.
     """
 
@@ -95,7 +95,7 @@ def segment_sums(
 def broadcast_segments(
     values: Float[Array, "B S"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """Return the value of each token's segment, or 0 for tokens without a segment; the transpose of
+    """Return the entry of each token's segment, or 0 for tokens without a segment; the transpose of
     `segment_sums`.
     """
     return jnp.einsum("bs,bts->bt", values, _segment_one_hot(segment_ids, values.shape[1]))

@@ -1,9 +1,8 @@
 """The program that a device runs for one step: buffers, messages, and the order of work in a tick.
 
-The inputs are a network and its execution plan on a ring of stages. The code is written from the
-point of view of a single device, as in shard_map. Stages differ only in their columns of the
-schedule table. Collectives over the stage axis run between slots, where all stages execute the same
-code, and never inside a slot.
+The inputs are a network and its execution plan on a ring of stages. The code is per-device code, as
+in shard_map. Stages differ only in their columns of the schedule table. Collectives over the stage
+axis run between slots, where all stages execute the same code, and never inside a slot.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ Tree = Any
 
 
 class StepProgram:
-    """Run one step on one device."""
+    """Run a step's computation on one device."""
 
     def __init__(
         self,
@@ -78,11 +77,11 @@ class StepProgram:
         reader: OutputReader | None = None,
         by_token: jax.Array | None = None,
     ):
-        """Set up the step.
+        """Initialize the state of one step.
 
         `scale` multiplies the gradients of the objective. `by_token` multiplies the gradients of
-        the layers' losses, which are sums over tokens. Forward-only programs need neither of these
-        arguments. In a forward-only program, a `reader` returns per-sequence arrays instead of
+        the layers' losses, which are sums over tokens. Forward-only programs need neither `scale`
+        nor `by_token`. In a forward-only program, a `reader` returns per-sequence arrays instead of
         losses.
         """
         self.scale, self.reader = scale, reader
@@ -274,7 +273,7 @@ class StepProgram:
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
-        """Return the ports whose output is sent during the next tick."""
+        """Return the ports whose outputs are sent during the next tick."""
         if self.schedule.mixed:
             return ("X",)
         if not self.schedule.trains:
@@ -581,17 +580,17 @@ class Network:
     """
 
     layers: dict[str, LayerFn]
-    """Layer function of each layer type."""
+    """Function that applies a layer, for each layer type."""
     norm: Callable[[Tree, jax.Array], jax.Array]
     """Final norm, applied before the loss head."""
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
-    """Weight of each auxiliary loss of the layers when it is added to the objective's loss."""
+    """Weight with which each auxiliary loss of the layers is added to the objective's loss."""
     embed_scale: float = 1.0
-    """Factor that multiplies the embeddings."""
+    """Scaling factor applied to the embeddings."""
     logit_scale: float = 1.0
-    """Factor that multiplies the logits."""
+    """Scaling factor applied to the logits."""
     final_logit_softcapping: float = 0.0
     """Soft cap: scaled logits become `cap * tanh(logits / cap)`. 0 disables the cap."""
     loss_block_tokens: int = 0
@@ -605,7 +604,7 @@ class Network:
     source."""
 
     objective: Objective = field(default_factory=CrossEntropy)
-    """Objective minimized by training."""
+    """Objective that training minimizes."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:
@@ -635,7 +634,7 @@ class PipelinePlan:
 
     @cached_property
     def trainable(self) -> Tree:
-        """Return a tree that is true for parameters with a gradient."""
+        """Return a tree of bools that are true for parameters with a gradient."""
         return jax.tree.map(lambda sharding: sharding.trainable, self.weight_shardings)
 
     @property

@@ -5,11 +5,11 @@ Their forward pass runs for a round of P microbatches, one per stage, when the r
 microbatch enters the ring. Each stage keeps the output of its microbatch until that microbatch
 enters the ring, and later receives the output's cotangent. When the round's last microbatch has
 returned, all stages run the backward pass of the prologue layers. Every stage holds a replica of
-the weights, as in data parallelism. Control flow is the same on all stages.
+the prologue weights, as in data parallelism. Control flow is the same on all stages.
 
 The vocabulary of the embedding is sharded over the stages. Each stage holds V / P rows of the table
-and looks up the tokens that belong to those rows. One small sum over the stage axis combines the
-results. Every stage thus performs an equal share of the lookup, which the first stage would
+and looks up the tokens that belong to those rows. A small all-reduce over the stage axis combines
+the results. Every stage thus performs an equal share of the lookup, which the first stage would
 otherwise perform alone. The forward and backward passes are hand-written, and their control flow is
 the same on all stages.
 
@@ -64,7 +64,7 @@ class Embedding(NamedTuple):
     weight_sharding: WeightSharding
     """Sharding of the embedding table."""
     scale: float = 1.0
-    """Factor, rounded to the embedding dtype, that multiplies the embeddings."""
+    """Scaling factor applied to the embeddings, rounded to the embedding dtype."""
 
     @property
     def is_column_sharded(self) -> bool:
@@ -126,7 +126,7 @@ class Embedding(NamedTuple):
         return self._add(total, tokens, all_gather(columns, STAGE, 0))
 
     def finish(self, total: Float[Array, "v d"]) -> Float[Array, "v shard"]:
-        """Return this device's shard of the gradient, summed over devices."""
+        """Sum the gradient over devices, and return this device's shard of the sum."""
         total = total if self.is_column_sharded else scatter_gradient(total, self.weight_sharding)
         return sum_gradient(total, self.weight_sharding)
 
@@ -146,11 +146,15 @@ class Embedding(NamedTuple):
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
     def _to_rows(self, x: jax.Array) -> jax.Array:
-        """Return all columns for this device's tokens, given its columns for all shards' tokens."""
+        """Return all columns for this device's tokens, given this device's columns for all shards'
+        tokens.
+        """
         return all_to_all(x, self.weight_sharding.axes, 0, 2) if self.is_column_sharded else x
 
     def _to_columns(self, x: jax.Array) -> jax.Array:
-        """Return this device's columns for all shards' tokens, given all columns for its tokens."""
+        """Return this device's columns for all shards' tokens, given all columns for this device's
+        tokens.
+        """
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.
@@ -208,7 +212,7 @@ class PrologueLayers:
     """Cotangents of the layers' losses."""
     embedding: Embedding
     table: Float[Array, "v d"]
-    """Embedding table passed to `embedding`."""
+    """Embedding table that is passed to `embedding`."""
 
     def buffers(self, like: Float[Array, "B T D"]) -> PrologueBuffers:
         """Return empty buffers for the rounds; `like` is an activation."""

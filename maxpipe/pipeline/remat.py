@@ -6,10 +6,10 @@ are never saved, because a backward slot has access to the weights and the batch
 identified by data flow, not by shape.
 
 A split backward pass divides the traced program into two parts: input gradients first, weight
-gradients later. Both parts come from the same program, so shared intermediates are computed once,
-in the first part. Intermediates that the second part needs are saved between the parts; a minimum
-cut of the data-flow graph minimizes their size in bytes. Cheap elementwise operations can be
-recomputed in the second part; matmuls are never recomputed.
+gradients later. Both parts come from the same program, so intermediates that both parts use are
+computed once, in the first part. Intermediates that the second part needs are saved between the
+parts; a minimum cut of the data-flow graph minimizes their size in bytes. Cheap elementwise
+operations can be recomputed in the second part; matmuls are never recomputed.
 
 Source: JaxPP partitions the jaxpr of the backward pass for zero-bubble schedules
 (arXiv:2412.14374). The minimum cut follows arXiv:2206.11719, which uses it to select the values to
@@ -84,11 +84,11 @@ class SplitProgram:
     """
 
     first: Callable[[Arrays], tuple[list[Any], list[Any]]]
-    """Function (all inputs) -> (first outputs, kept)."""
+    """Function that maps all inputs to (leading outputs, kept values)."""
     second: Callable[[Arrays, Arrays], list[Any]]
-    """Function (kept, free inputs) -> the other outputs."""
+    """Function that maps (kept values, free inputs) to the remaining outputs."""
     saved: tuple[Any, ...]
-    """Abstract values of the kept arrays."""
+    """Shapes and dtypes of the kept values."""
 
 
 def split_program(
@@ -186,7 +186,7 @@ class FlatJaxpr:
         return sorted(equations)
 
     def undo_reshape(self, value: int) -> int:
-        """Follow reshapes back to the value that was originally reshaped, and return that value."""
+        """Return the value from which a chain of reshapes starts."""
         while (number := self.producer.get(value)) is not None:
             equation, inputs, _ = self.equations[number]
             if equation.primitive.name != "reshape":
@@ -244,7 +244,9 @@ def _inner_program(equation: jex.JaxprEqn) -> tuple[Any, Sequence[Any]] | None:
 
 
 _INFINITE_CAPACITY = 2**31 - 1
-"""Maximum capacity of an edge. Capacities are int32, so byte counts are scaled down to fit."""
+"""Maximum capacity of an edge in the graph whose minimum cut is computed. Capacities are int32, so
+byte counts are scaled down to fit.
+"""
 
 
 def _min_cut(
@@ -301,7 +303,8 @@ Remat = Literal["chunk", "full", "names", "none"]
 
 
 LayerFn = Callable[..., tuple[jax.Array, Mapping[str, jax.Array], Mapping[str, jax.Array]]]
-"""(weights, x [B, T, D], inputs, layer index, key) -> (output [B, T, D], losses, statistics).
+"""Function that maps (weights, x [B, T, D], inputs, layer index, key) to (output [B, T, D], losses,
+statistics).
 
 Losses are scalars, summed over the target tokens of the sequences. The losses are added to the
 step's sums without a weight, and gradients flow through them. Statistics are arrays summed over
@@ -375,18 +378,20 @@ class LayerVJP:
     forward: Callable[
         [Tree, jax.Array, LayerConstants], tuple[jax.Array, list[jax.Array], Tree, Tree]
     ]
-    """Function (weights, x, constants) -> (output, saved, losses, statistics)."""
+    """Function that maps (weights, x, constants) to (output, saved, losses, statistics)."""
     backward: Callable[[Tree, list[jax.Array], LayerConstants, jax.Array], tuple[Tree, jax.Array]]
-    """Function (weights, saved, constants, cotangent) -> (weight gradients, input gradient)."""
+    """Function that maps (weights, saved, constants, cotangent) to (weight gradients, input
+    gradient).
+    """
     input_grad: Callable[..., tuple[jax.Array, list[jax.Array]]]
-    """Function (weights, saved, constants, cotangent) -> (input gradient, deferred)."""
+    """Function that maps (weights, saved, constants, cotangent) to (input gradient, deferred)."""
     weight_grad: Callable[[list[jax.Array], LayerConstants], Tree]
-    """Function (deferred, constants) -> weight gradients."""
+    """Function that maps (deferred, constants) to weight gradients."""
     saved: tuple[SavedArray, ...]
     deferred: tuple[SavedArray, ...]
     losses: tuple[str, ...]
     statistics: dict[str, tuple[int, ...]]
-    """Shapes of the statistics, keyed by name."""
+    """Shapes of the layer's statistics, keyed by name."""
 
 
 def differentiate_layer(
@@ -428,7 +433,7 @@ def differentiate_layer(
     flat = FlatJaxpr(traced)
     sources = _ValueSources.from_program(flat, len(jax.tree.leaves(weights)))
     leaves = flat.outputs[outputs.num_leaves :]
-    # Save an array and its reshaped copies only once.
+    # If a value and reshapes of that value must be saved, save one array.
     stored = [v for v in dict.fromkeys(map(flat.undo_reshape, leaves)) if sources.must_be_saved(v)]
 
     def forward(

@@ -1,10 +1,10 @@
 """Run the layers of one chunk in a slot of the schedule: forward, backward, or weight gradients.
 
 The layers in a slot run in a loop whose trip count is read from the table: 0 if the stage is idle.
-Conditionals are avoided, because XLA copies buffers inside them. With several layer types, every
-iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's stacks
-are indexed by the inner counter; otherwise, XLA would treat the reads as loop-invariant and copy
-them out of the loop. With `idle="compute"`, every stage runs as many iterations as the busiest
+Conditionals are avoided, because XLA copies buffers inside them. If there are several layer types,
+every iteration contains one inner loop per type with a trip count of 0 or 1. Reads from a type's
+stacks are indexed by the inner counter; otherwise, XLA would treat the reads as loop-invariant and
+copy them out of the loop. With `idle="compute"`, every stage runs as many iterations as the busiest
 stage and discards unused results, so that control flow is identical on all stages.
 
 Arrays that are kept between slots of the schedule are stored in buffers with numbered entries,
@@ -36,7 +36,7 @@ from maxpipe.pipeline.remat import (
 from maxpipe.pipeline.weights import LayerWeights
 
 LANES = 128
-"""Number of lanes of a TPU vector register; shorter minor dims are padded to this size."""
+"""Number of lanes in a TPU vector register; shorter minor dims are padded to this size."""
 _HOST, _DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
@@ -144,7 +144,7 @@ class SlotRow(NamedTuple):
     window: jax.Array
     gradient: jax.Array
     any_work: jax.Array
-    """Whether any stage has work in this slot."""
+    """Whether any stage has work in this slot during this tick."""
     any_layer_type: Any = None
     """`[L, types]`: whether any stage's chunk has a layer of this type at this position. Set only
     if all stages run the same number of iterations and there are several layer types."""
@@ -155,9 +155,9 @@ class SlotWork(NamedTuple):
 
     row: SlotRow
     chunk: jax.Array
-    """Chunk index within the stage's stacked weights."""
+    """Index of the chunk within the stage's stacked weights."""
     gradient: jax.Array
-    """Chunk index within the stage's stacked gradients."""
+    """Index of the chunk within the stage's stacked gradients."""
     first: jax.Array
     """Network index of the chunk's first layer."""
     size: jax.Array
@@ -178,12 +178,12 @@ class SlotWork(NamedTuple):
 
 
 class Reports(NamedTuple):
-    """Losses and statistics that layers return in addition to their output, summed over a step."""
+    """Losses and statistics that layers return in addition to activations, summed over a step."""
 
     losses: dict[str, jax.Array]
-    """Float32 scalars, keyed by name."""
+    """Float32 scalar losses, keyed by name."""
     statistics: dict[str, dict[str, jax.Array]]
-    """Float32 arrays `[R * L, ...]` with one entry per layer, keyed by layer type and name."""
+    """Float32 statistics `[R * L, ...]` with one entry per layer, keyed by layer type and name."""
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,7 @@ class LayerSlots:
     def _saved_activations(
         self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return the saved activations and the first index of each type; with the `chunk` policy,
+        """Return the saved activations and the first index of each type; for the `chunk` policy,
         recompute the activations.
         """
         if self.remat_policy.remat != "chunk":
@@ -467,7 +467,9 @@ class LayerSlots:
         stash: Tree,
         totals: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input, and the updated totals."""
+        """Return the gradient of a chunk's input, and the totals with the chunk's weight gradients
+        added.
+        """
         kept, kept_bases = self._saved_activations(pieces, held, work, stash)
         bases = self._stack_offsets(work.chunk)
         of_totals = self._stack_offsets(work.gradient)

@@ -46,7 +46,7 @@ class TickRow(NamedTuple):
     backward: SlotRow
     weight: SlotRow
     arrivals: tuple[Any, ...]
-    """Inbox slot for each of the schedule's arrivals."""
+    """Inbox slot in which each arriving message is stored."""
     embed: Any
     loss: Any
     embed_grad: Any
@@ -104,8 +104,8 @@ class TickTable(NamedTuple):
 
 
 def _layer_types_at(slots: SlotColumns, layout: LayerLayout) -> np.ndarray | None:
-    """Return bool `[K, L, types]`: whether any stage's chunk has a layer of this type at this
-    position.
+    """Return whether any stage's chunk has a layer of each type at each position, as a bool array
+    `[K, L, types]`.
     """
     if len(layout.ring_layer_types) == 1:
         return None
@@ -149,8 +149,9 @@ class Buffers(NamedTuple):
     loss: jax.Array
     """Sums of the objective's loss and metrics `[R]`, or `[R, sources]` with several sources."""
     rows: Tree
-    """Output of the `reader`: per-sequence arrays `[M, B, ...]`. None if the program computes
-    losses."""
+    """Output of the `reader`: per-sequence arrays `[M, B, ...]`. None in programs that compute
+    losses.
+    """
     ahead: MtpResults | None
     """Losses and statistics of the MTP heads."""
 
@@ -177,7 +178,8 @@ def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
     # previous gather.
     stops = np.append(visits.gather_tick, program.schedule.num_ticks)
     starts = np.append(visits.gather_tick[:1], stops[:-1])
-    # Number of reductions due before each iteration. The remaining reductions run after the loop.
+    # Number of gradient reductions that are due before each iteration. The remaining reductions run
+    # after the loop.
     due = np.searchsorted(visits.reduce_tick, starts, side="right")
 
     def reduce_kind(kind: str, first: Any, last: Any, carry: Buffers) -> Buffers:
@@ -250,8 +252,9 @@ def _put(held: jax.Array, new: jax.Array, index: jax.Array) -> jax.Array:
 
 
 OutputReader = Callable[[LossHead, Tree, Any, jax.Array, Tree], Tree]
-"""Function (loss head, final norm, this stage's head columns, the last layer's output, microbatch)
--> arrays `[B, ...]`."""
+"""Function that maps (loss head, final norm, this stage's head columns, the last layer's output,
+microbatch) to arrays `[B, ...]`.
+"""
 
 
 @dataclass(frozen=True)
@@ -273,7 +276,7 @@ class LossSlot:
     """Arrays of all microbatches `[M, B, ...]`."""
     mtp: MtpLossHeads | None
     scale: jax.Array | None
-    """Factor that multiplies the gradients of the objective. None in forward-only programs."""
+    """Scaling factor applied to the gradients of the objective. None in forward-only programs."""
 
     def trainable_norm(self, tree: Tree) -> Tree:
         """Return the leaves of a final-norm tree whose parameters have gradients."""

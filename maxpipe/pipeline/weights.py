@@ -49,7 +49,7 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
-    """Return the full tree, with every leaf that also exists in the partial tree replaced.
+    """Return the full tree, in which leaves of the partial tree replace the corresponding leaves.
 
     An 8-bit weight is kept, and its `gradient` is set to the new leaf.
     """
@@ -64,7 +64,7 @@ def replace_subtree(tree: Tree, part: Tree) -> Tree:
 Tree = Any
 GatherMode = Literal["iteration", "window", "step"]
 NOT_SHARDED = -1
-"""Value of `WeightSharding.dim` if no dim is gathered."""
+"""Value of `WeightSharding.dim` for parameters without a gathered dim."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def _gather_quantized(low: MatmulQuantizer, shard: jax.Array, division: WeightSh
 
     def whole(leaf: jax.Array) -> jax.Array:
         if not sharded or leaf.shape[dim] == 1 != shard.shape[dim]:
-            return mark_varying(leaf)  # the full dim shares one scale
+            return mark_varying(leaf)  # all shards of the dim share one scale
         entries = [*division.auto_axes, *[None] * leaf.ndim][: leaf.ndim]
         entries = [
             axes if size > 1 else None for axes, size in zip(entries, leaf.shape, strict=True)
@@ -210,7 +210,7 @@ class LayerWeights:
 
     @cached_property
     def trainable(self) -> Tree:
-        """Return a tree that is true for weights with a gradient."""
+        """Return a tree of bools that are true for weights with a gradient."""
         return jax.tree.map(lambda division: division.trainable, self.weight_shardings)
 
     @cached_property
@@ -219,8 +219,8 @@ class LayerWeights:
         return select_trainable(self.weight_shardings, self.trainable)
 
     def prepare(self, shards: Tree) -> Tree:
-        """Return the tree from which the tick loop reads weights; with `window`, the shards to be
-        gathered.
+        """Return the tree from which the tick loop reads weights; in `window` mode, the shards to
+        gather.
         """
         if self.gather_mode != "step":
             return mark_varying(shards)

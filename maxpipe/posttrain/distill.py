@@ -1,8 +1,8 @@
 """Distillation teachers, and batches with online or stored teacher logits.
 
 A teacher is a model that runs only forward passes, on a separate mesh. The teacher has a separate
-model section, mesh and pipeline. Its only state is its parameters, so teacher logits depend only on
-the batch.
+model section, mesh and pipeline. A teacher has no state except its parameters, so teacher logits
+depend only on the batch.
 
 `maxpipe distill prepare` precomputes the teacher's top-k logits for a dataset. Sequences are
 processed in batches of `train.batch_size`. Batches always start at multiples of that size, so that
@@ -92,12 +92,12 @@ class Teacher:
 
     @property
     def entry(self) -> TeacherEntry:
-        """Identity of the teacher, as stored in checkpoints."""
+        """Identity of the teacher, as recorded in checkpoints."""
         return {"name": self.name, "digest": self.digest}
 
     @property
     def mesh(self) -> str:
-        """Description of the teacher's mesh."""
+        """Description of the teacher's mesh, as printed for the user."""
         return describe_mesh(self.steps.param_layout.mesh)
 
     @property
@@ -149,7 +149,7 @@ def open_teacher(loaded: LoadedConfig, tokenizer: Tokenizer) -> Teacher:
 
     Raises:
         ConfigError: the model does not exist, or its vocabulary or layout does not match.
-        StorageError: the model is corrupted.
+        StorageError: the teacher's checkpoint is damaged.
     """
     config = loaded.config
     key = error_location(KEY, loaded.origins)
@@ -213,7 +213,7 @@ def _fit_mesh(loaded: LoadedConfig, devices: Sequence[Device]) -> Config:
 
 
 def _layout_error(error: ConfigError) -> ConfigError:
-    """Report errors in the teacher's layout under the key `distill.teacher_layout`."""
+    """Report config errors in the teacher's layout under the key `distill.teacher_layout`."""
 
     def placed(problem: Problem) -> Problem:
         key = problem.where.rpartition(": ")[2]
@@ -242,7 +242,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
         return
     try:
         other = open_tokenizer(TokenizerConfig(kind="auto", path=folder))
-    except ConfigError:  # the folder has no tokenizer to compare with
+    except ConfigError:  # the teacher's folder has no tokenizer to compare with
         return
     if not np.array_equal(other.encode(_PROBE), own.encode(_PROBE)):
         raise ConfigError.one(
@@ -255,7 +255,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
 
 
 ProgressStage = Callable[[str], contextlib.AbstractContextManager[object]]
-"""Function that shows a description while a slow operation runs."""
+"""Function that displays a description while a slow operation runs."""
 
 
 class TeacherLoader:
@@ -332,7 +332,7 @@ class TeacherSource:
 
     teacher: TeacherEntry | None = None
     teacher_loader: TeacherLoader | None = None
-    """Loader of an online teacher. Stored logits are loaded with the sequences instead."""
+    """Loader that runs an online teacher. Stored logits are loaded with the sequences instead."""
     banner_lines: Sequence[tuple[str, str]] = ()
     """Banner lines that describe the teacher."""
 
@@ -458,7 +458,7 @@ def prepare_teacher_logits(
                     folder, spec, teacher, datasets.train, config.train.batch_size, report
                 )
             except OSError as error:
-                action = "Free space, or name a writable folder with --out."
+                action = "Free space, or specify a writable folder with --out."
                 raise StorageError.unwritable(error.filename or folder, error, action) from error
 
 
@@ -525,8 +525,8 @@ def _compute_logits(
     """Yield teacher logits of the sequences from index `begun`, and the number of finished
     sequences.
 
-    The teacher computes while the next batch is read. Closing the generator waits for the devices,
-    because Python may crash on exit while devices are computing.
+    The teacher computes the logits of one batch while the next batch is read. Closing the generator
+    waits for the devices, because Python may crash on exit while devices are computing.
     """
     parts = {part.name: number for number, part in enumerate(loader.stream.parts)}
     counts = [(parts[name], facts["sequences"]) for name, facts in spec["sources"].items()]

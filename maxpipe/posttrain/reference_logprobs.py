@@ -1,7 +1,8 @@
 """Reference log-probabilities of preference pairs, computed with the initial weights of a run.
 
-They are computed once, by forward passes before training, and stored in the run folder. Training
-therefore needs no second model in memory. An interrupted computation resumes from its last save.
+Forward passes before training compute the log-probabilities once and store them in the run folder.
+Training therefore needs no second model in memory. An interrupted computation resumes from its last
+save.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class _PairSequence(NamedTuple):
     source: str
     documents: list[int]
     halves: np.ndarray
-    """float32 [2 * documents]."""
+    """Log-probabilities, float32 `[2 * documents]`."""
 
 
 @dataclass(frozen=True)
 class StoredReferences:
-    """Content of a run's reference file."""
+    """Contents of a run's reference file."""
 
     weights: str
     digests: Mapping[str, str]
@@ -73,7 +74,7 @@ class StoredReferences:
 
 
 def needs_references(steps: Steps) -> bool:
-    """Whether the objective of a run uses reference log-probabilities."""
+    """Return whether the objective of a run uses reference log-probabilities."""
     objective = steps.objective
     return isinstance(objective, Preference) and objective.needs_reference
 
@@ -90,7 +91,9 @@ class PairReferences:
         channel: ControlChannel,
         phases: Phases,
     ):
-        """Initialize the computation. Every pair must occur exactly once in the `loaders`."""
+        """Prepare to compute the log-probabilities. The `loaders` together must yield every pair
+        exactly once.
+        """
         self._path = run_dir / REFERENCE_FILE
         self._steps, self._loaders = steps, loaders
         self._console, self._channel, self._phases = console, channel, phases
@@ -258,7 +261,7 @@ def save_references(path: Path, stored: StoredReferences) -> None:
 
 
 def load_references(path: Path) -> StoredReferences | None:
-    """Return the content of a reference file, or None if it does not exist.
+    """Return the contents of a reference file, or None if the file does not exist.
 
     Raises:
         OSError: the file cannot be read.

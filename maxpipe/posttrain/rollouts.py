@@ -4,9 +4,9 @@ Random numbers depend only on the seed, the sample index and the position in the
 sample index determines the step, the prompt and the group member. A resumed run, or a run with
 another layout, therefore samples the same completions up to rounding.
 
-`ReferenceParams` holds the initial parameters of the run for the KL term. Frozen parameters are
-shared with the current model. A checkpoint contains only a checksum of the reference. On resume,
-the reference is loaded or initialized again.
+`ReferenceParams` holds the initial parameters of the run for the KL term. The reference shares
+frozen parameters with the current model. A checkpoint contains only a checksum of the reference
+parameters. On resume, the reference parameters are loaded or initialized again.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ReferenceParams:
 
     def __init__(self, steps: Steps, params: Tree, saved_digest: str | None, where: str):
         mine = steps.param_layout.select_trainable(params)
-        self._copies = jax.tree.map(jnp.copy, mine)  # a train step donates the originals
+        self._copies = jax.tree.map(jnp.copy, mine)  # a train step donates the original arrays
         self.digest = steps.digest(mine)
         if saved_digest not in (None, self.digest):
             raise ConfigError.one(
@@ -62,8 +62,8 @@ class ReferenceParams:
                 None,
                 "must point to the initial weights of this run, which are the reference "
                 "of grpo.kl_coef, but now points to other weights.",
-                "Restore the initial weights, specify their step as RUN@STEP, or set run.name to a "
-                "new name.",
+                "Restore the initial weights, specify the step that holds them as RUN@STEP, or set "
+                "run.name to a new name.",
             )
 
     def merge(self, params: Tree) -> Tree:
@@ -76,7 +76,7 @@ Tree = Any
 _STREAM = "rollouts"
 """Name of the random stream from which the seed for sampling completions is derived."""
 _NUM_ROW_IDS = 1 << 31
-"""Number of distinct sample indices, which are int32."""
+"""Number of distinct sample indices, which are int32 numbers."""
 
 
 @dataclass(frozen=True)

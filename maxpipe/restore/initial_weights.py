@@ -4,7 +4,8 @@ The model config is checked before weights are read. The run's vocabulary may be
 saved vocabulary. Arrays have the checkpoint layout: layers in model order, without padding.
 
 The checkpoint of an adapter run holds only the adapters and a reference to the base model. The base
-model is not copied. It is read from its address, and each read verifies a digest of its content.
+model is not copied. The base model is read from its address, and each read verifies a digest of the
+content.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
     size = _vocabulary(abstract)
 
     def read(name: str, leaf: Any) -> jax.Array:
-        places: dict[str, list[Any]] = {}  # replicated shards are read once
+        places: dict[str, list[Any]] = {}  # shards that several devices hold are read once
         regions = leaf.sharding.addressable_devices_indices_map(leaf.shape)
         for device, region in regions.items():
             places.setdefault(str(region), []).append(device)
@@ -85,7 +86,7 @@ def _vocabulary(params: Tree) -> int:
 
 
 def with_vocab_size(abstract: Tree, size: int) -> Tree:
-    """Return `abstract` with another vocabulary size and an unsharded vocabulary dim."""
+    """Return `abstract` with a different vocabulary size and an unsharded vocabulary dim."""
     found = dict(abstract)
     for name, dim in VOCABULARY.items():
         if name in abstract:
@@ -98,7 +99,7 @@ def with_vocab_size(abstract: Tree, size: int) -> Tree:
 
 
 def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
-    """Grow the vocabulary to its size in `abstract`. Each new row is the mean of the old rows."""
+    """Grow the vocabulary to its size in `abstract`; each new row is the mean of the old rows."""
     found = dict(params)
     for name, dim in VOCABULARY.items():
         if name in params:
@@ -136,10 +137,10 @@ _FREE_MODEL_KEYS = frozenset(
     | {"model.matmul_weight_gradients"}
 )
 _FREE_FAMILY_KEYS = frozenset({"dispatch"})
-"""Keys that may change in the section of any family."""
+"""Keys that may change in the config section of any model family."""
 
 # This key also determines the dtype of the optimizer state. A run that starts from weights alone
-# restores no optimizer state, so it can cast the weights.
+# restores no optimizer state, so the run can cast the weights.
 _TYPE = "model.param_dtype"
 
 NEW_START = "checkpoint.restore_from to a run with this model, or to '' for a fresh start"
@@ -159,7 +160,7 @@ class InitialWeights(NamedTuple):
     params: Any
     """Parameters in checkpoint layout, without adapters, on the mesh."""
     description: str
-    """Description of the checkpoint or folder for the user."""
+    """Description of the checkpoint or folder, printed for the user."""
     address: str
     """Address of the exact checkpoint or folder that was read."""
 
@@ -238,7 +239,7 @@ def _read_folder_weights(
 
 
 def _check_weights(saved: Mapping[str, Any], loaded: LoadedConfig) -> None:
-    """Compare a saved `model` section with that of the run, whose vocabulary may be larger.
+    """Compare a saved `model` section with the run's section, whose vocabulary may be larger.
 
     Raises:
         ConfigError: keys that must not change differ; the error lists all of them.
@@ -278,7 +279,7 @@ def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata |
         step = resolve_step_on_all(other, address)
         try:
             return other.durable.read_metadata(step)
-        except (DamagedError, OSError):  # the restore reports this or uses the previous checkpoint
+        except (DamagedError, OSError):  # the restore reports it or uses an earlier checkpoint
             return None
 
 
@@ -353,7 +354,9 @@ def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 _SECTION = "adapter"
 _FREE = frozenset({"dropout", "targets"})
-"""Adapter keys that may change. The matrices that `adapter.targets` selects are compared."""
+"""Keys of the `adapter` section that may change on resume. The matrices that `adapter.targets`
+selects are compared.
+"""
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
@@ -372,7 +375,7 @@ def read_base(
     """Return the base model of a checkpoint's adapters in checkpoint layout, and its record.
 
     `own` means that the checkpoint belongs to this run. A changed `checkpoint.restore_from` then
-    replaces the recorded address. Otherwise, that key names the checkpoint itself.
+    replaces the recorded address. Otherwise, `checkpoint.restore_from` names the checkpoint itself.
 
     Raises:
         ConfigError: the base model does not exist, or its weights have changed.

@@ -49,7 +49,7 @@ class OpenedModel:
     read: Callable[[LoadedConfig, Steps], Any]
     """Function that reads the parameters. See `params`."""
     conversation: ChatSpec | None = None
-    """Chat format of the model's training conversations."""
+    """Chat format of the conversations on which the model was trained."""
 
     def is_overridden(self, *prefixes: str) -> bool:
         """Return whether the user set a key that starts with one of the prefixes."""
@@ -61,9 +61,9 @@ class OpenedModel:
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return a tokenizer that formats prompts and texts as in the model's training.
+        """Return a tokenizer that formats prompts and texts like the model's training data.
 
-        If maxpipe did not train the model, the format is that of `transformers`.
+        If maxpipe did not train the model, prompts and texts are formatted as in `transformers`.
 
         Raises:
             ConfigError: as in `fit_tokenizer`.
@@ -76,7 +76,7 @@ class OpenedModel:
         return tokenizer.with_control(framing=tokenizer.control.published)
 
     def fit_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Check the tokenizer, and return it adapted to this model.
+        """Check the tokenizer, and return a copy that is adapted to this model.
 
         Raises:
             ConfigError: the model was trained with another tokenizer, or token ids are outside the
@@ -108,7 +108,7 @@ class OpenedModel:
 
         Raises:
             ConfigError: the config describes another model.
-            StorageError: the parameters are damaged.
+            StorageError: the parameters in the checkpoint are damaged.
         """
         return self.read(self.loaded, steps)
 
@@ -215,7 +215,7 @@ def _conversation(facts: CheckpointMetadata) -> ChatSpec | None:
 
 
 _TEACHING = ("distill", "grpo")
-"""Sections and objectives that evaluation and generation ignore."""
+"""Config sections and objectives that evaluation and generation ignore."""
 
 
 def _without_teacher(config: Mapping[str, Any]) -> dict[str, Any]:

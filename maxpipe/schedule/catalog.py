@@ -31,21 +31,22 @@ GiB of memory."""
 
 @dataclass(frozen=True, slots=True)
 class ScheduleSpec:
-    """Generator and properties of a schedule."""
+    """Generator of a schedule's execution orders, and properties of the schedule."""
 
     generate: Callable[[Ring, int, int], Orders]
     summary: str
     group: Literal["stages", "microbatches", "chosen"] = "microbatches"
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
-    """Required number of repeats. If None, any number is allowed."""
+    """Required number of repeats. If None, any number of repeats is allowed."""
     default_repeats: int | None = None
-    """Number of repeats implied by the name. With any other number of repeats, the name is an alias
-    of `interleaved`."""
+    """Number of repeats that the schedule's name implies. If the number of repeats differs, the
+    name is an alias of `interleaved`.
+    """
     split: bool = False
     """Whether backward passes are split into I and W, so that slots are mixed."""
     dominated: bool = False
-    """Whether another schedule is as fast and needs less memory. Searches skip dominated
+    """Whether another schedule is equally fast and needs less memory. Searches skip dominated
     schedules."""
     supports_delay: bool = False
     """Whether the schedule supports delayed messages, which need two ticks."""
@@ -194,7 +195,7 @@ def make_forward_schedule(ring: Ring, microbatches: int) -> Schedule:
 
 
 def _shape(spec: ScheduleSpec, stages: int) -> Literal["loop", "v"]:
-    return spec.shape if stages > 1 else "loop"  # both are identical on one stage
+    return spec.shape if stages > 1 else "loop"  # a loop and a V are identical on one stage
 
 
 def _check_sizes(

@@ -27,7 +27,7 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Return two lines of text: the schedule's sizes, and its time and memory."""
+    """Return two lines of text: the schedule's sizes, and the time and memory that it needs."""
     kept = pluralize(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
         kept += f" and {pluralize(schedule.num_deferred, 'deferred weight gradient')}"
@@ -82,7 +82,7 @@ _MARGIN = len("stage 00 F ")
 
 
 def _rows(schedule: Schedule, mark: tuple[int, int, str] | None) -> list[tuple[str, list[str]]]:
-    """Return a title and one cell per tick for every line."""
+    """Return, for every line of the timeline, a title and one cell per tick."""
     ticks = range(schedule.num_ticks)
     rows = [("tick", [str(tick) for tick in ticks])]
     for stage in range(schedule.num_stages):
@@ -233,7 +233,7 @@ class Area(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A line through points."""
+    """A line that connects points."""
 
     points: list[tuple[float, float]]
     colour: str

@@ -59,8 +59,8 @@ def forward_then_backward(ring: Ring, num_microbatches: int, group: int) -> Orde
     """Run all forward passes, then all backward passes; memory grows with the number of
     microbatches.
 
-    Source: GPipe (arXiv:1811.06965). With repeats, this is the circular schedule of praxis and
-    MaxText.
+    Source: GPipe (arXiv:1811.06965). If there are several repeats, this is the circular schedule of
+        praxis and MaxText.
     """
     sizes = group_sizes(num_microbatches, ring.num_stages, group)
     both = [_ring_sequence(sizes, ring.num_repeats, kind) for kind in ("F", "B")]
@@ -81,8 +81,8 @@ def one_forward_one_backward(ring: Ring, num_microbatches: int, group: int) -> O
     consists of (R-1) * N forward passes, until the first microbatch leaves the network, plus two
     for each stage that follows. Memory does not depend on the number of microbatches.
 
-    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). With a single
-    group, this is the breadth-first order (arXiv:2211.05953).
+    Source: PipeDream-flush and Megatron-LM's interleaved order (arXiv:2104.04473). If there is a
+    single group, this is the breadth-first order (arXiv:2211.05953).
     """
     stages, repeats = ring.num_stages, ring.num_repeats
     sizes = group_sizes(num_microbatches, stages, group)
@@ -180,7 +180,7 @@ def dualpipe_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
     return orders
 
 
-# Shared helpers: a greedy scheduler and repeated blocks.
+# Shared helpers: a greedy scheduler, and schedules that repeat a pattern.
 
 
 class _GreedyScheduler:
@@ -374,7 +374,7 @@ class _CsvCell(NamedTuple):
 
     @property
     def parts(self) -> tuple[ActionKind, ...]:
-        """Return the action's components; a full backward pass consists of I and W."""
+        """Split the action into its components; a full backward pass consists of I and W."""
         return ("I", "W") if self.kind == "B" else (self.kind,)
 
 

@@ -1,9 +1,9 @@
 """Images of schedules as SVG or PNG, and traces for Perfetto.
 
 An image has one lane for each stage. The lane shows the stage's work over time, labeled with
-microbatch indices. The number of chunks with saved activations is plotted below the work. Colors
-distinguish repeats, and shades distinguish slot types. All stages advance in lockstep, and slots
-have the given costs.
+microbatch indices. The number of chunks with saved activations is plotted below the work. Each
+repeat has a color, and each slot type has a shade of this color. All stages advance in lockstep,
+and slots have the given costs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def png(schedule: Schedule, path: Path, costs: Costs = EQUAL_COSTS) -> None:
 
 
 def draw_schedule(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> Canvas:
-    """Return the image as a drawing."""
+    """Draw the schedule, and return the drawing."""
     return _Picture(schedule, costs).canvas
 
 

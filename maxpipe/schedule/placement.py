@@ -97,9 +97,9 @@ def _empty_slots(num_ticks: int, num_stages: int) -> SlotColumns:
 # Ticks.
 
 _Cell = tuple[int, int]
-"""(tick, stage)."""
+"""Table cell, as (tick, stage)."""
 _Ticks = dict[tuple[Action, int], _Cell]
-"""Table cell of each (action, stage)."""
+"""Table cell that is assigned to each (action, stage)."""
 
 
 def _earliest_ticks(name: str, ring: Ring, orders: Orders, *, mixed: bool, delayed: bool) -> _Ticks:
@@ -261,8 +261,8 @@ class _BufferAllocator:
     def allocate_inbox(self) -> tuple[tuple[Arrival, ...], int]:
         """Assign slots to messages, which live from their arrival until a slot reads them.
 
-        In every tick, a message is written for every direction. A message that is never read has a
-        lifetime of one phase, so it is written to a slot that is free during that phase.
+        In every tick, the engine writes one message for each direction. A message that is never
+        read has a lifetime of one phase, so it is written to a slot that is free during that phase.
         """
         ways = self._directions()
         shape = (self.num_ticks, self.ring.num_stages)

@@ -4,7 +4,7 @@ Stages advance in ticks. There are two types of schedules:
 
 - *typed* slots: a tick consists of a forward slot, the loss head, and a slot for full backward
   passes. Slots of one type cost the same on every stage, so no stage waits for a neighbor. The
-  transfer of a message overlaps with the slot of the other type.
+  transfer of a message that one slot type sends overlaps with the slot of the other type.
 - *mixed* slots: a tick is one action of any type on each stage. An action is a forward pass (F),
   the gradient of a chunk's input (I), or the gradient of a chunk's weights (W). Weight gradients
   fill ticks that would otherwise be idle.
@@ -44,7 +44,7 @@ class Action(NamedTuple):
 
 
 Orders = list[list[Action]]
-"""Actions of each stage, in execution order."""
+"""List of each stage's actions, in execution order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,20 @@ class Ring:
         return repeat * self.num_stages + (self.num_stages - 1 - stage if turned else stage)
 
     def locate_chunk(self, chunk: int) -> tuple[int, int]:
-        """Return (stage, repeat) of a chunk."""
+        """Return the (stage, repeat) of a chunk."""
         repeat, position = divmod(chunk, self.num_stages)
         turned = self.shape == "v" and repeat % 2 == 1
         return (self.num_stages - 1 - position if turned else position), repeat
 
     def next_chunk(self, stage: int, repeat: int) -> tuple[int, int] | None:
-        """Return (stage, repeat) of the next chunk in the network; None for the last chunk."""
+        """Return the (stage, repeat) of the next chunk in the network; None for the last chunk."""
         chunk = self.chunk(stage, repeat) + 1
         return self.locate_chunk(chunk) if chunk < self.num_chunks else None
 
     def previous_chunk(self, stage: int, repeat: int) -> tuple[int, int] | None:
-        """Return (stage, repeat) of the previous chunk in the network; None for the first chunk."""
+        """Return the (stage, repeat) of the previous chunk in the network; None for the first
+        chunk.
+        """
         chunk = self.chunk(stage, repeat) - 1
         return self.locate_chunk(chunk) if chunk >= 0 else None
 
@@ -104,8 +106,8 @@ class Ring:
 
 @dataclass(frozen=True, slots=True)
 class SlotColumns:
-    """Slots of one type, as arrays `[K, P]`. Buffer columns contain valid indices even in idle
-    slots.
+    """All slots of one type in a schedule, as arrays `[K, P]`. Buffer columns contain valid indices
+    even in idle slots.
     """
 
     microbatch: np.ndarray
@@ -117,7 +119,7 @@ class SlotColumns:
     stash: np.ndarray
     """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
-    """Slot of the inputs of W. I writes these inputs."""
+    """Slot that stores the inputs of W. I writes these inputs."""
     window: np.ndarray
     """Window slot that contains the gathered weights of the chunk for F, B or I, if there is a
     prefetch window."""
@@ -127,12 +129,12 @@ class SlotColumns:
 
     @property
     def active(self) -> np.ndarray:
-        """Return bool `[K, P]`: whether the slot contains work."""
+        """Return whether each slot contains work, as a bool array `[K, P]`."""
         return self.microbatch != IDLE
 
     @property
     def at_first_chunk(self) -> np.ndarray:
-        """Return `[K]`: the microbatch processed by the network's first chunk in this tick, or
+        """Return the microbatch that the network's first chunk processes in each tick `[K]`, or
         `IDLE`.
         """
         return np.where(self.repeat[:, 0] == 0, self.microbatch[:, 0], IDLE)
@@ -210,13 +212,14 @@ class Schedule:
     delayed: bool
     """Whether a message needs two ticks instead of one."""
     trains: bool
-    """Whether the schedule has backward slots. If false, the schedule is forward-only, for
-    evaluation."""
+    """Whether the schedule has backward slots. If false, the schedule is forward-only and is used
+    for evaluation.
+    """
     forward: SlotColumns
     backward: SlotColumns
     """B slots in typed schedules, I slots in mixed schedules."""
     weight: SlotColumns
-    """W slots in mixed schedules; never active otherwise."""
+    """W slots in mixed schedules; always idle in typed schedules."""
     arrivals: tuple[Arrival, ...]
     num_inbox: int
     num_stash: int
@@ -250,12 +253,12 @@ class Schedule:
 
     @property
     def embed_microbatch(self) -> np.ndarray:
-        """Return `[K]`: the microbatch that enters the network in this tick, or `IDLE`."""
+        """Return the microbatch that enters the network in each tick `[K]`, or `IDLE`."""
         return self.forward.at_first_chunk
 
     @cached_property
     def loss_microbatch(self) -> np.ndarray:
-        """Return `[K]`: the microbatch whose loss is computed in this tick, or `IDLE`.
+        """Return the microbatch whose loss is computed in each tick `[K]`, or `IDLE`.
 
         In mixed ticks, the loss head uses the outputs of the previous tick: all stages compute the
         loss head together, so it must not depend on a slot in the same tick.
@@ -267,9 +270,7 @@ class Schedule:
 
     @property
     def embed_grad_microbatch(self) -> np.ndarray:
-        """Return `[K]`: the microbatch whose gradient reaches the embedding in this tick, or
-        `IDLE`.
-        """
+        """Return the microbatch whose gradient reaches the embedding in each tick, or `IDLE`."""
         return self.backward.at_first_chunk
 
     def tick_costs(self, costs: Costs) -> np.ndarray:
@@ -292,7 +293,7 @@ class Schedule:
         return 1.0 - busy / total if total else 0.0
 
     def stash_depth(self) -> np.ndarray:
-        """Return `[K, P]`: the number of chunks with saved activations on each stage in each tick.
+        """Return the number of chunks with saved activations in each tick on each stage `[K, P]`.
 
         Deferred inputs of W are counted as saved activations, because both have the same size.
         """
@@ -326,8 +327,8 @@ def balance_layers(
     Every chunk has at least one layer. `costs` contains the cost of each layer. `first` and `last`
     are added to the cost of the first and the last chunk, respectively, for an embedding and a loss
     head that only one stage computes. Among equally good partitions, the most even partition is
-    returned, with longer chunks first. Stages advance in lockstep, so long chunks should run at the
-    same time.
+    returned, with longer chunks first. Stages advance in lockstep, so all long chunks should run at
+    the same time.
 
     Source: dynamic programming over contiguous partitions, as in Alpa (arXiv:2201.12023).
     """

@@ -163,7 +163,7 @@ class _Message(NamedTuple):
 _EMPTY = "nothing"
 _NO_MESSAGE = _Message(_EMPTY, None)
 _StageMessages = list[_Message]
-"""Messages sent by all stages."""
+"""Message sent by each stage."""
 
 
 class _Simulation:

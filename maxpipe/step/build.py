@@ -1,4 +1,4 @@
-"""Build the steps, batches and objective of a config.
+"""Build the steps, batches and objective that a config defines.
 
 Training, evaluation and `maxpipe compile` share these functions. `build_steps` receives the config
 sections of a model and a mesh, and returns the steps with the shardings of their inputs and
@@ -63,7 +63,7 @@ from maxpipe.step.step import Steps
 
 
 def objective_of(config: Config) -> Objective:
-    """Return the objective minimized by training."""
+    """Return the objective that training minimizes."""
     match config.train.objective:
         case "pretrain" | "sft":
             return CrossEntropy()
@@ -77,7 +77,7 @@ def objective_of(config: Config) -> Objective:
 
 
 def policy_of(grpo_config: GrpoConfig) -> Policy:
-    """Return the policy objective used by GRPO."""
+    """Return the policy objective that GRPO uses."""
     clip = grpo_config.clip_ratio, grpo_config.clip_ratio_high or grpo_config.clip_ratio
     if not grpo_config.kl_coef:
         return Policy(*clip, grpo_config.temperature)
@@ -102,7 +102,7 @@ def build_steps(
     """Return the train and eval steps for a model on a mesh. The default objective is cross
     entropy.
 
-    With a data mixture, losses are summed separately for each of the `num_sources` sources.
+    For a data mixture, losses are summed separately for each of the `num_sources` sources.
 
     Raises:
         ConfigError: the axis rules shard two dims of a tensor over the same mesh axis, or the
@@ -140,7 +140,8 @@ def build_steps(
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]  # other IDs have no text
+    # IDs that the tokenizer lacks have no text.
+    lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]
     return Steps(
         param_layout=parts,
         optimizer=optimizer,
@@ -197,7 +198,7 @@ def _make_mtp(decoder: Decoder) -> mtp.MtpFns | None:
 
 
 def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPolicy:
-    """Return the configured remat policy."""
+    """Return the remat policy that the config selects."""
     if pipeline.remat != "names":
         return RematPolicy(pipeline.remat)
     saved, offloaded = pipeline.saved_names, pipeline.offloaded_names

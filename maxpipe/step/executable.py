@@ -29,7 +29,7 @@ _MAX_PROVENANCE_BYTES = 1 << 20
 PROGRAM_SECTIONS = ("model", "mesh", "pipeline", "train", "optim")
 """Config sections that affect the program."""
 PROGRAM_KEYS = ("run.seed", "guard.spike_sigmas", "guard.spike_window", "guard.on_spike")
-"""Keys in other sections that affect the program."""
+"""Keys outside these sections that affect the program."""
 
 
 class Provenance(TypedDict):
@@ -58,7 +58,9 @@ def save(compiled: Any, folder: Path, facts: Mapping[str, str]) -> None:
             with open(files.open_regular(path, flags, 0o600), "wb") as file:
                 file.write(content)
     except OSError as error:
-        raise StorageError.unwritable(folder, error, "Set --save to another folder.") from error
+        raise StorageError.unwritable(
+            folder, error, "Use --save to choose a different folder."
+        ) from error
 
 
 def load(
@@ -106,7 +108,7 @@ def check_devices(platform: str, count: int, where: str, folder: Path, action: s
     platform name used by JAX.
 
     Raises:
-        ConfigError: the devices cannot load programs.
+        ConfigError: the devices cannot load compiled programs.
     """
     if platform == "cpu" and count > 1:
         rule = f"cannot be used by {count} CPU devices: XLA loses the device order "

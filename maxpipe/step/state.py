@@ -96,12 +96,14 @@ class ParamLayout:
 
     @cached_property
     def trainable(self) -> Tree:
-        """Return a tree in stacked form that is true for trainable parameters."""
+        """Return a tree in stacked form, with bools that are true for trainable parameters."""
         return self._split_prologue(self.decoder.trainable())
 
     @cached_property
     def has_own_dtype(self) -> Tree:
-        """Return a tree in stacked form that is true for parameters used in their stored dtype."""
+        """Return a tree in stacked form, with bools that are true for parameters used in their
+        stored dtype.
+        """
         return self._split_prologue(self.decoder.has_own_dtype())
 
     @cached_property
@@ -161,7 +163,7 @@ class ParamLayout:
         return PartitionSpec(*(each or None for each in entries))
 
     def select_trainable_saved(self, saved: Tree) -> Tree:
-        """Return the trainable parameters of a tree in saved form."""
+        """Return the trainable parameters of a tree in the form saved in checkpoints."""
         mask = self.decoder.trainable()
         layers = {kind: mask["layers"][kind] for kind in self.layout.stacks}
         return select_trainable(saved, mask | {"layers": self._drop_single_layer_type(layers)})
@@ -325,7 +327,7 @@ class ParamLayout:
         return plain | {"layers": layers} if layers else plain
 
     def to_saved(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """Convert the stacked form to the saved form."""
+        """Convert the stacked form to the form saved in checkpoints."""
         return self._plain_to_saved(self.unstack(params, vocabulary))
 
     def _plain_to_saved(self, plain: Tree) -> Tree:
@@ -334,7 +336,7 @@ class ParamLayout:
         return plain | {"layers": self._drop_single_layer_type(plain["layers"])}
 
     def from_saved(self, saved: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
-        """Convert the saved form to the stacked form."""
+        """Convert the form saved in checkpoints to the stacked form."""
         return self.stack(self.split_layer_types(saved), vocabulary)
 
     def _pad_vocabulary(self, params: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
@@ -371,7 +373,7 @@ class Difference:
 
 
 def format_differences(found: Sequence[Difference], where: str) -> str:
-    """Return the error message that reports these differences."""
+    """Return the error message that reports these replica differences."""
     more = f", and {len(found) - 1} more replicas differ" if found[1:] else ""
     return (
         f"{where}: {found[0]}\n  must be bitwise equal to the replica on device "
@@ -413,7 +415,7 @@ class ReplicaCheck:
         ]
 
     def differences(self, tree: Tree) -> list[Difference]:
-        """Return the differences within a tree; the result is the same in all processes."""
+        """Return the replicas in a tree that differ; the result is the same in all processes."""
         found = np.asarray(self._digests(tree))
         wrong = found != np.take_along_axis(found, self._groups, axis=0)
         return [
@@ -447,8 +449,8 @@ def _digests(tree: Tree) -> jax.Array:
 def digest(array: jax.Array) -> jax.Array:
     """Return the uint32 sum of the bits of all entries, weighted by odd numbers.
 
-    An entry's weight depends on its index. Odd weights are invertible modulo a power of two, so
-    flipping a single bit always changes the sum.
+    An entry's weight depends on the entry's index. Odd weights are invertible modulo a power of
+    two, so flipping a single bit always changes the sum.
     """
     bits = jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
     index = jnp.zeros(array.shape, jnp.uint32)
@@ -458,13 +460,13 @@ def digest(array: jax.Array) -> jax.Array:
     return (bits.astype(jnp.uint32) * (2 * index + 1)).sum(dtype=jnp.uint32)
 
 
-# Each use of randomness has a separate stream of keys.
+# Each use of random numbers has a separate stream of keys.
 PARAM_STREAM, DROPOUT_STREAM = 0, 1
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout on a mesh of the train state of a model and its optimizer."""
+    """Layout, on a mesh, of the train state of a model and its optimizer."""
 
     param_layout: ParamLayout
     optimizer: Optimizer
@@ -516,7 +518,7 @@ class StateLayout:
 
     @cached_property
     def abstract_saved(self) -> Tree:
-        """Return the shapes, dtypes and shardings of the saved form."""
+        """Return the shapes, dtypes and shardings of the state in saved form."""
         state = jax.eval_shape(self._init)
         return with_shardings(jax.eval_shape(self._to_saved, state), self.saved_sharding)
 
@@ -562,7 +564,7 @@ class StateLayout:
     @cached_property
     def initial_params(self) -> Any:
         """Return a function that converts saved parameters to a run's initial stacked parameters.
-        With adapters, the saved parameters are those of the base model.
+        If the run has adapters, the saved parameters are the parameters of the base model.
         """
         return self._jit(self._stack_with_adapters, self.state_sharding.params)
 
@@ -590,7 +592,7 @@ class StateLayout:
     def _to_saved(self, state: TrainState) -> Tree:
         parts = self.param_layout
 
-        # Merge the layers of all stages into one dim and remove padding.
+        # Merge the layers of all stages into one dim, and remove the padding.
         def unstack(tree: Tree, specs: Tree, vocabulary: Mapping[str, int] = VOCABULARY) -> Tree:
             run = partial(parts.to_saved, vocabulary=vocabulary)
             return auto_sharded(run, specs)(tree)
@@ -612,8 +614,8 @@ class StateLayout:
     def from_saved(self) -> Any:
         """Return a function (saved form, guard state, base parameters) -> state.
 
-        The guard state defaults to that of a new run. Base parameters are needed only with
-        adapters.
+        The guard state defaults to the guard state of a new run. Base parameters are needed only
+        with adapters.
         """
 
         def convert(
@@ -649,7 +651,9 @@ class StateLayout:
         return self._jit(convert, parts.shardings(specs))
 
     def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
-        """Stack saved parameters. If `base` is set, `params` are adapters of that base."""
+        """Convert saved parameters to the stacked form. If `base` is set, `params` are adapters of
+        that base.
+        """
         # Distribute the layers over the stages and pad the vocabulary.
         parts = self.param_layout
         if base is None:

@@ -54,7 +54,7 @@ def compute_layer_metrics(
     """Return the layer metrics, keyed by tag.
 
     `losses` are per target token, summed over layers. `statistics` are arrays `[layers of the type,
-    ...]`, keyed by layer type and name. MTP layers are included, with their shifted targets.
+    ...]`, keyed by layer type and name. The metrics include MTP layers, which use shifted targets.
     """
     metrics: dict[str, Array] = {}
     for tag, summary in model.metrics.items():
@@ -132,7 +132,7 @@ def balance_step(
 Tree = Any
 Metrics = dict[str, Float[Array, "*sources"] | Int[Array, ""]]
 """Metrics, keyed by tag. Training losses are in nats per token, and evaluation losses are sums in
-nats. With a data mixture, evaluation sums are per source `[sources]`, and training metrics also
+nats. For a data mixture, evaluation sums are per source `[sources]`, and training metrics also
 include the per-source sums listed in `BY_SOURCE`."""
 BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
 """Tags of the per-source sums `[sources]` in a training step on a data mixture; see
@@ -141,7 +141,7 @@ BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
 
 @dataclass(frozen=True)
 class Steps(StateLayout):
-    """A partitioned model: its train state, its batches, and the functions compiled for them."""
+    """A partitioned model: the train state, the batches, and the functions compiled for both."""
 
     train_schedule: Schedule
     engine: Engine
@@ -154,7 +154,7 @@ class Steps(StateLayout):
 
     @property
     def objective(self) -> Objective:
-        """Return the objective that a step minimizes."""
+        """Return the objective that a train step minimizes."""
         return self.engine.network.objective
 
     @property
@@ -199,7 +199,7 @@ class Steps(StateLayout):
     # Compiled functions.
 
     def compile_train(self) -> Any:
-        """Compile the train step as a function (state, batch) -> (state, metrics). The state is
+        """Compile the train step, which maps (state, batch) to (state, metrics). The state is
         donated.
         """
         return self.lower_train().compile(self.compiler_options)
@@ -233,7 +233,7 @@ class Steps(StateLayout):
             return step.lower(self.abstract_state, self.abstract_batch())
 
     def compile_eval(self, rows: int = 0) -> Any:
-        """Compile the eval step as a function (params, batch) -> sums over the target tokens of the
+        """Compile the eval step, which maps (params, batch) to sums over the target tokens of the
         batch.
 
         `rows` is the number of sequences in the global batch, which must be a multiple of the
@@ -254,10 +254,10 @@ class Steps(StateLayout):
     def compile_reader(
         self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
     ) -> Any:
-        """Compile an output reader as a function (params, batch) -> arrays `[rows, ...]`.
+        """Compile an output reader, which maps (params, batch) to arrays `[rows, ...]`.
 
         The arrays contain the reader's output for each sequence. They are sharded like the batch,
-        or replicated if `everywhere` is set. `rows` is described in `compile_eval`.
+        or replicated if `everywhere` is set. See `compile_eval` for `rows`.
         """
         rows = rows or self.shape[0]
         read = self.engine.read_outputs(self._eval_schedule(rows), reader)
@@ -380,8 +380,8 @@ def check_update(
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
     """Return whether the update keeps parameters and moments finite, and their new bounds.
 
-    The cheap bound is almost always sufficient. Otherwise, the update is computed once more to
-    check its results, which requires a pass over all parameters and state.
+    A bound computed without the update is almost always sufficient. Otherwise, the update is
+    computed once more to check its results, which requires a pass over all parameters and state.
 
     Args:
         optimizer: the optimizer.
@@ -390,7 +390,7 @@ def check_update(
         rate: learning rate.
         params: parameters before the update.
         state: optimizer state before the update.
-        before: bounds before the update.
+        before: bounds on parameters and moments before the update.
     """
     bound = optimizer.bound_update(before, norm, rate)
 

@@ -125,7 +125,7 @@ def test_a_prompt_must_leave_room() -> None:
     (problem,) = caught.value.problems
     assert (problem.where, problem.value) == ("prompt 2", "'abcd'")
     assert "has 5 tokens" in problem.rule and "5 (train" in problem.rule
-    assert problem.action.endswith("set train.sequence_length=10 to exceed that length.")
+    assert problem.action.endswith("set train.sequence_length=10 for longer sequences.")
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FOLDER])

@@ -3,7 +3,7 @@
 Only the scores of one (query block, key block) pair are held in memory at a time. The forward pass
 uses online softmax (arXiv:1805.02867). The backward pass recomputes probabilities from the
 log-sum-exp of each query token (arXiv:2205.14135). The backward pass follows algorithm 4 of
-arXiv:2307.08691, but with the loop order of that paper's forward pass. The number of loop
+arXiv:2307.08691, but its loops have the order of that paper's forward pass. The number of loop
 iterations depends on the causal mask, the window and document boundaries. The iteration count can
 differ between devices and layers, because a custom gradient avoids differentiating through the
 loops. Short sequences, which have few query blocks, are processed without loops: each block
@@ -49,11 +49,12 @@ class Options(NamedTuple):
     key_block: int
     mean_key_blocks: float
     """Mean number of key blocks per query block, averaged over the windows, for single-document
-    sequences. Multi-document sequences need at most as many blocks."""
+    sequences. Sequences of several documents need at most this many blocks."""
     unrolled: tuple[tuple[int, int, int], ...] = ()
-    """(first key, start, stop) of each query block in unrolled attention: its query tokens are
-    `start` to `stop`, and its keys are the first key to `stop`. An empty tuple selects the
-    loop-based algorithm."""
+    """(first key, start, stop) of each query block in unrolled attention: query tokens `start` to
+    `stop` attend to the keys from the first key to `stop`. If the tuple is empty, the loop-based
+    algorithm is used.
+    """
 
 
 class QueryKeyMask(NamedTuple):
@@ -63,7 +64,7 @@ class QueryKeyMask(NamedTuple):
     key_segments: Int[Array, "B S"]
     places: Int[Array, " T"]
     window: Int[Array, ""] | None
-    """Window of this layer, or None if no layer has a window."""
+    """Attention window of this layer, or None if no layer has a window."""
 
 
 def attend(
@@ -77,8 +78,9 @@ def attend(
     tokens without visible keys.
 
     Sums are accumulated in float32 for every input dtype. `block` is the maximum number of query
-    tokens and keys per block; 0 selects the block size automatically. With a cache, the `xla`
-    backend is used, because few scores are computed and cached keys are not in sequence order.
+    tokens and keys per block; 0 selects the block size automatically. If there is a cache, the
+    `xla` backend is used instead, because few scores are computed and cached keys are not in
+    sequence order.
     """
     if not mask.has_places:
         return xla.attend(query, key, value, mask)
@@ -197,7 +199,7 @@ class _Blocks:
         return jnp.moveaxis(x.reshape(shape), 1, 0)
 
     def split_queries(self, x: Float[Array, "B T N h"]) -> Float[Array, "i B G n t h"]:
-        """Split queries into blocks, with query heads grouped by key/value head."""
+        """Split queries into blocks, and group query heads by key/value head."""
         x = self.split_tokens(x)
         x = x.reshape(*x.shape[:3], self.groups, -1, x.shape[-1])
         return x.transpose(0, 1, 3, 4, 2, 5)
@@ -226,7 +228,7 @@ class _Blocks:
         return x.reshape(self.batch, -1, self.groups, x.shape[-1])[:, : self.keys]
 
     def bounds(self) -> tuple[Int[Array, " i"], Int[Array, " i"]]:
-        """Return the first and end index of the visible key blocks for each query block.
+        """Return the start and end indices of the visible key blocks for each query block.
 
         The range excludes key blocks before and after the documents of the query block.
         """
@@ -362,7 +364,8 @@ def backward(
         with jax.named_scope(scopes.trips(options.mean_key_blocks)):
             d_query, *d_rest = lax.fori_loop(first, last, add, start)
         if sinks is not None:
-            # Summed within the scan, so that a split backward pass saves only the sums.
+            # Sink gradients are summed in the scan, so that a split backward pass saves only the
+            # sums.
             share = jnp.exp(_group_sinks(sinks, blocks.groups)[..., None] - log_sum)
             d_sinks -= (share * slope).sum((0, 3, 4))
         return (*d_rest, d_sinks), d_query
@@ -429,7 +432,7 @@ class _Unrolled:
     def sum_key_gradients(self, parts: list[Array]) -> Float[Array, "B S G h"]:
         """Sum the key gradients `[B, G, s, h]` of all query blocks for each key."""
         blocks, gradients = self.options.unrolled, []
-        for number, (_, start, stop) in enumerate(blocks):  # keys are split at the same indices
+        for number, (_, start, stop) in enumerate(blocks):  # keys are split like queries
             seeing = zip(blocks[number:], parts[number:], strict=True)
             gradients.append(
                 sum(

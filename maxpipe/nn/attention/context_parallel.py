@@ -8,7 +8,7 @@ the sequence shards (arXiv:2309.14509).
 
 `ring`: keys and values rotate around the context axis, and each device sends the next shard while
 it computes the scores of the current shard. Partial softmax results are combined through their
-log-sum-exp (arXiv:2310.01889), with blockwise attention on all platforms. All pipeline stages must
+log-sum-exp (arXiv:2310.01889). All platforms use blockwise attention. All pipeline stages must
 execute the ring's collective permutes in the same order.
 """
 
@@ -117,8 +117,8 @@ def _own_heads(x: Float[Array, " N"]) -> Float[Array, " n"]:
     return jnp.take(apart, axis_index(CONTEXT), axis=1).reshape(-1)
 
 
-# Windowed attention. The two local chunks become two sequences, each with the tokens that precede
-# the chunk.
+# Windowed attention. The two local chunks become two sequences, each preceded by the tokens before
+# that chunk.
 
 
 def _windows(mask: Mask) -> tuple[int, ...]:
@@ -156,8 +156,7 @@ def _prepend_preceding_tokens(
 ) -> Float[Array, "_ _ G H"]:
     """Prepend the last tokens of the preceding chunk to each of the two local chunks.
 
-    The tokens before a sequence's first chunk are arbitrary, because no query token attends to
-    them.
+    The tokens prepended to a sequence's first chunk are arbitrary: no query token attends to them.
     """
     pieces = jnp.split(x, 2, axis=1)
     run = pieces[0].shape[1]
@@ -214,7 +213,7 @@ def _shift_to_next(tree: Any) -> Any:
 
 
 def _piece_mask(pairs: QueryKeyMask, hop: Int[Array, ""], piece: int, tokens: int) -> QueryKeyMask:
-    """Return the mask for one of the two key chunks that are local after `hop` hops."""
+    """Return the mask for one of the two key chunks that this device holds after `hop` hops."""
     owner = (axis_index(CONTEXT) - hop) % axis_size(CONTEXT)
     start = collectives.shard_starts(owner, tokens)[piece]
     segments = lax.dynamic_slice_in_dim(pairs.key_segments, start, tokens // 2, 1)

@@ -39,7 +39,7 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 _STATUS_RETURNING = 2
-"""API version of custom calls that return a status."""
+"""XLA's API version for custom calls that return a status."""
 _HEADS_FIRST = (0, 2, 1, 3)
 """Permutation between [B, T, N, H] and [B, N, T, H]. Results have dims [B, N, T, H], but their
 memory layout follows the order of the inputs."""
@@ -77,8 +77,8 @@ def forward(
     """Run the forward kernel. Return the output and the log-sum-exp of each query token's scores.
 
     `beside` is None, a bias `[B, 1, T, S]` added to the scores, or the offsets of packed documents.
-    D is B if documents are not packed; otherwise, D is the maximum number of documents. With packed
-    documents, index 0 along dim T of the log-sum-exp is each document's first token.
+    D is B if documents are not packed; otherwise, D is the maximum number of documents. If
+    documents are packed, index 0 along dim T of the log-sum-exp is each document's first token.
     """
     rows, tokens, heads, size = query.shape
     sums = jax.ShapeDtypeStruct((rows * kernel.packed, heads, tokens), jnp.float32)
@@ -113,7 +113,7 @@ def backward(
 def _operands(
     query: Array, key: Array, beside: Array | DocumentOffsets | None
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    """Return the bias operands and the document operands, as empty tuples if unused."""
+    """Return the bias operands and the document operands; unused operands are empty tuples."""
     if beside is None:
         return (), ()
     if not isinstance(beside, DocumentOffsets):
@@ -222,8 +222,8 @@ def attend(
     """Compute attention in a single kernel; `models.layers.attention.CANNOT` lists unsupported
     options.
 
-    With a cache or an odd sequence length, attention in plain JAX is used. Config rules exclude
-    both cases during training.
+    If there is a cache or the sequence length is odd, attention in plain JAX is used. During
+    training, config rules exclude caches and odd sequence lengths.
     """
     assert not mask.soft_cap and mask.sinks is None, "rejected by a config rule"
     tokens, keys = query.shape[1], key.shape[1]
@@ -252,8 +252,9 @@ class CudnnOptions:
     """Window sizes used by the layers. If there are several, the program selects the layer's window
     at run time."""
     causal: bool
-    """Whether the causal mask compares token indices. If so, queries and keys belong to the same
-    tokens."""
+    """Whether the causal mask compares token indices. If true, queries and keys belong to the same
+    tokens.
+    """
     scale: float
 
 
@@ -291,7 +292,7 @@ def _forward(
         (arrays, sums),
     )
     mixed, log_sums = mark_varying(run(query, key, value, beside))
-    # Both arrays are named, so that the kernel does not run again if the output is saved.
+    # Both arrays get checkpoint names, so that the kernel is not rerun if the output is saved.
     mixed, log_sums = checkpoint_name(mixed, "context"), checkpoint_name(log_sums, LOG_SUM)
     return mixed, (query, key, value, beside, mixed, log_sums)
 
@@ -385,7 +386,7 @@ class _PackedDocuments(NamedTuple):
 
     documents: DocumentOffsets
     number: Int[Array, " BT"]
-    """Document index of each token, numbered across the batch."""
+    """Document index of each token; documents are numbered across the batch."""
 
     @classmethod
     def from_segments(cls, segments: Int[Array, "B T"], packed: int) -> _PackedDocuments:
@@ -407,7 +408,7 @@ class _PackedDocuments(NamedTuple):
     def to_documents(self, sums: Float[Array, "B N T"]) -> Float[Array, "D N T"]:
         """Convert the log-sum-exp from per-sequence to per-document token indices.
 
-        Entries beyond the end of a document are never read.
+        Entries beyond the end of a document are arbitrary and are never read.
         """
         _, heads, tokens = sums.shape
         twice = jnp.pad(sums, ((0, 0), (0, 0), (0, tokens)))

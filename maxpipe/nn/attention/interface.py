@@ -40,10 +40,11 @@ class Mask:
     key_segments: Int[Array, "B S"] | None = None
     """Document ID of each key. If None, the document IDs of the query tokens are used."""
     key_positions: Int[Array, "B S"] | None = None
-    """Position of each key within its document. None means that keys are in sequence order."""
+    """Position of each key within its document. If None, keys are in sequence order."""
     places: Int[Array, " T"] | None = None
-    """Indices of the query tokens within the key sequence, if the device holds only some of them.
-    If None, the indices are 0 to T - 1."""
+    """Indices of the query tokens within the key sequence, if the device holds only some of the
+    tokens. If None, the indices are 0 to T - 1.
+    """
     run: int = 0
     """Length of each contiguous run of query tokens if `places` is set. Must divide T."""
     causal: bool = True
@@ -51,9 +52,9 @@ class Mask:
     window: int | Int[Array, ""] = 0
     """Number of tokens that a query token attends to, including itself. 0 means all tokens."""
     windows: tuple[int, ...] = ()
-    """All possible values of `window`, if it is an array."""
+    """All possible values of `window`, if `window` is an array."""
     scale: float | None = None
-    """Factor that multiplies the scores. If None, `H ** -0.5` is used."""
+    """Scaling factor applied to the scores. If None, `H ** -0.5` is used."""
     soft_cap: float = 0.0
     """Soft cap on the scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     sinks: Float[Array, " N"] | None = None
@@ -96,12 +97,13 @@ AttentionBackend = Callable[
     [Float[Array, "B T N H"], Float[Array, "B S G H"], Float[Array, "B S G v"], Mask],
     Float[Array, "B T N v"],
 ]
-"""Function (query, key, value, mask) -> attention output of each query head.
+"""Function that maps (query, key, value, mask) to the attention output of each query head.
 
-A backend assigns the checkpoint name `context` to its output. A backend with a custom gradient
-assigns this name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). If the name
-were assigned outside the rule, the backward pass would repeat the forward pass. Naming the output
-twice would save two copies."""
+Every backend assigns the checkpoint name `context` to the attention output. A backend with a custom
+gradient assigns this name in its forward rule, where it also names the log-sum-exp (`LOG_SUM`). If
+the name were assigned outside the rule, the backward pass would repeat the forward pass. Naming the
+output twice would save two copies.
+"""
 
 
 _EMPTY = -1
@@ -117,7 +119,7 @@ class KVCache(NamedTuple):
     """
 
     keys: Float[Array, "B G S H"]
-    """Keys after RoPE."""
+    """Cached keys, after RoPE."""
     values: Float[Array, "B G S v"]
     segments: Int[Array, "B S"]
     positions: Int[Array, "B S"]
@@ -193,7 +195,7 @@ def query_axes(query: Float[Array, "B T N H"]) -> tuple[tuple[str, ...], str | N
 
 
 def repeat_kv_heads(x: Float[Array, "B S G h"], num_heads: int) -> Float[Array, "B S g h"]:
-    """Repeat key/value heads if there are fewer of them than head shards."""
+    """Repeat key/value heads if there are fewer key/value heads than head shards."""
     count, shards = x.shape[2], _head_shards(num_heads)
     return jnp.repeat(x, math.lcm(count, shards) // count, axis=2) if count % shards else x
 

@@ -31,7 +31,7 @@ from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import map_shards, mark_varying
 
 LANES = 128
-"""Block sizes are multiples of this number."""
+"""Every block size is a multiple of this number."""
 _LONG = 4096
 """Minimum sequence length for which large blocks are used. Larger blocks need fewer kernel steps,
 each with a fixed overhead, but waste a larger share of the work on the half-masked diagonal."""
@@ -47,9 +47,9 @@ def attend(
 ) -> Float[Array, "B T N v"]:
     """Compute attention with splash kernels.
 
-    With a cache, or if the sequence length is not a multiple of the block size, attention in plain
-    JAX is used. Config rules exclude both cases during training. `interpret` runs the kernels as
-    JAX operations on any device.
+    If there is a cache, or the sequence length is not a multiple of the block size, attention in
+    plain JAX is used. Config rules exclude both of these cases during training. `interpret` runs
+    the kernels as JAX operations on any device.
     """
     tokens, keys = query.shape[1], key.shape[1]
     if not mask.has_places or (mask.run or tokens) % LANES or keys % LANES:
@@ -125,7 +125,7 @@ def _forward(
         (arrays, _heads_first(arrays)),
     )
     mixed, sums = run(query, key, value, sinks, seen)
-    # Both arrays are named, so that the kernel does not run again if the output is saved.
+    # Both arrays get checkpoint names, so that the kernel is not rerun if the output is saved.
     mixed, sums = checkpoint_name(mixed, "context"), checkpoint_name(sums, LOG_SUM)
     return mixed, (query, key, value, sinks, seen, mixed, sums)
 
@@ -309,7 +309,7 @@ class CausalWindowMask:
     window: int
 
     def __call__(self, places: Any, keys: Any) -> Any:
-        """Return the mask of (query, key) pairs. The kernels call this method."""
+        """Return the mask of (query, key) pairs. The splash kernels call this method."""
         near = places - keys < self.window
         if not self.causal:
             return near
@@ -344,8 +344,8 @@ def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
 def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
     """Return the number of (query, key) pairs in the blocks whose scores a kernel computes.
 
-    All sequences and heads are included. For query tokens with explicit indices, the result is the
-    mean over devices.
+    The number covers all sequences and heads. For query tokens with explicit indices, the result is
+    the mean over devices.
     """
     rows, heads, tokens, _ = query.shape
     size, size_keys = _blocks(query, key, call)
@@ -366,9 +366,9 @@ def _kernel(
     first, first_keys = where[::size], np.arange(0, key.shape[-2], size_keys)
     seen = sees.intersects_block(first, size, first_keys, size_keys)
     most = (len(first_keys), len(first))
-    if call.causal and window:  # upper bounds for any order of query blocks
+    if call.causal and window:  # upper bounds that hold for any order of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # the mask depends only on documents
+    plain = not (call.causal or window)  # only document boundaries mask keys
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}

@@ -37,7 +37,7 @@ def attend(
         # The first block has as many keys as query tokens, so `is_causal` can be used.
         square = by_place and start == 0
         seen = mask.seen(start, stop, keys, causal=mask.causal and not square)
-        # With a cache, `jax.nn.dot_product_attention` would first transpose keys and values.
+        # If there is a cache, `jax.nn.dot_product_attention` would first transpose keys and values.
         plain = mask.has_places and not mask.soft_cap and mask.sinks is None
         if not plain or key.shape[-1] != value.shape[-1]:
             if square:
