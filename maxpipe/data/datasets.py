@@ -1,7 +1,7 @@
 """Build a run's datasets from its config, without importing jax.
 
-The module also finds evaluation documents that occur in the training data, by comparing digests of
-complete documents.
+The module also compares digests of complete documents, to find evaluation documents that occur in
+the training data.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Overlap:
     total: int
     """Number of non-empty documents in the validation set."""
     first: str
-    """File of the first overlapping document, and its position in that file."""
+    """File of the first overlapping document, and the document's position in that file."""
     trained: str
-    """File of the training document with the same text, and its position in that file."""
+    """File of the training document with the same text, and the document's position in that
+    file."""
 
 
 def find_overlaps(

@@ -40,11 +40,13 @@ _ORDER, _ORDER_VERSION = "order_version", 1
 Batch = dict[str, np.ndarray]
 BatchIndices = Sequence[int] | slice
 SelectIndices = Callable[[int], BatchIndices | np.ndarray]
-"""Maps the number of sequences in a batch to the row indices to load."""
+"""Function that maps the number of sequences in a batch to the row indices to load."""
 TransformBatch = Callable[[Batch, int], Any]
-"""Maps (loaded rows of a batch, number of sequences in the full batch) to the prefetched object."""
+"""Function that maps (loaded rows of a batch, number of sequences in the full batch) to the
+prefetched object."""
 FitTokenizer = Callable[[Tokenizer], Tokenizer]
-"""Adapts a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
+"""Function that adapts a tokenizer to the model, or raises ConfigError if the model cannot use
+it."""
 
 
 class Batches(Iterator[Any]):
@@ -112,7 +114,7 @@ class StreamEnd(NamedTuple):
     limits: dict[str, int]
     """Maps source names to the maximum number of samples."""
     mixture: Mixture | None
-    """Mixture with the configured weights, to which the limits are applied."""
+    """Mixture with the configured weights, to which the sample limits are applied."""
 
 
 class Loader:
@@ -381,7 +383,7 @@ class Datasets:
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that are equal in any two processes that read the same data."""
+        """Return JSON values that are equal in all processes that read the same data."""
         sets = {name: loader.fingerprint() for name, loader in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 

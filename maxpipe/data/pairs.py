@@ -311,7 +311,7 @@ class PairDocuments(ChatDocuments):
     """Token ids of preference pairs, with a cache of recently used pairs. Thread-safe."""
 
     digest: str
-    """Digest of all inputs that determine the token ids and loss masks."""
+    """Digest of all inputs on which the token ids and loss masks depend."""
     reference: np.ndarray | None = None
     """float32 [documents, 2]: log-probabilities of both responses under the initial weights of the
     run; None until computed. See `PairSequences`.

@@ -137,7 +137,7 @@ def _holder(stream: FileIO) -> str:
 
 
 FillFolder = Callable[[str, Heartbeat], None]
-"""Function that fills a folder, and calls its second argument after each unit of work."""
+"""Function (folder, moved) that fills the folder, and calls `moved` after each unit of work."""
 
 
 class FolderCache:
@@ -227,10 +227,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class CacheMessages(NamedTuple):
-    """Log messages about cached arrays."""
+    """Parts of the log messages about cached arrays."""
 
     task: str
-    """Name of the computation, for messages."""
+    """Name of the computation, as shown in messages."""
     unreadable: str
     """End of the message that is logged if the arrays cannot be read."""
     unwritable: str

@@ -74,7 +74,7 @@ class LineOffsets:
 
 
 class InMemoryLineOffsets:
-    """Line offsets stored in memory, int64 [lines + 1]."""
+    """Line offsets that are kept in memory, as an int64 array of shape [lines + 1]."""
 
     def __init__(self, offsets: np.ndarray):
         self._offsets = offsets

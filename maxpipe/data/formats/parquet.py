@@ -280,7 +280,8 @@ def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Return how many rows fit in memory per read; 0 if delta-encoded strings in lists may not fit.
+    """Return the number of rows that fit in memory in one read; 0 if delta-encoded strings in lists
+    may not fit.
 
     With delta encoding, a prefix shared by consecutive strings is stored only once in the file. In
     memory, the prefix is repeated.
@@ -349,7 +350,7 @@ _MARK = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
 """Message types in an Arrow stream."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""Last bytes of an Arrow stream."""
+"""Bytes that mark the end of an Arrow stream."""
 
 
 class _DataFile(TypedDict):

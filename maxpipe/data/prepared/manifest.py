@@ -139,7 +139,7 @@ def check_folder(folder: Path, manifest: str) -> None:
 
 
 def suggest_folder(folder: Path) -> str:
-    """Return the name of a new folder to suggest."""
+    """Return a name to suggest for a new folder."""
     return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
 
 
@@ -264,7 +264,7 @@ class FolderKind(NamedTuple):
 
     command: str
     key: str
-    """Config key that selects such a folder as input."""
+    """Config key that selects a folder of this type as input."""
     file: str
     """File name of the manifest."""
     formats: tuple[int, ...]
@@ -284,7 +284,7 @@ class FileEntry(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """Shard of documents, with files by suffix. Token counts include BOS and EOS."""
+    """Shard of documents; its files are keyed by suffix. Token counts include BOS and EOS."""
 
     documents: int
     unreadable: int
@@ -334,7 +334,7 @@ class Spec(TypedDict):
 
 
 class Manifest(Spec):
-    """Content of the manifest. `byte_counts` [256] is the histogram of UTF-8 bytes in the text."""
+    """Contents of the manifest. `byte_counts` [256] is the histogram of the text's UTF-8 bytes."""
 
     dtype: str
     documents: int
@@ -430,7 +430,7 @@ def changed_files(
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Return whether digests differ. Digests of different types count as equal."""
+    """Return True if two digests differ. Digests of different types count as equal."""
     one, other = (value.rpartition(":")[0] for value in (saved, current))
     return one == other and saved != current
 

@@ -7,8 +7,7 @@ sources that defines the token is used:
   the vocabulary file, common token names, `generation_config.json`, `config.json`, EOS
 - EOS: `tokenizer_config.json`, `special_tokens_map.json`, the vocabulary file,
   `generation_config.json`, `config.json`, common token names
-- additional ids that end generated text: `generation_config.json`, `config.json`, common token
-  names
+- additional ids that end generation: `generation_config.json`, `config.json`, common token names
 
 `data/chat_spec.py` adds the token that closes assistant messages in a chat template.
 """

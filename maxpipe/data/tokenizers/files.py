@@ -42,7 +42,7 @@ _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
 
 
 class SlowCall(Exception):
-    """A call exceeded its CPU time limit."""
+    """Raised if a call exceeds its CPU time limit."""
 
     def __init__(self, seconds: float):
         super().__init__(f"encoding exceeds the limit of {seconds:.3g} s of CPU time")
@@ -297,7 +297,7 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add the failing string's location to errors. `where` maps the index of a string to its
+    """Add the location of the failing string to errors. `where` maps the index of a string to its
     location.
     """
     try:

@@ -61,7 +61,9 @@ class _Spans:
 
 
 class _Clock:
-    """Clock for templates: the date of the conversation, or the current time if none is set."""
+    """Clock for templates, which returns the date of the conversation or, if none is set, the
+    current time.
+    """
 
     day = ""
 
