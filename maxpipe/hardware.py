@@ -59,10 +59,10 @@ class Hardware:
     """Assumed fraction of peak FLOP/s in custom kernels such as fused attention, for which
     compilers provide no estimates."""
     input_grad_cost: float = 1.0
-    """Time to compute a layer's input gradient without recomputation, relative to its forward
-    time."""
+    """Time to compute a layer's input gradient without recomputation, relative to the layer's
+    forward time."""
     weight_grad_cost: float = 1.0
-    """Time to compute a layer's weight gradients, relative to its forward time."""
+    """Time to compute a layer's weight gradients, relative to the layer's forward time."""
     deferred_cost: float = 0.0
     """Additional time of a split backward pass compared with an unsplit one, relative to the
     forward time. Only a calibration sets this value, and the calibrated gradient costs include this
@@ -231,9 +231,9 @@ def save_measured(hardware: Hardware) -> Path:
 
 
 _FORMER_NAMES = {"names_replay": "names_recomputed"}
-"""Maps field names from earlier releases to current names."""
+"""Maps field names from earlier releases to the current names."""
 _PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
-"""Exceptions that parsing an invalid file can raise."""
+"""Exceptions that can be raised when an invalid file is parsed."""
 
 
 _NONZERO_FIELDS = {
@@ -241,7 +241,7 @@ _NONZERO_FIELDS = {
     *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
     *("copy_efficiency", "exchange_rate", "tokens_rate"),
 }
-"""Names of fields that must not be 0."""
+"""Names of the fields whose value must not be 0."""
 _TORUS_DIMS = {0, 2, 3}
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
 """Minimum and maximum of all numeric fields, each in the unit of the field. No real device exceeds

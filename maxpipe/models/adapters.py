@@ -20,7 +20,7 @@ from maxpipe.models.param_names import declared, names_in_layers, picked, withou
 from maxpipe.models.spec import Adapter, Held, LayerType, Made, Model, Normal, Param
 
 Key = tuple[str, str]
-"""Sublayer name and parameter name."""
+"""Identifier of a layer's parameter: sublayer name and parameter name."""
 
 RANK = "lora"
 """Logical axis of the rank dim, also used for dims of size 1."""
@@ -114,7 +114,7 @@ def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key
         yield (part, name + LENGTH), Param(outside, Made(key), decays=False, own_dtype="float32")
 
 
-# Quantization of the frozen matrices.
+# Number format of the frozen matrices.
 
 
 def _held(layer_type: LayerType, base: str) -> Iterator[tuple[Key, Param]]:

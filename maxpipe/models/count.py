@@ -216,8 +216,8 @@ def _visible(tokens: int, window: float) -> float:
 
 
 def _projected(model: Model) -> int:
-    """Return the number of weights in the output projection (or the tied table), counted once per
-    head.
+    """Return the number of weights in the output projection (or the tied table), counted once for
+    each output head.
     """
     ends = model.ends
     heads = 0 if ends.mtp is None else ends.mtp.num_heads
@@ -225,7 +225,9 @@ def _projected(model: Model) -> int:
 
 
 def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
-    """Map the name of each multi-token prediction matrix outside the layers to its size."""
+    """Map the name of each multi-token prediction matrix outside the layers to its number of
+    weights.
+    """
     return {
         name: size(param)
         for name, param in model.ends.params.items()
@@ -238,7 +240,8 @@ _KERNEL_LANES = 128
 
 
 def tokens_before(windows: Iterable[int], run: int) -> int:
-    """Return the number of preceding tokens that `run` consecutive tokens need from other devices.
+    """Return the number of preceding tokens that a device with `run` consecutive tokens needs from
+    other devices.
 
     The largest window determines the result. If a layer has no window, the result is `run`.
     `windows` has one entry per layer; an entry of 0 means no window.

@@ -40,7 +40,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
 
 
 def declared(model: Model) -> Mapping[str, Param]:
-    """Map each checkpoint name to its parameter. Layers of the same type share one entry."""
+    """Map each checkpoint name to its parameter. All layers of a type share one entry."""
     return {names[0]: param for names, param in _declared(model)}
 
 

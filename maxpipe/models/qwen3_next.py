@@ -146,7 +146,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _Turning:
-    """Row for `partial_rotary_factor`, the fraction of each head's dims that are rotated."""
+    """Key-table row for `partial_rotary_factor`, the fraction of rotated dims per head."""
 
     beside: bool = False
     """Whether the key is in `rope_parameters`. `rope_parameters` takes precedence."""

@@ -46,9 +46,7 @@ class Choice(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """Numbers of devices over which tokens and heads are sharded, and the context-parallel
-    method.
-    """
+    """Device counts over which tokens and heads are sharded, and the context-parallel method."""
 
     context: int = 1
     tensor: int = 1
@@ -142,7 +140,7 @@ def _refuses(
         exchanges_heads(method, part.num_heads, _key_heads(part), context, tensor)
         for part in mixing
     )
-    run = tokens if whole else tokens // (2 * context)  # two chunks on each device
+    run = tokens if whole else tokens // (2 * context)  # each device holds two chunks
     if backend == "splash" and run % _SPLASH_TOKENS:
         yield f"requires a multiple of {_SPLASH_TOKENS} tokens"
     if backend == "cudnn":

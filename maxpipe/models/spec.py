@@ -31,7 +31,7 @@ class Normal(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """Initialization of all entries to one constant."""
+    """Initialization that sets all entries to one constant."""
 
     value: float
 
@@ -43,7 +43,7 @@ class Made(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Separate initial values for the entries of a vector."""
+    """Initialization that sets each entry of a vector to a separate value."""
 
     values: tuple[float, ...]
 
@@ -74,12 +74,12 @@ class Param:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each dim."""
+        """Size of each dim of the parameter."""
         return tuple(size for size, _ in self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Logical axis of each dim."""
+        """Logical axis of each dim of the parameter."""
         return tuple(axis for _, axis in self.dims)
 
 
@@ -100,7 +100,7 @@ class Adapter(NamedTuple):
     """
 
     scale: float
-    """Factor that multiplies the product."""
+    """Factor by which the product of the two matrices is multiplied."""
     dropout: float
     """Fraction of the adapter's inputs that are set to zero in training."""
     num_contracted_dims: int
@@ -148,7 +148,7 @@ class Scores(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Matmuls between two activations, with a constant cost per token."""
+    """Matmuls between two activations whose cost per token is constant."""
 
     heads: int
     axis: str
@@ -229,7 +229,7 @@ class Part(Protocol):
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Return the parameters, keyed by name, in the order of initialization."""
+        """Return the sublayer's parameters, keyed by name, in the order of initialization."""
         ...
 
     @property
@@ -362,7 +362,7 @@ class LayerType:
 
     @cached_property
     def declared(self) -> Mapping[tuple[str, str], Param]:
-        """Map (sublayer, name) to each parameter as declared by its sublayer."""
+        """Return a dict from (sublayer, name) to each parameter as declared by its sublayer."""
         return {
             (name, param): declared
             for name, part in self.parts.items()
@@ -371,21 +371,21 @@ class LayerType:
 
     @property
     def params_in_init_order(self) -> Mapping[tuple[str, str], Param]:
-        """Map (sublayer, name) to each parameter in the order of initialization, declared
-        parameters first.
+        """Return a dict from (sublayer, name) to parameter in the order of initialization, with
+        declared parameters first.
         """
         return {**self.declared, **self.stored, **self.declared}
 
     @cached_property
     def params(self) -> Mapping[tuple[str, str], Param]:
-        """Map (sublayer, name) to each stored parameter."""
+        """Return a dict from (sublayer, name) to stored parameter."""
         params = {**self.declared, **self.stored}
         return {name: _unless(param, name in self.frozen) for name, param in params.items()}
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (sublayer, name) to the update rule of each parameter without a gradient, except for
-        frozen parameters.
+        """Return a dict from (sublayer, name) to the update rule of each parameter that has no
+        gradient and is not frozen.
         """
         return {
             (name, param): how
@@ -537,7 +537,7 @@ class Ends:
     embed_scale: float = 1.0
     """Factor, rounded to the compute dtype, that multiplies the embedding."""
     logit_scale: float = 1.0
-    """Factor that multiplies the logits."""
+    """Factor by which the logits are multiplied."""
     final_logit_softcapping: float = 0.0
     """Soft cap on the scaled logits: `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
@@ -566,8 +566,8 @@ class Ends:
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (sublayer, name) to the update rule of each parameter without a gradient in the
-        layers of multi-token prediction heads.
+        """Return a dict from (sublayer, name) to the update rule of each parameter that has no
+        gradient, in the layers of multi-token prediction heads.
         """
         if (heads := self.mtp_layers) is None:
             return {}
@@ -641,7 +641,7 @@ class Model:
 
     @cached_property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
-        """Map each name that can be saved to the activations that it selects.
+        """Return a dict from each name that can be saved to the activations that it selects.
 
         A name denotes an activation or a preset. `matmuls` selects all activations, and a
         branch's name selects its sublayer's activations. Each activation includes the arrays saved

@@ -45,7 +45,7 @@ class EvalConfig:
     """Number of sequences per evaluation batch, summed over all devices. Must be a multiple of the
     product of the mesh axis sizes data x fsdp x expert. 0 selects `train.batch_size`."""
     tasks: dict[str, TaskConfig] = field(default_factory=dict)
-    """Multiple-choice tasks by name: `eval.tasks.sums.path=sums.jsonl` adds the metric
+    """Multiple-choice tasks, keyed by name: `eval.tasks.sums.path=sums.jsonl` adds the metric
     `eval/sums/accuracy`. All tasks are scored in each evaluation."""
     patience: int = 0
     """Patience for early stopping: the run ends after this number of consecutive evaluations

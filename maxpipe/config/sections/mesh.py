@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 add_ranges(
     Bound("mesh.max_replicated_bytes", 2**27, 0, why="0 means no limit"),
-    Bound("mesh.cpu_devices", 1, 1, 4096, "each device needs threads and memory"),
+    Bound("mesh.cpu_devices", 1, 1, 4096, "each virtual device needs threads and memory"),
 )
 
 
@@ -224,7 +224,7 @@ class ReplicatedWeight:
 
     @property
     def description(self) -> str:
-        """Devices that store identical copies of the weight, formatted for messages."""
+        """Description, for messages, of the devices that store identical copies of the weight."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
         return f"all {math.prod(self.axes.values())} devices along {axes} store identical copies"
 

@@ -324,7 +324,7 @@ def _one_phase_is_open(config: Config) -> Iterator[RuleViolation]:
             text = "must be 1 if the phase covers the remaining steps of the run."
             yield RuleViolation(f"{place}.times", text, "Add `steps: ...`, or leave times out.")
         elif number != is_open[-1]:
-            text = "must have a length: another phase already covers the remaining steps."
+            text = "must set a length: another phase already covers the remaining steps."
             yield RuleViolation(place, text, "Add `steps: 100`, or `percent: 10`.")
 
 

@@ -103,7 +103,7 @@ class PipelineConfig:
 add_ranges(
     Bound("pipeline.microbatches", 1, 1),
     Bound("pipeline.repeats", 1, 1),
-    Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
+    Bound("pipeline.group", 0, 0, why="0 selects the number of stages"),
     Bound("pipeline.prologue_layers", 0, 0),
     Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if the logits are large"),
 )

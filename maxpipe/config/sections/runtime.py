@@ -67,7 +67,7 @@ class RuntimeConfig:
 
 
 add_ranges(
-    Bound("runtime.num_processes", 1, 0, why="0 detects the number from the cluster"),
+    Bound("runtime.num_processes", 1, 0, why="0 detects the number of processes from the cluster"),
     Bound("runtime.process_id", 0, 0),
     Bound("runtime.init_timeout_seconds", 300, 1),
     Bound("runtime.heartbeat_timeout_seconds", 100, 1),

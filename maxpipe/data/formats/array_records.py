@@ -175,7 +175,7 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
         action = (
             f"Set data.path={guess} if this is the intended dataset."
             if guess
-            else "Correct the name, or set data.tfds_dir to the folder of the dataset."
+            else "Correct the name, or set data.tfds_dir to the parent folder of the dataset."
         )
         rule += f"no prepared dataset found, and tfds has no builder named {name}."
         return ConfigError.one("data.path", dataset, rule, action)
