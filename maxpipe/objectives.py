@@ -201,7 +201,7 @@ class Policy(Objective):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Return the spec of the log-probabilities of the sampled tokens."""
+        """Return the spec of the sampled tokens' log-probabilities."""
         return (LogProbSpec("targets", self.temperature),)
 
     @property
@@ -269,7 +269,8 @@ TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 probability, and their float32 log-probabilities at `temperature`."""
 
 _LEAST = 2.0**-22
-"""Minimum probability of the bucket of all other tokens. This is the accuracy of float32 sums."""
+"""Minimum probability of the bucket of all other tokens. This minimum is the accuracy of float32
+sums."""
 
 Direction = Literal["forward", "reverse"]
 

@@ -264,7 +264,7 @@ _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MI
 
 
 class ModelReference(NamedTuple):
-    """Assignments from a bundled model config that a config file or override references by name."""
+    """Assignments from a bundled model config whose name a config file or an override contains."""
 
     before: list[Assignment]
     """Assignments of default values, which config files override."""

@@ -30,7 +30,7 @@ _FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class BundledConfig:
-    """Config that commands accept by name instead of path."""
+    """Bundled config, which commands accept by name instead of by path."""
 
     name: str
     kind: Literal["run", "model", "sft"]

@@ -208,7 +208,7 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Parse `section.key=value` into the full key and a value of its declared type.
+    """Parse `section.key=value` into the full key and a value of the key's declared type.
 
     Raises:
         ConfigError: the key does not exist, or the value is invalid.
@@ -439,7 +439,7 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
 
 
 def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
-    """Store the value in its section, or return an error."""
+    """Store the value in the key's section, or return an error."""
     section, names = split_key(assignment.path)
     name, *entry = names or (".",)
     if _is_unknown(assignment):

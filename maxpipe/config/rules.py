@@ -126,7 +126,7 @@ class Rule:
     keys: tuple[str, ...]
     find: Callable[[Config], Iterator[RuleViolation]]
     is_first: bool = False
-    """Run this rule before the others; if it is violated, skip all rules that read the reported
+    """Run this rule before all other rules; if it is violated, skip rules that read the reported
     keys."""
 
 

@@ -1,4 +1,4 @@
-"""Conversations as documents, rendered with a chat template and masked by message role.
+"""Convert conversations to documents with a chat template, and mask tokens by message role.
 
 The token ids are exactly the ids of the rendered text, including the control tokens of the
 template. No other tokens are added. The roles of the messages determine which tokens the loss
@@ -72,7 +72,7 @@ class TrainedMessageSource:
         """
         self._source = source
         self.ends = np.cumsum(counts)
-        """int64 [records]: end index (exclusive) of each record's documents."""
+        """int64 [records]: exclusive end index of each record's documents."""
 
     @property
     def name(self) -> str:

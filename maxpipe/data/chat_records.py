@@ -1,8 +1,8 @@
 """Parse records into conversations: messages, tools, template settings and messages to train on.
 
-A record produces the same conversation regardless of its source format. Keys with null values in
-messages, tools and template settings are treated as absent, because columnar formats store the same
-struct fields in all rows. Unread keys are counted; see `ChatInput.unread`.
+A record produces the same conversation in every source format. Keys with null values in messages,
+tools and template settings are treated as absent, because columnar formats store the same struct
+fields in all rows. Unread keys are counted; see `ChatInput.unread`.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[in
         if tail := _tail(documents[document], tokenizer):
             tails.append(tail)
     counts = Counter(itertools.chain.from_iterable(map(dict.fromkeys, tails)))
-    # If a message ends with several control tokens, the most frequent of these is the end-of-turn
-    # token; the others mark tool calls.
+    # If a message ends with several control tokens, the most frequent one is the end-of-turn token,
+    # and the other tokens mark tool calls.
     return [max(tails[0], key=lambda i: counts[i])] if tails else []
 
 
@@ -346,7 +346,7 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
 
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
     """Return the error for `count` conversations that are too long; `where` is the location of the
-    first.
+    first such conversation.
     """
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
     rule += f"found {pluralize(count, 'longer conversation')}, the first at {where}."

@@ -105,8 +105,8 @@ class IndexedSource:
     remarks: Sequence[str] = ()
     """Notes about documents that are changed or skipped when they are read."""
     ends: np.ndarray | None = None
-    """int64 [records]: end index (exclusive) of each record's documents; None if every record is
-    one document. All documents of a record are in the same split.
+    """int64 [records]: exclusive end index of each record's documents; None if every record is one
+    document. All documents of a record are in the same split.
     """
     is_chat: bool = False
     """Whether the documents are conversations or preference pairs, which have loss masks."""
@@ -470,7 +470,7 @@ def compare_fingerprints(
         names = [name for name in names if name not in METADATA_KEYS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
-        # This difference causes all the others.
+        # The differences in all other entries result from this difference.
         before, now = (", ".join(names) or None for names in of_sources)
         return [("the sources of data.mixture", before, now)]
     changes = []

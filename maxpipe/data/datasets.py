@@ -226,8 +226,8 @@ def check_overlap(
     """Check whether the training data contains evaluation documents; warn or raise as configured.
 
     With `data.validation_overlap=stop`, sources with too many documents for a full shuffle are also
-    compared. This requires reading all digests of these sources. `moved` is called after each chunk
-    of data, as a heartbeat.
+    compared. This comparison requires reading all digests of these sources. `moved` is called after
+    each chunk of data, as a heartbeat.
 
     Raises:
         ConfigError: documents overlap, and `data.validation_overlap` is `stop`.

@@ -116,7 +116,7 @@ class DocumentIndex:
 
     @property
     def unigram_entropy(self) -> float:
-        """Unigram entropy of all text, in nats per byte."""
+        """Unigram entropy, in nats per byte, of the text in all documents."""
         return entropy(self.byte_counts)
 
 

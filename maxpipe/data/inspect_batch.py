@@ -3,7 +3,7 @@
 The view shows the documents, the text and the trained-on tokens of the sequence. The map is
 computed from `events.jsonl` alone. Steps are numbered from 1 and batches from 0: without rollbacks,
 step s uses batch s - 1. Every rollback skips batches, and every start restores the mapping that was
-in effect at the step of its checkpoint.
+in effect when the restored checkpoint was saved.
 """
 
 from __future__ import annotations

@@ -182,7 +182,9 @@ class Loader:
         return math.inf if self.stream.end is None else self.num_batches
 
     def first_exhausted(self) -> tuple[int, str]:
-        """Return the first sample that would repeat a sequence, and the name of its source."""
+        """Return the first sample that would repeat a sequence, and the name of the sample's
+        source.
+        """
         assert self.ending is not None
         ends = []
         for number, (name, limit) in enumerate(self.ending.limits.items()):
@@ -363,7 +365,7 @@ class Datasets:
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """Return the evaluation loaders by name; the held-out documents have an empty name."""
+        """Return the evaluation loaders, keyed by name ("" for the held-out documents)."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
@@ -410,8 +412,8 @@ def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
 def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader | None:
     """Return a loader that reads each sequence of a split once; None if the split has no sequences.
 
-    A validation set has no held-out documents. Its `train` split contains all documents in shuffled
-    order, so the first batches are a random sample.
+    A validation set has no held-out documents. The set's `train` split contains all documents in
+    shuffled order, so the first batches are a random sample.
     """
     if not (parts := corpus.parts(split)):
         return None

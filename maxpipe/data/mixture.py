@@ -194,7 +194,7 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source (uint16) of each sample in a block, and its index in the source (int32)."""
+    """Return the source (uint16) of each sample in a block, and the index in it (int32)."""
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)

@@ -44,7 +44,7 @@ TextOrMessages = str | list[Message]
 
 
 class PreferencePair(NamedTuple):
-    """A prompt and two responses. Each is a string or a list of messages."""
+    """A prompt and two responses, each of which is a string or a list of messages."""
 
     prompt: TextOrMessages
     chosen: TextOrMessages

@@ -263,6 +263,6 @@ class SyntheticRecords:
 
 
 def _random_bits(seed: int, stream: int, count: int) -> np.ndarray:
-    # numpy guarantees that the raw output of bit generators is stable across versions. This
-    # guarantee does not extend to distributions.
+    # numpy guarantees that the raw output of bit generators is stable across versions. numpy does
+    # not guarantee the same for distributions.
     return np.random.PCG64([seed, stream]).random_raw(count)

@@ -277,7 +277,7 @@ class Statistics:
 
     @property
     def tokens(self) -> int:
-        """Total number of tokens across all documents."""
+        """Total number of tokens in all documents."""
         return int(self.lengths.sum())
 
     @property
@@ -353,7 +353,7 @@ class Statistics:
 
 
 def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
-    """Yield the statistics of each document, or the error if it cannot be read."""
+    """Yield the statistics of each document, or the error if the document cannot be read."""
     held: list[str | Problem] = []
     characters = 0
 

@@ -49,7 +49,7 @@ def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
 def train(
     sources: Sequence[Source], kind: VocabularyKind, vocab_size: int, report: ProgressCallback
 ) -> str:
-    """Train a tokenizer and return the content of its tokenizer.json. The vocabulary has
+    """Train a tokenizer and return the content of the file `tokenizer.json`. The vocabulary has
     `vocab_size` ids, or fewer for a small corpus.
 
     Raises:

@@ -297,7 +297,7 @@ class LongConversations(NamedTuple):
 
 
 def marks_of(marks: np.ndarray | None) -> dict[int, int]:
-    """Return the number of documents with each mark, given the `EncodedDocument.marks` of all."""
+    """Return the number of documents with each mark, given the `marks` of all documents."""
     if marks is None:
         return {}
     return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARK_REMARKS}

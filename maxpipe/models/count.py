@@ -137,8 +137,8 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def computed_share(layer_type: LayerType) -> dict[tuple[str, str], float]:
-    """Map (sublayer, name) to the fraction of the parameter's elements that its matmul multiplies
-    per token.
+    """Return the fraction of each parameter's elements that the parameter's matmul multiplies per
+    token, keyed by (sublayer, name).
     """
     shares = dict.fromkeys(counted(layer_type), 1.0)
     for name, part in layer_type.parts.items():
@@ -225,8 +225,8 @@ def _projected(model: Model) -> int:
 
 
 def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
-    """Map the name of each multi-token prediction matrix outside the layers to its number of
-    weights.
+    """Return the number of weights in each multi-token prediction matrix outside the layers, keyed
+    by name.
     """
     return {
         name: size(param)

@@ -55,7 +55,7 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return True if keys are passed around a ring of devices. In that case, scores are
+        """Return True if keys are passed around a ring of devices. With such a ring, scores are
         computed block by block.
         """
         return self.context > 1 and self.method == "ring"

@@ -498,8 +498,8 @@ class LayersAhead(Ahead):
     norm(h_{k-1})] W_k))`. Each norm has a separate scale. Head k projects h_k to the vocabulary.
     The heads share the embedding table and the output projection with the network. The paper does
     not specify where h is normalized. Here, h is always the normalized input of the output
-    projection, so h_0 is the output of the final norm. The transformers implementation does the
-    same for the published weights. The embedding comes first in the concatenation, as in the
+    projection, so h_0 is the output of the final norm. The transformers implementation uses the
+    same input for the published weights. The embedding comes first in the concatenation, as in the
     published `eh_proj`.
     """
 
@@ -530,8 +530,8 @@ class Ends:
 
     embedding: Param
     norm: Part
-    """Final norm, applied before the output projection. Its parameters are stored under
-    `final_norm`."""
+    """Final norm, applied before the output projection. The parameters of this norm are stored
+    under `final_norm`."""
     head: Param | None
     """Output projection. If None, the embedding table is used."""
     embed_scale: float = 1.0
@@ -643,9 +643,9 @@ class Model:
     def activations(self) -> Mapping[str, tuple[str, ...]]:
         """Return a dict from each name that can be saved to the activations that it selects.
 
-        A name denotes an activation or a preset. `matmuls` selects all activations, and a
-        branch's name selects its sublayer's activations. Each activation includes the arrays saved
-        with it.
+        A name denotes an activation or a preset. `matmuls` selects all activations, and a branch's
+        name selects its sublayer's activations. Each activation includes the arrays that are saved
+        along with the activation.
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}

@@ -99,9 +99,7 @@ BestMode = Literal["min", "max"]
 
 
 def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Map the tag of each evaluation metric to `min` if smaller values are better, and otherwise to
-    `max`.
-    """
+    """Return `min` (smaller is better) or `max` for each evaluation metric, keyed by tag."""
     data, metrics = config.data, dict[str, BestMode]()
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if config.eval.batches and has_documents and config.train.objective != "grpo":

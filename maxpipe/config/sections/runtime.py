@@ -48,8 +48,8 @@ class RuntimeConfig:
     suspended while a process compiles. 0 disables the timeout."""
     stop_grace_seconds: int = 0
     """Maximum time in seconds between SIGTERM, SIGHUP or Ctrl-C and the exit of the process. After
-    the signal, the process finishes the current step and saves a checkpoint. If this takes longer
-    than the limit, the process exits without saving, and the run can resume from its newest
+    the signal, the process finishes the current step and saves a checkpoint. If the step and the
+    save exceed this limit, the process exits without saving, and the run can resume from its newest
     checkpoint. 0 means no limit."""
     compilation_cache: str = "~/.cache/maxpipe/compiled"
     """Folder in which compiled programs are cached between runs. If empty, the cache is disabled.

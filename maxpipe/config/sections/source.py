@@ -83,10 +83,10 @@ class SourceConfig:
     """Name of the field that contains the tools for the chat template, as a list of objects or as a
     JSON string. Records may omit this field. Ignored unless `data.chat` is set."""
     chat_template_kwargs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    """Variables that are passed to the chat template, by name, such as `{enable_thinking: false}`.
-    Values that parse as a number, `true`, `false` or JSON are converted; all other values are kept
-    as strings. The field `chat_template_kwargs` of a record takes precedence. Applies to training,
-    samples, rollouts and `generate --chat`."""
+    """Variables that are passed to the chat template, keyed by name, such as `{enable_thinking:
+    false}`. Values that parse as a number, `true`, `false` or JSON are converted; all other values
+    are kept as strings. The field `chat_template_kwargs` of a record takes precedence. Applies to
+    training, samples, rollouts and `generate --chat`."""
     system_field: str = ""
     """Name of the field that contains the system message, or a template as in `data.prompt_field`.
     Records may omit this field. The field does not override a system message that is already at the

@@ -193,7 +193,7 @@ class BatchRamp(NamedTuple):
 
     def stage_starts(self) -> Iterator[tuple[int, int, int]]:
         """Yield (index of the first batch, number of earlier sequences, batch size) for each stage,
-        and then for the steps after the ramp.
+        and finally for the steps after the ramp.
         """
         first = front = 0
         for rows, steps in self.stages:

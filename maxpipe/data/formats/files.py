@@ -1,4 +1,4 @@
-"""Data files: path expansion, reads, file identities and decompression.
+"""Expand paths of data files, and identify, read and decompress the files.
 
 Compressed content is read in chunks of bounded size.
 """

@@ -346,7 +346,7 @@ class JsonLines:
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
-        # End index (exclusive) of the documents of each file.
+        # Exclusive end index of each file's documents.
         self._ends = np.cumsum([len(lines) for lines in self._lines])
         if not len(self):
             rule = "must contain JSON objects, one per line: found "

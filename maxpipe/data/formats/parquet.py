@@ -85,7 +85,9 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the size in bytes of the values as Python objects, without sharing equal strings."""
+    """Estimate the size in bytes of the values as Python objects, counting equal strings
+    separately.
+    """
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -122,7 +124,7 @@ _LOG = logging.getLogger(__name__)
 
 _CACHED_BYTES = 1 << 28
 MAX_GROUP_BYTES = 1 << 30
-"""Maximum size of a row group in bytes. Only the columns that are read are counted."""
+"""Maximum size of a row group in bytes. Columns that are not read do not count."""
 _SLOW_GROUP_BYTES = 1 << 26
 _VALUE_BYTES = 8
 """Minimum size in bytes of a value in memory, regardless of its compression in the file."""
@@ -267,7 +269,7 @@ def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
 
 
 def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Estimate the memory of a row group in bytes. Repeated strings are counted once."""
+    """Estimate the memory that a row group needs, in bytes. Repeated strings are counted once."""
     widths = {schema.column(i).path: schema.column(i).length for i in range(len(schema))}
     return sum(
         # Repeated fixed-length values are expanded in memory, even if the file stores them once.
@@ -566,7 +568,7 @@ def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
 
 
 class _Table(NamedTuple):
-    """Flatbuffer table. An offset table gives the positions of its fields."""
+    """Flatbuffer table. An offset table contains the positions of the table's fields."""
 
     raw: bytes
     at: int

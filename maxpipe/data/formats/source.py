@@ -58,7 +58,9 @@ class Source(Protocol):
 
     @property
     def unreadable(self) -> Sequence[int]:
-        """Indices of the records skipped so far. The documents of these records have no text."""
+        """Indices of the records that have been skipped so far. The documents of these records have
+        no text.
+        """
         ...
 
     def fingerprint(self) -> str:

@@ -244,7 +244,7 @@ CONTENT_KEY = "content"
 SPAN_DOCUMENTS = 1024
 """Number of consecutive documents per span. Token totals are stored per span."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
-"""Size of a document's text in UTF-8 bytes, and the first 8 bytes of its BLAKE2b digest. For
+"""Size of a document's text in UTF-8 bytes, and the first 8 bytes of the text's BLAKE2b digest. For
 conversations, the size of the text that is trained on, and the digest of the token ids as int64.
 """
 
@@ -436,7 +436,7 @@ def _differ(saved: str, current: str) -> bool:
 
 
 def list_files(shards: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the name and the manifest entry of each file of these shards."""
+    """Yield the name and the manifest entry of each file in these shards."""
     for number, shard in enumerate(shards):
         for suffix, entry in sorted(shard["files"].items()):
             yield shard_name(number, suffix), entry
@@ -456,7 +456,7 @@ def shorten_lines(lines: Sequence[str]) -> str:
 
 
 def short_digests(value: Any) -> Any:
-    """Return the value as text, with digests shortened to 12 hex digits."""
+    """Format a value as text, with digests shortened to 12 hex digits."""
     return (
         re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
         if isinstance(value, str)

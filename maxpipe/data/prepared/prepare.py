@@ -291,8 +291,7 @@ def _check_unchanged(
 ) -> None:
     """Compare a sample of the documents in finished shards with the source.
 
-    This check is for journals of earlier releases, which do not contain digests of the source
-    files.
+    The check is needed for journals of earlier releases, which contain no digests of source files.
 
     Raises:
         ConfigError: a document has changed.

@@ -378,7 +378,7 @@ class _DocumentWindow:
 
 
 class _WindowCounts(NamedTuple):
-    """Number of sequences and targets per window, int64 [windows]."""
+    """Numbers of sequences and targets in each window, int64 [windows]."""
 
     sequences: np.ndarray
     targets: np.ndarray

@@ -50,7 +50,7 @@ class DocumentBatch(NamedTuple):
     """Batch of consecutive encoded documents."""
 
     ids: np.ndarray
-    """[tokens]: token ids, including BOS and EOS of each document."""
+    """[tokens]: token ids, including the BOS and EOS tokens of each document."""
     lengths: np.ndarray
     """int64 [documents]: number of tokens in each document."""
     meta: np.ndarray

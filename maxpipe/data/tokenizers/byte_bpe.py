@@ -10,10 +10,10 @@ The encoder is used only if it returns the same ids as the library `tokenizers`.
 The library `tokenizers` applies a list of merges. In contrast, tiktoken merges adjacent tokens
 whose concatenation is a token, lowest rank first. Both methods return the same ids if encoding the
 text of each token returns only this token, because the last merge of a token then joins the same
-two tokens in both libraries. This condition is tested for every token. Both libraries must also
-split text into the same words. This requires a pattern in `PUBLISHED`, and characters that both
-libraries classify in the same way as letters, numbers or spaces. Every character is tested. Text
-that contains other characters is encoded with `tokenizers`.
+two tokens in both libraries. This condition is tested for each token in the vocabulary. Both
+libraries must also split text into the same words. This requires a pattern in `PUBLISHED`, and
+characters that both libraries classify in the same way as letters, numbers or spaces. Every
+character is tested. Text that contains other characters is encoded with `tokenizers`.
 """
 
 from __future__ import annotations

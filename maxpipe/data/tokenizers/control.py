@@ -165,7 +165,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return the token ids of each text, int32 [tokens]; faster than one call per text."""
+        """Return the token ids of each text, int32 [tokens], faster than with one call per text."""
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -184,7 +184,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens in each text; faster than one call per text."""
+        """Return the number of tokens in each text, faster than with one call per text."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:

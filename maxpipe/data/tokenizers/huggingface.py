@@ -142,8 +142,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
 
     file_fingerprint: str = ""
-    """Fingerprint of the unmodified file. It is set only if the folder's tokenizer class modifies
-    the definition and the settings can select a class that uses the file unchanged.
+    """Fingerprint of the unmodified file. The fingerprint is set only if the folder's tokenizer
+    class modifies the definition and the settings can select a class that uses the file unchanged.
     """
 
     def __init__(self, path: str):
