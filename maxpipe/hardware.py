@@ -96,11 +96,11 @@ class Hardware:
     """Fraction of the memory bandwidth that copies of buffer slices reach, counting both reads and
     writes. The default is the TPU compiler's estimate."""
     exchange_rate: float = 1.0
-    """Bandwidth of an all-to-all, relative to that of an all-gather with the same number of bytes
-    per device."""
+    """Bandwidth of an all-to-all, relative to the bandwidth of an all-gather with the same number
+    of bytes per device."""
     tokens_rate: float = 1.0
-    """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to that of other
-    collectives."""
+    """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to the bandwidth of
+    other collectives."""
     latency_us: float = 2.0
     """Latency in microseconds of a collective or message within a slice."""
     network_latency_us: float = 100.0
@@ -138,7 +138,7 @@ class Hardware:
         return 2 if self.is_tpu else 1
 
     def hops(self, count: int) -> float:
-        """Return the traffic per link of an all-to-all over `count` devices, relative to that of an
+        """Return the traffic per link of an all-to-all over `count` devices, relative to an
         all-gather.
 
         In a ring of N devices, data travels N / 4 hops on average (jax-ml.github.io/scaling-book,

@@ -51,7 +51,7 @@ class PairValues(NamedTuple):
 
     @property
     def difference(self) -> Float[Array, "B N"]:
-        """Return the value of the chosen response minus that of the rejected response."""
+        """Return the chosen response's value minus the rejected response's value."""
         return self.chosen - self.rejected
 
 

@@ -113,7 +113,7 @@ def load(
 
     Raises:
         ConfigError: lists all errors in the files, overrides and values. For another trainer's
-            file, the exception contains the translation and its remaining errors.
+            file, the exception contains the translation and the errors that remain in it.
     """
     try:
         return _load_translated(args, saved, origin, {}, to_train=to_train)

@@ -68,7 +68,7 @@ class Documents(Protocol):
     def __getitem__(self, document: int) -> EncodedDocument: ...
 
     def where(self, document: int) -> str:
-        """Return a document's file and its position in that file, for use in messages."""
+        """Return, for messages, a document's file and the document's position in this file."""
         ...
 
 

@@ -32,7 +32,7 @@ class TextSpan(NamedTuple):
     is_trained: bool
     """Whether the loss includes the tokens as targets."""
     is_control: bool = False
-    """Whether the tokens are control tokens, which are shown by name."""
+    """Whether the tokens are control tokens, whose names are shown instead of text."""
 
 
 class Segment(NamedTuple):

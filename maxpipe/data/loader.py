@@ -108,7 +108,7 @@ class SequenceOrigin(NamedTuple):
 
 
 class StreamEnd(NamedTuple):
-    """Limits at which a stream ends, and the policy when a source reaches its limit."""
+    """Limits at which a stream ends, and the policy that applies once a source reaches one."""
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
@@ -249,7 +249,7 @@ class Loader:
         return {"sources": [row.source for row in rows], **sequences, "documents": documents}
 
     def resume_mixture(self, saved: Mapping[str, Any], step: int) -> bool:
-        """Resume the mixture of a saved fingerprint, and return whether its weights change at
+        """Resume the mixture of a saved fingerprint, and return whether the weights change at
         `step`.
 
         Before `step`, samples are assigned as in the saved mixture; from `step` on, this loader's
@@ -346,7 +346,8 @@ class Datasets:
     """Loader of the held-out documents."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
-    """Entropy of all documents in nats per byte; None if byte counts are unknown (Megatron files).
+    """Entropy of all documents in nats per byte; None if byte counts are unknown, as for Megatron
+    files.
     """
     unreadable: int
     """Number of documents that are empty because their records could not be read."""

@@ -32,7 +32,7 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""Second integer of the permutation key for mixtures; each type of permutation has its own."""
+"""Second integer of the permutation key for mixtures, unique among all types of permutations."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
 """Exclusive upper limit of sample numbers."""
@@ -194,7 +194,9 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source (uint16) of each sample in a block, and the index in it (int32)."""
+    """Return the source (uint16) of each sample in a block, and the sample's index in the source
+    (int32).
+    """
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)
@@ -277,7 +279,7 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second integer of the permutation key for sequences; each type of permutation has its own."""
+"""Second integer of the permutation key for sequences, unique among all types of permutations."""
 
 
 Arrays = Mapping[str, np.ndarray]

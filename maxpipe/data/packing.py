@@ -36,7 +36,7 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""Second integer of the permutation key for documents; each type of permutation has its own."""
+"""Second integer of the permutation key for documents, unique among all types of permutations."""
 
 
 class Permutation:
@@ -259,7 +259,7 @@ Strategy = Literal["first_fit", "best_fit", "pad"]
 MAX_OPEN_SEQUENCES = 1024
 """Maximum number of open sequences, which are the sequences that `first_fit` searches."""
 _PACKED_ORDER = 4
-"""Second integer of the permutation key for packing; each type of permutation has its own."""
+"""Second integer of the permutation key for packing, unique among all types of permutations."""
 
 
 class PackingPlan(NamedTuple):

@@ -44,7 +44,7 @@ TextOrMessages = str | list[Message]
 
 
 class PreferencePair(NamedTuple):
-    """A prompt and two responses, each of which is a string or a list of messages."""
+    """A prompt and two responses. All three are strings or lists of messages."""
 
     prompt: TextOrMessages
     chosen: TextOrMessages
@@ -268,7 +268,7 @@ def _is_same(one: Message, other: Message) -> bool:
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the common prefix of two conversations, and their remainders."""
+    """Return the common prefix of two conversations, and the remainder of each conversation."""
     one, other = values
     if isinstance(one, str) and isinstance(other, str):
         if one == other:

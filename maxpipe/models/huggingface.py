@@ -18,7 +18,7 @@ Ours = Mapping[str, Any]
 
 
 class UnsupportedError(ValueError):
-    """Error for a value that the other format cannot represent, with its key and violated rule."""
+    """Error for a value that the other format cannot represent, with the key and violated rule."""
 
     def __init__(self, key: str, value: Any, rule: str, action: str = ""):
         super().__init__(f"{key} = {value!r} {rule}")

@@ -251,7 +251,7 @@ conversations, the size of the text that is trained on, and the digest of the to
 _TEXTS, _CONVERSATIONS = 1, 2
 """Format versions. Releases without loss-mask support reject the version for conversations."""
 _LARGEST_BYTES = 1 << 28
-# Keys that affect how documents are read, but not their content.
+# Keys that affect how documents are read, but not the content of the documents.
 _READER_KEYS = ("bad_records", "max_bad_records", "max_decompressed_bytes", "packing")
 _READER_KEYS += ("long_conversations",)  # this key depends on the sequence length
 

@@ -227,7 +227,7 @@ class MegatronDocuments:
         return ids
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its index in the file."""
+        """Return the file that contains a document, and the document's index in this file."""
         number, inside = place_of(self._starts[1:], document)
         return f"{self._pairs[number].ids.path}: document {inside}"
 

@@ -86,7 +86,7 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 _DOCUMENTS = ("name", "fingerprint", CONTENT_KEY, "documents", "chat")
-"""Keys of a source entry that identify the documents."""
+"""Keys of a manifest's source entry that identify the documents."""
 _PIECE = 64
 """Maximum number of documents per encoded batch."""
 _COMPARED = 256
@@ -101,7 +101,7 @@ formatted rate."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareJob:
-    """Parameters of `prepare`. If `workers` is None, one process per core is used.
+    """Parameters of the function `prepare`. If `workers` is None, one process per core is used.
 
     Compressed files are unpacked into `cache_dir`, or into a temporary folder if `cache_dir` is
     None.

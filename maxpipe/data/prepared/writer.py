@@ -335,7 +335,7 @@ class _Worker:
 
 
 def source_if_picklable(source: Source) -> Source | None:
-    """Return the source if it can be pickled; workers then need not scan its files again."""
+    """Return the source if it can be pickled; workers then need not scan the files again."""
     try:
         ForkingPickler.dumps(source)
     except Exception:  # libraries raise various exception classes

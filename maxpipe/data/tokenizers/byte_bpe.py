@@ -169,7 +169,7 @@ def _characters() -> str:
 
 
 def _tiktoken_characters(kind: str) -> set[str]:
-    """Return the characters that the pattern matches in tiktoken, which drops all others."""
+    """Return the characters that the pattern matches in tiktoken, which drops others."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}

@@ -211,7 +211,7 @@ def resolve(
     for padding.
 
     Args:
-        path: Vocabulary file; settings are read from its folder.
+        path: Vocabulary file; settings are read from the same folder.
         special: Maps the vocabulary's control-token strings to ids.
         id_of: Maps the string of any token in the vocabulary to its id.
         vocab_size: Exclusive upper bound of ids.
@@ -281,7 +281,7 @@ def _role(
         # published folders may name a missing padding token
         if i is not None or role == "pad_token":
             return known.get(role) if i is None else i
-        rule = f"must contain the {role} that its folder's {_SETTINGS} names: {named[:80]}."
+        rule = f"must contain the {role} that {_SETTINGS} in its folder names: {named[:80]}."
         action = f"Correct {role} in {_SETTINGS}, or copy {_SETTINGS} from this tokenizer's folder."
         raise ConfigError.one(PATH, path, rule, action)
     if role in said and role != "eos_token":  # null means that the role has no token
@@ -375,7 +375,9 @@ def _ids(path: str, key: str, value: object) -> list[int]:
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and its file. If there are several, use the one named `default`."""
+    """Return the chat template and the path of its file. If there are several, use the one named
+    `default`.
+    """
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path

@@ -36,7 +36,8 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     spaces: str = ""
-    """Rule for inserting a space before text that does not begin with one; see `prepend_scheme`."""
+    """Rule for inserting a space before text that does not begin with a space; see
+    `prepend_scheme`."""
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)

@@ -92,7 +92,8 @@ class Experts(Part):
     sequences within a microbatch."""
     expert_bias_update_rate: float | None = None
     """Step size of the router bias update, which balances expert loads (arXiv:2408.15664). The
-    biases affect which experts are selected, but not their weights. None disables the biases."""
+    biases affect which experts are selected, but not the weights of the experts. None disables the
+    biases."""
     biased: bool = False
     """Whether the router and all expert projections have biases."""
     rows_received: float | None = None

@@ -127,7 +127,7 @@ class Norm(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input and the output."""
+        """Return the input and the output of the norm."""
         return Held(compute_dtype=((2.0, self._width),))
 
     @property
