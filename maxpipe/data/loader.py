@@ -108,7 +108,7 @@ class SequenceOrigin(NamedTuple):
 
 
 class StreamEnd(NamedTuple):
-    """Limits at which a stream ends, and the policy that applies once a source reaches one."""
+    """Limits at which a stream ends, and the policy for sources that reach their limit."""
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]

@@ -169,7 +169,7 @@ def _characters() -> str:
 
 
 def _tiktoken_characters(kind: str) -> set[str]:
-    """Return the characters that the pattern matches in tiktoken, which drops others."""
+    """Return the characters that the pattern matches; tiktoken drops all other characters."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}
