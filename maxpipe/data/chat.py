@@ -1,8 +1,8 @@
 """Convert conversations to documents with a chat template, and mask tokens by message role.
 
 The token ids are exactly the ids of the rendered text, including the control tokens of the
-template. No other tokens are added. The roles of the messages determine which tokens the loss
-includes.
+template. No tokens are added to the rendered text. The roles of the messages determine which tokens
+the loss includes.
 
 With `data.rewritten_history=each_turn`, every message that is trained on becomes a separate
 document.

@@ -301,7 +301,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
-        message["content"] = message.pop("refusal")  # OpenAI records store refusals under this key
+        message["content"] = message.pop("refusal")  # the key of refusals in OpenAI records
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")
@@ -333,8 +333,8 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
 def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
     """Return whether to train on a message, according to its flags or to `data.trained_roles`.
 
-    `train` overrides the role, and `weight` 0 excludes the message. The flags are removed from the
-    message.
+    `train` overrides the role, and `weight` 0 excludes the message. The training flags are removed
+    from the message.
 
     Raises:
         BadRecord: the role is not in `data.chat_roles`, content is missing, or a flag is invalid.

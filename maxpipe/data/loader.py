@@ -235,8 +235,8 @@ class Loader:
         """Return the sequence indices in one step's batch, in row order, and the indices of the
         documents in these sequences.
 
-        The keys are `sequences` and `documents`. With several sources, `sources` lists the source
-        of each row, and `documents` is grouped by source.
+        The keys of the result are `sequences` and `documents`. With several sources, `sources`
+        lists the source of each row, and `documents` is grouped by source.
         """
         rows = self.sequence_origins(step)
         inside: dict[str, set[int]] = {}

@@ -91,7 +91,7 @@ class Follows(NamedTuple):
     statistic: str
     """Name of a statistic of the same sublayer, whose dims equal those of the parameter."""
     rate: float
-    """Step size of the update."""
+    """Amount by which each step raises or lowers an entry."""
 
 
 class Adapter(NamedTuple):

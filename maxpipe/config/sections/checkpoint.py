@@ -55,7 +55,7 @@ class CheckpointConfig:
     )
     """Behavior after all attempts to save a checkpoint have failed. `stop` ends the run. `continue`
     continues training until the next checkpoint is due. The save at the end of the run must
-    succeed. Multi-process runs always stop."""
+    succeed. Multi-process runs always use `stop`."""
     dir: str = ""
     """Folder, or `gs://BUCKET/PATH`, for the durable checkpoints of all runs. Each run saves its
     checkpoints in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install

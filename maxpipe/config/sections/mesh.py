@@ -257,7 +257,7 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
     """Yield (name, parameter, minimum number of layers per device that have the parameter).
-    Parameters outside layers come first.
+    Parameters outside layers are yielded first.
     """
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():

@@ -62,8 +62,8 @@ class RuntimeConfig:
     available memory causes only a warning."""
     compiled_step: str = field(default="", metadata=renamed_from("executable"))
     """Folder that contains a train step compiled ahead of time by `maxpipe compile --save`. The
-    config, the devices and the jax version must be the same as at compilation. Not supported with
-    several CPU devices."""
+    config, the devices and the jax version must be the same as at compilation. Compiled steps are
+    not supported with several CPU devices."""
 
 
 add_ranges(

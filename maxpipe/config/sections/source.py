@@ -97,8 +97,8 @@ class SourceConfig:
     with braces is a template over several fields, as in `data.template`:
     `'{instruction}\\n{input}'`. A line of the template is omitted if the record has none of the
     fields in that line. With `pairs`, this key may be empty: each response is then a full
-    conversation, and the common prefix of the two conversations is the prompt. Also applies to
-    `grpo.prompts`."""
+    conversation, and the common prefix of the two conversations is the prompt. The key also applies
+    to `grpo.prompts`."""
     response_field: str = "response"
     """Name of the field that contains the response, or a template as in `data.prompt_field`.
     Ignored unless `data.chat=prompt`."""
@@ -118,7 +118,7 @@ class SourceConfig:
     chat_roles: list[str] = dataclasses.field(
         default_factory=lambda: ["system", "developer", "user", "assistant", "tool"]
     )
-    """Allowed roles of messages. Records with other roles are invalid."""
+    """Roles that messages are allowed to have. Records with other roles are invalid."""
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
     """Roles whose messages contribute to the loss. Messages with other roles are used only as
     context. With `[assistant]`, `{% generation %}` blocks of the chat template select the tokens

@@ -1,8 +1,8 @@
 """Content digests of data files.
 
-Any change in a file's content changes its digest. Each file is read once. Every write changes the
-inode, the size or a timestamp of the file. Later runs compare these values, and read the file again
-only if a value differs.
+Any change in a file's content changes its digest. Each file is read once to compute the digest.
+Every write changes the inode, the size or a timestamp of the file. Later runs compare these values,
+and read the file again only if a value differs.
 """
 
 from __future__ import annotations

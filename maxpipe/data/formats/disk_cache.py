@@ -154,7 +154,7 @@ class FolderCache:
 
     @property
     def active_folder(self) -> str:
-        """Folder in which new folders are created."""
+        """Folder in which this cache creates new folders."""
         if self._own is not None or self._folder is None or not self._keep:
             return self._own or tempfile.gettempdir()
         return self._folder

@@ -286,7 +286,7 @@ def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
     may not fit.
 
     With delta encoding, a prefix shared by consecutive strings is stored only once in the file. In
-    memory, the prefix is repeated.
+    memory, every string repeats the prefix.
     """
     rows = group.num_rows
     repeats = {

@@ -214,7 +214,7 @@ MAX_RECORD_BYTES = 1 << 28
 
 
 class BadRecord(Exception):
-    """A record with invalid content. The source adds the record's location to the error."""
+    """Raised for a record with invalid content. The source adds the record's location."""
 
     def __init__(self, given: str, rule: str, action: str):
         super().__init__(rule)

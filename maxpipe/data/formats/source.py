@@ -35,7 +35,7 @@ Record = str | Mapping[str, Any]
 
 
 class UnreadableRecord(ConfigError):
-    """A record that cannot be read. Other records of the same file may be readable."""
+    """Raised for a record that cannot be read. Other records of the same file may be readable."""
 
 
 class Source(Protocol):
@@ -353,7 +353,7 @@ class _ReadTimeSums:
                 self._now = ReadTimes(sources, read, seconds)
 
     def take(self) -> ReadTimes:
-        """Return and reset the statistics."""
+        """Return the statistics of completed reads, and reset them."""
         with self._lock:
             taken, self._now = self._now, ReadTimes({}, None, 0.0)
             return taken

@@ -450,7 +450,7 @@ def check_sizes(folder: Path, number: int, files: Mapping[str, FileEntry]) -> No
 
 
 def shorten_lines(lines: Sequence[str]) -> str:
-    """Return the first differences as one line."""
+    """Join the first lines of a list of differences into one line."""
     more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
     return f"{'; '.join(lines[:4])}{more}"
 

@@ -340,7 +340,9 @@ def _role_texts_of_settings(
 
 
 def _texts(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return control-token strings by role. An entry is a string or an object with `content`."""
+    """Return control-token strings, keyed by role. An entry is a string or an object with
+    `content`.
+    """
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in entries.items()}
     return {k: v for k, v in texts.items() if isinstance(v, str) and k.endswith("_token")}
 

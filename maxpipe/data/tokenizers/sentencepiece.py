@@ -22,7 +22,8 @@ from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
 _MAX_BYTES = 1 << 26  # four times the size of the largest published model
 _MAX_FIELDS = 1 << 21
-"""Maximum number of pieces. An empty piece uses 2 bytes in the file and 100 in memory."""
+"""Maximum number of pieces in a vocabulary. An empty piece uses 2 bytes in the file and 100 in
+memory."""
 _SPACE = "\u2581"
 _THREADS = 2
 

@@ -81,8 +81,8 @@ class TokenizerParts:
     roles: Mapping[str, str] = field(default_factory=dict)
     """Maps roles that the settings do not define to control-token strings."""
     before: str | None = None
-    """Role of the token added before encoded text. An empty string adds no token; None keeps the
-    file's post-processor.
+    """Role of the token that is added before encoded text. An empty string adds no token; None
+    keeps the file's post-processor.
     """
 
 

@@ -25,7 +25,7 @@ class LatentAttention(Part):
     head_dim: int
     """Number of dims of a query or key head, including the RoPE dims."""
     value_size: int
-    """Size of a value head."""
+    """Number of dims of a value head."""
     rank: int
     """Size of the key-value latent of each token."""
     q_lora_rank: int
@@ -37,7 +37,7 @@ class LatentAttention(Part):
     """Rotary positions. The projections store the RoPE dims at the end of each head, as pairs (2i,
     2i+1)."""
     scale: float
-    """Factor that multiplies the attention scores."""
+    """Factor by which the attention scores are multiplied."""
     epsilon: float
     """Epsilon of the RMSNorms on the latents."""
 

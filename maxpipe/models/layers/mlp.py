@@ -183,7 +183,9 @@ class RMSNorm(Norm):
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     def _scaled(self, dims: Dims) -> Held:
-        """Return the scaled array. The array is in the compute dtype if there is no offset."""
+        """Return the array that is multiplied by the scale, in the compute dtype unless an offset
+        is set.
+        """
         return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
