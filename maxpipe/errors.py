@@ -64,7 +64,7 @@ class Problem:
 
     def __str__(self) -> str:
         heading = f"{self.where} = {self.value}" if self.value else self.where
-        heading = heading.replace("\n", "\\n")  # values can contain line breaks
+        heading = heading.replace("\n", "\\n")  # values may contain line breaks
         return f"{heading}\n  {self.rule}\n  {self.action}"
 
     @property
@@ -169,7 +169,7 @@ class DivergenceError(MaxpipeError):
 
 
 class ReplicaError(MaxpipeError):
-    """Raised if replicas of the same data differ between devices. Checkpoints on disk are still
+    """Raised if devices hold different replicas of the same data. Checkpoints on disk are still
     valid.
     """
 

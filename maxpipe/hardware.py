@@ -59,10 +59,10 @@ class Hardware:
     """Assumed fraction of peak FLOP/s in custom kernels such as fused attention, for which
     compilers provide no estimates."""
     input_grad_cost: float = 1.0
-    """Time to compute a layer's input gradient without recomputation, relative to its forward
-    time."""
+    """Time to compute a layer's input gradient without recomputation, relative to the layer's
+    forward time."""
     weight_grad_cost: float = 1.0
-    """Time to compute a layer's weight gradients, relative to its forward time."""
+    """Time to compute a layer's weight gradients, relative to the layer's forward time."""
     deferred_cost: float = 0.0
     """Additional time of a split backward pass compared with an unsplit one, relative to the
     forward time. Only a calibration sets this value, and the calibrated gradient costs include this
@@ -96,11 +96,11 @@ class Hardware:
     """Fraction of the memory bandwidth that copies of buffer slices reach, counting both reads and
     writes. The default is the TPU compiler's estimate."""
     exchange_rate: float = 1.0
-    """Bandwidth of an all-to-all, relative to that of an all-gather with the same number of bytes
-    per device."""
+    """Bandwidth of an all-to-all, relative to the bandwidth of an all-gather with the same number
+    of bytes per device."""
     tokens_rate: float = 1.0
-    """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to that of other
-    collectives."""
+    """Bandwidth of all-gathers and reduce-scatters of sharded tokens, relative to the bandwidth of
+    other collectives."""
     latency_us: float = 2.0
     """Latency in microseconds of a collective or message within a slice."""
     network_latency_us: float = 100.0
@@ -138,7 +138,7 @@ class Hardware:
         return 2 if self.is_tpu else 1
 
     def hops(self, count: int) -> float:
-        """Return the traffic per link of an all-to-all over `count` devices, relative to that of an
+        """Return the traffic per link of an all-to-all over `count` devices, relative to an
         all-gather.
 
         In a ring of N devices, data travels N / 4 hops on average (jax-ml.github.io/scaling-book,
@@ -231,9 +231,9 @@ def save_measured(hardware: Hardware) -> Path:
 
 
 _FORMER_NAMES = {"names_replay": "names_recomputed"}
-"""Maps field names from earlier releases to current names."""
+"""Maps field names from earlier releases to the current names."""
 _PARSE_ERRORS = (OSError, KeyError, TypeError, ValueError, RecursionError, re.error, yaml.YAMLError)
-"""Exceptions that parsing an invalid file can raise."""
+"""Exceptions that can be raised when an invalid file is parsed."""
 
 
 _NONZERO_FIELDS = {
@@ -241,7 +241,7 @@ _NONZERO_FIELDS = {
     *("network_gb_per_second", "largest_slice", "matmul_efficiency", "kernel_efficiency"),
     *("copy_efficiency", "exchange_rate", "tokens_rate"),
 }
-"""Names of fields that must not be 0."""
+"""Names of the fields whose value must not be 0."""
 _TORUS_DIMS = {0, 2, 3}
 _MIN_FIGURE, _MAX_FIGURE = 1e-9, 1e12
 """Minimum and maximum of all numeric fields, each in the unit of the field. No real device exceeds

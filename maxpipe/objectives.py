@@ -12,11 +12,11 @@ for the separate upper clipping bound of the ratio. `advantages` normalizes rewa
 group of completions, without JAX.
 
 *Distillation*: a student learns a teacher's next-token probabilities. The teacher's
-log-probabilities are given for its K most likely tokens, and all other tokens form one bucket. The
-loss is the divergence between two distributions over K + 1 buckets. If K is the vocabulary size,
-this is the divergence between the full distributions. Source: Hinton et al. (arXiv:1503.02531)
-multiply the loss by temperature^2, so that gradients do not shrink at high temperatures. The
-reverse direction follows MiniLLM (arXiv:2306.08543).
+log-probabilities are given for the teacher's K most likely tokens, and all other tokens form one
+bucket. The loss is the divergence between two distributions over K + 1 buckets. If K is the
+vocabulary size, this is the divergence between the full distributions. Source: Hinton et al.
+(arXiv:1503.02531) multiply the loss by temperature^2, so that gradients do not shrink at high
+temperatures. The reverse direction follows MiniLLM (arXiv:2306.08543).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from maxpipe.pipeline.objective import BatchArraySpec, CrossEntropy, LogProbSpec
 # --- preference losses --------------------------------------------------------
 
 _CERTAIN = -1e-7
-"""Largest log-probability used to compute odds; larger ones are clipped."""
+"""Largest log-probability used to compute odds; larger log-probabilities are clipped to it."""
 
 
 class PairValues(NamedTuple):
@@ -51,7 +51,7 @@ class PairValues(NamedTuple):
 
     @property
     def difference(self) -> Float[Array, "B N"]:
-        """Return the value of the chosen response minus that of the rejected response."""
+        """Return the chosen response's value minus the rejected response's value."""
         return self.chosen - self.rejected
 
 
@@ -201,7 +201,7 @@ class Policy(Objective):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Return the spec of the log-probabilities of the sampled tokens."""
+        """Return the spec of the sampled tokens' log-probabilities."""
         return (LogProbSpec("targets", self.temperature),)
 
     @property
@@ -251,8 +251,8 @@ def advantages(rewards: np.ndarray, scale: Literal["std", "mean"]) -> np.ndarray
     group.
 
     If `scale` is `std`, the result is divided by the standard deviation of the group. If all
-    rewards in a group are equal, its advantages are exactly 0, because the group expresses no
-    preference.
+    rewards in a group are equal, all advantages in the group are exactly 0, because the group
+    expresses no preference.
     """
     rewards = np.asarray(rewards, np.float64)
     flat = rewards.min(axis=1, keepdims=True) == rewards.max(axis=1, keepdims=True)
@@ -269,7 +269,8 @@ TEACHER_IDS, TEACHER_LOGPROBS = "teacher_ids", "teacher_logprobs"
 probability, and their float32 log-probabilities at `temperature`."""
 
 _LEAST = 2.0**-22
-"""Minimum probability of the bucket of all other tokens. This is the accuracy of float32 sums."""
+"""Minimum probability of the bucket of all other tokens. This minimum is the accuracy of float32
+sums."""
 
 Direction = Literal["forward", "reverse"]
 

@@ -242,7 +242,7 @@ def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
 
 
 def rename_former_key(assignment: Assignment) -> Assignment:
-    """Return the assignment with its key renamed to the current name."""
+    """Return the assignment with its key replaced by the key's current name."""
     key = ".".join(assignment.path)
     new, value = upgrade_setting(key, assignment.raw)
     raw = str(value).lower() if isinstance(value, bool) else _as_raw(value)
@@ -264,12 +264,12 @@ _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MI
 
 
 class ModelReference(NamedTuple):
-    """Assignments from a bundled model config that a config file or override references by name."""
+    """Assignments from a bundled model config whose name a config file or an override contains."""
 
     before: list[Assignment]
-    """Default assignments, which config files override."""
+    """Assignments of default values, which config files override."""
     after: list[Assignment]
-    """Overriding assignments, which take precedence over all config files."""
+    """Assignments that take precedence over all config files."""
     notes: tuple[str, ...]
 
 

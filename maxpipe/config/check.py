@@ -23,7 +23,7 @@ from maxpipe.errors import ConfigError, Problem
 from maxpipe.io import redact
 
 DEFAULT = "default"
-"""Origin of a value that no file or override sets."""
+"""Origin of a value that neither a file nor an override sets."""
 
 
 def is_override(argument: str) -> bool:
@@ -45,9 +45,9 @@ def find_warnings(config: Config) -> Iterator[Problem]:
 
 
 LARGEST_FOR_BYTES = 4096
-"""Maximum vocabulary size of a model that is trained on bytes. The limit exceeds 259, so that the
-vocabulary size can be rounded up to a multiple of the number of shards. Published models have
-vocabularies of at least 30,000 tokens."""
+"""Largest vocabulary size of a model that is assumed to be trained on bytes. The limit exceeds 259,
+so that the vocabulary size can be rounded up to a multiple of the number of shards. Published
+models have vocabularies of at least 30,000 tokens."""
 
 
 def check_training(
@@ -204,7 +204,7 @@ def _check_vocabulary(
 
 
 def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()) -> list[Problem]:
-    """Return all rule violations. Rules that read a key in `skip` are not run."""
+    """Return all rule violations. Rules that read a key in `skip` are skipped."""
     problems: list[Problem] = []
     for key, text, action in violations(config, skip, [*KEYS]):
         value = value_of(config, key)

@@ -30,7 +30,7 @@ _FOLDERS = (
 
 @dataclass(frozen=True, slots=True)
 class BundledConfig:
-    """Config that commands accept by name instead of path."""
+    """Bundled config, which commands accept by name instead of by path."""
 
     name: str
     kind: Literal["run", "model", "sft"]
@@ -41,7 +41,7 @@ class BundledConfig:
 
     @property
     def text(self) -> str:
-        """Content of the file."""
+        """Text of the file."""
         return self.path.read_text(encoding="utf-8")
 
     @property
@@ -177,7 +177,7 @@ class ConfigFile:
     origin: str
     """Name of the file as shown in messages and by `config print --origin`."""
     argument: str = ""
-    """Hugging Face model ID with which the user selected the file, if any."""
+    """Hugging Face model ID by which the user selected the file, if any."""
 
     @property
     def run_name(self) -> str:

@@ -103,7 +103,7 @@ def is_foreign(unknown: Sequence[Assignment], context: TranslationContext) -> bo
         ]
         known += sum(found)
         is_section = isinstance(assignment.raw, dict) and assignment.path[0] not in SECTIONS
-        # A section with a misspelled name still contains maxpipe keys.
+        # Even if the name of a section is misspelled, the section contains maxpipe keys.
         is_section &= not all(path[-1] in _OWN_NAMES for path, _ in leaves(assignment))
         if known >= _FEWEST or (is_section and any(found) and all(found)):
             return True
@@ -138,7 +138,7 @@ class TranslationReport(NamedTuple):
     """Whether a key refers to another config file, which may set the required keys."""
 
     def assignments(self, problems: list[Problem]) -> list[Assignment]:
-        """Return the assignments in `text`."""
+        """Return the assignments that are parsed from `text`."""
         root = compose(self.text)
         if not isinstance(root, yaml.MappingNode):
             return []
@@ -177,7 +177,7 @@ def translate_files(
 def translate_file(
     origin: str, assignments: Sequence[Assignment], context: TranslationContext
 ) -> TranslationReport:
-    """Translate all keys in another trainer's config file."""
+    """Translate all keys of another trainer's config file."""
     lines: dict[str, tuple[str, str]] = {}
     absent: dict[str, list[str]] = {}
     count = 0
@@ -247,7 +247,7 @@ def _launcher_problem(origin: str, name: str, file: str) -> Problem:
 
 
 def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: TranslationContext) -> str:
-    """Return the model family that the file selects, or an empty string."""
+    """Return the model family that the file selects, or an empty string if it selects none."""
     for path, raw in given:
         if ".".join(path) == FAMILY and isinstance(raw, str):
             return raw

@@ -28,7 +28,7 @@ class NameMatch(NamedTuple):
     why: str = ""
     action: str = ""
     is_exact: bool = True
-    """Whether the name was matched exactly rather than by similarity."""
+    """Whether the match is exact rather than based on similarity."""
 
 
 def match_key(path: Sequence[str], keys: Collection[str]) -> NameMatch:

@@ -83,7 +83,7 @@ _MAX_PROBLEMS = 100
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """Valid config, and the origin of each value."""
+    """A valid config, with the origin of each value."""
 
     config: Config
     origins: dict[str, str]
@@ -113,7 +113,7 @@ def load(
 
     Raises:
         ConfigError: lists all errors in the files, overrides and values. For another trainer's
-            file, the exception contains the translation and its remaining errors.
+            file, the exception contains the translation and the errors that remain in it.
     """
     try:
         return _load_translated(args, saved, origin, {}, to_train=to_train)
@@ -208,7 +208,7 @@ def to_yaml(config: Config, comment: Callable[[str], str] | None = None) -> str:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Parse `section.key=value` into the full key and a value of its declared type.
+    """Parse `section.key=value` into the full key and a value of the key's declared type.
 
     Raises:
         ConfigError: the key does not exist, or the value is invalid.
@@ -226,7 +226,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return f"{section}.{name}", OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
-# Conversion of assignments to values.
+# Converter of assignments to config values.
 
 
 def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
@@ -328,7 +328,7 @@ def _build(
     ]
     for key in missing:
         section, _, name = key.rpartition(".")
-        # A placeholder value, so that the other rules can run.
+        # This placeholder value allows the other rules to run.
         _copied(nodes, section)[name] = KEYS[key]()
     absent = [key for key in missing if key not in wrong]
     if absent and is_complete:
@@ -439,7 +439,7 @@ def _context(unknown: Sequence[Assignment], nodes: Mapping[str, Any]) -> Transla
 
 
 def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
-    """Store the value in its section, or return an error."""
+    """Store the value in the key's section, or return an error."""
     section, names = split_key(assignment.path)
     name, *entry = names or (".",)
     if _is_unknown(assignment):
@@ -536,7 +536,7 @@ _LISTS = {
     list[float]: ("list of numbers", "[1.5, 2]"),
     list[str]: ("list of names", "[]"),
 }
-"""Maps list types to their names and examples."""
+"""Maps each list type to the name of the type and an example value."""
 
 
 def type_name(hint: Any) -> str:

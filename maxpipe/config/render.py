@@ -1,8 +1,9 @@
 """Render the config schema as key explanations, a reference page, a JSON schema and configs.
 
-All output is generated from the declarations in `sections/` and the model families, the docstrings
-of the fields, and the value ranges. Keys are documented only there. `render_first_config` renders
-the config that `maxpipe init` writes: a small config with a comment for each key.
+All output is generated from the declarations in `sections/` and in the model families, the
+docstrings of the fields, and the value ranges. Keys are documented only there.
+`render_first_config` renders the config that `maxpipe init` writes: a small config with a comment
+for each key.
 """
 
 from __future__ import annotations

@@ -121,12 +121,12 @@ MAX_FINDINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Config rule. `find` reads only the keys in `keys`, and yields the violations."""
+    """A config rule. `find` reads only the keys in `keys`, and yields violations of the rule."""
 
     keys: tuple[str, ...]
     find: Callable[[Config], Iterator[RuleViolation]]
     is_first: bool = False
-    """Run this rule before the others; if it is violated, skip all rules that read the reported
+    """Run this rule before all other rules; if it is violated, skip rules that read the reported
     keys."""
 
 
@@ -134,7 +134,8 @@ RULES: list[Rule] = []
 
 
 _NAME_CHARACTERS = 100
-"""Maximum length of a name that is derived from another name. File systems allow 255 characters."""
+"""Maximum length of a run name that is derived from another name. File systems allow 255
+characters."""
 
 
 def rule(
@@ -206,7 +207,7 @@ def batch_shards(mesh: MeshConfig) -> tuple[int, list[str]]:
 def format_value(value: object) -> str:
     """Format a value as in a config file, truncated to 80 characters."""
     if is_dataclass(value):
-        return ""  # the key already names the section
+        return ""  # the key already contains the section name
     if isinstance(value, bool):
         text = str(value).lower()
     elif isinstance(value, list | dict):
@@ -291,7 +292,7 @@ def _out_of_range(declared: str, place: str, value: Any) -> Iterator[RuleViolati
 def violations(
     config: Config, skip: Collection[str] = (), order: Sequence[str] = ()
 ) -> Iterator[RuleViolation]:
-    """Yield all rule violations. Rules that read a key in `skip` are not run.
+    """Yield the violations of all rules. Rules that read a key in `skip` are not run.
 
     Rules that read a single key run first, sorted by the position of the key in `order`. If such a
     rule is violated, rules that also read other keys are skipped for that key.

@@ -6,7 +6,7 @@ valid ranges of numeric keys, and its rules. The string below each field documen
 these strings. The keys of each model family are declared in `maxpipe/models`. This package does not
 import jax, so that `maxpipe --help` starts quickly.
 
-The tables below `Config` list all sections and keys, including those of all model families. A
+The tables below `Config` list all sections and keys, including the ones of every model family. A
 section is a field of `Config`, or the section of a model family within `model`, such as
 `model.llama`. A config contains the keys of one family only, but these tables contain the keys of
 all families. A key may contain sections with user-defined names: `data.mixture.web.path` is

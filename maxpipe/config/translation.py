@@ -85,7 +85,7 @@ def _needs_no_quotes(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class TranslationContext:
-    """Current settings on which translations depend."""
+    """Current settings that affect how other keys are translated."""
 
     values: Mapping[str, Any]
     """Current values from files and overrides, keyed by full key."""
@@ -94,7 +94,7 @@ class TranslationContext:
 
     @property
     def family(self) -> str:
-        """The model family."""
+        """Name of the config's model family."""
         return str(self.values[FAMILY])
 
     def num_devices(self, axes: Sequence[str] = MESH_AXES) -> int | None:
@@ -134,7 +134,7 @@ CONTEXT_KEYS = (
     "train.steps",
     "optim.learning_rate",
 )
-"""Keys whose values a `TranslationContext` contains."""
+"""Keys whose current values are part of a `TranslationContext`."""
 
 
 def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Translation:

@@ -128,7 +128,7 @@ def texts(raw: Raw) -> Iterator[str]:
 
 
 class TooLargeError(ValueError):
-    """Raised for an integer that is too large; the message states the limit."""
+    """Raised for an integer that is too large; the message contains the limit."""
 
 
 _THOUSANDS = {"k": 3, "m": 6, "g": 9, "b": 9, "t": 12}

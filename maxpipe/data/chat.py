@@ -1,8 +1,8 @@
-"""Conversations as documents, rendered with a chat template and masked by message role.
+"""Convert conversations to documents with a chat template, and mask tokens by message role.
 
 The token ids are exactly the ids of the rendered text, including the control tokens of the
-template. No other tokens are added. The roles of the messages determine which tokens the loss
-includes.
+template. No tokens are added to the rendered text. The roles of the messages determine which tokens
+the loss includes.
 
 With `data.rewritten_history=each_turn`, every message that is trained on becomes a separate
 document.
@@ -51,7 +51,7 @@ _ANSWERS_VERSION = 1
 _CACHE_MESSAGES = CacheMessages(
     "counting trained messages",
     "counting trained messages again",
-    "the trained messages will be counted again on the next start",
+    "the messages to train on will be counted again on the next start",
 )
 
 
@@ -60,17 +60,19 @@ class TrainedMessage(NamedTuple):
 
     record: Any
     number: int
-    """Index of the message among the record's trained messages."""
+    """Index of the message among the record's messages that are trained on."""
 
 
 class TrainedMessageSource:
-    """Source with one document per trained message of another source; see `Source`."""
+    """Source with one document per message to train on in another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
-        """Create the source; `counts`, int64 [records], counts each record's trained messages."""
+        """Create the source; `counts`, int64 [records], is the number of messages to train on in
+        each record.
+        """
         self._source = source
         self.ends = np.cumsum(counts)
-        """int64 [records]: end index (exclusive) of each record's documents."""
+        """int64 [records]: exclusive end index of each record's documents."""
 
     @property
     def name(self) -> str:
@@ -114,7 +116,7 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source or, with `each_turn`, a source with one document per trained message."""
+    """Return the source or, with `each_turn`, one that has a document per message to train on."""
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
@@ -130,7 +132,7 @@ def expand_trained_messages(
 
     def of(arrays: Arrays) -> np.ndarray:
         if arrays["counts"].shape != (len(source),):
-            raise ValueError("an array with an unexpected shape")
+            raise ValueError("an array has an unexpected shape")
         return arrays["counts"]
 
     if cache_dir is None:
@@ -180,7 +182,7 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
             raise ConfigError.one("data.chat_template", path, rule, action) from error
         return ChatTemplate(text, path, tokenizer.role_texts, settings)
     if tokenizer.chat is None:
-        rule = "requires a chat template, but the tokenizer folder has none."
+        rule = "requires a chat template, but the tokenizer folder does not contain one."
         action = "Set data.chat_template to a Jinja file, or put chat_template.jinja into the "
         action += "folder of tokenizer.path."
         raise ConfigError.one("data.chat", config.chat, rule, action)
@@ -188,7 +190,7 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
 
 
 def today() -> str:
-    """Return the current date in ISO format, for example 2026-01-31."""
+    """Return the current date in ISO 8601 format, for example 2026-01-31."""
     return datetime.date.today().isoformat()
 
 
@@ -231,7 +233,7 @@ def load_start_date(run: str, cache_dir: str) -> str:
 
 @contextlib.contextmanager
 def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
-    """Convert errors about a record to `UnreadableRecord`, whose message names the record."""
+    """Convert errors about a record to `UnreadableRecord` errors whose message names the record."""
     try:
         with wrap_text_errors(lambda _: source.where(document)):
             yield
@@ -263,7 +265,7 @@ class ConversationEncoder:
         self.tokenizer = tokenizer
         self.template = load_chat_template(config, tokenizer)
         self.day = today() if self.template.reads_date else ""
-        """Date that the template renders for all records; empty if it renders no date."""
+        """Date that the template renders in every record; empty if the template renders no date."""
         self._config = config
         self._idle: list[ChatProcess] = []
 
@@ -356,7 +358,7 @@ class ConversationEncoder:
 
 
 def _mask_of_spans(offsets: np.ndarray, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return a mask, bool [tokens], that is true for tokens that overlap a span. A token without
+    """Return a bool [tokens] mask that is true for tokens that overlap a span. A token without
     characters is included if it is inside a span.
     """
     # The tokenizer library may report arbitrary positions for tokens without characters.
@@ -399,7 +401,7 @@ class ChatDocuments(EncodedDocuments):
     def __init__(self, conversations: ChatEncoder, index: DocumentIndex):
         super().__init__(conversations.source, conversations.tokenizer, index)
         self._conversations, self._masks = conversations, index.masks
-        # A resumed run uses the date on which the documents were indexed.
+        # A resumed run keeps using the date on which the documents were indexed.
         conversations.day = index.day
 
     def _read(self, document: int) -> EncodedDocument:

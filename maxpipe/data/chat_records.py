@@ -1,8 +1,8 @@
 """Parse records into conversations: messages, tools, template settings and messages to train on.
 
-A record produces the same conversation regardless of its source format. Keys with null values in
-messages, tools and template settings are treated as absent, because columnar formats store the same
-struct fields in all rows. Unread keys are counted; see `ChatInput.unread`.
+A record produces the same conversation in every source format. Keys with null values in messages,
+tools and template settings are treated as absent, because columnar formats store the same struct
+fields in all rows. Unread keys are counted; see `ChatInput.unread`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from maxpipe.io.typed_json import parse_json
 _MESSAGES, _SHAREGPT = "messages", "conversations"
 """Default of `data.messages_field`, and the messages field of ShareGPT records."""
 _SYSTEM = "system"
-"""Name of the field with the system message in ShareGPT records."""
+"""Name of the field that contains the system message in ShareGPT records."""
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
@@ -53,7 +53,7 @@ _CALL_AND_REASONING_KEYS = (
 _TEXTS = ("content", "value", "tool_calls")
 _MEDIA = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video")
 _MEDIA += ("video_url", "file", "input_file")
-"""Types of non-text message parts, which are not supported."""
+"""Unsupported types of message parts, such as images."""
 _FLAGS = ("weight", "train", "training")
 """Message keys that set whether a message is trained on; not passed to the template."""
 _RESERVED = (_MESSAGES, "tools", "documents", "add_generation_prompt")
@@ -155,7 +155,7 @@ def unread_field_names(
 
 
 def has_value(value: Any) -> bool:
-    """Return whether a value is neither null nor an empty string, list or object."""
+    """Return True unless a value is null or an empty string, list or object."""
     return value is not None and not (isinstance(value, str | list | Mapping) and not value)
 
 
@@ -163,7 +163,7 @@ def has_value(value: Any) -> bool:
 
 
 def check_mapping(record: object, config: SourceConfig) -> Mapping[str, Any]:
-    """Return the record; raise BadRecord if the record is not an object."""
+    """Return the record; raise BadRecord if it is not an object."""
     if not isinstance(record, Mapping):
         kind = type(record).__name__
         rule = f"must be an object if data.chat={config.chat}; the record is of type {kind}."
@@ -178,7 +178,7 @@ def messages_field_name(fields: Mapping[str, Any], name: str) -> str:
 
 
 def columns_of(record: Mapping[str, Any], name: str) -> list[str]:
-    """Return the fields that `read_field` reads: the field `name`, or the fields of the template
+    """Return the fields that `read_field` reads: the field `name`, or the fields in the template
     `name`.
     """
     return [name] if name in record else fields_of(name)
@@ -206,8 +206,7 @@ def read_field(record: Mapping[str, Any], name: str, key: str) -> Any:
     guesses = [name for name in names if name.lower() not in SYSTEMS or key == "data.system_field"]
     guess = did_you_mean(name, guesses) or (names[0] if len(names) == 1 else "")
     settings = f"{key}={guess}" if guess else f"{key} to the right field"
-    # If the config overrides the key, the error must suggest a value even if it is the default
-    # value.
+    # If the config overrides the key, the error must suggest a value even if that is the default.
     is_default = name == default_of(key)
     chat = chat_settings(record) if is_default else settings_text(chat_keys(record))
     if "data.chat=pairs" in chat or key not in ("data.chosen_field", "data.rejected_field"):
@@ -239,7 +238,7 @@ def turns_of(value: Any) -> Any:
 
 
 def message_of_text(text: str, role: str) -> list[Message]:
-    """Return a list that contains one message with this text and role."""
+    """Return a list of one message with this text and role."""
     return [{"role": role, "content": text}]
 
 
@@ -302,7 +301,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
-        message["content"] = message.pop("refusal")  # OpenAI records store refusals under this key
+        message["content"] = message.pop("refusal")  # the key of refusals in OpenAI records
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")
@@ -334,8 +333,8 @@ def _calls(text: object) -> Iterator[dict[str, Any]]:
 def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
     """Return whether to train on a message, according to its flags or to `data.trained_roles`.
 
-    `train` overrides the role, and `weight` 0 excludes the message. The flags are removed from the
-    message.
+    `train` overrides the role, and `weight` 0 excludes the message. The training flags are removed
+    from the message.
 
     Raises:
         BadRecord: the role is not in `data.chat_roles`, content is missing, or a flag is invalid.
@@ -345,7 +344,7 @@ def is_trained(message: Message, config: SourceConfig, which: str) -> bool:
     for key, value in flags.items():
         if value not in (0, 1) or isinstance(value, str):
             rule = f"must set {key} to 0, 1, false or true; the value is {shorten(str(value))}."
-            raise BadRecord(which, rule, "Set 1 to train on the message, or 0 to mask it.")
+            raise BadRecord(which, rule, "Use 1 to train on the message, or 0 to mask it.")
     if len({bool(value) for value in flags.values()}) > 1:
         stated = ", ".join(f"{key} {value}" for key, value in flags.items())
         rule = f"must have consistent training keys; found {stated}."
@@ -375,7 +374,7 @@ def check_content(message: Message, which: str) -> None:
     for part in content if isinstance(content, list) else []:
         if isinstance(part, Mapping) and part.get("type") in _MEDIA:
             rule = f"must have text content; parts of type {part['type']} are not supported."
-            raise BadRecord(which, rule, "Remove the record or the part.")
+            raise BadRecord(which, rule, "Remove the record or this part of the message.")
     if isinstance(content, str | list) or (
         "content" not in message
         and any(has_value(message.get(key)) for key in _CALL_AND_REASONING_KEYS)

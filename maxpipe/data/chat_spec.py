@@ -39,7 +39,7 @@ KEY = "conversation"
 
 _ANSWER = "A response of several words"
 _TAIL = 4
-"""Number of tokens at the end of a message that are searched for the end-of-turn token."""
+"""Number of tokens, at the end of a message, that are searched for the end-of-turn token."""
 _DOCUMENTS = 32
 """Maximum number of conversations per source that are searched for the end-of-turn token."""
 
@@ -92,8 +92,8 @@ def infer_end_of_turn_ids(documents: Documents, tokenizer: Tokenizer) -> list[in
         if tail := _tail(documents[document], tokenizer):
             tails.append(tail)
     counts = Counter(itertools.chain.from_iterable(map(dict.fromkeys, tails)))
-    # If a message ends with several control tokens, the most frequent of these is the end-of-turn
-    # token; the others mark tool calls.
+    # If a message ends with several control tokens, the most frequent one is the end-of-turn token,
+    # and the other tokens mark tool calls.
     return [max(tails[0], key=lambda i: counts[i])] if tails else []
 
 
@@ -150,7 +150,7 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether the source has a template. Plain-text pairs do not require one."""
+    """Return whether the source has a template. Pairs of plain text need no template."""
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
@@ -162,7 +162,7 @@ def _roles(config: SourceConfig) -> tuple[str, list[str]]:
 
 
 def chat_spec_of_prompts(chat: ChatTemplate | None, tokenizer: Tokenizer) -> ChatSpec | None:
-    """Return the chat format of prompts that `chat` renders; None if `chat` is None."""
+    """Return the chat format of prompts rendered with `chat`; None if `chat` is None."""
     if chat is None:
         return None
     return {
@@ -191,7 +191,7 @@ def apply_chat_spec(tokenizer: Tokenizer, conversation: ChatSpec | None) -> Toke
 
 
 def add_end_of_turn_ids(tokenizer: Tokenizer) -> Tokenizer:
-    """Return a copy of the tokenizer whose EOS tokens include its end-of-turn tokens."""
+    """Return a copy of the tokenizer whose EOS tokens include the end-of-turn tokens."""
     if tokenizer.chat is None:
         return tokenizer
     ends = {*tokenizer.end_ids, *end_of_turn_ids(tokenizer.chat, tokenizer)}
@@ -206,7 +206,9 @@ _PART = 1 << 20
 
 
 class RemainingCounts(NamedTuple):
-    """Numbers of conversations with and without remaining tokens to train on; int64 scalars."""
+    """Numbers of conversations that still have tokens to train on, and that have none; int64
+    scalars.
+    """
 
     with_tokens: np.ndarray
     left_out: np.ndarray
@@ -245,7 +247,9 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count conversations with and without remaining tokens; call `moved` after each chunk."""
+        """Count conversations with tokens left to train on and without; call `moved` for each
+        chunk.
+        """
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
     @staticmethod
@@ -329,7 +333,7 @@ def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray
 
 
 def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
-    """Return the number of documents longer than a sequence, and the index of the first (or 0)."""
+    """Return the number of documents longer than a sequence, and the first one's index (or 0)."""
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))
@@ -341,7 +345,9 @@ def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[i
 
 
 def long_conversation_error(count: int, where: str, sequence_length: int) -> ConfigError:
-    """Return the error for `count` conversations that are too long; `where` locates the first."""
+    """Return the error for `count` conversations that are too long; `where` is the location of the
+    first such conversation.
+    """
     rule = f"allows no conversation longer than a sequence of {sequence_length} tokens: "
     rule += f"found {pluralize(count, 'longer conversation')}, the first at {where}."
     return _wrong("error", rule, "data.long_conversations=truncate")

@@ -85,7 +85,7 @@ _PART = 2**20
 
 @dataclass(frozen=True, slots=True)
 class IndexedSource:
-    """Documents of one source with known lengths, before packing."""
+    """Documents of one source, whose lengths are known, before packing."""
 
     name: str
     """Name of the source in `data.mixture`; empty without a mixture."""
@@ -94,7 +94,7 @@ class IndexedSource:
     metadata: Mapping[str, Any]
     """Metadata that identifies the documents, as JSON values."""
     byte_counts: np.ndarray | None
-    """int64 [256]: byte histogram of the text; None if unknown."""
+    """int64 [256]: histogram of the UTF-8 bytes in the text; None if unknown."""
     digests: Callable[[int, int], np.ndarray] | None
     """Function of (first, stop) that returns the uint64 digests of documents first to stop - 1;
     None if unknown.
@@ -105,8 +105,8 @@ class IndexedSource:
     remarks: Sequence[str] = ()
     """Notes about documents that are changed or skipped when they are read."""
     ends: np.ndarray | None = None
-    """int64 [records]: end index (exclusive) of each record's documents; None if every record is
-    one document. All documents of a record are in the same split.
+    """int64 [records]: exclusive end index of each record's documents; None if every record is one
+    document. All documents of a record are in the same split.
     """
     is_chat: bool = False
     """Whether the documents are conversations or preference pairs, which have loss masks."""
@@ -339,7 +339,7 @@ def _index_token_source(corpus: Corpus, name: str, config: SourceConfig) -> Inde
 def _remaining_counts_of(arrays: Mapping[str, np.ndarray]) -> RemainingCounts:
     left = RemainingCounts(**{name: arrays[name] for name in RemainingCounts._fields})
     if any(array.shape for array in left):
-        raise ValueError("arrays with an unexpected shape")
+        raise ValueError("an array has an unexpected shape")
     return left
 
 
@@ -470,7 +470,7 @@ def compare_fingerprints(
         names = [name for name in names if name not in METADATA_KEYS]
     of_sources = saved.get(SOURCES, {}), current.get(SOURCES, {})
     if of_sources[0].keys() != of_sources[1].keys():
-        # All other differences result from this difference.
+        # The differences in all other entries result from this difference.
         before, now = (", ".join(names) or None for names in of_sources)
         return [("the sources of data.mixture", before, now)]
     changes = []
@@ -478,7 +478,7 @@ def compare_fingerprints(
         inner = compare_fingerprints(*(part[name] for part in of_sources))
         changes += [(f"{name}: {words}", before, now) for words, before, now in inner]
     if changes:
-        # Differences in these totals result from the differences above.
+        # Differences in these totals are caused by the differences above.
         names = [name for name in names if name not in ("documents", "tokens", "source_digest")]
     names = [name for name in names if name not in (SOURCES, mixture.MIXTURE_KEY, CONTENT_KEY)]
     changes += [

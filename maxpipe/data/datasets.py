@@ -1,7 +1,7 @@
 """Build a run's datasets from its config, without importing jax.
 
-The module also finds evaluation documents that occur in the training data, by comparing digests of
-complete documents.
+The module also compares digests of complete documents, to find evaluation documents that occur in
+the training data.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class Overlap:
     total: int
     """Number of non-empty documents in the validation set."""
     first: str
-    """File of the first overlapping document, and its position in that file."""
+    """File of the first overlapping document, and the document's position in that file."""
     trained: str
-    """File of the training document with the same text, and its position in that file."""
+    """File of the training document with the same text, and the document's position in that
+    file."""
 
 
 def find_overlaps(
@@ -225,8 +226,8 @@ def check_overlap(
     """Check whether the training data contains evaluation documents; warn or raise as configured.
 
     With `data.validation_overlap=stop`, sources with too many documents for a full shuffle are also
-    compared. This requires reading all digests of these sources. `moved` is called after each chunk
-    of data, as a heartbeat.
+    compared. This comparison requires reading all digests of these sources. `moved` is called after
+    each chunk of data, as a heartbeat.
 
     Raises:
         ConfigError: documents overlap, and `data.validation_overlap` is `stop`.

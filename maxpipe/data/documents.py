@@ -41,7 +41,7 @@ class EncodedDocument:
     ids: np.ndarray
     """Token ids as unsigned integers [tokens]."""
     trained: np.ndarray | None = None
-    """bool [tokens]: loss mask, true for tokens that are targets of the loss; None if all are."""
+    """bool [tokens]: loss mask, true for the tokens that are trained on; None if all are."""
     second_half_start: int = 0
     """Index of the first token in the second half of a preference pair; 0 for other documents."""
     marks: int = 0
@@ -53,7 +53,9 @@ class EncodedDocument:
 
 
 class Documents(Protocol):
-    """Token ids by document index. Every read, in any thread or process, returns the same ids."""
+    """Token ids of documents, with access by index. Every read, in any thread or process, returns
+    the same ids.
+    """
 
     @property
     def lengths(self) -> np.ndarray:
@@ -66,7 +68,7 @@ class Documents(Protocol):
     def __getitem__(self, document: int) -> EncodedDocument: ...
 
     def where(self, document: int) -> str:
-        """Return a document's file and its position in that file, for use in messages."""
+        """Return, for messages, a document's file and the document's position in this file."""
         ...
 
 
@@ -114,7 +116,7 @@ class DocumentIndex:
 
     @property
     def unigram_entropy(self) -> float:
-        """Unigram entropy of all text, in nats per byte."""
+        """Unigram entropy, in nats per byte, of the text in all documents."""
         return entropy(self.byte_counts)
 
 
@@ -129,7 +131,7 @@ def mask_digest(trained: np.ndarray) -> int:
 
 
 def entropy(counts: np.ndarray) -> float:
-    """Return the entropy, in nats, of the distribution given by a histogram."""
+    """Return the entropy, in nats, of the distribution that a histogram describes."""
     counts = counts[counts > 0]
     shares = counts / counts.sum()
     return max(0.0, float(-(shares * np.log(shares)).sum()))  # avoids -0.0 for a single value

@@ -1,9 +1,9 @@
-"""Readable view of one sequence in a batch, and the map from a step to its batch.
+"""Show one sequence of a batch in readable form, and map each step to its batch.
 
 The view shows the documents, the text and the trained-on tokens of the sequence. The map is
 computed from `events.jsonl` alone. Steps are numbered from 1 and batches from 0: without rollbacks,
 step s uses batch s - 1. Every rollback skips batches, and every start restores the mapping that was
-in effect at the step of its checkpoint.
+in effect when the restored checkpoint was saved.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from maxpipe.io.formatting import pluralize
 
 
 class TextSpan(NamedTuple):
-    """Text of consecutive tokens that are either all trained on or all masked."""
+    """Text of consecutive tokens, which are either all trained on or all masked."""
 
     text: str
     is_trained: bool
     """Whether the loss includes the tokens as targets."""
     is_control: bool = False
-    """Whether the tokens are control tokens, which are shown by name."""
+    """Whether the tokens are control tokens, whose names are shown instead of text."""
 
 
 class Segment(NamedTuple):
@@ -52,7 +52,7 @@ class Segment(NamedTuple):
 
 
 class InspectedSequence(NamedTuple):
-    """Sequence in a step's batch, split into segments."""
+    """A sequence in the batch of a step, split into segments."""
 
     batch: int
     row: int
@@ -125,7 +125,7 @@ def _segments(
 def iterate_text_spans(
     tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray
 ) -> Iterator[TextSpan]:
-    """Yield the text of `ids`, split where `trained` bool [tokens] changes."""
+    """Yield the text of `ids`, split wherever the bool [tokens] mask `trained` changes."""
     names = {i: name for name, i in tokenizer.special_tokens.items()}
     text = open_text_stream(tokenizer)
     held = TextSpan("", is_trained=False)

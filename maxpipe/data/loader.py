@@ -40,11 +40,13 @@ _ORDER, _ORDER_VERSION = "order_version", 1
 Batch = dict[str, np.ndarray]
 BatchIndices = Sequence[int] | slice
 SelectIndices = Callable[[int], BatchIndices | np.ndarray]
-"""Maps the number of sequences in a batch to the row indices to load."""
+"""Function that maps the number of sequences in a batch to the row indices to load."""
 TransformBatch = Callable[[Batch, int], Any]
-"""Maps (loaded rows of a batch, number of sequences in the full batch) to the prefetched object."""
+"""Function that maps (loaded rows of a batch, number of sequences in the full batch) to the
+prefetched object."""
 FitTokenizer = Callable[[Tokenizer], Tokenizer]
-"""Adapts a tokenizer to the model; raises ConfigError if the model cannot use the tokenizer."""
+"""Function that adapts a tokenizer to the model, or raises ConfigError if the model cannot use
+it."""
 
 
 class Batches(Iterator[Any]):
@@ -106,13 +108,13 @@ class SequenceOrigin(NamedTuple):
 
 
 class StreamEnd(NamedTuple):
-    """Limits at which a stream ends, and the policy when a source reaches its limit."""
+    """Limits at which a stream ends, and the policy for sources that reach their limit."""
 
     policy: Literal["repeat", "stop", "fail"]
     limits: dict[str, int]
     """Maps source names to the maximum number of samples."""
     mixture: Mixture | None
-    """Mixture with the configured weights, to which the limits are applied."""
+    """Mixture with the configured weights, to which the sample limits are applied."""
 
 
 class Loader:
@@ -180,7 +182,9 @@ class Loader:
         return math.inf if self.stream.end is None else self.num_batches
 
     def first_exhausted(self) -> tuple[int, str]:
-        """Return the first sample that would repeat a sequence, and the name of its source."""
+        """Return the first sample that would repeat a sequence, and the name of the sample's
+        source.
+        """
         assert self.ending is not None
         ends = []
         for number, (name, limit) in enumerate(self.ending.limits.items()):
@@ -231,8 +235,8 @@ class Loader:
         """Return the sequence indices in one step's batch, in row order, and the indices of the
         documents in these sequences.
 
-        The keys are `sequences` and `documents`. With several sources, `sources` lists the source
-        of each row, and `documents` is grouped by source.
+        The keys of the result are `sequences` and `documents`. With several sources, `sources`
+        lists the source of each row, and `documents` is grouped by source.
         """
         rows = self.sequence_origins(step)
         inside: dict[str, set[int]] = {}
@@ -245,7 +249,7 @@ class Loader:
         return {"sources": [row.source for row in rows], **sequences, "documents": documents}
 
     def resume_mixture(self, saved: Mapping[str, Any], step: int) -> bool:
-        """Resume the mixture of a saved fingerprint, and return whether its weights change at
+        """Resume the mixture of a saved fingerprint, and return whether the weights change at
         `step`.
 
         Before `step`, samples are assigned as in the saved mixture; from `step` on, this loader's
@@ -342,7 +346,8 @@ class Datasets:
     """Loader of the held-out documents."""
     tokenizer: Tokenizer
     unigram_entropy: float | None
-    """Entropy of all documents in nats per byte; None if byte counts are unknown (Megatron files).
+    """Entropy of all documents in nats per byte; None if byte counts are unknown, as for Megatron
+    files.
     """
     unreadable: int
     """Number of documents that are empty because their records could not be read."""
@@ -361,7 +366,7 @@ class Datasets:
         return [train, *sets.values()]
 
     def eval_loaders(self) -> dict[str, Loader]:
-        """Return the evaluation loaders by name; the held-out documents have an empty name."""
+        """Return the evaluation loaders, keyed by name ("" for the held-out documents)."""
         held_out = {} if self.validation is None else {"": self.validation}
         return {**held_out, **self.validation_sets}
 
@@ -381,7 +386,7 @@ class Datasets:
         ]
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that are equal in any two processes that read the same data."""
+        """Return JSON values that are equal in all processes that read the same data."""
         sets = {name: loader.fingerprint() for name, loader in self.validation_sets.items()}
         return {**self.train.fingerprint(), "validation": sets}
 
@@ -408,8 +413,8 @@ def _train(corpus: Corpus, ramp: BatchRamp) -> Loader:
 def _build_single_pass_loader(corpus: Corpus, split: Split, rows: int) -> Loader | None:
     """Return a loader that reads each sequence of a split once; None if the split has no sequences.
 
-    A validation set has no held-out documents. Its `train` split contains all documents in shuffled
-    order, so the first batches are a random sample.
+    A validation set has no held-out documents. The set's `train` split contains all documents in
+    shuffled order, so the first batches are a random sample.
     """
     if not (parts := corpus.parts(split)):
         return None

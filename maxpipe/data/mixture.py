@@ -32,7 +32,7 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""Second integer of the permutation key for mixtures; other permutations use different integers."""
+"""Second integer of the permutation key for mixtures, unique among all types of permutations."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
 """Exclusive upper limit of sample numbers."""
@@ -96,7 +96,7 @@ class Mixture:
         )
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
-        """Return the smallest n such that the first n samples include `count` samples of a source;
+        """Return the smallest n for which the first n samples include `count` samples of a source;
         None if there is no such n.
         """
         last = len(self.stages) - 1
@@ -194,7 +194,9 @@ class Mixture:
 
 @functools.lru_cache(_CACHED_BLOCKS)
 def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the source (uint16) of each sample in a block, and its index in the source (int32)."""
+    """Return the source (uint16) of each sample in a block, and the sample's index in the source
+    (int32).
+    """
     order = Permutation(BLOCK, seed, _MIXTURE_ORDER, stage.first, block)(np.arange(BLOCK))
     counts = np.array(stage.quotas)
     ends = np.cumsum(counts)
@@ -206,7 +208,7 @@ def _assign_block(seed: int, stage: QuotaStage, block: int) -> tuple[np.ndarray,
 
 
 def compute_quotas(shares: Sequence[float]) -> tuple[int, ...]:
-    """Return quotas in proportion to the shares, rounded with the largest-remainder method."""
+    """Return quotas proportional to the shares, rounded by the largest-remainder method."""
     exact = np.array(shares) * BLOCK
     quotas = np.floor(exact).astype(int)
     left = BLOCK - int(quotas.sum())
@@ -277,8 +279,7 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second integer of the permutation key for sequences; other permutations use different
-integers."""
+"""Second integer of the permutation key for sequences, unique among all types of permutations."""
 
 
 Arrays = Mapping[str, np.ndarray]

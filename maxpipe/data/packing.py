@@ -36,8 +36,7 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""Second integer of the permutation key for documents; other permutations use different
-integers."""
+"""Second integer of the permutation key for documents, unique among all types of permutations."""
 
 
 class Permutation:
@@ -105,7 +104,7 @@ def split_documents(
 
 
 class TokenSpan(NamedTuple):
-    """Range of tokens from one document that is part of a sequence."""
+    """Range of one document's tokens that is part of a sequence."""
 
     document: int
     begin: int
@@ -260,7 +259,7 @@ Strategy = Literal["first_fit", "best_fit", "pad"]
 MAX_OPEN_SEQUENCES = 1024
 """Maximum number of open sequences, which are the sequences that `first_fit` searches."""
 _PACKED_ORDER = 4
-"""Second integer of the permutation key for packing; other permutations use different integers."""
+"""Second integer of the permutation key for packing, unique among all types of permutations."""
 
 
 class PackingPlan(NamedTuple):
@@ -394,7 +393,7 @@ class _OpenSequences:
         """Heap of the free-space values that fit a chunk of the current size."""
 
     def set_piece_size(self, size: int) -> None:
-        """Set the chunk size. All later chunks must have at most this size."""
+        """Set the size of the next chunks. All later chunks must have at most this size."""
         for room in range(size, self._size):
             if room in self._ranges:
                 heapq.heappush(self._rooms, room)
@@ -427,8 +426,8 @@ _MIN_CACHED_DOCUMENTS = 1 << 17
 """Minimum number of documents for which plans are cached. Smaller plans are computed quickly."""
 _PLAN_VERSION = 1
 _FORMER_PACKINGS = {"concatenate": "cut"}
-"""Former names of packing strategies. Cache keys contain these names, to match caches of earlier
-releases."""
+"""Former names of the packing strategies. Cache keys contain these names, to match caches of
+earlier releases."""
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
     "packing documents into sequences", "packing them again", "they will be packed again"
@@ -443,7 +442,8 @@ TupleT = TypeVar("TupleT", bound=_Tuple)
 
 
 PAIRS, REFERENCE, RESPONSE_TOKENS = "pairs", "reference", "response_tokens"
-"""Names of the per-pair arrays of a sequence. These arrays have no token dimension."""
+"""Names of the arrays of a sequence with one entry per pair or response. These arrays have no token
+dimension."""
 
 
 class BinPackedSequences:

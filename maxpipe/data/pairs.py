@@ -44,7 +44,7 @@ TextOrMessages = str | list[Message]
 
 
 class PreferencePair(NamedTuple):
-    """A prompt and two responses. Each is a string or a list of messages."""
+    """A prompt and two responses. All three are strings or lists of messages."""
 
     prompt: TextOrMessages
     chosen: TextOrMessages
@@ -268,7 +268,7 @@ def _is_same(one: Message, other: Message) -> bool:
 
 
 def _split_common_prefix(values: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the common prefix of two conversations, and their remainders."""
+    """Return the common prefix of two conversations, and the remainder of each conversation."""
     one, other = values
     if isinstance(one, str) and isinstance(other, str):
         if one == other:
@@ -311,7 +311,7 @@ class PairDocuments(ChatDocuments):
     """Token ids of preference pairs, with a cache of recently used pairs. Thread-safe."""
 
     digest: str
-    """Digest of all inputs that determine the token ids and loss masks."""
+    """Digest of all inputs on which the token ids and loss masks depend."""
     reference: np.ndarray | None = None
     """float32 [documents, 2]: log-probabilities of both responses under the initial weights of the
     run; None until computed. See `PairSequences`.

@@ -111,7 +111,7 @@ def _read_file(path: str | Path, where: str) -> bytes:
             where,
             None,
             f"must be a readable file: {error.strerror or error}.",
-            "Set a text file with one prompt per line, or a JSON Lines file with `prompt` keys.",
+            "Use a text file with one prompt per line, or a JSON Lines file with `prompt` keys.",
         ) from error
 
 
@@ -164,7 +164,7 @@ class PromptRecord:
     record: Mapping[str, Any]
     """Parsed JSON object from the line of the prompt file."""
     text: str
-    """Text to display; for a conversation, the last message."""
+    """Text to display; for a conversation, the text of the last message."""
     ids: np.ndarray
     """int32 [tokens]: token ids of the prompt, including BOS."""
     where: str
@@ -291,7 +291,7 @@ def _content(path: str) -> bytes:
         return files.read(path, MAX_BYTES)
     except OSError as error:
         rule = f"must be a readable file: {error.strerror or error}."
-        action = 'Set a file with lines such as {"prompt": "3+4=", "answer": "7"}.'
+        action = 'Set grpo.prompts to a file with lines such as {"prompt": "3+4=", "answer": "7"}.'
         raise ConfigError.one(_KEY, path, rule, action) from error
 
 
@@ -433,7 +433,7 @@ def _encode_prompts(
     if chats and template is None:
         rule = "has `messages`, which require the chat template of a model folder, but the "
         rule += "tokenizer has none."
-        action = "Put a `prompt` on each line, or set the model folder: tokenizer.kind=auto "
+        action = "Write a `prompt` in each line, or set the model folder: tokenizer.kind=auto "
         action += "tokenizer.path=FOLDER."
         raise ConfigError.one(_KEY, None, rule, action)
     places = [record.where for record in records if record.chat is None]

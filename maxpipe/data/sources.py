@@ -136,7 +136,7 @@ def infer_source(path: str, where: str) -> SourceKind:
     try:
         names = [os.path.basename(file.path) for file in find_files(path, ())]
     except ConfigError as error:
-        action = "Set an existing file, folder or glob pattern."
+        action = "Set data.path to an existing file, folder or glob pattern."
         problems = [replace(problem, where=where, action=action) for problem in error.problems]
         raise ConfigError(problems) from None
     kinds: set[SourceKind] = {_kind_of(name) for name in names}
@@ -178,7 +178,7 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 
 class TextFiles:
-    """Source with one document per text file."""
+    """Source in which each text file is one document."""
 
     def __init__(self, name: str, files: Sequence[File], *, errors: str = "strict"):
         self.name = name
@@ -263,6 +263,6 @@ class SyntheticRecords:
 
 
 def _random_bits(seed: int, stream: int, count: int) -> np.ndarray:
-    # numpy guarantees that the raw output of bit generators is stable across versions. This
-    # guarantee does not extend to distributions.
+    # numpy guarantees that the raw output of bit generators is stable across versions. numpy does
+    # not guarantee the same for distributions.
     return np.random.PCG64([seed, stream]).random_raw(count)

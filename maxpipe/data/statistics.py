@@ -171,7 +171,8 @@ _MAX_DIGESTS = 1 << 23
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with the name of a task, the number of processed items and the total number of items."""
+"""Function that is called with a task name, the number of processed items and the total number of
+items."""
 
 
 class DocumentStatistics(NamedTuple):
@@ -194,7 +195,7 @@ class DocumentStatistics(NamedTuple):
 
 
 class DuplicateCounter:
-    """Counter of duplicate documents, which are compared by digest.
+    """Counter of duplicate documents, which compares documents by digest.
 
     If a source has too many documents, only a sample of one in 2**shift documents is compared. The
     sample is selected by digest, so it includes all duplicates of a sampled document.
@@ -235,7 +236,7 @@ class DuplicateCounter:
 
 @dataclass
 class Statistics:
-    """Statistics of all readable documents in a source."""
+    """Statistics over all readable documents of a source."""
 
     name: str
     lengths: np.ndarray
@@ -276,7 +277,7 @@ class Statistics:
 
     @property
     def tokens(self) -> int:
-        """Total number of tokens across all documents."""
+        """Total number of tokens in all documents."""
         return int(self.lengths.sum())
 
     @property
@@ -352,7 +353,7 @@ class Statistics:
 
 
 def measure_texts(source: Source, tokenizer: Tokenizer) -> Iterator[DocumentStatistics | Problem]:
-    """Yield the statistics of each document, or the error if it cannot be read."""
+    """Yield the statistics of each document, or the error if the document cannot be read."""
     held: list[str | Problem] = []
     characters = 0
 

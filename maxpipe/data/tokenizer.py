@@ -105,7 +105,7 @@ def open_text_stream(tokenizer: Tokenizer) -> TextStream:
 def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokenizer:
     """Return a copy of the tokenizer for a model whose embedding table has `rows` rows.
 
-    `model` names a pretrained model, if its weights fix the number of embedding rows.
+    `model` names the pretrained model whose weights fix the number of embedding rows, if any.
 
     Raises:
         ConfigError: encoded text could contain an id without an embedding row.

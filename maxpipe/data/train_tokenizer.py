@@ -34,11 +34,12 @@ _THREADS = 2
 _LONGEST_WORD_BYTES = 1 << 20
 
 ProgressCallback = Callable[[str, int, int], object]
-"""Called with a task name, the number of processed items and the total (0 if unknown)."""
+"""Function that is called with a task name, the number of processed items and the total (0 if
+unknown)."""
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """Return sources for files, folders and glob patterns. File names determine the formats."""
+    """Return the sources at files, folders and glob patterns. File names determine the formats."""
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
         for path in paths
@@ -48,7 +49,7 @@ def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
 def train(
     sources: Sequence[Source], kind: VocabularyKind, vocab_size: int, report: ProgressCallback
 ) -> str:
-    """Train a tokenizer and return the content of its tokenizer.json. The vocabulary has
+    """Train a tokenizer and return the content of the file `tokenizer.json`. The vocabulary has
     `vocab_size` ids, or fewer for a small corpus.
 
     Raises:
@@ -146,7 +147,7 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
         input_format="tsv",
         model_writer=model,
         model_type="unigram",
-        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # plus one for the unknown token
+        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # one more, for the unknown token
         hard_vocab_limit=False,
         character_coverage=1.0,
         max_sentence_length=_LONGEST_WORD_BYTES,

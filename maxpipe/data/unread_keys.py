@@ -54,7 +54,7 @@ class Trial(NamedTuple):
     """Maps field names of `SourceConfig` to values."""
     names: Sequence[str]
     how: str
-    """How the settings use the keys, as a phrase for messages, such as `as tools`."""
+    """Phrase that describes in messages how the settings use the keys, such as `as tools`."""
 
 
 def first_records(source: Source) -> list[Fields]:
@@ -297,7 +297,7 @@ class LongConversations(NamedTuple):
 
 
 def marks_of(marks: np.ndarray | None) -> dict[int, int]:
-    """Return the number of documents with each mark, given the `EncodedDocument.marks` of all."""
+    """Return the number of documents with each mark, given the `marks` of all documents."""
     if marks is None:
         return {}
     return {mark: int(np.count_nonzero(marks & mark)) for mark in _MARK_REMARKS}
@@ -312,8 +312,8 @@ def remarks(
     packing: str = "",
     action: str = "",
 ) -> list[str]:
-    """Return notes about documents, which the notes call `what`. `action` suggests settings for the
-    `unread` keys.
+    """Return notes about documents, which are called `what` in the notes. `action` suggests
+    settings for the `unread` keys.
     """
     total = pluralize(num_documents, what)
     lines = unread_remarks(unread, total, action)

@@ -1,9 +1,9 @@
 """Low-rank adapters for a model's weight matrices, and quantization of the frozen base weights.
 
 A `K x N` matrix W with an adapter becomes `W + scale * A @ B`, where only A and B are trained. A
-and B are stored alongside W. They have W's logical axes plus one axis for the rank. Stacking,
-sharding, the optimizer and the forecasts of `plan` therefore need no special handling. The module
-does not import jax.
+and B are stored alongside W. A and B have the logical axes of W plus one axis for the rank.
+Stacking, sharding, the optimizer and the forecasts of `plan` therefore need no special handling.
+The module does not import jax.
 
 Sources: LoRA, arXiv:2106.09685; DoRA, arXiv:2402.09353; QLoRA, arXiv:2305.14314.
 """
@@ -20,7 +20,7 @@ from maxpipe.models.param_names import declared, names_in_layers, picked, withou
 from maxpipe.models.spec import Adapter, Held, LayerType, Made, Model, Normal, Param
 
 Key = tuple[str, str]
-"""Sublayer name and parameter name."""
+"""Identifier of a layer's parameter: sublayer name and parameter name."""
 
 RANK = "lora"
 """Logical axis of the rank dim, also used for dims of size 1."""
@@ -85,7 +85,7 @@ def names_of_adaptable(model: Model) -> list[str]:
 
 
 def matrices(model: Model, config: AdapterConfig) -> dict[str, Param]:
-    """Map the checkpoint name of each matrix with an adapter to its declaration."""
+    """Return the declaration of each matrix that has an adapter, keyed by checkpoint name."""
     targets = _targets(model, config)
     return {name: param for name, param in declared(model).items() if name in targets}
 
@@ -114,7 +114,7 @@ def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key
         yield (part, name + LENGTH), Param(outside, Made(key), decays=False, own_dtype="float32")
 
 
-# Quantization of the frozen matrices.
+# Number format of the frozen matrices.
 
 
 def _held(layer_type: LayerType, base: str) -> Iterator[tuple[Key, Param]]:

@@ -27,7 +27,8 @@ class ModelConfig:
     num_kv_heads: int
     """Number of key/value heads. Must divide `model.num_heads`."""
     head_dim: int = field(metadata=renamed_from("head_size"))
-    """Size of one attention head. Must be even, because rotary embeddings rotate pairs of dims."""
+    """Number of dims of one attention head. Must be even, because rotary embeddings rotate pairs of
+    dims."""
     d_mlp: int
     """Hidden width of the gated MLP."""
     vocab_size: int
@@ -42,9 +43,9 @@ class ModelConfig:
         default="projection", metadata=renamed_from("ahead")
     )
     """Architecture of each multi-token prediction head. `projection` adds one square matrix.
-    `layer` adds one transformer layer of the same type as the last layer, as in DeepSeek-V3. This
-    layer's input is a projection of the previous head's output and the next token's embedding.
-    Ignored unless `model.mtp_heads` is set."""
+    `layer` adds one transformer layer of the same type as the last layer, as in DeepSeek-V3. The
+    input of that layer is a projection of the previous head's output and the next token's
+    embedding. Ignored unless `model.mtp_heads` is set."""
     mtp_loss_weight: float = field(default=0.3, metadata=renamed_from("ahead_loss_weight"))
     """Weight of the multi-token prediction loss, averaged over the heads, in the training
     objective. Ignored unless `model.mtp_heads` is set."""

@@ -137,8 +137,8 @@ def layer_costs(model: Model, sequence_length: int) -> tuple[float, ...]:
 
 @lru_cache(maxsize=256)
 def computed_share(layer_type: LayerType) -> dict[tuple[str, str], float]:
-    """Map (sublayer, name) to the fraction of the parameter's elements that its matmul multiplies
-    per token.
+    """Return the fraction of each parameter's elements that the parameter's matmul multiplies per
+    token, keyed by (sublayer, name).
     """
     shares = dict.fromkeys(counted(layer_type), 1.0)
     for name, part in layer_type.parts.items():
@@ -216,8 +216,8 @@ def _visible(tokens: int, window: float) -> float:
 
 
 def _projected(model: Model) -> int:
-    """Return the number of weights in the output projection (or the tied table), counted once per
-    head.
+    """Return the number of weights in the output projection (or the tied table), counted once for
+    each output head.
     """
     ends = model.ends
     heads = 0 if ends.mtp is None else ends.mtp.num_heads
@@ -225,7 +225,9 @@ def _projected(model: Model) -> int:
 
 
 def matrices_ahead(model: Model) -> dict[tuple[str, ...], int]:
-    """Map the name of each multi-token prediction matrix outside the layers to its size."""
+    """Return the number of weights in each multi-token prediction matrix outside the layers, keyed
+    by name.
+    """
     return {
         name: size(param)
         for name, param in model.ends.params.items()
@@ -238,7 +240,8 @@ _KERNEL_LANES = 128
 
 
 def tokens_before(windows: Iterable[int], run: int) -> int:
-    """Return the number of preceding tokens that `run` consecutive tokens need from other devices.
+    """Return the number of preceding tokens that a device with `run` consecutive tokens needs from
+    other devices.
 
     The largest window determines the result. If a layer has no window, the result is `run`.
     `windows` has one entry per layer; an entry of 0 means no window.

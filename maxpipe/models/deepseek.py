@@ -43,17 +43,17 @@ class DeepseekConfig(RoutedConfig):
     """
 
     kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
-    """Size of the key-value latent of each token. The keys and values of all heads are projections
-    of this latent. During decoding, the cache stores only the latent and the RoPE dims of the
-    key."""
+    """Number of dims of each token's key-value latent. The keys and values of all heads are
+    projections of this latent. During decoding, the cache stores only the latent and the RoPE dims
+    of the key."""
     q_lora_rank: int = field(default=0, metadata=renamed_from("query_rank"))
-    """Size of the query latent of each token. If 0, queries are projected directly from the layer's
-    input."""
+    """Number of dims of each token's query latent. If 0, queries are projected directly from the
+    layer's input."""
     qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
     """Number of RoPE dims, which are the last dims of each query and key head. Must be even. All
     heads share the RoPE dims of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Size of a value head."""
+    """Number of dims of a value head."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length (YaRN). 1 disables the
     scaling."""
@@ -129,7 +129,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _HeadSizes:
-    """Rows for the numbers of unrotated and rotated dims in each query and key head.
+    """Key-table row for the numbers of unrotated and rotated dims in each query and key head.
 
     The last two keys are redundant, because the first two keys determine their values.
     """
@@ -155,15 +155,15 @@ class _HeadSizes:
 
 @dataclass(frozen=True)
 class _GroupsOfV2:
-    """Expert groups of DeepSeek V2, which `topk_method` enables."""
+    """Key-table row for the expert groups of DeepSeek V2, which `topk_method` enables."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("topk_method", "n_group", "topk_group")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number of groups and the number of groups per token; both are 1 if
-        `topk_method` is `greedy`.
+        """Return the number of expert groups and the number of groups selected per token; both are
+        1 if `topk_method` is `greedy`.
         """
         method = theirs.get(self.names[0]) or "greedy"
         if method not in ("greedy", "group_limited_greedy"):
@@ -178,7 +178,7 @@ class _GroupsOfV2:
         return dict(zip(names, counts, strict=True))
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the keys; `topk_method` depends on the number of groups."""
+        """Return the `config.json` keys; `topk_method` depends on the number of groups."""
         counts = ours["deepseek.num_expert_groups"], ours["deepseek.expert_groups_per_token"]
         method = "greedy" if counts[0] == 1 else "group_limited_greedy"
         return dict(zip(self.names, (method, *counts), strict=True))
@@ -186,7 +186,7 @@ class _GroupsOfV2:
 
 @dataclass(frozen=True)
 class _Shared(Key):
-    """Number of shared experts. The transformers class requires at least one."""
+    """Key-table row for the number of shared experts; transformers requires at least one."""
 
     def write(self, ours: Ours) -> Theirs:
         if not ours[self.ours]:
@@ -196,7 +196,7 @@ class _Shared(Key):
 
 @dataclass(frozen=True)
 class _LayersAhead:
-    """Number of multi-token prediction layers."""
+    """Key-table row for the number of multi-token prediction layers."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -210,7 +210,7 @@ class _LayersAhead:
         return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number of layers; 0 for projection heads."""
+        """Return the number of multi-token prediction layers; 0 for projection heads."""
         count = ours["mtp_heads"] if ours["mtp_kind"] == "layer" else 0
         return dict.fromkeys(self.names, count)
 

@@ -96,7 +96,7 @@ def yarn(theta: float, factor: float, original_tokens: int, **options: Any) -> R
 
 
 def same_everywhere(config: ModelConfig, value: float) -> tuple[float, ...]:
-    """Return a per-layer tuple that repeats one value for all layers."""
+    """Return a tuple that repeats one value for every layer."""
     return (value,) * config.num_layers
 
 

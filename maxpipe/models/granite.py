@@ -51,18 +51,18 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 
 class _Scores:
-    """Row for `attention_multiplier`, which `config.json` always contains."""
+    """Key-table row for `attention_multiplier`, which `config.json` always contains."""
 
     names = ("attention_multiplier",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the multiplier from `config.json`."""
+        """Return the attention multiplier from `config.json`."""
         del ours
         multiplier = theirs.get("attention_multiplier")
         return {"granite.attention_multiplier": 1.0 if multiplier is None else multiplier}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the multiplier, even if the config derives it from the head size."""
+        """Return the attention multiplier, even if the config derives it from the head size."""
         return {
             "attention_multiplier": ours["granite.attention_multiplier"] or ours["head_dim"] ** -0.5
         }

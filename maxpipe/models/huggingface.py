@@ -1,7 +1,7 @@
 """Hugging Face format of a model family: tables of config keys and tensors, without jax.
 
 Imports read both tables from left to right, and exports from right to left. The code that applies
-the tables is in `maxpipe.huggingface`. Several families share table rows.
+the tables is in `maxpipe.huggingface`. Several families share rows of these tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ours = Mapping[str, Any]
 
 
 class UnsupportedError(ValueError):
-    """Error for a value that the other format cannot represent, with its key and violated rule."""
+    """Error for a value that the other format cannot represent, with the key and violated rule."""
 
     def __init__(self, key: str, value: Any, rule: str, action: str = ""):
         super().__init__(f"{key} = {value!r} {rule}")
@@ -123,7 +123,7 @@ class Fixed:
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the first value; for null, omit the key, because even null affects some models."""
+        """Return the first accepted value; omit null, because even null affects some models."""
         return {} if self.values[0] is None else {self.theirs: self.values[0]}
 
 
@@ -175,7 +175,7 @@ class Rotary:
     default: float
     """Default RoPE base in transformers."""
     scalings: Mapping[str, tuple[Row, ...]]
-    """Rows for the other parameters, keyed by `rope_type`."""
+    """Key-table rows for the other RoPE parameters, keyed by `rope_type`."""
     unscaled: Ours
     """maxpipe values for the `rope_type` `default`."""
     select_type: Callable[[Ours], str] = lambda ours: "default"
@@ -187,7 +187,7 @@ class Rotary:
     legacy_type_key: str = "rope_type"
     """Name of the RoPE type key in older transformers releases."""
     top_level_keys: Mapping[str, tuple[Row, ...]] = field(default_factory=dict)
-    """Rows for `config.json` keys outside the rotary parameters, keyed by `rope_type`."""
+    """Key-table rows for keys outside the rotary parameters, keyed by `rope_type`."""
     defaults: Theirs = field(default_factory=dict)
     """Rotary parameters that transformers uses if `config.json` specifies only the base."""
     default_max_positions: int = 0
@@ -405,17 +405,17 @@ class OrNone:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the number, or 0 if `config.json` has null."""
+        """Return the value of the key, or 0 if it is null in `config.json`."""
         return {self.ours: theirs.get(self.theirs, self.default) or 0}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the number, or null if it is 0."""
+        """Return the value of the key for `config.json`: null instead of 0."""
         return {self.theirs: ours[self.ours] or None}
 
 
 @dataclass(frozen=True)
 class Unquantised:
-    """Row for `quantization_config`, which must be absent."""
+    """Key-table row for `quantization_config`, which must be absent."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -440,7 +440,7 @@ class Unquantised:
         raise UnsupportedError("quantization_config", quantization, rule, action)
 
     def write(self, ours: Ours) -> Theirs:
-        """Return an empty dict, because the key has an effect even if it is null."""
+        """Omit `quantization_config`, because the key has an effect even if it is null."""
         return {}
 
 
@@ -476,7 +476,7 @@ FULL, WINDOWED = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class LayerTypes:
-    """Row for `layer_types`, which the family determines."""
+    """Key-table row for `layer_types`, which the model family determines."""
 
     types: tuple[str, ...]
     """Layer types of the first layers. The pattern repeats for the following layers."""
@@ -505,14 +505,14 @@ class LayerTypes:
 
 @dataclass(frozen=True)
 class NoWindow:
-    """Row for keys that enable sliding windows in some layers, which is unsupported."""
+    """Key-table row for keys that enable sliding windows in some layers (unsupported)."""
 
     first: int | None
     """Default index of the first layer with a window. None means that all layers have a window."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the name of the one key that this row converts; `Kept` rows handle the rest."""
+        """Return the name of the one key that this row converts; `Kept` rows handle the others."""
         return ("use_sliding_window",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -532,7 +532,7 @@ class NoWindow:
         return {}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the key that disables windows."""
+        """Return the `config.json` key that disables sliding windows."""
         return {"use_sliding_window": False}
 
 
@@ -545,11 +545,11 @@ RAMP = (
 
 @dataclass(frozen=True)
 class Period:
-    """Row for `layer_types`, where every n-th layer is global, and for the key that stores n."""
+    """Key-table row for `layer_types` if every n-th layer is global, and for the key with n."""
 
     ours: str
     others: str
-    """Type of the other layers."""
+    """Type of the layers that are not global."""
     default: int
     """Value of n if `config.json` has neither key."""
     theirs: str
@@ -558,7 +558,7 @@ class Period:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return all keys."""
+        """Return all names of the keys that this row converts."""
         return ("layer_types", self.theirs, *self.also)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -577,7 +577,7 @@ class Period:
         raise UnsupportedError("layer_types", types, f"{rule}{self.others!r}.")
 
     def write(self, ours: Ours) -> Theirs:
-        """Return both keys."""
+        """Return `layer_types` and the key that stores n."""
         period = ours[self.ours]
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
@@ -623,13 +623,13 @@ SINKS = (
     Tensor("attention.out_bias", _LAYER + "self_attn.o_proj.bias", "d -> d"),
     Tensor("attention.sinks", _LAYER + "self_attn.sinks", "n -> n"),
 )
-"""Output biases and attention sinks, in addition to `BIASES`."""
+"""Tensor-table rows for output biases and attention sinks, used in addition to `BIASES`."""
 
 JOINT_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "n h -> (n h)"),
     Tensor("attention.key_norm", _LAYER + "self_attn.k_norm.weight", "n h -> (n h)"),
 )
-"""Query and key norms that normalize all heads of a token together."""
+"""Tensor-table rows for query and key norms that normalize all heads of a token together."""
 
 HEAD_NORMS = (
     Tensor("attention.query_norm", _LAYER + "self_attn.q_norm.weight", "h -> h"),
@@ -645,7 +645,7 @@ FUSED = (
     Tensor("mlp.up", _LAYER + "mlp.gate_up_proj.weight", "d f -> f d"),
     Tensor("mlp.down", _LAYER + "mlp.down_proj.weight", "f d -> d f"),
 )
-"""Rows for attention and MLP with fused projections."""
+"""Tensor-table rows for attention and MLP with fused projections."""
 
 MLP = (
     Tensor("mlp.gate", _LAYER + "mlp.gate_proj.weight", "d f -> f d"),
@@ -655,7 +655,7 @@ MLP = (
 
 
 def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Tensor, ...]:
-    """Return rows for a router and experts; `prefix` precedes the tensor names within a layer."""
+    """Return tensor-table rows for a router and experts. `prefix` precedes the tensor names."""
     below, each = f"{_LAYER}{prefix}.", f"{_LAYER}{prefix}.experts.{{expert}}."
     return (
         Tensor("experts.router", f"{below}{router}.weight", "d expert -> expert d"),
@@ -675,18 +675,18 @@ JOINED_EXPERTS = (
     Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
     Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
 )
-"""Router and experts with biases. Each tensor stores one projection of all experts."""
+"""Rows for a router and experts with biases. Each tensor stores one projection of all experts."""
 
 
 def norms(**names: str) -> tuple[Tensor, ...]:
-    """Return the rows for a layer's norm scales. `names` maps norm names to tensor names."""
+    """Return tensor-table rows for a layer's norm scales. `names` maps norms to tensor names."""
     return tuple(
         Tensor(f"{part}.scale", f"{_LAYER}{name}.weight", "d -> d") for part, name in names.items()
     )
 
 
 NORMED = norms(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
-"""Pre-norms of attention and MLP."""
+"""Tensor-table rows for the pre-norms of attention and MLP."""
 
 SANDWICH = norms(
     attention_norm="input_layernorm",
@@ -694,7 +694,7 @@ SANDWICH = norms(
     mlp_norm="pre_feedforward_layernorm",
     mlp_after_norm="post_feedforward_layernorm",
 )
-"""Pre-norms and post-norms of attention and MLP."""
+"""Tensor-table rows for the pre-norms and post-norms of attention and MLP."""
 
 LLAMA = (*ENDS, *NORMED, *ATTENTION, *MLP)
-"""All Llama tensors, which other families share."""
+"""Tensor table of Llama, whose rows other families share."""

@@ -35,7 +35,7 @@ class RoutedConfig(MixtureConfig):
     routed_scaling_factor: float = field(default=1.0, metadata=renamed_from("weight_scale"))
     """Factor that multiplies the routing weights of each token's experts."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Normalize the scores of each token's selected experts to a sum of 1."""
+    """Normalize the scores of each token's selected experts so that they sum to 1."""
     num_expert_groups: int = field(default=1, metadata=renamed_from("num_groups"))
     """Number of expert groups of equal size. If above 1, each token is routed only to experts in
     `expert_groups_per_token` of these groups."""

@@ -40,7 +40,7 @@ def freeze(model: Model, patterns: Sequence[str]) -> Model:
 
 
 def declared(model: Model) -> Mapping[str, Param]:
-    """Map each checkpoint name to its parameter. Layers of the same type share one entry."""
+    """Return all parameters, keyed by checkpoint name. All layers of a type share one entry."""
     return {names[0]: param for names, param in _declared(model)}
 
 
@@ -62,7 +62,7 @@ def picked(model: Model, patterns: Sequence[str]) -> set[str]:
 
 
 def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Map the checkpoint name of each matching parameter to the value assigned to its pattern.
+    """Return the value of the pattern that matches each parameter, keyed by checkpoint name.
 
     If several patterns match, the last one applies.
     """
@@ -71,7 +71,7 @@ def chosen(model: Model, values: Sequence[tuple[str, float]]) -> dict[str, float
 
 
 def names_in_layers(model: Model, layer_type: str) -> Mapping[tuple[str, str], str]:
-    """Map each (sublayer, parameter) of a layer type to its checkpoint name."""
+    """Return the checkpoint names of a layer type's parameters, keyed by (sublayer, parameter)."""
     several = _has_several_kinds(model)
     return {
         key: _names_in_layer(layer_type, key, several)[0]

@@ -37,16 +37,16 @@ class Phi3Config:
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # lists are not hashable
-    """Factors that multiply the RoPE wavelengths of short sequences (LongRoPE, arXiv:2402.13753),
-    one per rotated pair of dims. They apply to sequences of at most
+    """Scaling factors for the RoPE wavelengths, used for short sequences (LongRoPE,
+    arXiv:2402.13753); one per rotated pair of dims. The factors apply to sequences of at most
     `model.phi3.original_max_position_embeddings` tokens. An empty list means that all factors are
     1."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors that multiply the RoPE wavelengths of long sequences, one per rotated pair of dims.
-    These factors apply to sequences longer than `model.phi3.original_max_position_embeddings`, and
-    to generation with a larger cache."""
+    """Scaling factors for the RoPE wavelengths, used for long sequences; one per rotated pair of
+    dims. These factors apply to sequences longer than
+    `model.phi3.original_max_position_embeddings`, and to generation with a larger cache."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length. The rotated dims are
     multiplied by `sqrt(1 + log(rope_factor) / log(original_max_position_embeddings))`."""
@@ -95,10 +95,11 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _Turned:
-    """Row for `partial_rotary_factor`, the fraction of each head's dims that are rotated."""
+    """Key-table row for `partial_rotary_factor`, the fraction of rotated dims per head."""
 
     inside: bool = False
-    """Whether the key is one of the rotary parameters. Such a key is read but not written."""
+    """Whether the key is one of the rotary parameters. A rotary parameter is read but not
+    written."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,7 +145,7 @@ _LONG = (
     _Turned(inside=True),
 )
 _TYPES = ("longrope", "su", "yarn")
-"""Names of the same `rope_type` in different transformers releases."""
+"""Names that different transformers releases use for the same `rope_type`."""
 
 _HUGGINGFACE = HuggingFace(
     "Phi3ForCausalLM",

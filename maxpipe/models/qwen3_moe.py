@@ -29,7 +29,7 @@ class Qwen3MoeConfig(MixtureConfig, RopeConfig):
     """Zero-based indices of layers that have an MLP instead of experts, regardless of
     `moe_layer_interval`."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Normalize the probabilities of each token's selected experts to a sum of 1."""
+    """Normalize the probabilities of each token's selected experts so that they sum to 1."""
 
 
 def describe(config: ModelConfig) -> Model:

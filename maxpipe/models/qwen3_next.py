@@ -46,9 +46,9 @@ class Qwen3NextConfig(MixtureConfig):
     """Number of value heads in delta-rule layers, a multiple of `linear_num_key_heads`. Each value
     head has a separate state."""
     linear_key_head_dim: int = field(default=128, metadata=renamed_from("key_size"))
-    """Size of a query or key head in delta-rule layers."""
+    """Number of dims of a query or key head in delta-rule layers."""
     linear_value_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Size of a value head in delta-rule layers."""
+    """Number of dims of a value head in delta-rule layers."""
     linear_conv_kernel_dim: int = field(default=4, metadata=renamed_from("kernel"))
     """Width in tokens of the convolution over queries, keys and values, including the current
     token."""
@@ -69,7 +69,7 @@ class Qwen3NextConfig(MixtureConfig):
     d_shared_expert: int = field(default=512, metadata=renamed_from("d_shared"))
     """Hidden width of the shared expert, which processes all tokens and has a separate gate."""
     norm_topk_prob: bool = field(default=True, metadata=renamed_from("normalised_weights"))
-    """Normalize the probabilities of each token's selected experts to a sum of 1."""
+    """Normalize the probabilities of each token's selected experts so that they sum to 1."""
 
 
 def describe(config: ModelConfig) -> Model:
@@ -146,7 +146,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
 
 @dataclass(frozen=True)
 class _Turning:
-    """Row for `partial_rotary_factor`, the fraction of each head's dims that are rotated."""
+    """Key-table row for `partial_rotary_factor`, the fraction of rotated dims per head."""
 
     beside: bool = False
     """Whether the key is in `rope_parameters`. `rope_parameters` takes precedence."""

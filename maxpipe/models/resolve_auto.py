@@ -46,9 +46,7 @@ class Choice(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """Numbers of devices over which tokens and heads are sharded, and the context-parallel
-    method.
-    """
+    """Device counts over which tokens and heads are sharded, and the context-parallel method."""
 
     context: int = 1
     tensor: int = 1
@@ -57,7 +55,7 @@ class Divided(NamedTuple):
 
     @property
     def uses_ring(self) -> bool:
-        """Return True if keys are passed around a ring of devices. In that case, scores are
+        """Return True if keys are passed around a ring of devices. With such a ring, scores are
         computed block by block.
         """
         return self.context > 1 and self.method == "ring"
@@ -142,7 +140,7 @@ def _refuses(
         exchanges_heads(method, part.num_heads, _key_heads(part), context, tensor)
         for part in mixing
     )
-    run = tokens if whole else tokens // (2 * context)  # two chunks on each device
+    run = tokens if whole else tokens // (2 * context)  # each device holds two chunks
     if backend == "splash" and run % _SPLASH_TOKENS:
         yield f"requires a multiple of {_SPLASH_TOKENS} tokens"
     if backend == "cudnn":

@@ -43,15 +43,15 @@ class RopeConfig:
     rope_short_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_short")
     )  # lists are not hashable
-    """Factors that multiply the RoPE wavelengths of short sequences, one per rotated pair of dims.
-    They apply to sequences of at most `original_max_position_embeddings` tokens. Ignored unless
-    `rope_type` is `longrope`."""
+    """Scaling factors for the RoPE wavelengths, used for short sequences; one per rotated pair of
+    dims. The factors apply to sequences of at most `original_max_position_embeddings` tokens.
+    Ignored unless `rope_type` is `longrope`."""
     rope_long_factor: list[float] = field(
         default_factory=list, hash=False, metadata=renamed_from("rope_long")
     )
-    """Factors that multiply the RoPE wavelengths of long sequences, one per rotated pair of dims.
-    They apply to sequences longer than `original_max_position_embeddings`, and to generation with a
-    larger cache. Ignored unless `rope_type` is `longrope`."""
+    """Scaling factors for the RoPE wavelengths, used for long sequences; one per rotated pair of
+    dims. The factors apply to sequences longer than `original_max_position_embeddings`, and to
+    generation with a larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
     """Wavelengths with at least this many rotations within the original context are not scaled
     (`beta_fast`, `high_freq_factor`). If 0, the published value is used: 4 for `llama3`, 32 for
@@ -185,7 +185,7 @@ def factor_rules(
 
 @dataclass(frozen=True)
 class _Original:
-    """Row for `original_max_position_embeddings`, which in transformers defaults to
+    """Key-table row for `original_max_position_embeddings`, which in transformers defaults to
     `max_position_embeddings`.
     """
 
@@ -209,7 +209,9 @@ class _Original:
 
 @dataclass(frozen=True)
 class _Length:
-    """Row for `attention_factor`, or for the two keys that determine it (arXiv:2405.04434)."""
+    """Key-table row for `attention_factor`, or for the two keys that determine it
+    (arXiv:2405.04434).
+    """
 
     factor: str
     ours: str
@@ -219,7 +221,7 @@ class _Length:
         return ("attention_factor", "mscale", "mscale_all_dim")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the factor, or 0 if it equals the published value."""
+        """Return the attention factor, or 0 if it equals the published value."""
         value, above, below = (theirs.get(name) for name in self.names)
         if value is None and above and below:
             more = 0.1 * math.log(max(theirs.get("factor") or 1.0, 1.0))
@@ -227,14 +229,14 @@ class _Length:
         return {self.ours: value or 0.0}
 
     def write(self, ours: Ours) -> Theirs:
-        """Return the factor unless it equals the published value."""
+        """Return the attention factor unless it equals the published value."""
         return {"attention_factor": ours[self.ours]} if ours[self.ours] else {}
 
 
 @dataclass(frozen=True)
 class Longest:
-    """Row for the LongRoPE scaling factor, the ratio of the longest context to the original
-    context.
+    """Key-table row for the LongRoPE scaling factor, the ratio of the longest context to the
+    original context.
     """
 
     factor: str
@@ -242,7 +244,7 @@ class Longest:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names of the keys that determine the factor."""
+        """Return the names of the keys that determine the scaling factor."""
         return ("factor", "original_max_position_embeddings", "max_position_embeddings")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -272,20 +274,20 @@ class Longest:
 
 @dataclass(frozen=True)
 class _AttentionFactor(_Length):
-    """Row for the `attention_factor` of LongRoPE, which has no `mscale` keys."""
+    """Key-table row for the `attention_factor` of LongRoPE, which has no `mscale` keys."""
 
     @property
     def names(self) -> tuple[str, ...]:
         return ("attention_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Return the factor, or 0 if it equals the published value."""
+        """Return the attention factor, or 0 if it equals the published value."""
         return {self.ours: theirs.get("attention_factor") or 0.0}
 
 
 @dataclass(frozen=True)
 class Turns:
-    """Row for a number of rotations. 0 in our config selects the published value."""
+    """Key-table row for a number of rotations. 0 in our config selects the published value."""
 
     theirs: str
     ours: str

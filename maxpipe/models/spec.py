@@ -31,7 +31,7 @@ class Normal(NamedTuple):
 
 
 class Constant(NamedTuple):
-    """Initialization of all entries to one constant."""
+    """Initialization that sets all entries to one constant."""
 
     value: float
 
@@ -43,7 +43,7 @@ class Made(NamedTuple):
 
 
 class Entries(NamedTuple):
-    """Separate initial values for the entries of a vector."""
+    """Initialization that sets each entry of a vector to a separate value."""
 
     values: tuple[float, ...]
 
@@ -74,12 +74,12 @@ class Param:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Size of each dim."""
+        """Size of each dim of the parameter."""
         return tuple(size for size, _ in self.dims)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Logical axis of each dim."""
+        """Logical axis of each dim of the parameter."""
         return tuple(axis for _, axis in self.dims)
 
 
@@ -91,7 +91,7 @@ class Follows(NamedTuple):
     statistic: str
     """Name of a statistic of the same sublayer, whose dims equal those of the parameter."""
     rate: float
-    """Step size of the update."""
+    """Amount by which each step raises or lowers an entry."""
 
 
 class Adapter(NamedTuple):
@@ -100,7 +100,7 @@ class Adapter(NamedTuple):
     """
 
     scale: float
-    """Factor that multiplies the product."""
+    """Factor by which the product of the two matrices is multiplied."""
     dropout: float
     """Fraction of the adapter's inputs that are set to zero in training."""
     num_contracted_dims: int
@@ -148,7 +148,7 @@ class Scores(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Matmuls between two activations, with a constant cost per token."""
+    """Matmuls between two activations whose cost per token is constant."""
 
     heads: int
     axis: str
@@ -229,7 +229,7 @@ class Part(Protocol):
 
     @property
     def params(self) -> Mapping[str, Param]:
-        """Return the parameters, keyed by name, in the order of initialization."""
+        """Return the sublayer's parameters, keyed by name, in the order of initialization."""
         ...
 
     @property
@@ -362,7 +362,7 @@ class LayerType:
 
     @cached_property
     def declared(self) -> Mapping[tuple[str, str], Param]:
-        """Map (sublayer, name) to each parameter as declared by its sublayer."""
+        """Return a dict from (sublayer, name) to each parameter as declared by its sublayer."""
         return {
             (name, param): declared
             for name, part in self.parts.items()
@@ -371,21 +371,21 @@ class LayerType:
 
     @property
     def params_in_init_order(self) -> Mapping[tuple[str, str], Param]:
-        """Map (sublayer, name) to each parameter in the order of initialization, declared
-        parameters first.
+        """Return a dict from (sublayer, name) to parameter in the order of initialization, with
+        declared parameters first.
         """
         return {**self.declared, **self.stored, **self.declared}
 
     @cached_property
     def params(self) -> Mapping[tuple[str, str], Param]:
-        """Map (sublayer, name) to each stored parameter."""
+        """Return a dict from (sublayer, name) to stored parameter."""
         params = {**self.declared, **self.stored}
         return {name: _unless(param, name in self.frozen) for name, param in params.items()}
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (sublayer, name) to the update rule of each parameter without a gradient, except for
-        frozen parameters.
+        """Return a dict from (sublayer, name) to the update rule of each parameter that has no
+        gradient and is not frozen.
         """
         return {
             (name, param): how
@@ -498,8 +498,8 @@ class LayersAhead(Ahead):
     norm(h_{k-1})] W_k))`. Each norm has a separate scale. Head k projects h_k to the vocabulary.
     The heads share the embedding table and the output projection with the network. The paper does
     not specify where h is normalized. Here, h is always the normalized input of the output
-    projection, so h_0 is the output of the final norm. The transformers implementation does the
-    same for the published weights. The embedding comes first in the concatenation, as in the
+    projection, so h_0 is the output of the final norm. The transformers implementation uses the
+    same input for the published weights. The embedding comes first in the concatenation, as in the
     published `eh_proj`.
     """
 
@@ -530,14 +530,14 @@ class Ends:
 
     embedding: Param
     norm: Part
-    """Final norm, applied before the output projection. Its parameters are stored under
-    `final_norm`."""
+    """Final norm, applied before the output projection. The parameters of this norm are stored
+    under `final_norm`."""
     head: Param | None
     """Output projection. If None, the embedding table is used."""
     embed_scale: float = 1.0
     """Factor, rounded to the compute dtype, that multiplies the embedding."""
     logit_scale: float = 1.0
-    """Factor that multiplies the logits."""
+    """Factor by which the logits are multiplied."""
     final_logit_softcapping: float = 0.0
     """Soft cap on the scaled logits: `cap * tanh(logits / cap)`. 0 disables the cap."""
     mtp: Ahead | None = None
@@ -566,8 +566,8 @@ class Ends:
 
     @cached_property
     def balance_updates(self) -> Mapping[tuple[str, str], Follows]:
-        """Map (sublayer, name) to the update rule of each parameter without a gradient in the
-        layers of multi-token prediction heads.
+        """Return a dict from (sublayer, name) to the update rule of each parameter that has no
+        gradient, in the layers of multi-token prediction heads.
         """
         if (heads := self.mtp_layers) is None:
             return {}
@@ -641,11 +641,11 @@ class Model:
 
     @cached_property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
-        """Map each name that can be saved to the activations that it selects.
+        """Return a dict from each name that can be saved to the activations that it selects.
 
-        A name denotes an activation or a preset. `matmuls` selects all activations, and a
-        branch's name selects its sublayer's activations. Each activation includes the arrays saved
-        with it.
+        A name denotes an activation or a preset. `matmuls` selects all activations, and a branch's
+        name selects its sublayer's activations. Each activation includes the arrays that are saved
+        along with the activation.
         """
         single: dict[str, tuple[str, ...]] = {}
         presets: dict[str, dict[str, None]] = {"matmuls": {}}

@@ -92,7 +92,7 @@ def test_phases_replace_the_warmup() -> None:
             "optim.lr_phases=[{shape: linear, to: 1}, {shape: linear, to: 0}]",
             "lr_phases[0]",
             "{shape: linear, to: 1.0}",
-            "must have a length",
+            "must set a length",
         ),
         ("train.batch_ramp=[four]", "batch_ramp[0]", "four", "batch_size, steps, tokens"),
         ("train.batch_ramp=[{batch_size: 4}]", "batch_ramp[0]", "{batch_size: 4}", "steps or tok"),

@@ -317,7 +317,10 @@ def test_the_command_that_prepares_a_tfds_dataset_does(tmp_path: Path) -> None:
     ("name", "action"),
     [
         ("ag_news_subse:1.0.0", "Set data.path=ag_news_subset if"),
-        ("qqqqqqqqqqq", "Correct the name, or data.tfds_dir."),
+        (
+            "qqqqqqqqqqq",
+            "Correct the name, or set data.tfds_dir to the parent folder of the dataset.",
+        ),
         ("ag_news_subset:1.0.0", "tfds.builder('ag_news_subset:1.0.0', data_dir='"),
     ],
 )

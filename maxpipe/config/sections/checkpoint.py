@@ -25,8 +25,8 @@ class CheckpointConfig:
     """Number of steps between checkpoints. The last step is always saved. 0 saves only the last
     step."""
     keep: int = 3
-    """Number of most recent checkpoints to keep. The keys `keep_every_steps`, `keep_every_hours`
-    and `keep_best` keep additional checkpoints."""
+    """Number of checkpoints to keep, counted from the newest. The keys `keep_every_steps`,
+    `keep_every_hours` and `keep_best` keep additional checkpoints."""
     keep_every_steps: int = 0
     """Also keep every checkpoint whose step is a multiple of this number. 0 keeps no additional
     checkpoints."""
@@ -55,7 +55,7 @@ class CheckpointConfig:
     )
     """Behavior after all attempts to save a checkpoint have failed. `stop` ends the run. `continue`
     continues training until the next checkpoint is due. The save at the end of the run must
-    succeed. Multi-process runs always stop."""
+    succeed. Multi-process runs always use `stop`."""
     dir: str = ""
     """Folder, or `gs://BUCKET/PATH`, for the durable checkpoints of all runs. Each run saves its
     checkpoints in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install
@@ -82,7 +82,7 @@ class CheckpointConfig:
 
 add_ranges(
     Bound("checkpoint.every", 1000, 0, why="0 saves only the last step"),
-    Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is never deleted"),
+    Bound("checkpoint.keep", 3, 1, why="the newest checkpoint is always kept"),
     Bound("checkpoint.keep_every_steps", 0, 0, why="0 keeps no additional checkpoints"),
     Bound("checkpoint.keep_every_hours", 0.0, 0, why="0 keeps no additional checkpoints"),
     Bound("checkpoint.keep_best", 0, 0, why="0 keeps no additional checkpoints"),

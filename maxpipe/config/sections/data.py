@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedSourceConfig(SourceConfig):
-    """Document source in `data.mixture`, and its share of the training sequences."""
+    """Document source in `data.mixture`, with a share of the training sequences."""
 
     weight: float = 0.0
-    """Sampling weight of this source. Its share of the training sequences is its weight divided by
-    the sum of all weights. If no source has a weight or epochs, shares are proportional to source
-    size."""
+    """Sampling weight of this source. The source's share of the training sequences is its weight
+    divided by the sum of all weights. If no source has a weight or epochs, shares are proportional
+    to source size."""
     epochs: float = 0.0
     """Number of passes over this source, relative to the passes over the other sources. `epochs`
     replaces `weight`, and must be set for all sources or for none."""
@@ -94,9 +94,9 @@ class DataConfig(SourceConfig):
     """Fraction of the documents that is held out for evaluation. Held-out documents are selected at
     random, seeded by `run.seed`."""
     validation: dict[str, SourceConfig] = dataclasses.field(default_factory=dict)
-    """Additional validation sets by name, such as `data.validation.code.path=code/*.py`. Each set
-    has a separate loss metric, such as `eval/code/loss`. `eval/loss` is the loss on the documents
-    of `data.validation_fraction`, or on all sets together if that fraction is 0."""
+    """Additional validation sets, keyed by name, such as `data.validation.code.path=code/*.py`.
+    Each set has a separate loss metric, such as `eval/code/loss`. `eval/loss` is the loss on the
+    documents of `data.validation_fraction`, or on all sets together if that fraction is 0."""
     validation_overlap: Literal["warn", "stop", "ignore"] = "warn"
     """Handling of validation documents whose text also occurs in the training documents. Such
     overlap makes the validation loss misleadingly low. `warn` prints a warning, `stop` ends the
@@ -123,7 +123,7 @@ add_ranges(
     ),
     Bound("data.validation_fraction", 0.05, 0, 0.5),
     Bound(
-        "data.max_pairs_per_sequence", 16, 1, 4096, "every batch has capacity for this many pairs"
+        "data.max_pairs_per_sequence", 16, 1, 4096, "every batch reserves space for this many pairs"
     ),
     Bound("data.max_bad_records", 100, 1),
     Bound("data.max_decompressed_bytes", 2**36, 1),

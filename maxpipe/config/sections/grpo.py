@@ -71,10 +71,10 @@ class GrpoConfig:
     completion, and then over completions (GRPO). `token`: the loss is averaged over all tokens of a
     step, which gives long completions more weight (DAPO, arXiv:2503.14476)."""
     clip_ratio: float = field(default=0.2, metadata=renamed_from("clip"))
-    """Lower clipping range: within one rollout, the probability ratio of a token is clipped at 1 -
-    clip_ratio."""
+    """Lower clipping range: in the updates on one rollout, a token's probability ratio is clipped
+    to at least 1 - clip_ratio."""
     clip_ratio_high: float = field(default=0.0, metadata=renamed_from("clip_high"))
-    """Upper clipping range: the probability ratio of a token is clipped at 1 + clip_ratio_high.
+    """Upper clipping range: a token's probability ratio is clipped to at most 1 + clip_ratio_high.
     DAPO uses 0.28. 0 selects `grpo.clip_ratio`."""
     kl_coef: float = field(default=0.0, metadata=renamed_from("kl"))
     """Coefficient of the KL penalty in the loss. The KL divergence is measured relative to the
@@ -106,7 +106,9 @@ add_ranges(
         LARGEST,
         "0 disables the reference model; the value must fit into float32",
     ),
-    Bound("grpo.updates_per_rollout", 1, 1, 1024, "all completions are sampled at once"),
+    Bound(
+        "grpo.updates_per_rollout", 1, 1, 1024, "all completions of a rollout are sampled together"
+    ),
 )
 
 
@@ -177,14 +179,14 @@ def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
 
 
 _REQUIRED_VALUES = {
-    "train.batch_ramp": ([], "all steps have the same batch size"),
+    "train.batch_ramp": ([], "all steps must have the same batch size"),
     "data.mixture": ({}, "prompts come from grpo.prompts"),
     "data.validation": ({}, "no documents are evaluated"),
     "data.end": ("repeat", "prompts are always repeated"),
     "model.mtp_heads": (0, "multi-token prediction is not supported"),
     "model.dropout": (0.0, "completions are sampled without dropout"),
 }
-"""Maps config keys to the value that `train.objective=grpo` requires, and the reason."""
+"""Maps config keys to the value that `train.objective=grpo` requires, and the reason for it."""
 
 
 def _add_required_value_rule(key: str, wanted: object, why: str) -> None:

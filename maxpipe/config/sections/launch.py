@@ -94,7 +94,7 @@ def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
 
 
 _LONGEST_WORD, _LONGEST_NAME = 1024, 255
-"""Maximum length of a launch value, and of one path component (the file-system limit)."""
+"""Maximum lengths of a launch value and of one path component (the file-system limit)."""
 
 
 _MOST_VARIABLES = 1000

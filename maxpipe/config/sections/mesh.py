@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 add_ranges(
     Bound("mesh.max_replicated_bytes", 2**27, 0, why="0 means no limit"),
-    Bound("mesh.cpu_devices", 1, 1, 4096, "each device needs threads and memory"),
+    Bound("mesh.cpu_devices", 1, 1, 4096, "each virtual device needs threads and memory"),
 )
 
 
@@ -224,7 +224,7 @@ class ReplicatedWeight:
 
     @property
     def description(self) -> str:
-        """Devices that store identical copies of the weight, formatted for messages."""
+        """Description, for messages, of the devices that store identical copies of the weight."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
         return f"all {math.prod(self.axes.values())} devices along {axes} store identical copies"
 
@@ -257,7 +257,7 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
     """Yield (name, parameter, minimum number of layers per device that have the parameter).
-    Parameters outside layers come first.
+    Parameters outside layers are yielded first.
     """
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():

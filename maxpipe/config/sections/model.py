@@ -346,7 +346,7 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
 
 
 _LONGEST_SUM = (2**31 - 1) // 127**2
-"""Maximum number of int8 products whose sum is guaranteed to fit into 32 bits."""
+"""Maximum number of int8 products whose sum always fits into 32 bits."""
 
 
 @rule("model.matmul", "model.matmul_scales", "model.d_mlp")

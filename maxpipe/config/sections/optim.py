@@ -82,12 +82,12 @@ class OptimConfig:
     """Optimizer. `adamw` (arXiv:1711.05101) stores two moments per parameter. `lion`
     (arXiv:2302.06675) stores one moment, and changes each parameter by plus or minus the learning
     rate. Lion needs a learning rate 3 to 10 times smaller than AdamW's, and a weight decay larger
-    by the same factor. `adafactor` (arXiv:1804.04235) has no first moment. Its second moment is
-    factored into one value per row and one per column of each matrix. `muon` (arXiv:2502.16982)
-    orthogonalizes the update of each matrix in the layers and stores one moment. AdamW updates the
-    embedding, the output projection and all parameters that are not matrices. Muon's updates are
-    scaled to match AdamW's, so the same learning rate and weight decay can be used. A resumed run
-    must use the same optimizer."""
+    by the same factor. `adafactor` (arXiv:1804.04235) has no first moment. Adafactor's second
+    moment is factored into one value per row and one per column of each matrix. `muon`
+    (arXiv:2502.16982) orthogonalizes the update of each matrix in the layers and stores one moment.
+    AdamW updates the embedding, the output projection and all parameters that are not matrices.
+    Muon's updates are scaled to match AdamW's, so the same learning rate and weight decay can be
+    used. A resumed run must use the same optimizer."""
     learning_rate: float = 3e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -324,7 +324,7 @@ def _one_phase_is_open(config: Config) -> Iterator[RuleViolation]:
             text = "must be 1 if the phase covers the remaining steps of the run."
             yield RuleViolation(f"{place}.times", text, "Add `steps: ...`, or leave times out.")
         elif number != is_open[-1]:
-            text = "must have a length: another phase already covers the remaining steps."
+            text = "must set a length: another phase already covers the remaining steps."
             yield RuleViolation(place, text, "Add `steps: 100`, or `percent: 10`.")
 
 

@@ -56,9 +56,9 @@ class PipelineConfig:
     selects the number of stages, which minimizes memory use. Ignored unless `pipeline.schedule` is
     `interleaved`."""
     delayed_forwarding: bool = False
-    """Give each message one extra tick, so that communication overlaps with compute. This doubles
-    the pipeline bubble. Only for `gpipe` and `circular`; the 1F1B schedules overlap communication
-    without extra ticks."""
+    """Give each message one extra tick, so that communication overlaps with compute. The extra
+    ticks double the pipeline bubble. Supported only by `gpipe` and `circular`; the 1F1B schedules
+    overlap communication without extra ticks."""
     layers_per_chunk: list[int] = field(default_factory=list, metadata=renamed_from("cut"))
     """Layer partition: the number of layers in each chunk, as a list of stages x repeats integers
     in model order. If empty, layers are divided as evenly as possible."""
@@ -82,9 +82,9 @@ class PipelineConfig:
     all activations; nothing is recomputed."""
     saved_names: list[str] = field(default_factory=lambda: ["matmuls"])
     """Activations saved with `pipeline.remat=names`. `matmuls` saves the outputs of all matmuls;
-    `attention` and `mlp` save only the matmul outputs of the attention or MLP sublayer. Activations
-    can also be listed by name: `query`, `key`, `value`, `context`, `attention_out`, `gate`, `up`,
-    and activations specific to the model family."""
+    `attention` and `mlp` save only the matmul outputs of the attention or MLP sublayer. You can
+    also list the names of activations: `query`, `key`, `value`, `context`, `attention_out`, `gate`,
+    `up`, and activations specific to the model family."""
     offloaded_names: list[str] = field(default_factory=list)
     """Activations that `pipeline.remat=names` offloads to host memory. Accepts the names and
     presets of `pipeline.saved_names`."""
@@ -103,7 +103,7 @@ class PipelineConfig:
 add_ranges(
     Bound("pipeline.microbatches", 1, 1),
     Bound("pipeline.repeats", 1, 1),
-    Bound("pipeline.group", 0, 0, why="0 means the number of stages"),
+    Bound("pipeline.group", 0, 0, why="0 selects the number of stages"),
     Bound("pipeline.prologue_layers", 0, 0),
     Bound("pipeline.loss_block_tokens", -1, -1, why="-1 uses blocks if the logits are large"),
 )

@@ -48,8 +48,8 @@ class RuntimeConfig:
     suspended while a process compiles. 0 disables the timeout."""
     stop_grace_seconds: int = 0
     """Maximum time in seconds between SIGTERM, SIGHUP or Ctrl-C and the exit of the process. After
-    the signal, the process finishes the current step and saves a checkpoint. If this takes longer
-    than the limit, the process exits without saving, and the run can resume from its newest
+    the signal, the process finishes the current step and saves a checkpoint. If the step and the
+    save exceed this limit, the process exits without saving, and the run can resume from its newest
     checkpoint. 0 means no limit."""
     compilation_cache: str = "~/.cache/maxpipe/compiled"
     """Folder in which compiled programs are cached between runs. If empty, the cache is disabled.
@@ -62,12 +62,12 @@ class RuntimeConfig:
     available memory causes only a warning."""
     compiled_step: str = field(default="", metadata=renamed_from("executable"))
     """Folder that contains a train step compiled ahead of time by `maxpipe compile --save`. The
-    config, the devices and the jax version must be the same as at compilation. Not supported with
-    several CPU devices."""
+    config, the devices and the jax version must be the same as at compilation. Compiled steps are
+    not supported with several CPU devices."""
 
 
 add_ranges(
-    Bound("runtime.num_processes", 1, 0, why="0 detects the number from the cluster"),
+    Bound("runtime.num_processes", 1, 0, why="0 detects the number of processes from the cluster"),
     Bound("runtime.process_id", 0, 0),
     Bound("runtime.init_timeout_seconds", 300, 1),
     Bound("runtime.heartbeat_timeout_seconds", 100, 1),

@@ -42,7 +42,7 @@ class SourceConfig:
     """File, folder or glob pattern, local or in `gs://BUCKET/...`; for `tfds`, the name of a
     dataset, e.g. `c4/en:3.1.0`. `huggingface` requires a folder."""
     paths: list[str] = dataclasses.field(default_factory=list, hash=False)  # a list has no hash
-    """Paths to read, in this order. Replaces `data.path`."""
+    """Several paths, which are read in this order. Replaces `data.path`."""
     tfds_dir: str = ""
     """Folder that contains the prepared `tfds` datasets. If empty, TFDS's default data directory is
     used."""
@@ -83,10 +83,10 @@ class SourceConfig:
     """Name of the field that contains the tools for the chat template, as a list of objects or as a
     JSON string. Records may omit this field. Ignored unless `data.chat` is set."""
     chat_template_kwargs: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    """Variables that are passed to the chat template, by name, such as `{enable_thinking: false}`.
-    Values that parse as a number, `true`, `false` or JSON are converted; all other values are kept
-    as strings. The field `chat_template_kwargs` of a record takes precedence. Applies to training,
-    samples, rollouts and `generate --chat`."""
+    """Variables that are passed to the chat template, keyed by name, such as `{enable_thinking:
+    false}`. Values that parse as a number, `true`, `false` or JSON are converted; all other values
+    are kept as strings. The field `chat_template_kwargs` of a record takes precedence. Applies to
+    training, samples, rollouts and `generate --chat`."""
     system_field: str = ""
     """Name of the field that contains the system message, or a template as in `data.prompt_field`.
     Records may omit this field. The field does not override a system message that is already at the
@@ -95,9 +95,10 @@ class SourceConfig:
     prompt_field: str = "prompt"
     """Name of the field that contains the prompt, if `data.chat` is `prompt` or `pairs`. A value
     with braces is a template over several fields, as in `data.template`:
-    `'{instruction}\\n{input}'`. A template line is omitted if the record lacks all fields in that
-    line. With `pairs`, this key may be empty: each response is then a full conversation, and the
-    common prefix of the two conversations is the prompt. Also applies to `grpo.prompts`."""
+    `'{instruction}\\n{input}'`. A line of the template is omitted if the record has none of the
+    fields in that line. With `pairs`, this key may be empty: each response is then a full
+    conversation, and the common prefix of the two conversations is the prompt. The key also applies
+    to `grpo.prompts`."""
     response_field: str = "response"
     """Name of the field that contains the response, or a template as in `data.prompt_field`.
     Ignored unless `data.chat=prompt`."""
@@ -110,14 +111,14 @@ class SourceConfig:
     the chosen response, and the prompt with the rejected response. `truncate` removes tokens at the
     end of the longer half, or of both halves if they have equal lengths. If no token of a response
     remains, `truncate` drops the pair. `drop` skips the pair, and `error` ends the run. The number
-    of pairs that are too long is printed. Ignored unless `data.chat=pairs`."""
+    of pairs that are too long is printed at startup. Ignored unless `data.chat=pairs`."""
     chat_template: str = ""
     """File that contains the Jinja chat template. If empty, the template in the tokenizer's folder
     is used."""
     chat_roles: list[str] = dataclasses.field(
         default_factory=lambda: ["system", "developer", "user", "assistant", "tool"]
     )
-    """Allowed roles of messages. Records with other roles are invalid."""
+    """Roles that messages are allowed to have. Records with other roles are invalid."""
     trained_roles: list[str] = dataclasses.field(default_factory=lambda: ["assistant"])
     """Roles whose messages contribute to the loss. Messages with other roles are used only as
     context. With `[assistant]`, `{% generation %}` blocks of the chat template select the tokens
@@ -135,7 +136,7 @@ class SourceConfig:
     """Handling of conversations longer than `train.sequence_length`. `truncate` removes tokens at
     the end, `drop` skips the conversation, and `error` ends the run. `split` splits the
     conversation across sequences, so the model may be trained on a response without its prompt. The
-    number of long conversations is printed. Ignored for plain text. For pairs, see
+    number of long conversations is printed at startup. Ignored for plain text. For pairs, see
     `data.long_pairs`."""
     packing: Packing = dataclasses.field(
         default="auto",
@@ -143,17 +144,16 @@ class SourceConfig:
     )
     """Packing of documents into sequences. `auto`: `best_fit` for conversations and preference
     pairs, `concatenate` for plain text. `concatenate`: documents are concatenated and split across
-    sequences. All other methods keep each document that fits into one sequence unsplit, and pad the
-    remaining positions of each sequence. A document longer than a sequence fills complete
-    sequences, and its remainder is packed like a separate document. `best_fit`: the longest
-    documents are packed first, each into the sequence with the least remaining space that still
-    fits the document. `best_fit` needs the fewest sequences. `first_fit`: documents are packed in
-    shuffled order, each into the first sequence with enough space. `pad`: one document per
-    sequence."""
+    sequences. The other methods never split a document that fits in one sequence; they pad the
+    remaining positions instead. A document longer than a sequence fills complete sequences, and its
+    remainder is packed like a separate document. `best_fit`: the longest documents are packed
+    first, each into the sequence with the least remaining space that still fits the document.
+    `best_fit` needs the fewest sequences. `first_fit`: documents are packed in shuffled order, each
+    into the first sequence with enough space. `pad`: one document per sequence."""
 
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
-"""Values of `data.source` whose records can have columns."""
+"""Values of `data.source` for which records can have columns."""
 
 
 FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")

@@ -39,7 +39,7 @@ class TokenizerConfig:
     preset."""
     split_pattern: str = ""
     """Regular expression that splits text into words before tokenization. Tokens never span two
-    words. Only for `tiktoken` files without a preset."""
+    words. Used only for `tiktoken` files without a preset."""
     special_tokens: list[str] = field(default_factory=list)
     """Control tokens, in the order of their ids. The ids are consecutive and start after the
     largest rank. Ignored unless `tokenizer.split_pattern` is set."""

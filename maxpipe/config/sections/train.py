@@ -77,7 +77,7 @@ class TrainConfig:
 add_ranges(
     Bound("train.steps", 100, 0, MAX_STEPS, "0 uses train.tokens"),
     Bound("train.tokens", 1000000, 0, 10**18, "0 uses train.steps"),
-    Bound("train.batch_size", 8, 1, 2**24, "every step enumerates all of its sequences"),
+    Bound("train.batch_size", 8, 1, 2**24, "every step enumerates all sequences of its batch"),
     Bound(
         "train.sequence_length",
         1024,
@@ -86,7 +86,11 @@ add_ranges(
         "the last token has no target, and positions are int32",
     ),
     Bound(
-        "train.batch_ramp[].batch_size", 4, 1, 2**24, "every step enumerates all of its sequences"
+        "train.batch_ramp[].batch_size",
+        4,
+        1,
+        2**24,
+        "every step enumerates all sequences of its batch",
     ),
     Bound("train.batch_ramp[].steps", 10, 1, MAX_STEPS),
     Bound("train.batch_ramp[].tokens", 1000000, 1, 10**18),
@@ -189,7 +193,7 @@ class BatchRamp(NamedTuple):
 
     def stage_starts(self) -> Iterator[tuple[int, int, int]]:
         """Yield (index of the first batch, number of earlier sequences, batch size) for each stage,
-        and then for the steps after the ramp.
+        and finally for the steps after the ramp.
         """
         first = front = 0
         for rows, steps in self.stages:

@@ -27,7 +27,7 @@ from maxpipe.errors import ConfigError
 
 
 class ArrayRecords:
-    """Records as documents: JSON objects if record 0 is a JSON object, otherwise UTF-8 text."""
+    """Source with one document per record. All records are JSON objects or all are UTF-8 text."""
 
     name = "arrayrecord"
 
@@ -78,7 +78,8 @@ class ArrayRecords:
     def where(self, index: int) -> str:
         from array_record.python.array_record_data_source import ArrayRecordDataSource
 
-        # The reader of all files does not expose where each file ends. This code runs rarely.
+        # A reader opened on several files does not report where each file ends. This code runs
+        # rarely.
         try:
             counts = [len(ArrayRecordDataSource([file.path])) for file in self.files]
         except Exception:  # the record itself may be readable
@@ -174,7 +175,7 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
         action = (
             f"Set data.path={guess} if this is the intended dataset."
             if guess
-            else "Correct the name, or data.tfds_dir."
+            else "Correct the name, or set data.tfds_dir to the parent folder of the dataset."
         )
         rule += f"no prepared dataset found, and tfds has no builder named {name}."
         return ConfigError.one("data.path", dataset, rule, action)

@@ -1,8 +1,8 @@
 """Content digests of data files.
 
-Any change in a file's content changes its digest. Each file is read once. Every write changes the
-inode, the size or a timestamp of the file. Later runs compare these values, and read the file again
-only if a value differs.
+Any change in a file's content changes its digest. Each file is read once to compute the digest.
+Every write changes the inode, the size or a timestamp of the file. Later runs compare these values,
+and read the file again only if a value differs.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _LARGE_BYTES = 1 << 26
 
 
 class _Entry(NamedTuple):
-    """Stat of a file, and the digest of its content at the time of this stat.
+    """Stat of a file, and the digest that the file's content had at the time of this stat.
 
     `is_settled` is true if the file was settled when its content was read; see `Stat.is_settled`.
     """
@@ -66,7 +66,7 @@ class _Stored(TypedDict):
 
 
 class Digests:
-    """Digests of a source's files, stored in `folder` if `keep` is set."""
+    """Digests of a source's files, which are stored in `folder` if `keep` is set."""
 
     def __init__(self, folder: str | None, *, keep: bool):
         self._folder = None if folder is None else os.path.expanduser(folder)
@@ -310,7 +310,7 @@ def _block(file: File, start: int, stat: Stat) -> bytes:
 
 
 class ContentHasher:
-    """Hasher for a file, which runs in a thread while a reader consumes the chunks."""
+    """Hasher that runs in a thread while a reader consumes the chunks of a file."""
 
     _MAX_PENDING = 8
 

@@ -137,7 +137,7 @@ def _holder(stream: FileIO) -> str:
 
 
 FillFolder = Callable[[str, Heartbeat], None]
-"""Function that fills a folder, and calls its second argument after each unit of work."""
+"""Function (folder, moved) that fills the folder, and calls `moved` after each unit of work."""
 
 
 class FolderCache:
@@ -154,7 +154,7 @@ class FolderCache:
 
     @property
     def active_folder(self) -> str:
-        """Folder in which new folders are created."""
+        """Folder in which this cache creates new folders."""
         if self._own is not None or self._folder is None or not self._keep:
             return self._own or tempfile.gettempdir()
         return self._folder
@@ -227,10 +227,10 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class CacheMessages(NamedTuple):
-    """Log messages about cached arrays."""
+    """Parts of the log messages about cached arrays."""
 
     task: str
-    """Name of the computation, for messages."""
+    """Name of the computation, as shown in messages."""
     unreadable: str
     """End of the message that is logged if the arrays cannot be read."""
     unwritable: str

@@ -1,4 +1,4 @@
-"""Data files: path expansion, reads, file identities and decompression.
+"""Expand paths of data files, and identify, read and decompress the files.
 
 Compressed content is read in chunks of bounded size.
 """
@@ -29,7 +29,8 @@ from maxpipe.io.files import open_regular, url_scheme
 _EDGE_BYTES = 1 << 16
 _OWN_FOLDER = ".index"
 _MAXPIPE_FOLDER_FILES = ({"config.yml", "events.jsonl"}, {"manifest.json", "spans"}, {"unfinished"})
-"""Sets of files that identify run folders, and complete or incomplete folders of prepared data."""
+"""Sets of file names that identify run folders, prepared folders and incomplete prepared
+folders."""
 _PREFETCH_BYTES = 1 << 23
 """Read-ahead size in bytes when a bucket object is read from beginning to end."""
 
@@ -65,7 +66,7 @@ class Stat(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """File of a source. `name` does not depend on the location of the data folder."""
+    """File of a source. `name` is independent of the location of the data folder."""
 
     name: str
     path: str
@@ -155,7 +156,7 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
 def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if url_scheme(path) != "gs":
         rule = "must be in a file system or in a Google Cloud Storage bucket."
-        action = "Set gs://BUCKET/PATH, or copy the files to a folder."
+        action = "Use a path of the form gs://BUCKET/PATH, or copy the files to a local folder."
         raise ConfigError.one("data.path", path, rule, action)
     with wrap_read_errors(path):
         objects = _objects(path.removesuffix("/"), suffixes)
@@ -348,7 +349,7 @@ def digest(parts: Iterable[object]) -> str:
 
 
 def common_folder(files: Sequence[File]) -> str:
-    """Return the common parent folder of local files; for bucket objects, the path of the first."""
+    """Return the common parent folder of local files, or the path of the first bucket object."""
     if any(file.in_bucket for file in files):
         return files[0].path
     return os.path.commonpath([os.path.abspath(file.path) for file in files])
@@ -361,7 +362,7 @@ _READ_BYTES = 1 << 18
 _ZSTD_READ_BYTES = 1 << 10
 """Number of input bytes per zstd step; a few input bytes may expand to 128 KiB of output."""
 _WINDOW_BYTES = 1 << 27
-"""Memory limit of a decompressor in bytes, sufficient for `zstd --long=27` and `xz -9`."""
+"""Memory limit of a decompressor in bytes, which is sufficient for `zstd --long=27` and `xz -9`."""
 
 
 class _Gzip:

@@ -74,7 +74,7 @@ class LineOffsets:
 
 
 class InMemoryLineOffsets:
-    """Line offsets stored in memory, int64 [lines + 1]."""
+    """Line offsets that are kept in memory, as an int64 array of shape [lines + 1]."""
 
     def __init__(self, offsets: np.ndarray):
         self._offsets = offsets
@@ -346,7 +346,7 @@ class JsonLines:
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
-        # End index (exclusive) of the documents of each file.
+        # Exclusive end index of each file's documents.
         self._ends = np.cumsum([len(lines) for lines in self._lines])
         if not len(self):
             rule = "must contain JSON objects, one per line: found "

@@ -85,7 +85,9 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
 
 def _value_bytes(array: Any) -> int:
-    """Estimate the size in bytes of the values as Python objects, without sharing equal strings."""
+    """Estimate the size in bytes of the values as Python objects, counting equal strings
+    separately.
+    """
     import pyarrow.compute as pc
     from pyarrow import types
 
@@ -122,7 +124,7 @@ _LOG = logging.getLogger(__name__)
 
 _CACHED_BYTES = 1 << 28
 MAX_GROUP_BYTES = 1 << 30
-"""Maximum size of a row group in bytes. Only the columns that are read are counted."""
+"""Maximum size of a row group in bytes. Columns that are not read do not count."""
 _SLOW_GROUP_BYTES = 1 << 26
 _VALUE_BYTES = 8
 """Minimum size in bytes of a value in memory, regardless of its compression in the file."""
@@ -267,7 +269,7 @@ def _chunks(group: Any, columns: list[str] | None) -> Iterator[Any]:
 
 
 def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Estimate the memory of a row group in bytes. Repeated strings are counted once."""
+    """Estimate the memory that a row group needs, in bytes. Repeated strings are counted once."""
     widths = {schema.column(i).path: schema.column(i).length for i in range(len(schema))}
     return sum(
         # Repeated fixed-length values are expanded in memory, even if the file stores them once.
@@ -280,10 +282,11 @@ def _size(schema: Any, group: Any, columns: list[str] | None) -> int:
 
 
 def _rows_per_read(schema: Any, group: Any, columns: list[str] | None) -> int:
-    """Return how many rows fit in memory per read; 0 if delta-encoded strings in lists may not fit.
+    """Return the number of rows that fit in memory in one read; 0 if delta-encoded strings in lists
+    may not fit.
 
     With delta encoding, a prefix shared by consecutive strings is stored only once in the file. In
-    memory, the prefix is repeated.
+    memory, every string repeats the prefix.
     """
     rows = group.num_rows
     repeats = {
@@ -349,7 +352,7 @@ _MARK = 0xFFFFFFFF
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
 """Message types in an Arrow stream."""
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-"""Last bytes of an Arrow stream."""
+"""Bytes that mark the end of an Arrow stream."""
 
 
 class _DataFile(TypedDict):
@@ -565,7 +568,7 @@ def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
 
 
 class _Table(NamedTuple):
-    """Flatbuffer table. An offset table gives the positions of its fields."""
+    """Flatbuffer table. An offset table contains the positions of the table's fields."""
 
     raw: bytes
     at: int

@@ -21,7 +21,7 @@ RESPONSES = ("response", "completion", "output", "solution", "answer", "answers"
 _HALVES = ("chosen", "rejected")
 _MESSAGES = ("messages", "conversations", "conversation")
 _TURNS = ("data", "dialog", "dialogue", "items", "turns")
-"""Additional names of message lists, used if a record has no other list of messages."""
+"""Names of fields that are read as the list of messages if a record has no other such list."""
 CONTEXTS = ("input", "context", "passage", "history")
 """Names of text fields that usually belong to the prompt."""
 SYSTEMS = ("system", "system_prompt", "system_message")
@@ -92,7 +92,7 @@ def template_of_fields(names: Sequence[str]) -> str:
 def text_fields(record: Mapping[str, Any]) -> list[str]:
     """Return the names of text fields, including nested fields, with the most useful fields first.
 
-    Fields that contain several words come first, and longer fields come before shorter ones. If the
+    Fields that contain several words come first, and longer fields precede shorter ones. If the
     record has a field `text`, only `text` is returned.
     """
     texts: dict[str, str | bytes] = {}
@@ -214,7 +214,7 @@ MAX_RECORD_BYTES = 1 << 28
 
 
 class BadRecord(Exception):
-    """A record with invalid content. The source adds the record's location to the error."""
+    """Raised for a record with invalid content. The source adds the record's location."""
 
     def __init__(self, given: str, rule: str, action: str):
         super().__init__(rule)
@@ -287,7 +287,7 @@ def _suggest_settings(record: Mapping[str, Any]) -> str:
 def fill_template(record: Mapping[str, Any], template: str, key: str) -> str:
     """Fill the template set by the config key `key`. Lines whose columns are all empty are omitted.
 
-    Null and missing columns are empty.
+    Null and missing columns are replaced by empty strings.
 
     Raises:
         BadRecord: the record has none of the columns, or a column has the wrong type.

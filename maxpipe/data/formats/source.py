@@ -25,17 +25,17 @@ _LOG = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 5.0
 _NAMED = 10
-"""Maximum number of skipped records that are named in the log."""
+"""Maximum number of skipped records whose location is logged."""
 
 Heartbeat = Callable[[], object]
 """Heartbeat function, which a long pass over the data calls after each chunk."""
 
 Record = str | Mapping[str, Any]
-"""Stored form of a document: the text, or a mapping from column names to values."""
+"""A document as stored: the text, or a mapping from column names to values."""
 
 
 class UnreadableRecord(ConfigError):
-    """A record that cannot be read. Other records of the same file may be readable."""
+    """Raised for a record that cannot be read. Other records of the same file may be readable."""
 
 
 class Source(Protocol):
@@ -58,7 +58,9 @@ class Source(Protocol):
 
     @property
     def unreadable(self) -> Sequence[int]:
-        """Indices of the records skipped so far. The documents of these records have no text."""
+        """Indices of the records that have been skipped so far. The documents of these records have
+        no text.
+        """
         ...
 
     def fingerprint(self) -> str:
@@ -146,7 +148,7 @@ class RecordSource:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for pickling. Each process counts its skipped records separately."""
+        """Return the state to pickle. Each process counts its skipped records separately."""
         return {**self.__dict__, "_skipped": set(), "_lock": None, "_digests": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -239,7 +241,7 @@ class Progress:
 # --- reads in progress --------------------------------------------------------
 
 _LOCATE_SECONDS = 5.0
-"""Time limit in seconds for locating a document, since locating can hang just as reading can."""
+"""Time limit in seconds for locating a document, which can hang just as reading can."""
 
 ReadTarget = str | Callable[[], str]
 """Name of a source, or a function that returns the location of a document."""
@@ -278,7 +280,7 @@ _ACTIVE_READS: dict[int, list[track_read]] = {}
 
 
 class TrackedRead(NamedTuple):
-    """Read in progress. Targets are listed from the outermost to the innermost."""
+    """A read that is in progress. Targets are listed from the outermost to the innermost."""
 
     begun: float
     """Start time, as returned by `time.monotonic`."""
@@ -351,7 +353,7 @@ class _ReadTimeSums:
                 self._now = ReadTimes(sources, read, seconds)
 
     def take(self) -> ReadTimes:
-        """Return and reset the statistics."""
+        """Return the statistics of completed reads, and reset them."""
         with self._lock:
             taken, self._now = self._now, ReadTimes({}, None, 0.0)
             return taken

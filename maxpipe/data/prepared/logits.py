@@ -59,7 +59,7 @@ _IDENTITY = ("tokens", "segment_ids")
 
 
 class TeacherEntry(TypedDict):
-    """Teacher model: a name for messages, and a digest of the model's parameters."""
+    """Teacher model: the name shown in messages, and a digest of the model's parameters."""
 
     name: str
     digest: str
@@ -80,14 +80,14 @@ class LogitsSpec(TypedDict):
 
 
 class LogitsShardEntry(TypedDict):
-    """Shard of consecutive sequences, with its files keyed by suffix."""
+    """Shard of consecutive sequences; its files are keyed by suffix."""
 
     rows: int
     files: dict[str, FileEntry]
 
 
 class LogitsManifest(LogitsSpec):
-    """Content of a logits manifest."""
+    """Contents of a logits manifest."""
 
     shards: list[LogitsShardEntry]
 
@@ -117,7 +117,7 @@ def spec_of(
 
 
 def record_dtype(row_tokens: int, top_k: int, vocab_size: int) -> np.dtype:
-    """Return the dtype of a record: sequence digest, and K ids with log-probabilities."""
+    """Return the dtype of a record: a sequence digest, and K ids with log-probabilities."""
     shape = (row_tokens, top_k)
     fields = [("digest", "<u8"), ("ids", dtype_for(vocab_size), shape), ("logprobs", "<f4", shape)]
     return np.dtype(fields)  # type: ignore[call-overload]

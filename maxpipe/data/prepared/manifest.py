@@ -139,7 +139,7 @@ def check_folder(folder: Path, manifest: str) -> None:
 
 
 def suggest_folder(folder: Path) -> str:
-    """Return the name of a new folder to suggest."""
+    """Return a name to suggest for a new folder."""
     return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
 
 
@@ -244,14 +244,14 @@ CONTENT_KEY = "content"
 SPAN_DOCUMENTS = 1024
 """Number of consecutive documents per span. Token totals are stored per span."""
 META = np.dtype([("text_bytes", "<u4"), ("digest", "<u8")])
-"""Size of a document's text in UTF-8 bytes, and the first 8 bytes of its BLAKE2b digest. For
+"""Size of a document's text in UTF-8 bytes, and the first 8 bytes of the text's BLAKE2b digest. For
 conversations, the size of the text that is trained on, and the digest of the token ids as int64.
 """
 
 _TEXTS, _CONVERSATIONS = 1, 2
 """Format versions. Releases without loss-mask support reject the version for conversations."""
 _LARGEST_BYTES = 1 << 28
-# Keys that affect how documents are read, but not their content.
+# Keys that affect how documents are read, but not the content of the documents.
 _READER_KEYS = ("bad_records", "max_bad_records", "max_decompressed_bytes", "packing")
 _READER_KEYS += ("long_conversations",)  # this key depends on the sequence length
 
@@ -264,7 +264,7 @@ class FolderKind(NamedTuple):
 
     command: str
     key: str
-    """Config key that selects such a folder as input."""
+    """Config key that selects a folder of this type as input."""
     file: str
     """File name of the manifest."""
     formats: tuple[int, ...]
@@ -284,7 +284,7 @@ class FileEntry(TypedDict):
 
 
 class ShardEntry(TypedDict):
-    """Shard of documents, with files by suffix. Token counts include BOS and EOS."""
+    """Shard of documents; its files are keyed by suffix. Token counts include BOS and EOS."""
 
     documents: int
     unreadable: int
@@ -334,7 +334,7 @@ class Spec(TypedDict):
 
 
 class Manifest(Spec):
-    """Content of the manifest. `byte_counts` [256] is the histogram of UTF-8 bytes in the text."""
+    """Contents of the manifest. `byte_counts` [256] is the histogram of the text's UTF-8 bytes."""
 
     dtype: str
     documents: int
@@ -430,13 +430,13 @@ def changed_files(
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Return whether digests differ. Digests of different types count as equal."""
+    """Return True if two digests differ. Digests of different types count as equal."""
     one, other = (value.rpartition(":")[0] for value in (saved, current))
     return one == other and saved != current
 
 
 def list_files(shards: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, FileEntry]]:
-    """Yield the name and the manifest entry of each file of these shards."""
+    """Yield the name and the manifest entry of each file in these shards."""
     for number, shard in enumerate(shards):
         for suffix, entry in sorted(shard["files"].items()):
             yield shard_name(number, suffix), entry
@@ -450,13 +450,13 @@ def check_sizes(folder: Path, number: int, files: Mapping[str, FileEntry]) -> No
 
 
 def shorten_lines(lines: Sequence[str]) -> str:
-    """Return the first differences as one line."""
+    """Join the first lines of a list of differences into one line."""
     more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
     return f"{'; '.join(lines[:4])}{more}"
 
 
 def short_digests(value: Any) -> Any:
-    """Return the value as text, with digests shortened to 12 hex digits."""
+    """Format a value as text, with digests shortened to 12 hex digits."""
     return (
         re.sub(r"\b([0-9a-f]{12})[0-9a-f]{20,}\b", r"\1", value)
         if isinstance(value, str)

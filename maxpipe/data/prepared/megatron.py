@@ -39,7 +39,7 @@ from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize
 
 _ENTRIES = 1 << 18
-"""Number of index entries that are checked at a time."""
+"""Number of index entries that are checked together."""
 _SAMPLE = 64
 _ATTEMPTS = 3
 """Number of attempts to read a range of a file that is modified during the read."""
@@ -165,7 +165,7 @@ class MegatronDocuments:
 
     @property
     def has_conversations(self) -> bool:
-        """Always false: the files have no loss masks."""
+        """Always False, because the files contain no loss masks."""
         return False
 
     @property
@@ -227,7 +227,7 @@ class MegatronDocuments:
         return ids
 
     def where(self, document: int) -> str:
-        """Return the file of a document and its index in the file."""
+        """Return the file that contains a document, and the document's index in this file."""
         number, inside = place_of(self._starts[1:], document)
         return f"{self._pairs[number].ids.path}: document {inside}"
 
@@ -237,7 +237,7 @@ class MegatronDocuments:
     """Always None, because the files do not contain byte counts."""
 
     def metadata(self) -> Mapping[str, Any]:
-        """Return digests of the files' names, sizes, first and last bytes, and known content."""
+        """Return digests of each file's name, size, first and last bytes and, if known, content."""
         parts: list[object] = [list(self._added)]
         for file in (file for pair in self._pairs for file in (pair.index, pair.ids)):
             edges = file.read(0, min(_EDGE_BYTES, file.size))

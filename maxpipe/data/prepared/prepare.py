@@ -86,21 +86,22 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
 _DOCUMENTS = ("name", "fingerprint", CONTENT_KEY, "documents", "chat")
-"""Keys of a source entry that identify the documents."""
+"""Keys of a manifest's source entry that identify the documents."""
 _PIECE = 64
 """Maximum number of documents per encoded batch."""
 _COMPARED = 256
-"""Number of documents compared with the source when an interrupted folder is resumed."""
+"""Number of documents that are compared with the source when an interrupted command resumes."""
 _BATCHES_PER_WORKER = 3
-"""Maximum number of batches per process that are being encoded or waiting to be written."""
+"""Maximum number of batches per process that are being encoded or are waiting to be written."""
 
 ProgressCallback = Callable[[str, int, int, str], object]
-"""Called with a task name, the number of processed items, the total, and the formatted rate."""
+"""Function that is called with a task name, the number of processed items, the total, and the
+formatted rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareJob:
-    """Parameters of `prepare`. If `workers` is None, one process per core is used.
+    """Parameters of the function `prepare`. If `workers` is None, one process per core is used.
 
     Compressed files are unpacked into `cache_dir`, or into a temporary folder if `cache_dir` is
     None.
@@ -290,8 +291,7 @@ def _check_unchanged(
 ) -> None:
     """Compare a sample of the documents in finished shards with the source.
 
-    This check is for journals of earlier releases, which do not contain digests of the source
-    files.
+    The check is needed for journals of earlier releases, which contain no digests of source files.
 
     Raises:
         ConfigError: a document has changed.
@@ -469,7 +469,7 @@ def _finish(folder: Path, spec: Spec, finished: _FinishedShards) -> Manifest:
 
 
 def _span_starts(folder: Path, finished: _FinishedShards) -> np.ndarray:
-    """Return the number of tokens before each span, then the total, int64 [spans + 1]."""
+    """Return int64 [spans + 1]: the number of tokens before each span, followed by the total."""
     starts: list[np.ndarray] = []
     first = tokens = 0
     for number, shard in enumerate(finished.shards):
@@ -489,7 +489,7 @@ def _span_starts(folder: Path, finished: _FinishedShards) -> np.ndarray:
 _PART_BYTES = 1 << 22
 
 VerifyReport = Callable[[str, int, int], object]
-"""Called with the name of a task, the processed MiB and the total MiB."""
+"""Function that is called with a task name, the number of processed MiB, and the total in MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,7 +542,7 @@ def verify(folder: str, report: VerifyReport) -> VerifyResult:
 
 
 def _find_damage(path: str, entry: FileEntry, report: Callable[[int], object]) -> str:
-    """Return a description of the damage to a file; empty if it is intact."""
+    """Return a description of the damage to a file; empty if the file is intact."""
     file = open_range_reader(path)
     if file.size != entry["bytes"]:
         return f"the file has {file.size} bytes instead of {entry['bytes']}"

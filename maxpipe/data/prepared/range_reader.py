@@ -21,7 +21,7 @@ from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import gcs_filesystem, open_regular, url_scheme
 
 BLOCK_BYTES = 1 << 16
-"""Number of bytes covered by one CRC."""
+"""Number of bytes that one CRC covers."""
 
 _PIECE_BYTES = 1 << 20
 """Size in bytes of one bucket request; a multiple of the block size."""
@@ -146,7 +146,7 @@ def join_path(folder: str, name: str) -> str:
 
 
 class _VerifiedBlocks(NamedTuple):
-    """Blocks whose CRCs were verified while the file had this stat."""
+    """Stat of a file, and the blocks whose CRCs were verified while the file had this stat."""
 
     stat: Stat | None
     seen: np.ndarray

@@ -61,7 +61,7 @@ from maxpipe.io.files import url_scheme
 
 
 class Shard:
-    """Shard of consecutive documents. Its files are opened on first use."""
+    """Shard of consecutive documents, whose files are opened on first use."""
 
     def __init__(self, folder: str, number: int, entry: ShardEntry, kept: PieceCache | None):
         self.entry = entry
@@ -230,7 +230,7 @@ class PreparedDocuments:
         return encoded
 
     def where(self, document: int) -> str:
-        """Return the shard of a document and its index in the source."""
+        """Return the shard that contains a document, and the document's index in the source."""
         number, _ = place_of(self._starts[1:], document)
         path = join_path(self._folder, shard_name(number, BIN))
         return f"{path}: document {document} of {self.manifest['source']['name']}"
@@ -242,7 +242,7 @@ class PreparedDocuments:
 
     @property
     def remark(self) -> str:
-        """Short description of where the documents come from."""
+        """Short description of the documents and their source."""
         what = "conversations of " if self.has_conversations else ""
         return f"prepared from {what}{self.manifest['source']['name']}"
 
@@ -263,7 +263,7 @@ class PreparedDocuments:
 
     @property
     def byte_counts(self) -> np.ndarray:
-        """int64 [256]: byte histogram of the text."""
+        """int64 [256]: histogram of the UTF-8 bytes in the text."""
         return np.array(self.manifest["byte_counts"], np.int64)
 
     def metadata(self) -> Mapping[str, Any]:
@@ -378,7 +378,7 @@ class _DocumentWindow:
 
 
 class _WindowCounts(NamedTuple):
-    """Number of sequences and targets per window, int64 [windows]."""
+    """Numbers of sequences and targets in each window, int64 [windows]."""
 
     sequences: np.ndarray
     targets: np.ndarray
@@ -404,7 +404,9 @@ class WindowedSequences:
         self._starts = np.concatenate([[0], np.cumsum(self._counts)])
 
     def _count_concatenated(self) -> _WindowCounts:
-        """Compute the counts from span totals. Every document must have at least one token."""
+        """Compute the numbers of sequences and targets from the span totals. Every document must
+        have at least one token.
+        """
         tokens = np.array([self._documents.span_tokens[span].sum() for span in self._spans])
         counts = SPAN_DOCUMENTS * np.ones(len(self._documents.span_tokens), np.int64)
         counts[-1] += self._documents.num_documents - counts.sum()

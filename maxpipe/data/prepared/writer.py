@@ -50,7 +50,7 @@ class DocumentBatch(NamedTuple):
     """Batch of consecutive encoded documents."""
 
     ids: np.ndarray
-    """[tokens]: token ids, including BOS and EOS of each document."""
+    """[tokens]: token ids, including the BOS and EOS tokens of each document."""
     lengths: np.ndarray
     """int64 [documents]: number of tokens in each document."""
     meta: np.ndarray
@@ -78,7 +78,7 @@ class DocumentBatch(NamedTuple):
 
 
 class FinishedShard(TypedDict):
-    """A complete shard on disk, and its contribution to the totals."""
+    """A complete shard on disk, with the counts that it adds to the totals."""
 
     shard: ShardEntry
     text_bytes: int
@@ -86,8 +86,8 @@ class FinishedShard(TypedDict):
 
 
 class ChecksummedWriter:
-    """Writer for a new file that computes the content's SHA-256 and CRCs. Symbolic links are not
-    followed.
+    """Writer for a new file that also computes the SHA-256 and the CRCs of the content. Symbolic
+    links are not followed.
     """
 
     def __init__(self, path: Path):
@@ -231,7 +231,7 @@ class ShardEncoder(Protocol):
     def encode_batch(self, first: int, stop: int) -> DocumentBatch:
         """Return documents `first` to `stop` - 1, or fewer (at least one) if documents are long.
 
-        The lower count bounds the memory used by batches of long documents.
+        Returning fewer documents bounds the memory used by batches of long documents.
         """
         ...
 
@@ -335,7 +335,7 @@ class _Worker:
 
 
 def source_if_picklable(source: Source) -> Source | None:
-    """Return the source if it can be pickled; workers then need not scan its files again."""
+    """Return the source if it can be pickled; workers then need not scan the files again."""
     try:
         ForkingPickler.dumps(source)
     except Exception:  # libraries raise various exception classes

@@ -1,18 +1,19 @@
 """Byte-level BPE: published vocabularies, and a fast encoder based on tiktoken.
 
-Rank files contain neither split patterns nor control tokens. The ones in this module are from
-`tiktoken_ext/openai_public.py` in tiktoken 0.14 (OpenAI vocabularies), `llama3/tokenizer.py` in
-meta-llama/llama3 (with the token names of Llama 3.1), and `tokenization_qwen.py` in Qwen/Qwen-7B.
+Rank files contain neither split patterns nor control tokens. The patterns and tokens in this module
+are from `tiktoken_ext/openai_public.py` in tiktoken 0.14 (OpenAI vocabularies),
+`llama3/tokenizer.py` in meta-llama/llama3 (with the token names of Llama 3.1), and
+`tokenization_qwen.py` in Qwen/Qwen-7B.
 
 The encoder is used only if it returns the same ids as the library `tokenizers`.
 
 The library `tokenizers` applies a list of merges. In contrast, tiktoken merges adjacent tokens
-whose concatenation is a token, lowest rank first. Both methods agree if encoding the text of each
-token returns only this token, because the last merge of a token then joins the same two tokens in
-both libraries. This condition is tested for every token. Both libraries must also split text into
-the same words. This requires a pattern in `PUBLISHED`, and characters that both libraries classify
-in the same way as letters, numbers or spaces. Every character is tested. Text that contains other
-characters is encoded with `tokenizers`.
+whose concatenation is a token, lowest rank first. Both methods return the same ids if encoding the
+text of each token returns only this token, because the last merge of a token then joins the same
+two tokens in both libraries. This condition is tested for each token in the vocabulary. Both
+libraries must also split text into the same words. This requires a pattern in `PUBLISHED`, and
+characters that both libraries classify in the same way as letters, numbers or spaces. Every
+character is tested. Text that contains other characters is encoded with `tokenizers`.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ PRESETS = {
         | _numbered(151646, *(f"<|extra_{number}|>" for number in range(205))),
     ),
 }
-"""Maps values of `tokenizer.preset` to presets."""
+"""Presets, keyed by the value of `tokenizer.preset`."""
 
 
 _BYTE_LEVEL = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -168,7 +169,7 @@ def _characters() -> str:
 
 
 def _tiktoken_characters(kind: str) -> set[str]:
-    """Return the characters that the pattern matches in tiktoken, which drops all others."""
+    """Return the characters that the pattern matches; tiktoken drops all other characters."""
     import tiktoken
 
     ranks = {bytes([i]): i for i in range(256)}
@@ -192,7 +193,7 @@ def byte_bpe(definition: Mapping[str, Any], model: Any) -> ByteBpe | None:
 
     Args:
         definition: Content of the `tokenizer.json` file.
-        model: The `tokenizers` model of the file. Its settings are modified.
+        model: The model that `tokenizers` built from the file. Its settings are modified.
     """
     pattern = _pattern_of(definition)
     settings = definition["model"]

@@ -25,7 +25,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
 
 _START_SECONDS = 60.0
-"""Seconds by which the wall time limit exceeds the CPU time limit, because machines may be busy."""
+"""Seconds by which the wall time limit exceeds the CPU time limit, since machines may be busy."""
 _MAX_REQUEST_BYTES = 1 << 24
 _MAX_RESPONSE_BYTES = 1 << 28
 
@@ -46,7 +46,7 @@ class ChatInput(NamedTuple):
     trained: Sequence[int] = ()
     """Zero-based indices of the messages that are trained on."""
     unread: tuple[str, ...] = ()
-    """Record fields that are not part of any other attribute."""
+    """Record fields that no other attribute of this class contains."""
 
     def up_to(self, number: int) -> ChatInput:
         """Return the conversation up to message `number`, the only message that is trained on."""
@@ -76,7 +76,7 @@ class RenderedChat(NamedTuple):
 
 
 class _RenderResponse(TypedDict, total=False):
-    """Response of the process; empty for the first request, which contains the settings."""
+    """Response of the process; empty for the first request, which transfers the settings."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -111,7 +111,8 @@ class ChatProcess:
             own_session=True,
         )
         self.close = self._process.close
-        """Ends the process; also called when this `ChatProcess` is garbage-collected."""
+        """Function that ends the process; also called when this `ChatProcess` is
+        garbage-collected."""
         self._seconds = cpu_seconds + _START_SECONDS
         settings = {"template": template, "tokens": dict(tokens), "cpu_seconds": cpu_seconds}
         try:

@@ -7,8 +7,7 @@ sources that defines the token is used:
   the vocabulary file, common token names, `generation_config.json`, `config.json`, EOS
 - EOS: `tokenizer_config.json`, `special_tokens_map.json`, the vocabulary file,
   `generation_config.json`, `config.json`, common token names
-- additional ids that end generated text: `generation_config.json`, `config.json`, common token
-  names
+- additional ids that end generation: `generation_config.json`, `config.json`, common token names
 
 `data/chat_spec.py` adds the token that closes assistant messages in a chat template.
 """
@@ -166,7 +165,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """Return the token ids of each text, int32 [tokens]; faster than one call per text."""
+        """Return the token ids of each text, int32 [tokens], faster than with one call per text."""
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
@@ -185,7 +184,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def count(self, texts: Sequence[str]) -> Sequence[int]:
-        """Return the number of tokens in each text; faster than one call per text."""
+        """Return the number of tokens in each text, faster than with one call per text."""
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -212,7 +211,7 @@ def resolve(
     for padding.
 
     Args:
-        path: Vocabulary file; settings are read from its folder.
+        path: Vocabulary file; settings are read from the same folder.
         special: Maps the vocabulary's control-token strings to ids.
         id_of: Maps the string of any token in the vocabulary to its id.
         vocab_size: Exclusive upper bound of ids.
@@ -282,7 +281,7 @@ def _role(
         # published folders may name a missing padding token
         if i is not None or role == "pad_token":
             return known.get(role) if i is None else i
-        rule = f"must contain the {role} that its folder's {_SETTINGS} names: {named[:80]}."
+        rule = f"must contain the {role} that {_SETTINGS} in its folder names: {named[:80]}."
         action = f"Correct {role} in {_SETTINGS}, or copy {_SETTINGS} from this tokenizer's folder."
         raise ConfigError.one(PATH, path, rule, action)
     if role in said and role != "eos_token":  # null means that the role has no token
@@ -341,7 +340,9 @@ def _role_texts_of_settings(
 
 
 def _texts(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return control-token strings by role. An entry is a string or an object with `content`."""
+    """Return control-token strings, keyed by role. An entry is a string or an object with
+    `content`.
+    """
     texts = {k: v.get("content") if isinstance(v, dict) else v for k, v in entries.items()}
     return {k: v for k, v in texts.items() if isinstance(v, str) and k.endswith("_token")}
 
@@ -376,7 +377,9 @@ def _ids(path: str, key: str, value: object) -> list[int]:
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and its file. If there are several, use the one named `default`."""
+    """Return the chat template and the path of its file. If there are several, use the one named
+    `default`.
+    """
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:
         return files.read(path, _MAX_SETTINGS_BYTES).decode(), path

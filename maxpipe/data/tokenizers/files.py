@@ -42,7 +42,7 @@ _LINEAR = frozenset({*PUBLISHED, QWEN3_5})
 
 
 class SlowCall(Exception):
-    """A call exceeded its CPU time limit."""
+    """Raised if a call exceeds its CPU time limit."""
 
     def __init__(self, seconds: float):
         super().__init__(f"encoding exceeds the limit of {seconds:.3g} s of CPU time")
@@ -136,8 +136,8 @@ def is_library_error(error: BaseException) -> bool:
 def _find_failing_text(
     call: Callable[[Sequence[str]], Sequence[R]], texts: Sequence[str]
 ) -> tuple[int, BaseException | None]:
-    """Return the index of the first string that fails on its own and its error; or else the index
-    of the slowest string and None.
+    """Return the index of the first string that fails when encoded alone, and the error; if no
+    string fails, return the index of the slowest string and None.
     """
     # The library reads this variable at each call, and then encodes without its thread pool, whose
     # threads may all be busy with abandoned calls.
@@ -297,7 +297,7 @@ class TextError(ConfigError):
 
 @contextlib.contextmanager
 def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
-    """Add the failing string's location to errors. `where` maps the index of a string to its
+    """Add the location of the failing string to errors. `where` maps the index of a string to its
     location.
     """
     try:
@@ -310,7 +310,7 @@ def wrap_text_errors(where: Callable[[int], str]) -> Iterator[None]:
 def wrap_library_errors(path: str, kind: TokenizerKind, rule: str = "") -> Iterator[None]:
     """Convert any error raised by the library to a ConfigError about the tokenizer file.
 
-    This includes panics in Rust code, which raise a BaseException that is not an `Exception`.
+    Panics in Rust code are also converted; they raise a BaseException that is not an `Exception`.
     """
     try:
         yield

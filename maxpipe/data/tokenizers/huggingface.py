@@ -110,7 +110,7 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a step's pattern and inserted text. The pattern is empty if text may go anywhere."""
+    """Return a step's pattern ("" if it may match anywhere) and the text that the step inserts."""
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
     if step.get("type") != "Replace":
@@ -142,8 +142,8 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
 
     file_fingerprint: str = ""
-    """Fingerprint of the unmodified file. It is set only if the folder's tokenizer class modifies
-    the definition and the settings can select a class that uses the file unchanged.
+    """Fingerprint of the unmodified file. The fingerprint is set only if the folder's tokenizer
+    class modifies the definition and the settings can select a class that uses the file unchanged.
     """
 
     def __init__(self, path: str):
@@ -202,7 +202,9 @@ class HuggingFaceTokenizer(Tokenizer):
         spelled: Mapping[str, int],
         definition: Mapping[str, Any],
     ) -> np.ndarray:
-        """Return token lengths in bytes, int32 [vocab_size]. `spelled` ones decode to a name."""
+        """Return token lengths in bytes, int32 [vocab_size]. `spelled` tokens decode to their
+        names.
+        """
         decoder = json.dumps(definition.get("decoder"))
         # A byte-level vocabulary represents each byte as one character.
         byte_level, joined = '"ByteLevel"' in decoder, '"WordPiece"' in decoder
@@ -292,7 +294,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _framing_ids(post_processor: Any) -> tuple[list[int], list[int]]:
-    """Return the ids that a post-processor adds before and after encoded text."""
+    """Return the ids that a post-processor adds before and after the encoded text."""
     model = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
     others = dict.fromkeys(("normalizer", "pre_tokenizer", "decoder", "truncation", "padding"))
     whole = {"version": "1.0", "added_tokens": [], "model": model, **others}

@@ -61,7 +61,9 @@ class _Spans:
 
 
 class _Clock:
-    """Clock for templates: the date of the conversation, or the current time if none is set."""
+    """Clock for templates, which returns the date of the conversation or, if none is set, the
+    current time.
+    """
 
     day = ""
 
@@ -194,8 +196,9 @@ class _Renderer:
         except MemoryError:
             raise
         except Exception:
-            # Some templates compare missing content with none; others test whether it is defined.
-            # Sources do not distinguish null from missing content, so both variants are tried.
+            # Some templates compare missing content with none; others test whether content is
+            # defined. Sources do not distinguish null from missing content, so both variants are
+            # tried.
             without = [message for message in messages if not dict.__contains__(message, "content")]
             if not without:
                 raise
@@ -355,9 +358,9 @@ class _Renderer:
     def _message_begin(self, messages: Sequence[Any], number: int, text: str) -> int:
         """Return the start position of a message in the text.
 
-        An assistant message begins after the generation prompt. The first message begins at its
-        content, because a template may render other text before it, such as a default system
-        message.
+        An assistant message begins after the generation prompt. The first message begins at the
+        message's content, because a template may render other text before it, such as a default
+        system message.
         """
         is_answer = dict.get(messages[number], "role") == "assistant"
         prompted = (

@@ -22,13 +22,14 @@ from maxpipe.data.tokenizers.tokenizer_class import folder_class, prepend_scheme
 
 _MAX_BYTES = 1 << 26  # four times the size of the largest published model
 _MAX_FIELDS = 1 << 21
-"""Maximum number of pieces. An empty piece uses 2 bytes in the file and 100 in memory."""
+"""Maximum number of pieces in a vocabulary. An empty piece uses 2 bytes in the file and 100 in
+memory."""
 _SPACE = "\u2581"
 _THREADS = 2
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer for a unigram or BPE model, with the settings in the model's folder.
+    """Tokenizer for a unigram or BPE model, which uses the settings in the model's folder.
 
     Unless `spaces` is set, the model file defines how spaces are handled. Most models insert a
     space before the input and merge consecutive spaces. The byte length of the first token includes
@@ -36,7 +37,8 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     spaces: str = ""
-    """Rule for inserting a space before text that does not begin with one; see `prepend_scheme`."""
+    """Rule for inserting a space before text that does not begin with a space; see
+    `prepend_scheme`."""
 
     def __init__(self, path: str):
         raw = read(path, "sentencepiece", _MAX_BYTES)

@@ -64,7 +64,7 @@ class TiktokenTokenizer(Tokenizer):
             self.byte_lengths[i] = len(token)
         self._stands_for_text[list(ranks.values())] = True
         self._written = self.byte_lengths.copy()
-        """Size in bytes of the text of each id, including control tokens."""
+        """Length in bytes of each token's text, including control tokens."""
         for name, i in special.items():
             self._written[i] = len(name.encode())
         hidden = list(self.special_ids)

@@ -81,8 +81,8 @@ class TokenizerParts:
     roles: Mapping[str, str] = field(default_factory=dict)
     """Maps roles that the settings do not define to control-token strings."""
     before: str | None = None
-    """Role of the token added before encoded text. An empty string adds no token; None keeps the
-    file's post-processor.
+    """Role of the token that is added before encoded text. An empty string adds no token; None
+    keeps the file's post-processor.
     """
 
 
@@ -238,7 +238,7 @@ def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
 
 
 def _comparable(definition: Mapping[str, Any]) -> Any:
-    """Return the parts of a definition that affect token ids, in a form that can be compared."""
+    """Return the parts of a tokenizer definition that affect token ids, in comparable form."""
     model = {key: value for key, value in definition["model"].items() if value}
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))

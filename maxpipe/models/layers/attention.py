@@ -44,7 +44,7 @@ _STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask
 
 
 def stands(backend: str) -> Stands:
-    """Return the type of token-pair arrays that a backend stores."""
+    """Return the type of the token-pair arrays that a backend stores in memory."""
     return _STANDS.get(backend, "block")
 
 
@@ -64,7 +64,7 @@ class Rope:
 
     theta: Number
     factor: Number = 1.0
-    """Factor that multiplies the wavelengths."""
+    """Factor by which the wavelengths are multiplied."""
     scaling: Scaling = "linear"
     """RoPE scaling method. `linear` multiplies all wavelengths. `dynamic` increases the base for
     sequences (or, in decoding, caches) longer than `original_tokens`. `llama3` multiplies
@@ -81,7 +81,7 @@ class Rope:
     stretch_beyond: tuple[float, ...] = ()
     """Replaces `stretch` for sequences (or, in decoding, caches) longer than `original_tokens`."""
     attention_factor: float = 1.0
-    """Factor that multiplies the rotated dims."""
+    """Factor by which the rotated dims are multiplied."""
     truncate: bool = True
     """Whether the boundaries of the YaRN ramp are rounded to integer pair indices."""
     fast: float = 0.0
@@ -105,7 +105,7 @@ class Attention(Part):
     backend: str
     rope: Rope
     scale: float | None = None
-    """Factor that multiplies the attention scores. None selects `head_dim ** -0.5`."""
+    """Factor by which the attention scores are multiplied. None selects `head_dim ** -0.5`."""
     window: str = ""
     """Name of the per-layer value that stores the attention window in tokens, including the query
     token. A window of 0 means all tokens."""

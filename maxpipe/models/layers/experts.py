@@ -78,7 +78,7 @@ class Experts(Part):
     shared_gated: bool = False
     """Whether the shared expert's output is multiplied by a per-token sigmoid gate."""
     normalised: bool = True
-    """Whether the probabilities of a token's experts are normalized to a sum of 1."""
+    """Whether the probabilities of a token's experts are normalized so that they sum to 1."""
     function: Gate = "silu"
     """Activation function of the gates."""
     dispatch: Literal["auto", "dense", "grouped"] = "auto"
@@ -92,12 +92,13 @@ class Experts(Part):
     sequences within a microbatch."""
     expert_bias_update_rate: float | None = None
     """Step size of the router bias update, which balances expert loads (arXiv:2408.15664). The
-    biases affect which experts are selected, but not their weights. None disables the biases."""
+    biases affect which experts are selected, but not the weights of the experts. None disables the
+    biases."""
     biased: bool = False
     """Whether the router and all expert projections have biases."""
     rows_received: float | None = None
-    """Capacity of a device in token-expert pairs per local token, if experts or tokens are sharded.
-    If None, the capacity is the number of pairs that the device computes."""
+    """Capacity of a device, as token-expert pairs per local token, if experts or tokens are
+    sharded. If None, the capacity is the number of pairs that the device computes."""
     shards: int = 1
     """Number of devices over which experts are sharded."""
 

@@ -23,13 +23,13 @@ class LatentAttention(Part):
     d_model: int
     num_heads: int
     head_dim: int
-    """Size of a query or key head, including the RoPE dims."""
+    """Number of dims of a query or key head, including the RoPE dims."""
     value_size: int
-    """Size of a value head."""
+    """Number of dims of a value head."""
     rank: int
     """Size of the key-value latent of each token."""
     q_lora_rank: int
-    """Size of the query latent. If 0, queries are projected from the layer's input."""
+    """Number of dims of the query latent. If 0, queries are projected from the layer's input."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     backend: str
@@ -37,7 +37,7 @@ class LatentAttention(Part):
     """Rotary positions. The projections store the RoPE dims at the end of each head, as pairs (2i,
     2i+1)."""
     scale: float
-    """Factor that multiplies the attention scores."""
+    """Factor by which the attention scores are multiplied."""
     epsilon: float
     """Epsilon of the RMSNorms on the latents."""
 
@@ -75,7 +75,7 @@ class LatentAttention(Part):
     def params(self) -> Mapping[str, Param]:
         """Return the down projections, their norms, and the up projections to the heads.
 
-        In `key_value_up`, the leading dims of each head are its key without the RoPE dims.
+        In `key_value_up`, the leading dims of each head are the head's key without the RoPE dims.
         """
         embed, heads = (self.d_model, "embed"), (self.num_heads, "heads")
         size, into = (self.head_dim, "head_dim"), Normal(self.d_model)
@@ -149,8 +149,8 @@ class LatentAttention(Part):
     def backward_peak(self) -> Held:
         """Return the score and the probability of each token pair.
 
-        Blockwise attention adds the block-ordered copies of its inputs. Kernels that need a dense
-        mask add gradient arrays for each packed document.
+        Blockwise attention adds block-ordered copies of the attention inputs. Kernels that need a
+        dense mask add gradient arrays for each packed document.
         """
         if stands(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))

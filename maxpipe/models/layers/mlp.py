@@ -111,7 +111,7 @@ class GatedMLP(Part):
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """Base class of the norms."""
+    """Base class of the normalization sublayers."""
 
     d_model: int
     epsilon: float
@@ -127,7 +127,7 @@ class Norm(Part):
 
     @property
     def traffic(self) -> Held:
-        """Return the input and the output."""
+        """Return the input and the output of the norm."""
         return Held(compute_dtype=((2.0, self._width),))
 
     @property
@@ -183,7 +183,9 @@ class RMSNorm(Norm):
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     def _scaled(self, dims: Dims) -> Held:
-        """Return the scaled array. The array is in the compute dtype if there is no offset."""
+        """Return the array that is multiplied by the scale, in the compute dtype unless an offset
+        is set.
+        """
         return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
