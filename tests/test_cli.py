@@ -183,7 +183,7 @@ def test_version(capsys: Capture):
         ("schedule --compare gpipe,zb_v --delayed", "pipeline.schedule is zb_v"),
         ("schedule zb_v --delayed", "pipeline.delayed_forwarding = True\n"),
         ("schedule zb_v --repeats 3", "must be 2 with pipeline.schedule=zb_v"),
-        ("schedule --costs 1,2", "1,2 is not three positive numbers, such as 1,1,1.5"),
+        ("schedule --costs 1,2", "1,2 must be three positive numbers, such as 1,1,1.5"),
         ("schedule --costs 1,0,1", "not three positive numbers"),
         ("schedule --costs 1,x,1", "not three positive numbers"),
         ("schedule --costs 1,inf,1", "not three positive numbers"),

@@ -71,8 +71,8 @@ def _mixture(options: argparse.Namespace) -> int:
 
 def mixture_stage_table(train: Loader) -> list[dict[str, Any]]:
     """Return the first step and the source weights of every mixture stage. The first sequences of
-    that step may still belong to the previous stage. A last stage without weights means that all
-    sources are exhausted.
+    that step may still belong to the previous stage. If the last stage has no weights, all sources
+    are exhausted at its first step.
     """
     assert train.stream.mixture is not None
     table = []

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         """Reject the first unknown option that resembles one of this command's options.
 
         Raises:
-            ConfigError: an unknown option resembles a known option, which the error suggests.
+            ConfigError: an unknown option resembles a known one, which the message suggests.
         """
         from maxpipe.config.rules import did_you_mean
 

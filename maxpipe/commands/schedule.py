@@ -246,7 +246,7 @@ def _costs(text: str) -> tuple[float, ...]:
     except ValueError:
         costs = ()
     if len(costs) != 3 or not all(0 < cost < math.inf for cost in costs):
-        message = f"{text} is not three positive numbers, such as 1,1,1.5"
+        message = f"{text} must be three positive numbers, such as 1,1,1.5"
         raise argparse.ArgumentTypeError(message)
     return costs
 

@@ -252,8 +252,8 @@ def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
         _is_same(prompt[0], response) for response in responses[0][: max(0, alike)]
     ):
         rule = (
-            "must have responses to the prompt: both are full conversations that share more "
-            "messages than the prompt."
+            "must contain responses to the prompt, but both are full conversations that begin with "
+            "more common messages than the prompt."
         )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return parts

@@ -548,7 +548,7 @@ class Coordinator:
             return
         gone = self._format_processes(each.index for each in self._members.values() if each.left)
         others = self._format_processes(each.index for each in rest)
-        text = f"{gone} ended {alone:.0f} s ago, but {others} did not\n"
+        text = f"{gone} exited {alone:.0f} s ago, but {others} did not\n"
         text += f"  The remaining processes would wait forever.\n{_AGAIN}"
         self._end(ExitCode.HANG, text)
 

@@ -282,7 +282,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
     If no path is set, results are discarded. A file with earlier results is overwritten.
 
     Raises:
-        ConfigError: the path is an existing file with other content, such as the questions.
+        ConfigError: the path exists and is not a results file (for example, the questions file).
         StorageError: the file cannot be written.
     """
     if path is None:

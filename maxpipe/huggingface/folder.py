@@ -508,7 +508,7 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def unwritable_error(where: Path, error: OSError) -> StorageError:
-    """Return the error for an unwritable folder, which states that no partial files remain."""
+    """Return the error for an unwritable folder. It notes that no partial files remain."""
     return StorageError.unwritable(
         where, error, "Free space, or use a writable folder. All partial files were removed."
     )

@@ -287,7 +287,7 @@ class _AttentionFactor(_Length):
 
 @dataclass(frozen=True)
 class Turns:
-    """Key-table row for a number of rotations. 0 in our config selects the published value."""
+    """Key-table row for a number of rotations. A value of 0 selects the published number."""
 
     theirs: str
     ours: str

@@ -522,7 +522,7 @@ class Decoder:
         """Return empty caches for all layers, in model order.
 
         `piece` is the maximum number of tokens appended at once. If `piece` is set, the cache of a
-        layer with a window holds only these tokens and the window before them.
+        sliding-window layer holds only these tokens and the window preceding them.
         """
         caches = []
         for number, layer_type in enumerate(self.model.layers):

@@ -179,7 +179,7 @@ class Engine:
         return self._for_each_param(True) if self.trainable is None else self.trainable
 
     def _for_each_param(self, value: bool | int) -> Tree:
-        """Return a tree with the structure of the parameters and with this value as every leaf."""
+        """Return a tree with the structure of the parameters, and `value` as every leaf."""
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:

@@ -371,8 +371,8 @@ scores."""
 
 
 REMOTE_KEY_COPIES = 2.0
-"""Number of copies of keys and values from other devices: the gathered arrays and their
-gradients."""
+"""Number of arrays that hold the keys and values gathered from other devices: the gathered arrays
+themselves and their gradients."""
 
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:

@@ -295,7 +295,7 @@ def _most(hardware: Hardware) -> int:
 
 
 def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> Topology:
-    """Return a topology with one slice of `count` devices of the local type; starts jax.
+    """Initialize jax, and return a topology with one slice of `count` devices of the local type.
 
     Args:
         runtime: runtime settings of the process.

@@ -54,7 +54,7 @@ Tree = Any
 
 
 def read_folder_params(source: HuggingFaceFolder, abstract: Tree) -> Tree:
-    """Read the parameters in a Hugging Face folder with the shardings of `abstract`.
+    """Load the parameters from a Hugging Face folder, sharded like `abstract`.
 
     Each process reads the shards of its devices, one device's shard of one parameter at a time.
 

@@ -535,7 +535,7 @@ class StateLayout:
     def init(self) -> TrainState:
         """Return a new state on the mesh, which depends only on the seed and the model."""
         init = self._jit(self._init, self.state_sharding).lower()
-        # On CPU, LLVM needs many seconds to optimize the random number generator, which runs only
+        # On CPU, LLVM spends many seconds optimizing the random number generator, which runs only
         # once. The generator uses integer arithmetic, so the random bits are the same at any
         # optimization level.
         options: dict[str, Any] = {}

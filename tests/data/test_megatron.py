@@ -116,7 +116,7 @@ WRONG = {
     "old": ({"magic": b"TNTIDX\x00\x00\x00"}, "TNTIDX, the predecessor of MMIDIDX"),
     "version": ({"version": 2}, "version is 2"),
     "floats": ({"code": 7}, "floats, type 7"),
-    "unknown type": ({"code": 77}, "unknown type 77"),
+    "unknown type": ({"code": 77}, "type 77, which is unknown"),
     "many sequences": ({"count": 1 << 60}, "1152921504606846976 sequences"),
     "many bounds": ({"num_bounds": (1 << 64) - 1}, "18446744073709551615 bounds"),
     "no end": ({"more": bytes(3)}, "bounds require"),

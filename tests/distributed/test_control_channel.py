@@ -503,7 +503,7 @@ steps(link, 5 if index == 1 else 1000, wait)
         codes, _, errors = ends(processes)
     assert codes == [71, 0, 71]
     for text in (errors[0], errors[2]):
-        assert re.search(r"process 1 ended \d s ago, but processes 0, 2 did not", text)
+        assert re.search(r"process 1 exited \d s ago, but processes 0, 2 did not", text)
 
 
 @pytest.mark.parametrize(

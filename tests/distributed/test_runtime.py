@@ -313,7 +313,7 @@ def test_a_port_that_is_taken_is_a_mistake():
     assert ran.returncode == 2, ran.stderr
     is_explained(ran.stderr)
     cause = os.strerror(errno.EADDRINUSE)
-    action = "another port in runtime.coordinator"
+    action = "set runtime.coordinator to another port"
     assert_error(ran.stderr, names=[f"port {port} cannot be used here", cause], suggests=action)
 
 

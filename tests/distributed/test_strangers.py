@@ -146,7 +146,7 @@ def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.fault("P3")
-def test_neither_words_of_before_nor_ones_own_are_a_proof() -> None:
+def test_replayed_and_reflected_proofs_are_rejected() -> None:
     """A challenge sent back, a greeting of this hub, and all that a member said an hour ago."""
     with listening() as (opened, address):
         recorded = recording(address)
@@ -366,9 +366,7 @@ def cut_in(data: bytes) -> bytes:
         (b"hello", lambda data: data.replace(b'"10"', b'"11"')),
     ],
 )
-def test_what_is_changed_on_its_way_is_not_believed(
-    after: bytes, change: Callable[[bytes], bytes]
-) -> None:
+def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], bytes]) -> None:
     """Of the words that were let in between, none is heard; the connection is over."""
     done: list[int] = []
 
@@ -411,7 +409,7 @@ def test_what_is_changed_on_its_way_is_not_believed(
         {"stop": 75},  # before it has said who it is
     ],
 )
-def test_nonsense_of_a_process_ends_its_connection_only(message: Any) -> None:
+def test_invalid_messages_close_only_their_connection(message: Any) -> None:
     with hub_of_one() as (hub, selector, told):
         here, there = socket.socketpair()
         with here, there:
@@ -482,7 +480,7 @@ def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
 @pytest.mark.parametrize(
     "code", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (-1, 256, 2**40))]
 )
-def test_whatever_a_process_says_the_run_is_not_done(code: int) -> None:
+def test_no_message_of_a_process_ends_a_run_as_done(code: int) -> None:
     with (
         members("steps(link, 1000)", count=2, started=1) as (first,),
         introduced(first, 1, count=2) as wire,

@@ -100,7 +100,7 @@ def parse(raw: bytes, size: int) -> IndexLayout:
     if code in _FLOATS:
         raise ValueError(f"the ids are floats, type {code}")
     if code not in _TYPES:
-        raise ValueError(f"the ids have the unknown type {code}")
+        raise ValueError(f"the ids have type {code}, which is unknown")
     layout = IndexLayout(np.dtype(_TYPES[code]), num_sequences, num_bounds)
     # Multimodal indexes contain an additional byte per sequence, which is ignored.
     if size not in (layout.end, layout.end + num_sequences):

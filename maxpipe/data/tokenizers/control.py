@@ -169,7 +169,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_chat`, and int64 [tokens, 2]: each token's character range."""
+        """Return the ids of `encode_chat`, and each token's character range, int64 [tokens, 2]."""
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return the token ids of rendered text, int32 [tokens], including control tokens."""

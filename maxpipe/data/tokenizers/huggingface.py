@@ -142,8 +142,9 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
 
     file_fingerprint: str = ""
-    """Fingerprint of the unmodified file. The fingerprint is set only if the folder's tokenizer
-    class modifies the definition and the settings can select a class that uses the file unchanged.
+    """Fingerprint of `tokenizer.json` without changes. It is set only if the tokenizer class named
+    in the folder changes the definition, and `tokenizer_config.json` could name a class that does
+    not.
     """
 
     def __init__(self, path: str):

@@ -29,7 +29,7 @@ class LatentAttention(Part):
     rank: int
     """Size of the key-value latent of each token."""
     q_lora_rank: int
-    """Number of dims of the query latent. If 0, queries are projected from the layer's input."""
+    """Size of the query latent. If 0, queries are projected from the layer's input."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     backend: str
