@@ -131,14 +131,14 @@ MISTAKES = [
         (
             "x.toml",
             "x.toml",
-            "5 keys of another trainer",
+            "5 keys from another trainer",
             "Write these lines to a .yml file",
             "x-here.yml",
         ),
         (
             "maxtext.yml",
             "maxtext.yml",
-            "6 keys of another trainer",
+            "6 keys from another trainer",
             "Write these lines to a .yml file",
             "maxtext-here.yml",
         ),

@@ -656,7 +656,7 @@ def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path,
         # arguments with line breaks.
         assert all(each.isprintable() or each == "\n" for each in err), case
         if code and "\n" not in "".join(overrides):
-            translated = rf"^{re.escape(str(path))}\n.* of another trainer.*\n(  .*\n)+"
+            translated = rf"^{re.escape(str(path))}\n.* from another trainer.*\n(  .*\n)+"
             assert re.sub(translated, "", err, flags=re.MULTILINE).count("\n") % 3 == 0, case
         codes.append(code)
     assert codes.count(0) > count / 20 and codes.count(2) > count / 3

@@ -102,7 +102,7 @@ def test_a_file_is_answered_by_one_that_loads(trainer: str, tmp_path: Path):
     with pytest.raises(ConfigError) as caught:
         load(["tiny", str(path)])
     [problem] = [each for each in caught.value.problems if each.where == str(path)]
-    assert problem.rule.startswith("contains ") and " keys of another trainer" in problem.rule
+    assert problem.rule.startswith("contains ") and " keys from another trainer" in problem.rule
     head, _, body = problem.action.partition("\n")
     assert head.endswith(f"and use it instead of {path}:") and len(body.splitlines()) < 450
     assert "unknown names" not in body
@@ -237,7 +237,7 @@ def test_a_named_config_next_to_other_keys_hides_those_that_it_may_set(tmp_path:
     with pytest.raises(ConfigError) as caught:
         load([str(path)])
     [problem] = caught.value.problems
-    assert problem.rule.startswith("contains 2 keys of another trainer")
+    assert problem.rule.startswith("contains 2 keys from another trainer")
     assert "x.toml" in problem.action
 
 

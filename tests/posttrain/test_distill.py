@@ -187,7 +187,7 @@ def test_another_teacher_is_refused(asked: Place) -> None:
     other = f"distill.teacher={runs / 'teacher'}@2"
     said = asked.train("changed", *STAGED, "distill.teacher_devices=2", LAYOUT, other, code=2)
     is_explained(said)
-    assert "must be the teacher of the checkpoint of step 2" in said
+    assert "must be the teacher used for the checkpoint of step 2" in said
 
 
 @pytest.mark.layouts

@@ -113,6 +113,6 @@ def test_another_packing_is_refused(tiny: Path, here: Path, run: Run, tmp_path: 
     output = run("train", *more, "data.packing=best_fit", code=2)
     assert "since step 8 was saved: the packing strategy was concatenate and is best_fit" in output
     output = run("train", *more, "data.packing=best_fit", "data.allow_change=true")
-    assert "the packing was concatenate when step 8 was saved and is best_fit" in output
+    assert "the packing strategy was concatenate when step 8 was saved and is best_fit" in output
     output = run("train", *keys, "train.steps=10", code=2)
     assert "since step 9 was saved: the packing strategy was best_fit and is concatenate" in output
