@@ -46,7 +46,7 @@ def _check(options: argparse.Namespace) -> None:
         if given is not None:
             rule = "requires --choices; it does not affect the language-modeling loss."
             if options.choices is not None:
-                rule = "has no effect with --choices, which evaluates only multiple-choice tasks."
+                rule = "does not affect --choices, which evaluates only multiple-choice tasks."
             raise ConfigError.one(f"command line: {option}", given, rule, f"Leave out {option}.")
 
 

@@ -319,7 +319,7 @@ _TEMPLATE_HEAD = """\
 First run: a small byte-level decoder, trained on the source code of Python's standard library.
 It trains in minutes on a laptop CPU, without a download, and runs unchanged on GPUs and TPUs.
 
-  {train}                  starts the run, or resumes it after an interruption
+  {train}                  starts the run, or resumes it
   {train} train.steps=600  overrides a value for this command
   maxpipe board{pad}shows training curves
 

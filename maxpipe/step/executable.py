@@ -117,7 +117,7 @@ def check_devices(platform: str, count: int, where: str, folder: Path, action: s
 
 def _damage_error(folder: Path) -> StorageError:
     return StorageError(
-        f"{CONFIG_KEY} = {folder}\n  is corrupted: the program's checksum does not match.\n  "
+        f"{CONFIG_KEY} = {folder}\n  is damaged: the program's checksum does not match.\n  "
         "Recompile with `maxpipe compile ... --save`."
     )
 

@@ -345,7 +345,7 @@ def test_one_damaged_step_of_several_is_renamed_two_are_not(tmp_path: Path):
     for _ in range(2):
         with pytest.raises(StorageError, match="newest 2 checkpoints both look") as refused:
             resume(tmp_path)
-        assert "the run resumes from step 1." in str(refused.value)
+        assert "the run then resumes from step 1." in str(refused.value)
         assert names(tmp_path) == ["1", "2", "3"]
     flip(arrays(tmp_path / CHECKPOINTS_FOLDER / "2"))  # back
     assert resume(tmp_path)[0] == 2

@@ -576,7 +576,7 @@ def test_patterns_without_a_match_are_named() -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("mesh.sequence_parallel=true", "one scale for 64 columns of an MLP (192)"),
+        ("mesh.sequence_parallel=true", "one scale per block of 64 columns of an MLP (192)"),
         ("mesh.sequence_parallel=true model.matmul_scales=tensor", ""),
         ("mesh.sequence_parallel=true model.d_mlp=512", ""),
         ("mesh.sequence_parallel=false", ""),
@@ -584,7 +584,7 @@ def test_patterns_without_a_match_are_named() -> None:
         (
             "mesh.ici_tensor=1 mesh.ici_context=2 train.sequence_length=96 "
             "model.matmul_weight_gradients=same",
-            "one scale for 32 tokens (96)",
+            "one scale per block of 32 tokens (96)",
         ),
     ],
 )
@@ -614,7 +614,7 @@ def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
         ("[{percent: 20, shape: linear, from: 0, to: 1}, {shape: linear, to: 0}]", None),
         # The run ends during the second phase.
         ("[{steps: 8, shape: linear, from: 0, to: 1}, {steps: 99, shape: linear, to: 0}]", None),
-        ("[{steps: 10, shape: linear, to: 1}, {shape: linear, to: 0}]", "has 10 steps"),
+        ("[{steps: 10, shape: linear, to: 1}, {shape: linear, to: 0}]", "the run has 10"),
         (
             "[{steps: 10, shape: linear, to: 0.5}, {steps: 7, shape: linear, to: 1, times: 3}]",
             "before the last 3 phases",

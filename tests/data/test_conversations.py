@@ -256,7 +256,7 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
 @pytest.mark.parametrize(
     ("record", "given", "rule"),
     [
-        ({"text": "a"}, "fields text", "field that data.messages_field names"),
+        ({"text": "a"}, "fields text", "the field named by data.messages_field"),
         ("only text", "only text", "must be an object if data.chat="),
         (
             {"messages": "a"},

@@ -157,11 +157,11 @@ def test_conversations_are_shown_with_their_mask(
     ("arguments", "where"),
     [
         (["--row", "4"], "row = 4"),
-        (["--row", "-1"], "at least 0"),
-        (["--step", "0"], "at least 1"),
-        (["--step", "100000000001"], "at most 100000000000"),
-        (["--step", "9" * 40], "at most 100000000000"),
-        (["--step", "70", "data.end=stop"], "reads batch 70, but the last batch is"),
+        (["--row", "-1"], "minimum of 0"),
+        (["--step", "0"], "minimum of 1"),
+        (["--step", "100000000001"], "maximum of 100000000000"),
+        (["--step", "9" * 40], "maximum of 100000000000"),
+        (["--step", "70", "data.end=stop"], "would read batch 70, but the last batch is"),
     ],
 )
 def test_rows_that_are_not_there(

@@ -339,7 +339,7 @@ def test_config_by_names(tmp_path: Path) -> None:
         ([*WEB, "data.mixture.web.weight=1e308"], "must be from 0 to 3.4e+38"),
         ([*WEB, "data.mixture.web.epochs=1e10"], "must be from 0 to 1e+09"),
         ([*WEB, "train.steps=100000000001"], "must be from 0 to 100000000000"),
-        ([*WEB, "data.path=x"], "with data.mixture"),
+        ([*WEB, "data.path=x"], "if data.mixture is set"),
         (["data.mixture.web.source=text"], "data.mixture.web.path"),
         (
             [*WEB, *CODE, "data.mixture.web.weight=1", "data.mixture.code.epochs=1"],

@@ -269,7 +269,7 @@ def test_the_key_and_its_other_names(here: Path) -> None:
     assert "data.packing" in problem("data.sample_packing=true")
     one = ["data.mixture.a.source=corpus", "data.mixture.b.source=synthetic"]
     found = problem(*one, "data.packing=pad")
-    assert "with data.mixture" in found and "data.mixture.a.packing=pad" in found
+    assert "if data.mixture is set" in found and "data.mixture.a.packing=pad" in found
     mixed = load(["quickstart", *one, "data.mixture.b.packing=pad"]).config.data.mixture
     assert mixed["a"].packing == "auto" and mixed["b"].packing == "pad"
 

@@ -221,5 +221,5 @@ def test_the_message_names_the_field_of_the_prompt(tmp_path: Path) -> None:
     (problem,) = error.value.problems
     assert "its keys: question, answer; set data.prompt_field=question" in problem.rule
     assert fields(records, tmp_path, prompt_field="question")[0] == ["1+1?"]
-    with pytest.raises(ConfigError, match=r"data.prompt_field names \(query\)"):
+    with pytest.raises(ConfigError, match=r"named by data.prompt_field \(query\)"):
         fields(records, tmp_path, prompt_field="query")

@@ -129,7 +129,7 @@ def test_control_tokens_from_tokenizer_config(tmp_path: Path) -> None:
 
 
 def test_file_mistakes(tmp_path: Path) -> None:
-    for path, text in [("", "No such file"), (str(tmp_path), "this folder has none")]:
+    for path, text in [("", "No such file"), (str(tmp_path), "this folder does not")]:
         with pytest.raises(ConfigError) as error:
             open_tokenizer(TokenizerConfig(kind="huggingface", path=path))
         [problem] = error.value.problems

@@ -186,11 +186,11 @@ def test_auto_finds_out_what_a_file_is(name: str, opened: dict[str, Tokenizer]) 
 
 def test_a_folder_holds_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenizer]) -> None:
     auto = TokenizerConfig(kind="auto", path=str(tmp_path))
-    assert "this folder has none" in refused(auto)
+    assert "this folder does not" in refused(auto)
     shutil.copy(GOLDEN / "unigram.model", tmp_path / "tokenizer.model")
     (tmp_path / "other.model").write_bytes(b"\x80no tokenizer")
     assert open_tokenizer(auto).fingerprint() == opened["unigram"].fingerprint()
-    assert "this folder has none" in refused(replace(auto, kind="tiktoken", preset="llama3"))
+    assert "this folder does not" in refused(replace(auto, kind="tiktoken", preset="llama3"))
     shutil.copy(GOLDEN / "bpe.model", tmp_path / "b.model")
     message = refused(auto)
     assert "b.model, tokenizer.model" in message

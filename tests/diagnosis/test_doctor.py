@@ -204,7 +204,7 @@ def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path)
     explained(checks(f"{tmp_path}/none"), "has no checkpoint")
     own = load([*config, f"run.dir={tmp_path}", "run.name=base", "checkpoint.restore_from=nothing"])
     (check,) = doctor.check_restore_source(own.config)
-    assert check.status == "ok" and "is not used" in check.text
+    assert check.status == "ok" and "is ignored" in check.text
     assert list(doctor.check_restore_source(load(config).config)) == []
 
 

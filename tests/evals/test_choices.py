@@ -95,7 +95,7 @@ def test_options_without_effect_are_refused(
     assert main(["eval", *arguments.split()]) == 2
     output = capsys.readouterr().err
     is_explained(output)
-    assert "has no effect" in output
+    assert "does not affect" in output
 
 
 def test_answers_are_the_most_likely_choices(tmp_path: Path) -> None:

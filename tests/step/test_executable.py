@@ -74,7 +74,7 @@ def test_damage_is_found(folder: Path, name: str) -> None:
 def test_a_digest_of_another_program_is_damage(folder: Path) -> None:
     record = json.loads((folder / PROVENANCE).read_text())
     (folder / PROVENANCE).write_text(json.dumps(record | {"sha256": "0" * 64}))
-    assert "is corrupted" in refused(folder, StorageError)
+    assert "is damaged" in refused(folder, StorageError)
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:

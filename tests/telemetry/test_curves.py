@@ -101,7 +101,7 @@ def test_odd_numbers_in_records_are_left_out_with_a_warning(
     path.write_text(path.read_text() + "\n" + "\n".join(lines) + "\n")
     found = read(runs / "runs/one", ["train/loss"])["train/loss"]
     assert found == [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30)), (48, 1e-320)]
-    assert "train/loss has 8 records that cannot be drawn" in caplog.text
+    assert "train/loss has 8 records that cannot be plotted" in caplog.text
     # Numbers of 400 and 5000 digits, and the torn line of `runs`.
     assert "skipped 4 lines that are not valid JSON" in caplog.text
     assert main(["curves", "one", "--out", f"odd.{suffix}"]) == 0

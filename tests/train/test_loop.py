@@ -481,8 +481,8 @@ def test_a_finished_run_refuses_other_settings_and_names_a_free_run(
     output = run("train", tiny, *arguments, code=2)
     is_explained(output)
     *_, where, rule, action = output.rstrip("\n").splitlines()
-    assert where == str(copy) and "all its 24 steps are done" in rule
-    listed = rule.partition("was saved: ")[2].removesuffix(".").split("; ")
+    assert where == str(copy) and "all of its 24 steps are done" in rule
+    listed = rule.partition("would have no effect: ")[2].removesuffix(".").split("; ")
     assert sorted(listed) == sorted(CHANGES.values())
     assert "run.name=run-3" in action and "train.steps=48" in action
     assert saved_digest(copy) == saved_digest(unbroken)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GrpoConfig:
-    """Reinforcement learning with GRPO on completions that are scored by a reward function.
+    """Reinforcement learning with GRPO: a reward function scores the completions.
 
     The loss compares completions of the same prompt. Ignored unless `train.objective=grpo`.
     """
