@@ -61,7 +61,7 @@ from maxpipe.io.files import expand_path, read_json_lines
 
 
 class _Step(TypedDict):
-    """A record of `events.jsonl` or `metrics.jsonl`."""
+    """A record in `events.jsonl` or `metrics.jsonl`."""
 
     step: int
 

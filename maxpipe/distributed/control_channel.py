@@ -511,7 +511,8 @@ class ControlChannel:
                 self.on_leave(int(code), text)
 
         try:
-            with contextlib.suppress(RuntimeError):  # no thread can be started while Python exits
+            # Threads cannot be started while the Python interpreter is shutting down.
+            with contextlib.suppress(RuntimeError):
                 _exit_later(2 * _GOODBYE_SECONDS, int(code))
                 telling = threading.Thread(target=tell_ledger, daemon=True)
                 telling.start()

@@ -76,7 +76,7 @@ def join_processes(
 
     Raises:
         ConfigError: the selected platform has no devices on this machine, `facts` differ between
-            processes, or the secret is not private.
+            processes, or other users can read the secret.
         UnreachableError: other processes did not join in time or are unreachable.
         StorageError: the folder cannot be written.
     """

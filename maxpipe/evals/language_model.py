@@ -4,7 +4,7 @@ Sequences are padded on the right. Causal attention never reads this padding, so
 sequence does not depend on the other sequences in its batch. Logits are computed for one block of
 tokens at a time, because the logits of full sequences would dominate memory use.
 
-Source: the three request types follow lm-evaluation-harness.
+Source: the three request types are those of lm-evaluation-harness.
 """
 
 from __future__ import annotations

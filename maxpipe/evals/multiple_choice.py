@@ -372,7 +372,7 @@ class Task:
         return hashlib.sha256(json.dumps(self._questions).encode()).hexdigest()
 
     def compile(self, steps: Steps) -> None:
-        """Compile the scoring program for the parameters of `steps`."""
+        """Compile the scoring function for the parameter shapes and shardings of `steps`."""
         self._scoring_steps = self._build_steps(steps)
         self._program = self._scoring_steps.compile_eval(self.batch_size)
 

@@ -213,7 +213,7 @@ class DecodeEngineProtocol(Protocol):
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield, in each step, every sequence's next token and its log-probability, `[B]`."""
+        """Yield the next token of every sequence and its log-probability, `[B]`, in each step."""
         ...
 
 

@@ -100,7 +100,7 @@ def read(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the content of a file of at most `most` bytes.
 
     Raises:
-        UnsafeFileError: the file is larger than `most`, or is not a regular file.
+        UnsafeFileError: the file is larger than `most` bytes, or is not a regular file.
         OSError: the file cannot be read.
     """
     with open(open_regular(path), "rb") as stream:

@@ -248,7 +248,7 @@ class Part(Protocol):
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Return the matmuls and attention scores of one forward pass."""
+        """Return the matmul and attention-score operations of one forward pass."""
         ...
 
     @property

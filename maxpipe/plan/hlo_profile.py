@@ -101,7 +101,7 @@ class Collective:
     between: tuple[str, ...] = ()
     """Compute instructions between the start and the end of the collective, in scheduled order."""
     cycles_between: float = 0.0
-    """Total estimated cycles of the instructions in `between`, including loops."""
+    """Total estimated cycles of the instructions in `between`, including those in loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
     """Estimated cycles keyed by instruction, because collectives in flight at the same time share
     instructions."""

@@ -233,7 +233,7 @@ def stat_of(file: File) -> Stat:
 
 
 def wait_until_settled(file: File) -> None:
-    """Wait until any further write to a local file would change its stat."""
+    """Wait until any further write to a local file would change its modification time."""
     assert file.stat is not None
     if not file.stat.is_settled:
         time.sleep(min(SETTLED_SECONDS, SETTLED_SECONDS - file.stat.age_seconds))

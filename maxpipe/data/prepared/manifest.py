@@ -93,7 +93,7 @@ def parse(raw: bytes, size: int) -> IndexLayout:
     if raw.startswith(_OLD_MAGIC):
         raise ValueError("the format is TNTIDX, the predecessor of MMIDIDX")
     if len(raw) < HEADER_BYTES or not raw.startswith(_MAGIC):
-        raise ValueError(f"the file must begin with a MMIDIDX header of {HEADER_BYTES} bytes")
+        raise ValueError(f"the file must begin with an MMIDIDX header of {HEADER_BYTES} bytes")
     _, version, code, num_sequences, num_bounds = _HEADER.unpack(raw[:HEADER_BYTES])
     if version != _VERSION:
         raise ValueError(f"the version is {version}, but only {_VERSION} is supported")

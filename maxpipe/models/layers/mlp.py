@@ -80,8 +80,8 @@ class GatedMLP(Part):
 
     @property
     def barrier_copies(self) -> Held:
-        """Return the gradient copies that exist only without optimization barriers: with barriers,
-        the inputs are freed before the transposes.
+        """Return the additional gradient copies that exist without optimization barriers. With
+        barriers, the inputs are freed before the transposes run.
         """
         return Held(compute_dtype=((2.0, self._hidden),))
 

@@ -382,7 +382,7 @@ def _matmul_flops(query: Array, key: Array, causal: bool) -> float:
 
 
 class _PackedDocuments(NamedTuple):
-    """Packed documents of a batch of sequences, and the document index of each token."""
+    """The packed documents in a batch of sequences, and the document index of each token."""
 
     documents: DocumentOffsets
     number: Int[Array, " BT"]
