@@ -370,8 +370,9 @@ class DecodeEngine:
 
     @cached_property
     def _insert_program(self) -> Any:
-        """Return a function that replaces sequence `row` with the first sequence of another state. It
-        maps (state, tokens, indices, other state, other tokens, row, index) to (state, tokens,
+        """Return a function that replaces sequence `row` with the first sequence of another state.
+
+        It maps (state, tokens, indices, other state, other tokens, row, index) to (state, tokens,
         indices).
         """
 
