@@ -112,7 +112,7 @@ def test_modes_behind_the_bounds_are_not_read(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "magic": ({"magic": b"MMIDIDY\x00\x00"}, "begin with a MMIDIDX"),
+    "magic": ({"magic": b"MMIDIDY\x00\x00"}, "begin with an MMIDIDX"),
     "old": ({"magic": b"TNTIDX\x00\x00\x00"}, "TNTIDX, the predecessor of MMIDIDX"),
     "version": ({"version": 2}, "version is 2"),
     "floats": ({"code": 7}, "floats, type 7"),
