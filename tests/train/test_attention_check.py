@@ -160,7 +160,7 @@ SMALL = (
 def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
     """Not again where the run's folder says that this hardware passed."""
     given = (tiny, f"run.dir={tmp_path}", *SMALL)
-    line = "blockwise is "
+    line = "blockwise has errors of "
     output = run("train", *given)
     assert line in output and "is allowed" in output
     checked = list(ledger(tmp_path / "run", "attention_checked"))
