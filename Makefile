@@ -19,7 +19,7 @@ DEV := $(VENV)/installed-dev-$(LANE)
 .PHONY: help quickstart test test-fast test-slow test-times test-all test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle check docs bench clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-11s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
 
 quickstart: $(BASE)  ## install, then train a small model on this machine
 	@$(BIN)/maxpipe train configs/quickstart.yml

@@ -212,7 +212,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             for (base, name), t in _shared.items()
             if name in names and item.nodeid.startswith(base)
         )
-    report.user_properties = [("seconds", seconds)]
+    report.user_properties += [("seconds", seconds)]
     return report
 
 
@@ -222,10 +222,11 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Update `times.json` from this run, in the process that starts the workers."""
+    """Replace the files of this run in `times.json`, in the process that starts the workers."""
     if not session.config.getoption("--record-times") or hasattr(session.config, "workerinput"):
         return
-    times = {test: t for test, t in recorded_times().items() if test not in _measured}
+    run = {test.partition("::")[0] for test in _measured}  # renamed tests are dropped
+    times = {test: t for test, t in recorded_times().items() if test.partition("::")[0] not in run}
     times |= {test: t for test, t in _measured.items() if t >= MEDIUM_SECONDS}
     files: dict[str, dict[str, float]] = {}
     for test, seconds in sorted(times.items()):

@@ -211,8 +211,8 @@ class _Finder:
     # These methods use os.path, because pathlib raises an error if a name is too long.
 
     def find(self, text: str) -> Address | None:
-        """Return the address of the run or checkpoint that `text` names, or None if there is no
-        match. A checkpoint's step need not exist.
+        """Return the address of the run or checkpoint that `text` names, or None if nothing
+        matches. A checkpoint's step need not exist.
         """
         folders = [path for path in self._candidates(text) if os.path.isdir(path)]
         runs = [path for path in folders if is_run(path)]

@@ -168,9 +168,7 @@ class RunLock:
             self.path.unlink()  # on a full disk, no other process can claim or replace the lock
 
     def _is_free(self) -> bool:
-        """Return whether there is no lock, or its holder was a process on this host that has
-        died.
-        """
+        """Return True if no lock exists, or if its holder was a process on this host that died."""
         try:
             holder = _read(self.path)
         except FileNotFoundError:

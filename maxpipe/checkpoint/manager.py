@@ -115,7 +115,7 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
 
 
 def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:
-    """Return the largest recorded step (0 if there are no records) and the checkpoint folder
+    """Return the largest recorded step (0 if nothing was recorded) and the checkpoint folder
     recorded with it.
 
     Checkpoints in `checkpoint.local_dir` are ignored, because a local disk may be lost.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CLUSTERS = {
     "slurm": (
         "write or submit a SLURM job",
-        "Write or submit a SLURM job with one process per GPU, or per node if there are no\n"
+        "Write or submit a SLURM job with one process per GPU, or per node on nodes without\n"
         "GPUs. The job is requeued if it saved a checkpoint before it stopped, for example at\n"
         "its time limit.",
         "launch.topology=h100:8 launch.slices=4 launch.queue=gpu",

@@ -98,14 +98,14 @@ def explain(key: str) -> str:
         return _explain_section(known)
     if known in ALL_KEYS:
         return _explain_key(known)
-    answer = match_key(key.split("."), KEYS)
+    match = match_key(key.split("."), KEYS)
     guess = "" if "." in key else did_you_mean(key, SECTIONS)
-    guess = guess or answer.name
-    action = f"Did you mean `maxpipe config explain {guess}`?" if guess else answer.action
+    guess = guess or match.name
+    action = f"Did you mean `maxpipe config explain {guess}`?" if guess else match.action
     raise ConfigError.one(
         f"command line: {key}",
         None,
-        f"is neither a config section nor a config key{f': {answer.why}' if answer.why else '.'}",
+        f"is neither a config section nor a config key{f': {match.why}' if match.why else '.'}",
         action or "`maxpipe config explain` lists the sections.",
     )
 

@@ -97,7 +97,7 @@ class Mixture:
 
     def samples_to_reach(self, source: int, count: int) -> int | None:
         """Return the smallest n for which the first n samples include `count` samples of a source;
-        None if there is no such n.
+        None if no such n exists.
         """
         last = len(self.stages) - 1
         number = next((n for n in range(last) if self._before[n + 1][source] >= count), last)

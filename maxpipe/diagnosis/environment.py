@@ -202,7 +202,7 @@ def requirements() -> Iterator[tuple[str, str, bool]]:
 
 
 def _requirements() -> Iterator[tuple[str, str]]:
-    """Yield the (extra, requirement) pairs of the checkout or, if there is none, of the installed
+    """Yield the (extra, requirement) pairs of the checkout or, outside a checkout, of the installed
     package.
     """
     if _PROJECT.is_file():

@@ -153,7 +153,7 @@ class DecodeState(NamedTuple):
 
     caches: Tree
     seen_tokens: Bool[Array, "B V"] | None
-    """Mask of the tokens that each sequence contains, or None if there is no repetition penalty."""
+    """Mask of the tokens that each sequence contains, or None without a repetition penalty."""
 
 
 class SampledTokens(NamedTuple):

@@ -80,7 +80,7 @@ class RingState(NamedTuple):
     newest_tokens: SampledTokens
     """Newest token of each sequence in the ring, `[P, M, B]`."""
     seen_tokens: Bool[Array, "P M B V"] | None
-    """Mask of the tokens that each sequence contains, or None if there is no repetition penalty."""
+    """Mask of the tokens that each sequence contains, or None without a repetition penalty."""
 
 
 @dataclass(frozen=True)

@@ -338,8 +338,8 @@ def _iter_slices(
 def intersect(
     piece: TensorSlice, region: tuple[range, ...]
 ) -> tuple[Index, tuple[slice, ...]] | None:
-    """Return the overlap as indices into the region and into the slice, or None if there is no
-    overlap.
+    """Return the overlap as indices into the region and into the slice, or None if they do
+    not overlap.
 
     `region` contains the range of requested indices along each parameter dim.
     """

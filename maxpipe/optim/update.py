@@ -320,7 +320,7 @@ class TrainableParam:
     """Weight-decay coefficient."""
     layers: np.ndarray | None = None
     """int array that holds each layer's index in the network, with the shape of the stacked dims;
-    None if there are no stacked dims.
+    None without stacked dims.
     """
     spec: PartitionSpec = field(default_factory=PartitionSpec)
     """PartitionSpec of the gradient and the update."""

@@ -156,7 +156,7 @@ class CompileReport:
     """Calculated bytes of device memory held during the step but not passed as arguments: GRPO's
     reference parameters."""
     entries: list[ProfileLine] = field(default_factory=list)
-    """Operations on the busiest stages in descending order of cycles; empty if there are no cycle
+    """Operations on the busiest stages in descending order of cycles; empty without cycle
     estimates."""
     unknown_loops: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)

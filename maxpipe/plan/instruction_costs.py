@@ -66,7 +66,7 @@ class ProfileLine:
 
 
 def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
-    """Return all entries sorted by cycles, or an empty list if there are no cycle estimates."""
+    """Return all entries sorted by cycles, or an empty list without cycle estimates."""
     clock = hardware.clock_ghz * 1e9
     if not found.cycles or not clock:
         return []

@@ -303,7 +303,7 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
         count: number of devices (default: all local devices).
 
     Raises:
-        ConfigError: there are no devices, or no hardware parameters are known for their type.
+        ConfigError: jax finds no devices, or no hardware parameters are known for their type.
     """
     from maxpipe.distributed import runtime as process
 

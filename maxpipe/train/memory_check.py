@@ -136,7 +136,7 @@ def host_memory(
 
 
 def _free_address_space() -> float | None:
-    """Return the remaining address space in bytes under `ulimit -v`, or None if there is no
+    """Return the remaining address space in bytes under `ulimit -v`, or None without a
     limit.
     """
     try:

@@ -239,7 +239,7 @@ class BatchRamp(NamedTuple):
     def metadata(self) -> dict[str, Any]:
         """Return the ramp as JSON values for the data fingerprint; inverse of `from_metadata`.
 
-        If there are no stages, the result has the format of earlier releases.
+        An empty ramp results in the format of earlier releases.
         """
         ramp = [list(stage) for stage in self.stages]
         return {"batch_size": self.batch_size} | ({"batch_ramp": ramp} if ramp else {})

@@ -207,8 +207,8 @@ def resolve(
 ) -> ControlTokens:
     """Determine the control tokens of the vocabulary in the file `path`.
 
-    If there is no BOS token, documents begin with EOS. If there is no padding token, EOS is used
-    for padding.
+    A tokenizer without a BOS token begins documents with EOS. A tokenizer without a padding token
+    pads with EOS.
 
     Args:
         path: Vocabulary file; settings are read from the same folder.
