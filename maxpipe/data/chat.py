@@ -56,7 +56,7 @@ _CACHE_MESSAGES = CacheMessages(
 
 
 class TrainedMessage(NamedTuple):
-    """Record and index of a message that is trained on."""
+    """A message that is trained on, identified by its record and its index."""
 
     record: Any
     number: int
@@ -64,7 +64,7 @@ class TrainedMessage(NamedTuple):
 
 
 class TrainedMessageSource:
-    """Source with one document per message to train on in another source; see `Source`."""
+    """Source with one document for each trained message of another source; see `Source`."""
 
     def __init__(self, source: Source, counts: np.ndarray):
         """Create the source; `counts`, int64 [records], is the number of messages to train on in
@@ -116,7 +116,7 @@ def expand_trained_messages(
     *,
     keep: bool = False,
 ) -> Source:
-    """Return the source or, with `each_turn`, one that has a document per message to train on."""
+    """Return the source; with `each_turn`, wrap it so that each trained message is a document."""
     if config.rewritten_history != "each_turn" or config.chat not in ("messages", "prompt"):
         return source
 
@@ -160,9 +160,9 @@ def expand_trained_messages(
 _MAX_TEMPLATE_BYTES = 1 << 24
 _PASS_RECORDS = 256
 _VERSION = 2
-"""Incremented whenever a release changes the ids or masks produced for the same records."""
+"""Version number, incremented if a release changes the ids or masks for the same records."""
 REWRITTEN = 8
-"""Bit of `EncodedDocument.marks`: the template rewrites some messages, which are not trained on."""
+"""Bit of `EncodedDocument.marks`, set if the template rewrites messages, which are then masked."""
 
 
 def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTemplate:
@@ -214,7 +214,7 @@ def load_start_date(run: str, cache_dir: str) -> str:
     path = os.path.join(cache_dir, f"day-{name}.npz")
     if not os.path.exists(os.path.join(run, EVENTS_FILE)):
         with contextlib.suppress(OSError):
-            os.unlink(path)  # left by an earlier run in the same folder
+            os.unlink(path)  # an earlier run in the same folder left this file
     words = CacheMessages(
         "reading the date of the run's first start",
         "prompts use the current date",
@@ -250,7 +250,7 @@ class CountedConversation(NamedTuple):
     raw: bytes
     """The text that is trained on, encoded as UTF-8."""
     digest: int
-    """`digest_of` applied to the ids as int64."""
+    """Digest of the token ids; see `ids_digest`."""
     marks: int
     """See `EncodedDocument.marks`."""
     unread: tuple[str, ...]
@@ -333,7 +333,7 @@ class ConversationEncoder:
         if error.kind != "prefix":
             rule = f"must have messages that {path} can render: {error}."
             return BadRecord("", rule, "Correct the record or the template.")
-        rule = f"must render message by message, to locate the text to train on: {path} renders "
+        rule = f"must render message by message, so that trained text can be found: {path} renders "
         rule += f"the first messages differently when later messages follow; {error}."
         action = "Set data.rewritten_history=last or each_turn. Or mark the text to train on with "
         action += "{% generation %} ... {% endgeneration %} in a copy of the template, and set "
@@ -422,8 +422,8 @@ def build_chat_index(
     threads: int = 1,
     keep: bool = True,
 ) -> DocumentIndex:
-    """Return the index of conversations; see `build_index`. Byte counts include only text that is
-    trained on.
+    """Load or build the index of conversations; see `build_index`. Byte counts include only text
+    that is trained on.
 
     Raises:
         ConfigError: a record cannot be used, or no token is trained on.
@@ -490,7 +490,7 @@ def first_target(trained: np.ndarray) -> int:
 
 
 def ids_digest(ids: np.ndarray) -> int:
-    """Return `digest_of` applied to the ids as int64."""
+    """Return the digest of token ids: `digest_of` applied to the ids as int64."""
     return digest_of(ids.astype("<i8").tobytes())
 
 

@@ -301,7 +301,7 @@ def message_of(value: Mapping[str, Any]) -> Message:
     """
     message = drop_nulls(value)
     if isinstance(message.get("refusal"), str) and not any(map(message.get, _TEXTS)):
-        message["content"] = message.pop("refusal")  # the key of refusals in OpenAI records
+        message["content"] = message.pop("refusal")  # OpenAI records use this key
     if "role" in message or "from" not in message:
         return message
     named = message.pop("from")

@@ -150,7 +150,7 @@ def build_chat_spec(
 
 
 def _has_template(config: SourceConfig, tokenizer: Tokenizer) -> bool:
-    """Return whether the source has a template. Pairs of plain text need no template."""
+    """Return whether a chat template is available. Pairs of plain text need no template."""
     return bool(config.chat_template) or tokenizer.chat is not None
 
 
@@ -206,8 +206,8 @@ _PART = 1 << 20
 
 
 class RemainingCounts(NamedTuple):
-    """Numbers of conversations that still have tokens to train on, and that have none; int64
-    scalars.
+    """Numbers of conversations with and without tokens to train on after the length policy is
+    applied, as int64 scalars.
     """
 
     with_tokens: np.ndarray
@@ -247,8 +247,8 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count conversations with tokens left to train on and without; call `moved` for each
-        chunk.
+        """Count the conversations that still have tokens to train on, and those that have none;
+        call `moved` after each chunk.
         """
         return self._remaining_counts(self._documents.lengths, self.lengths)
 
@@ -333,7 +333,7 @@ def find_long_documents(lengths: np.ndarray, sequence_length: int) -> np.ndarray
 
 
 def count_long_documents(documents: TokenFiles, sequence_length: int) -> tuple[int, int]:
-    """Return the number of documents longer than a sequence, and the first one's index (or 0)."""
+    """Return the number of documents longer than a sequence, and the index of the first (or 0)."""
     count = first = 0
     for begin in range(0, documents.num_documents, _PART):
         lengths = documents.lengths_between(begin, min(begin + _PART, documents.num_documents))

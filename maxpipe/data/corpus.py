@@ -112,7 +112,11 @@ class IndexedSource:
     """Whether the documents are conversations or preference pairs, which have loss masks."""
 
     def sequences(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:
-        """Return the sequences of a split, if any; raise ConfigError if documents are too short."""
+        """Return the sequences of a split, or None if the split is empty.
+
+        Raises:
+            ConfigError: all documents have fewer than two tokens.
+        """
         with wrap_section_errors(self.name):
             sequences = self._packed(split, fraction, packer)
             if sequences is not None and not len(sequences):
@@ -448,7 +452,7 @@ _FINGERPRINT_LABELS = {
 
 
 _FINGERPRINT_DEFAULTS = {"packing": "concatenate", "long_conversations": "split"}
-"""Default values that fingerprints omit, so that they match fingerprints from earlier releases."""
+"""Default values that are omitted, so that fingerprints match those from earlier releases."""
 
 
 def _omit_default(name: str, value: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ from maxpipe.data.sources import Heartbeat
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
 
-# Incremented whenever a release changes the batches produced for the same seed and data.
+# The version is incremented if a release changes the batches for the same seed and data.
 _ORDER, _ORDER_VERSION = "order_version", 1
 
 Batch = dict[str, np.ndarray]

@@ -32,7 +32,7 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""Second integer of the permutation key for mixtures, unique among all types of permutations."""
+"""Second integer of the keys of mixture permutations; other permutations use other integers."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
 """Exclusive upper limit of sample numbers."""
@@ -161,7 +161,7 @@ class Mixture:
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return a mixture that equals this one before sample `number`, and `to` from there on."""
+        """Return a mixture that equals this one before sample `number`, and `to` afterwards."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -238,7 +238,7 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the number of samples after which each source ends: `epochs` epochs, or one epoch."""
+    """Return the sample limit of each source: `epochs` epochs, or one epoch if `epochs` is unset."""
     with_epochs = any(source.epochs for source in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size
@@ -279,7 +279,7 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second integer of the permutation key for sequences, unique among all types of permutations."""
+"""Second integer of the keys of sequence permutations; other permutations use other integers."""
 
 
 Arrays = Mapping[str, np.ndarray]

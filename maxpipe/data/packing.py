@@ -36,7 +36,7 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""Second integer of the permutation key for documents, unique among all types of permutations."""
+"""Second integer of the keys of document permutations; other permutations use other integers."""
 
 
 class Permutation:
@@ -57,7 +57,7 @@ class Permutation:
 
     def __call__(self, indices: np.ndarray) -> np.ndarray:
         inside = indices.size == 0 or 0 <= indices.min() <= indices.max() < self._size
-        assert inside, f"an index outside of range({self._size}) would loop forever"
+        assert inside, f"an index outside range({self._size}) would cause an infinite loop"
         # For many indices, processing blocks that fit in the CPU cache is four times as fast.
         blocks = range(_FEISTEL_BLOCK, len(indices), _FEISTEL_BLOCK)
         return np.concatenate([self._walk(block) for block in np.split(indices, blocks)])
@@ -259,7 +259,7 @@ Strategy = Literal["first_fit", "best_fit", "pad"]
 MAX_OPEN_SEQUENCES = 1024
 """Maximum number of open sequences, which are the sequences that `first_fit` searches."""
 _PACKED_ORDER = 4
-"""Second integer of the permutation key for packing, unique among all types of permutations."""
+"""Second integer of the keys of packing permutations; other permutations use other integers."""
 
 
 class PackingPlan(NamedTuple):
@@ -430,7 +430,7 @@ _FORMER_PACKINGS = {"concatenate": "cut"}
 earlier releases."""
 
 _CACHE_MESSAGES = disk_cache.CacheMessages(
-    "packing documents into sequences", "packing them again", "they will be packed again"
+    "packing documents into sequences", "packing them again", "all documents will be packed again"
 )
 
 

@@ -37,7 +37,7 @@ from maxpipe.errors import ConfigError
 from maxpipe.io.formatting import pluralize
 
 TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
-"""Bits of `EncodedDocument.marks`: the pair is truncated, dropped, or has identical responses."""
+"""Bits of `EncodedDocument.marks` for pairs that are truncated, dropped or have equal responses."""
 HALVES = ("chosen", "rejected")
 
 TextOrMessages = str | list[Message]
@@ -241,7 +241,7 @@ def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
     the responses.
 
     Raises:
-        BadRecord: the prompt is only a part of the prefix that both responses share.
+        BadRecord: both responses share a prefix that is longer than the prompt.
     """
     prompt, *responses = parts
     size = len(prompt)
@@ -252,8 +252,8 @@ def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
         _is_same(prompt[0], response) for response in responses[0][: max(0, alike)]
     ):
         rule = (
-            "must contain responses to the prompt, but both are full conversations that begin with "
-            "more common messages than the prompt."
+            "must contain responses to the prompt, but both are full conversations with a common "
+            "prefix that is longer than the prompt."
         )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return parts

@@ -123,7 +123,7 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError if a stored token id has no embedding row; devices do not check this."""
+    """Raise ConfigError if a stored token id has no embedding row; devices do not check ids."""
     largest = int(ids.max(initial=0))
     if largest < tokenizer.embedding_rows:
         return

@@ -147,7 +147,7 @@ def _learn_unigram(texts: Iterator[str], vocab_size: int) -> str:
         input_format="tsv",
         model_writer=model,
         model_type="unigram",
-        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # one more, for the unknown token
+        vocab_size=vocab_size + 1 - len(_ROLES) - len(unseen),  # one extra for the unknown token
         hard_vocab_limit=False,
         character_coverage=1.0,
         max_sentence_length=_LONGEST_WORD_BYTES,

@@ -85,8 +85,8 @@ _GOODBYE_SECONDS = 5.0
 _NO_SECRET = "; process 0 has not written a secret to the run folder"
 _OTHER_SECRET = "; the program at this address does not have the secret of this run"
 _SAME_SECRET = (
-    f"Start all processes with the same value of {VARIABLE}, or without it and with run.dir in a "
-    "folder that all hosts share."
+    f"Start all processes with the same value of {VARIABLE}. Or leave it unset, and set run.dir to "
+    "a folder that all hosts share."
 )
 _RESEND_SECONDS = 0.05
 _MAX_TEXT = 8000
@@ -300,7 +300,7 @@ class ControlChannel:
         """Return whether to stop now. This collective call has the same result on all processes."""
         with self._changed:
             while self._state.asked and self._state.stop_at is None and not self._closed:
-                self._changed.wait(1.0)  # the channel threads of all processes respond on their own
+                self._changed.wait(1.0)  # channel threads respond without their main threads
             self._answered += 1
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 

@@ -417,8 +417,8 @@ class Coordinator:
                     self._broadcast({"agreed": message["same"], "values": list(groups.items())})
 
     def _decide_stop_step(self) -> None:
-        """Choose the stop step of all processes: the one after the latest step that any has
-        started.
+        """Choose the stop step of all processes: the step after the latest step that any process
+        has started.
         """
         furthest = max(self._answers.values())
         if furthest == 0:

@@ -275,7 +275,7 @@ def _gather(
         except OSError as error:
             text = f"port {address[1]} cannot be used here: {error.strerror or error}"
             action = "Stop the program that uses the port, perhaps an earlier attempt of this run; "
-            action += "or set runtime.coordinator to another port on every process."
+            action += "or set the same new port in runtime.coordinator of all processes."
             trouble = JoinFailure(text, action=action)
     if trouble:
         raise _join_error(config, trouble)

@@ -51,7 +51,7 @@ _LARGE_BYTES = 1 << 26
 
 
 class _Entry(NamedTuple):
-    """Stat of a file, and the digest that the file's content had at the time of this stat.
+    """Stat result of a file, and the digest of the file's content at that time.
 
     `is_settled` is true if the file was settled when its content was read; see `Stat.is_settled`.
     """
@@ -80,7 +80,7 @@ class Digests:
         return entry.sha256 if entry is not None and entry.stat == file.stat else None
 
     def stat(self, file: File) -> Stat:
-        """Return the stat that a local file had when its digest was computed."""
+        """Return the stat result that a local file had when its digest was computed."""
         return self._known[file.path].stat
 
     def add(self, file: File, sha256: str, *, is_settled: bool) -> None:
@@ -227,13 +227,13 @@ def _read(path: str) -> dict[str, _Entry]:
 
 
 def stat_of(file: File) -> Stat:
-    """Return the stat of a local file; raise ConfigError if it cannot be read."""
+    """Return the stat result of a local file; raise ConfigError if the file cannot be accessed."""
     with wrap_read_errors(file.path):
         return Stat.from_stat_result(os.stat(file.path))
 
 
 def wait_until_settled(file: File) -> None:
-    """Wait until any further write to a local file would change its modification time."""
+    """Wait until any further write to a local file is guaranteed to change its stat result."""
     assert file.stat is not None
     if not file.stat.is_settled:
         time.sleep(min(SETTLED_SECONDS, SETTLED_SECONDS - file.stat.age_seconds))
@@ -257,7 +257,7 @@ def _group_digests(sources: Sequence[File], digests: Sequence[str]) -> dict[str,
 
 
 def hash_files(sources: Sequence[File], moved: Heartbeat | None) -> Iterator[_Entry]:
-    """Yield the stat and the digest of each local file, computed by several threads."""
+    """Yield the stat result and digest of each local file; several threads compute the digests."""
     total = sum(file.size_bytes for file in sources)
     progress = Progress("reading files to compute their digests (bytes)", total, moved)
     threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)))

@@ -227,7 +227,7 @@ Arrays = Mapping[str, np.ndarray]
 
 
 class CacheMessages(NamedTuple):
-    """Parts of the log messages about cached arrays."""
+    """Phrases for the log messages about cached arrays."""
 
     task: str
     """Name of the computation, as shown in messages."""

@@ -37,12 +37,12 @@ _PREFETCH_BYTES = 1 << 23
 
 SETTLED_SECONDS = 2.0
 """Minimum age in seconds of a file's last write. Two writes within this time may produce the same
-stat, so a file with a more recent write is read again by the next run.
+stat result, so a file with a more recent write is read again by the next run.
 """
 
 
 class Stat(NamedTuple):
-    """Stat of a file. A write changes at least `ctime_ns`, which programs cannot set."""
+    """Stat result of a file. A write changes at least `ctime_ns`, which programs cannot set."""
 
     inode: int
     size_bytes: int
@@ -60,7 +60,7 @@ class Stat(NamedTuple):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the last write is old enough that any further write would change the stat."""
+        """Whether any further write is guaranteed to change the stat result."""
         return self.age_seconds >= SETTLED_SECONDS
 
 

@@ -243,7 +243,9 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
 def _scan_lines(
     pieces: Iterable[bytes], file: File, moved: Heartbeat | None
 ) -> tuple[np.ndarray, bool]:
-    """Return `starts` and `skips` of `Lines`; raise ConfigError if a line is too long."""
+    """Return the line offsets, and whether the file has blank lines (`starts` and `skips` of
+    `Lines`); raise ConfigError if a line is too long.
+    """
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
     starts: list[np.ndarray] = []
     offset = begin = newlines = 0
@@ -326,7 +328,7 @@ class JsonLines:
         moved: Heartbeat | None = None,
     ):
         self.files = files
-        self._cache = cache  # the cache may own a temporary folder
+        self._cache = cache  # keep a reference, because the cache may own a temporary folder
         self._lines: list[Lines] = []
         digests.load(files)
         packed = [file for file in files if is_compressed(file)]

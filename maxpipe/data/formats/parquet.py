@@ -66,7 +66,7 @@ def row_of(table: Any, row: int) -> Mapping[str, Any]:
 
     row_table = table.slice(row, 1)
     for column in row_table.columns:
-        # Any other column has a single value, which is already in memory.
+        # Columns of other types have a single value per row, which is already in memory.
         if is_nested(column.type):
             chunks = column.chunks if isinstance(column, ChunkedArray) else [column]
             check_length(sum(map(_value_bytes, chunks)))
@@ -223,7 +223,7 @@ class ParquetRows:
             elif most_rows:
                 table = _read_in_parts(content, where, group, some, most_rows)
             else:
-                how = "delta-encoded strings in lists may need more"
+                how = "delta-encoded strings in lists may need more memory"
                 raise _too_large_error(where, about.num_rows, how)
             if table.num_rows != about.num_rows:
                 raise ValueError(
@@ -477,12 +477,12 @@ def _read(folder: str, name: str, kind: Any) -> Any:
 
 
 class _Batch(NamedTuple):
-    """Position of a record batch in a file. Messages are byte ranges (first byte, end)."""
+    """Position of a record batch in a file. A message is a byte range (start, exclusive end)."""
 
     file: int
     num_rows: int
     needed: tuple[tuple[int, int], ...]
-    """Messages that contain the schema and the dictionaries."""
+    """Byte ranges of the messages that contain the schema and the dictionaries."""
     start: int
     stop: int
 
@@ -513,7 +513,7 @@ def _batches(number: int, file: File) -> list[_Batch]:
     batches: list[_Batch] = []
     needed: list[tuple[int, int]] = []
     with wrap_read_errors(file.path):
-        os.close(boundary.open_regular(file.path))  # raises unless the path is a regular file
+        os.close(boundary.open_regular(file.path))  # raise an error unless the file is regular
     try:
         if read(file, max(0, file.size_bytes - len(_END))) != _END:
             raise ValueError("the file is truncated")
@@ -542,7 +542,7 @@ def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
 
 
 def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:
-    """Yield (type, first byte, end, rows, is compressed) for each message in an Arrow stream.
+    """Yield (type, start offset, end offset, row count, is_compressed) for each Arrow message.
 
     A message consists of a marker, the size of the metadata, the metadata as a flatbuffer, and a
     body.

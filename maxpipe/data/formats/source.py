@@ -244,7 +244,7 @@ _LOCATE_SECONDS = 5.0
 """Time limit in seconds for locating a document, which can hang just as reading can."""
 
 ReadTarget = str | Callable[[], str]
-"""Name of a source, or a function that returns the location of a document."""
+"""Target of a read: the name of a source, or a function that returns a document's location."""
 
 
 class track_read:
@@ -296,7 +296,7 @@ def _innermost_read(reads: Sequence[track_read]) -> TrackedRead:
 
 
 def _describe_target(what: ReadTarget) -> str:
-    """Return a description of a target for messages, or "" if it cannot be located in time."""
+    """Return the name or location of a read target, or "" if it cannot be located in time."""
     if isinstance(what, str):
         return what
     places: list[str] = []

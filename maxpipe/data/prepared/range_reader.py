@@ -43,8 +43,8 @@ class RangeReader(Protocol):
         ...
 
     def read_with_stat(self, start: int, stop: int) -> tuple[bytes, Stat | None]:
-        """Return the bytes and the file's stat, which is None for bucket objects, or if the file
-        changes during the read.
+        """Return the bytes and the file's stat result. The stat result is None for bucket objects,
+        or if the file changes during the read.
         """
         ...
 
@@ -146,7 +146,7 @@ def join_path(folder: str, name: str) -> str:
 
 
 class _VerifiedBlocks(NamedTuple):
-    """Stat of a file, and the blocks whose CRCs were verified while the file had this stat."""
+    """Stat result of a file, and the blocks whose CRCs were verified with this stat result."""
 
     stat: Stat | None
     seen: np.ndarray

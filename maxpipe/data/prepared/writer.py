@@ -54,7 +54,7 @@ class DocumentBatch(NamedTuple):
     lengths: np.ndarray
     """int64 [documents]: number of tokens in each document."""
     meta: np.ndarray
-    """`META` [documents]"""
+    """`META` [documents]: one entry per document."""
     byte_counts: np.ndarray
     """uint32 [documents, 256]: byte histogram of each document's text."""
     unreadable: np.ndarray
@@ -144,7 +144,7 @@ class _Mask:
         self._rest = bits[whole:]
 
     def finish(self) -> None:
-        """Write the last byte, which may be partial."""
+        """Write the last byte, padded with zero bits."""
         self.file.write(np.packbits(self._rest, bitorder="little").tobytes())
 
 
@@ -335,7 +335,7 @@ class _Worker:
 
 
 def source_if_picklable(source: Source) -> Source | None:
-    """Return the source if it can be pickled; workers then need not scan the files again."""
+    """Return the source, or None if it cannot be pickled and each worker must open it again."""
     try:
         ForkingPickler.dumps(source)
     except Exception:  # libraries raise various exception classes
@@ -373,7 +373,7 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return encoded documents from `first` on, or the errors; see `ShardEncoder.encode_batch`."""
+    """Return encoded documents, or the problems if encoding fails; see `ShardEncoder`."""
     try:
         return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # pickling the error would lose its `problems`

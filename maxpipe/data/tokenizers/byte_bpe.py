@@ -178,7 +178,7 @@ def _tiktoken_characters(kind: str) -> set[str]:
 
 
 def _tokenizers_characters(kind: str) -> set[str]:
-    """Return the characters that the pattern matches in `tokenizers`, where a match is a word."""
+    """Return the characters that the pattern matches as separate words in `tokenizers`."""
     from tokenizers import Regex
     from tokenizers.pre_tokenizers import Split
 
@@ -265,7 +265,7 @@ def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int]
 
 @functools.cache
 def _byte_alphabet() -> dict[str, int]:
-    """Map the characters that `ByteLevel` writes to bytes. Printable bytes represent themselves."""
+    """Return a map from `ByteLevel` characters to bytes. Printable bytes represent themselves."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {

@@ -76,7 +76,7 @@ class RenderedChat(NamedTuple):
 
 
 class _RenderResponse(TypedDict, total=False):
-    """Response of the process; empty for the first request, which transfers the settings."""
+    """Response of a chat process; empty for the first request, which transfers the settings."""
 
     text: str
     spans: list[tuple[int, int]]

@@ -169,7 +169,9 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_chat_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids of `encode_chat`, and each token's character range, int64 [tokens, 2]."""
+        """Return the token ids from `encode_chat`, and an int64 array [tokens, 2] with each token's
+        character range.
+        """
 
     def encode_chat(self, text: str) -> np.ndarray:
         """Return the token ids of rendered text, int32 [tokens], including control tokens."""
@@ -377,8 +379,8 @@ def _ids(path: str, key: str, value: object) -> list[int]:
 
 
 def _template(folder: str, settings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the chat template and the path of its file. If there are several, use the one named
-    `default`.
+    """Return the chat template and the path of its file. If the file has several templates, the
+    template named `default` is returned.
     """
     path = os.path.join(folder, _TEMPLATE_FILE)
     try:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SECONDS = 10.0
-"""CPU time limit in seconds for short inputs. Longer input has a higher limit."""
+"""CPU time limit in seconds for short inputs. Longer inputs have a higher limit."""
 CHARACTERS_PER_SECOND = 100_000
 """Speed assumed for the time limit: a tenth of the speed of the slowest published tokenizer."""
 _SINGLE_TEXT_SECONDS = 2.0

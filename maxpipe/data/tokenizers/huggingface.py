@@ -110,7 +110,7 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Return a step's pattern ("" if it may match anywhere) and the text that the step inserts."""
+    """Return the pattern that a step replaces ("" for any position), and the text it inserts."""
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
     if step.get("type") != "Replace":
@@ -142,9 +142,9 @@ class HuggingFaceTokenizer(Tokenizer):
     """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
 
     file_fingerprint: str = ""
-    """Fingerprint of `tokenizer.json` without changes. It is set only if the tokenizer class named
-    in the folder changes the definition, and `tokenizer_config.json` could name a class that does
-    not.
+    """Fingerprint of the unmodified `tokenizer.json`. It is empty unless the folder's tokenizer
+    class changes the definition and `tokenizer_config.json` could name a class that uses the
+    file unchanged.
     """
 
     def __init__(self, path: str):
@@ -250,7 +250,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def with_control(self, **changes: Any) -> Self:
         changed = super().with_control(**changes)
-        vars(changed).pop("_with_control", None)  # depends on the number of embedding rows
+        vars(changed).pop("_with_control", None)  # it depends on the embedding rows
         return changed
 
     @functools.cached_property
