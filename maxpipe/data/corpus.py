@@ -462,7 +462,7 @@ def _omit_default(name: str, value: str) -> dict[str, str]:
 def compare_fingerprints(
     saved: Mapping[str, Any], current: Mapping[str, Any], step: int | None = None
 ) -> list[tuple[str, Any, Any]]:
-    """Return (label, saved, current) for each entry in which two fingerprints differ.
+    """Return (label, saved value, current value) for each entry in which two fingerprints differ.
 
     Batch sizes are ignored if they are equal in all steps before `step`, because no sequence is
     then lost or repeated. Mixture weights are ignored; see `Loader.resume_mixture`.

@@ -160,7 +160,7 @@ def batch_of(run_dir: str | Path, step: int) -> int:
 
 
 def mixture_of(run_dir: str | Path) -> tuple[list[str], list[list[Any]]] | None:
-    """Return the sources of a run's mixture and their schedule since the latest start."""
+    """Return the source names and the schedule of a run's mixture, as of the latest start."""
     starts = [
         event for event in _events(run_dir) if event["event"] == "start" and "mixture" in event
     ]

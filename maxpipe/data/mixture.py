@@ -238,7 +238,7 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sample limit of each source: `epochs` epochs, or one epoch if `epochs` is unset."""
+    """Return the sample limit of each source: `epochs` epochs, or one epoch by default."""
     with_epochs = any(source.epochs for source in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size

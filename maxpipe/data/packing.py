@@ -400,7 +400,7 @@ class _OpenSequences:
         self._size = size
 
     def take(self) -> tuple[int, int, int] | None:
-        """Remove a range of the fullest sequences that fit a chunk: (first, end, free space)."""
+        """Remove and return the fullest sequences that fit a chunk: (first, end, free space)."""
         if not self._rooms:
             return None
         room = self._rooms[0]

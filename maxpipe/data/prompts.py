@@ -131,7 +131,7 @@ def _lines(raw: bytes, where: str) -> list[tuple[int, bytes]]:
 
 
 def parse_prompt(line: bytes, where: str, *, is_json: bool = False) -> str:
-    """Parse the prompt in a line. See `read_prompts`."""
+    """Parse one line of a prompt file. See `read_prompts`."""
     try:
         if not is_json:
             return line.decode()

@@ -39,7 +39,7 @@ unknown)."""
 
 
 def open_training_files(paths: Sequence[str], field: str) -> list[Source]:
-    """Return the sources at files, folders and glob patterns. File names determine the formats."""
+    """Open files, folders and glob patterns as sources. File names determine the formats."""
     return [
         open_source(DataConfig(source=infer_source(path, _FILE), path=path, text_field=field), 0)
         for path in paths

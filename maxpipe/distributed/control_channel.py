@@ -116,7 +116,7 @@ class ControlChannel:
 
     Args:
         phases: phases of this process, reported to the coordinator.
-        limits: time limits after which the run is ended.
+        limits: time limits after which the coordinator ends the run.
         index: index of this process.
         count: number of processes.
     """

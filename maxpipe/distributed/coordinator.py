@@ -50,7 +50,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits after which the run is ended."""
+    """Time limits after which the coordinator ends the run."""
 
     init_seconds: float = 300.0
     heartbeat_seconds: float = 100.0
@@ -607,8 +607,8 @@ class Coordinator:
         if delay > max(_STRAGGLER_SECONDS, _STRAGGLER_SHARE * seconds):
             slow = here[own.index(max(own))]
             self._say(
-                f"{slow} delays the others: {1e3 * delay:.0f} ms of {1e3 * seconds:.0f} ms per "
-                f"step, averaged over the last {pluralize(min(steps), 'step')}"
+                f"{slow} delays the other processes: {1e3 * delay:.0f} ms of {1e3 * seconds:.0f} "
+                f"ms per step, averaged over the last {pluralize(min(steps), 'step')}"
             )
 
     def _end(self, code: int, text: str, *, but: int = -1, stacks: bool = False) -> None:

@@ -65,7 +65,7 @@ _MAX_DRAINED_READS = 64
 
 
 class PeerAuthenticationError(ConnectionError):
-    """The peer does not have the run's secret."""
+    """Raised if the peer does not have the run's secret."""
 
 
 def _digest(key: bytes, *parts: bytes) -> bytes:

@@ -75,8 +75,8 @@ def join_processes(
             the processes receive none from the environment or through jax.
 
     Raises:
-        ConfigError: the selected platform has no devices on this machine, `facts` differ between
-            processes, or other users can read the secret.
+        ConfigError: the selected platform has no devices on this machine, the values of `facts`
+            differ between processes, or other users can read the secret.
         UnreachableError: other processes did not join in time or are unreachable.
         StorageError: the folder cannot be written.
     """

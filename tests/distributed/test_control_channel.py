@@ -486,7 +486,7 @@ steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
     with members(body) as processes:
         codes, _, errors = ends(processes)
     assert codes == [0, 0, 0]
-    found = re.search(r"^process 2 \(.*\) delays the others: (\d+) ms", errors[0], re.M)
+    found = re.search(r"^process 2 \(.*\) delays the other processes: (\d+) ms", errors[0], re.M)
     assert found and 35 <= int(found[1]) <= 90
 
 

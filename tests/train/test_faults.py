@@ -239,8 +239,8 @@ if "runtime.process_id=1" in sys.orig_argv:
     with together_at(begin, *every, count=2) as processes:
         outputs = ends(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert re.search(r"process 1 \(.*\) delays the others: \d\d+ ms", outputs[0])
-    assert not re.search(r"process 0 \(.*\) delays the others", outputs[0])
+    assert re.search(r"process 1 \(.*\) delays the other processes: \d\d+ ms", outputs[0])
+    assert not re.search(r"process 0 \(.*\) delays the other processes", outputs[0])
 
 
 @pytest.mark.fault("F18")

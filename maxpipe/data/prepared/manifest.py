@@ -125,7 +125,7 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 def check_folder(folder: Path, manifest: str) -> None:
-    """Raise ConfigError unless the folder is new, or has this manifest or a journal."""
+    """Raise ConfigError unless the folder is missing, is empty, or has this manifest or a journal."""
     check_outside_checkpoints(folder, OUT)
     if not os.path.lexists(folder):
         return
@@ -139,7 +139,7 @@ def check_folder(folder: Path, manifest: str) -> None:
 
 
 def suggest_folder(folder: Path) -> str:
-    """Return a name to suggest for a new folder."""
+    """Return the path of a new folder that a message can suggest."""
     return f"{folder}-2" if folder.name not in ("", "..") else "tokens"
 
 
@@ -415,7 +415,7 @@ _NAMED_FILES = 4
 def changed_files(
     saved: Mapping[str, str] | None, current: Mapping[str, str] | None
 ) -> list[tuple[str, Any, Any]]:
-    """Return (label, saved, current) for each changed file; empty if one side has no digests."""
+    """Return (label, saved digest, current digest) for each changed file; empty without digests."""
     if not saved or not current:
         return []
     changes = [

@@ -237,7 +237,9 @@ def _pattern_of(definition: Mapping[str, Any]) -> str | None:
 
 
 def _ranks_of(settings: Mapping[str, Any], model: Any) -> tuple[dict[bytes, int], list[int]] | None:
-    """Return ranks by token bytes, and ids by rank; None if a token fails the merge test."""
+    """Return the rank of each token's bytes, and the id of each rank; None if a token fails the
+    merge test.
+    """
     vocabulary, byte_of = settings["vocab"], _byte_alphabet()
     if not byte_of.keys() <= vocabulary.keys():
         return None

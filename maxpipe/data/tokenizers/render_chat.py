@@ -180,7 +180,7 @@ class _Renderer:
         self._template_arguments: dict[str, Any] = {}
 
     def respond(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the text of a conversation, and the spans if `trained` is set."""
+        """Return the text of a conversation, and the spans to train on if `trained` is set."""
         self._limits.renew()
         self._clock.day = request["day"]
         self._template_arguments = {

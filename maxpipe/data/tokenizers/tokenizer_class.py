@@ -1,8 +1,8 @@
-"""Tokenizer classes of `transformers`, and the parts of `tokenizer.json` that each class replaces.
+"""Tokenizer classes of `transformers`, and the `tokenizer.json` components that they replace.
 
 `transformers` 5 uses an unmodified `tokenizer.json` only with the class `TokenizersBackend`. Some
 classes keep the vocabulary, the merges and the post-processor of the file, and replace all other
-parts.
+components.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ CORRECTED = frozenset(_CORRECTED_TYPES.split())
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
-    """Parts of `tokenizer.json` that a tokenizer class replaces."""
+    """Components of `tokenizer.json` that a tokenizer class replaces."""
 
     normalizer: Any
     pre_tokenizer: Any
@@ -93,7 +93,7 @@ def class_name(settings: Mapping[str, Any], config: Mapping[str, Any], *, byte_l
     Args:
         settings: Content of `tokenizer_config.json`.
         config: Content of `config.json`.
-        byte_level: Whether the folder has a `tokenizer.json` with a `ByteLevel` part.
+        byte_level: Whether the folder has a `tokenizer.json` with a `ByteLevel` component.
     """
     stated = settings.get("tokenizer_class") or config.get("tokenizer_class")
     name = stated.removesuffix("Fast") if isinstance(stated, str) else ""
@@ -238,7 +238,7 @@ def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
 
 
 def _comparable(definition: Mapping[str, Any]) -> Any:
-    """Return the parts of a tokenizer definition that affect token ids, in comparable form."""
+    """Return the components of a definition that affect token ids, normalized for comparison."""
     model = {key: value for key, value in definition["model"].items() if value}
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))
