@@ -363,7 +363,7 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
     else:
         action = (
             "Start every process with the same config, runtime.coordinator and num_processes, and "
-            "with a different process_id; or set runtime.num_processes=1."
+            "with its own process_id; or set runtime.num_processes=1."
         )
     problem = Problem(
         "runtime.coordinator",

@@ -410,7 +410,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         elif _exists(path):
             found.add_ok(f"{key} = {path}: exists")
         else:
-            rule = f"must exist: {os.path.abspath(path)} does not exist."
+            rule = f"must be an existing path: {os.path.abspath(path)} does not exist."
             found.add_problem(key, path, rule, f"Set {key} to an existing path.")
     return found.report()
 

@@ -179,5 +179,5 @@ def _check_paths(job: Job) -> None:
         ("launch.workdir", job.workdir, "Set launch.workdir to another folder."),
     ):
         if not re.fullmatch(r"[\w/.,+@:-]+", str(path)):
-            rule = "must consist of letters, digits and `/._,+@:-`: sbatch interprets the path."
+            rule = "may only contain letters, digits and `/._,+@:-`: sbatch interprets the path."
             raise ConfigError.one(key, path, rule, action)

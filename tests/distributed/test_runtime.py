@@ -313,7 +313,7 @@ def test_a_port_that_is_taken_is_a_mistake():
     assert ran.returncode == 2, ran.stderr
     is_explained(ran.stderr)
     cause = os.strerror(errno.EADDRINUSE)
-    action = "set runtime.coordinator to another port"
+    action = "set the same new port in runtime.coordinator"
     assert_error(ran.stderr, names=[f"port {port} cannot be used here", cause], suggests=action)
 
 

@@ -125,7 +125,7 @@ _MAX_LINE_BYTES = 1 << 24
 
 
 def check_folder(folder: Path, manifest: str) -> None:
-    """Raise ConfigError unless the folder is missing, is empty, or has this manifest or a journal."""
+    """Raise ConfigError unless the folder is missing, empty, or has this manifest or a journal."""
     check_outside_checkpoints(folder, OUT)
     if not os.path.lexists(folder):
         return

@@ -329,7 +329,10 @@ def _block_signals() -> Iterator[None]:
 def _encode_in_processes(
     plan: PrepareJob, source: Source | None, first: int, total: int, day: str
 ) -> Generator[DocumentBatch, None, None]:
-    """Yield documents from `first` on, in order. Chat templates use the date `day`."""
+    """Yield batches of encoded documents in order, starting with the document `first`.
+
+    Chat templates use the date `day`.
+    """
     workers = plan.workers or len(os.sched_getaffinity(0))
     # Creating the pool starts Python's semaphore tracker, which SIGHUP would terminate.
     with _block_signals():
