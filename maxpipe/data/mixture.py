@@ -32,7 +32,7 @@ from maxpipe.errors import ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
-"""Second integer of the keys of mixture permutations; other permutations use other integers."""
+"""Second integer in the key of a mixture permutation, distinct for each permutation type."""
 _CACHED_BLOCKS = 8
 _MAX_SAMPLES = 1 << 61
 """Exclusive upper limit of sample numbers."""
@@ -279,7 +279,7 @@ def build_mixture(
 
 
 _SEQUENCE_ORDER = 1
-"""Second integer of the keys of sequence permutations; other permutations use other integers."""
+"""Second integer in the key of a sequence permutation, distinct for each permutation type."""
 
 
 Arrays = Mapping[str, np.ndarray]

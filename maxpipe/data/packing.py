@@ -36,7 +36,7 @@ from maxpipe.errors import ConfigError
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
 DOCUMENT_ORDER = 0
-"""Second integer of the keys of document permutations; other permutations use other integers."""
+"""Second integer in the key of a document permutation, distinct for each permutation type."""
 
 
 class Permutation:
@@ -259,7 +259,7 @@ Strategy = Literal["first_fit", "best_fit", "pad"]
 MAX_OPEN_SEQUENCES = 1024
 """Maximum number of open sequences, which are the sequences that `first_fit` searches."""
 _PACKED_ORDER = 4
-"""Second integer of the keys of packing permutations; other permutations use other integers."""
+"""Second integer in the key of a packing permutation, distinct for each permutation type."""
 
 
 class PackingPlan(NamedTuple):

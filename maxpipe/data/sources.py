@@ -3,8 +3,8 @@
 Reading document i always returns the same text, in any thread and process. Each file format has a
 module in `formats/`. `documents.py` handles tokens; other modules handle splits, order and batches.
 
-Sources refer to config keys as keys of `data`. In error messages, this module replaces `data` with
-the section of the source: `data.mixture.NAME` or `data.validation.NAME`.
+Errors raised by a source name config keys in the section `data`. This module replaces `data` in the
+messages with the section of the source: `data.mixture.NAME` or `data.validation.NAME`.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _qualify_keys(name: str, text: str) -> str:
     return _KEYS.sub(rf"{section_of(name)}.\1", text)
 
 
-# Test folders contain invalid text intentionally, and the other folders are not part of the
+# Test folders intentionally contain invalid text, and the other folders are not part of the
 # library.
 _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 

@@ -133,7 +133,7 @@ def _attempts(found: Iterable[EventRecord]) -> list[Attempt]:
 
 
 def _add(record: EventRecord, attempts: list[Attempt]) -> None:
-    """Add a record to its attempt.
+    """Add a record to the attempt in which it was written.
 
     Raises:
         ValueError, OverflowError: the record is not valid.

@@ -46,7 +46,7 @@ class ArrayRecords:
             if not len(self._records):
                 raise ValueError("the files contain no records")
             first = self._records[0]
-        except Exception as error:  # the reader raises various exception classes
+        except Exception as error:  # the reader raises various types of exceptions
             raise ConfigError.one(
                 "data.path",
                 path if len(files) == 1 else f"{path} and {len(files) - 1} more",
@@ -99,7 +99,7 @@ def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
         yield
     except MemoryError:
         raise
-    except Exception as error:  # the reader raises various exception classes
+    except Exception as error:  # the reader raises various types of exceptions
         rule = f"must be in a complete ArrayRecord file: {shorten(str(error))}."
         action = "Copy the file again from an intact source, or remove it from data.path."
         raise ConfigError.one(where(), None, rule, action) from error
@@ -137,7 +137,7 @@ class TfdsExamples:
                 download=False,
                 try_gcs=False,
             )
-        except Exception as error:  # tfds raises various exception classes for a missing dataset
+        except Exception as error:  # tfds raises various types of exceptions for a missing dataset
             raise _not_prepared(tfds, dataset, folder, error) from error
         paths = map(os.fspath, self._examples.dataset_info.splits["train"].filepaths)
         self.files = stat_files(paths, self._examples.dataset_info.data_dir)

@@ -430,7 +430,7 @@ def changed_files(
 
 
 def _differ(saved: str, current: str) -> bool:
-    """Return True if two digests differ. Digests of different types count as equal."""
+    """Return True if two digests differ. Digests of different types are treated as equal."""
     one, other = (value.rpartition(":")[0] for value in (saved, current))
     return one == other and saved != current
 

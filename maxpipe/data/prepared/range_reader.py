@@ -112,7 +112,7 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
                 "  Buckets require the package gcsfs, which is not installed.\n"
                 "  Run: pip install 'maxpipe[gcs]'"
             ) from error
-        except Exception as error:  # gcsfs raises various exception classes
+        except Exception as error:  # gcsfs raises various types of exceptions
             missing = isinstance(error, FileNotFoundError)
             # gcsfs itself already retries requests that time out.
             late = time.monotonic() - begin > _MAX_SECONDS

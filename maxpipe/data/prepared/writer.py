@@ -338,7 +338,7 @@ def source_if_picklable(source: Source) -> Source | None:
     """Return the source, or None if it cannot be pickled and each worker must open it again."""
     try:
         ForkingPickler.dumps(source)
-    except Exception:  # libraries raise various exception classes
+    except Exception:  # libraries raise various types of exceptions
         return None
     return source
 

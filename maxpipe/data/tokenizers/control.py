@@ -78,7 +78,7 @@ class ControlTokens:
     published: Framing = Framing(())
     """Framing that `transformers` adds to a prompt with the tokenizer in this folder."""
     framing: Framing = None  # type: ignore[assignment]
-    """Framing of prompts in maxpipe. The default is one BOS token, as in training documents."""
+    """Framing that maxpipe adds to a prompt: by default, one BOS token as in training documents."""
 
     def __post_init__(self) -> None:
         if self.framing is None:

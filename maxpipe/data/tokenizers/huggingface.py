@@ -250,7 +250,8 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def with_control(self, **changes: Any) -> Self:
         changed = super().with_control(**changes)
-        vars(changed).pop("_with_control", None)  # it depends on the embedding rows
+        # The cached tokenizer depends on the number of embedding rows.
+        vars(changed).pop("_with_control", None)
         return changed
 
     @functools.cached_property

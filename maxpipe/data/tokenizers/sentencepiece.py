@@ -82,7 +82,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def with_control(self, **changes: Any) -> Self:
         changed = super().with_control(**changes)
-        vars(changed).pop("_control_text", None)  # it depends on the embedding rows
+        # The cached pattern depends on the number of embedding rows.
+        vars(changed).pop("_control_text", None)
         return changed
 
     @functools.cached_property
