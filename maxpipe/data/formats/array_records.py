@@ -27,7 +27,7 @@ from maxpipe.errors import ConfigError
 
 
 class ArrayRecords:
-    """Source with one document per record: either all records are JSON objects, or all are text."""
+    """Source with one document per record. All records are JSON objects, or all are UTF-8 text."""
 
     name = "arrayrecord"
 

@@ -238,7 +238,7 @@ def _post_processor(before: str | None, definition: Mapping[str, Any]) -> Any:
 
 
 def _comparable(definition: Mapping[str, Any]) -> Any:
-    """Return the components of a definition that affect token ids, normalized for comparison."""
+    """Return the parts of a `tokenizer.json` that affect token ids, normalized for comparison."""
     model = {key: value for key, value in definition["model"].items() if value}
     parts = [_plain(definition.get(key)) for key in ("normalizer", "pre_tokenizer")]
     decoder = _plain(definition.get("decoder"))
