@@ -54,7 +54,7 @@ _BLOCK = 1 << 18
 threads wait for the GIL more often."""
 _SHORT = 64
 """Rows with fewer elements are merged, to limit the number of numpy calls."""
-# All exponent bits of NaN and infinity are set.
+# In NaN and infinity, all of these exponent bits are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
     "bfloat16": np.uint16(0x7F80),
@@ -127,7 +127,9 @@ class ArrayDigest:
 
     @classmethod
     def from_part_entry(cls, entry: PartEntry) -> ArrayDigest:
-        """Create the digest of a shard from its JSON entry; raises the errors of `from_entry`."""
+        """Create the digest of a shard from its JSON entry; raises the same errors as
+        `from_entry`.
+        """
         digest = cls.from_entry(entry)
         digest.elements, digest.non_finite = entry["elements"], entry["non_finite"]
         return digest
@@ -223,8 +225,8 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # `row` contains the product of the keys of each element in the trailing dimensions. The
-    # trailing dimensions are the last ones that together fit in one block.
+    # `row` contains one product of keys for each element of the trailing dimensions. The trailing
+    # dimensions are the last ones that together fit in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1

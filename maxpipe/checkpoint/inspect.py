@@ -39,8 +39,8 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """List entry for one checkpoint. `kept` is the reason to retain the checkpoint, or empty if no
-    rule matches.
+    """Entry for one checkpoint in a list of checkpoints. `kept` is the reason to retain the
+    checkpoint, or empty if no rule matches.
     """
 
     step: int

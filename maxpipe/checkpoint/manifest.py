@@ -139,8 +139,8 @@ class BackgroundDigester:
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return the sizes and digests of most files, keyed by file
-        name.
+        """Wait for pending digests, and return the sizes and digests of the files hashed so far,
+        keyed by file name.
 
         Raises:
             OSError: a file cannot be read or flushed to disk.

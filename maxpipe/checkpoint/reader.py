@@ -63,7 +63,8 @@ _PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # bucket errors
 # Errors that orbax and tensorstore raise on unexpected files or content. A flipped bit in their
-# metadata can cause errors of many types. User code cannot be the cause, because a save runs none.
+# metadata can cause errors of many types. User code cannot be the cause, because a save runs no
+# user code.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 

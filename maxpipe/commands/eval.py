@@ -117,7 +117,7 @@ def _choices_page(found: dict[str, Any]) -> str:
 
 
 def _documents(options: argparse.Namespace) -> list[str]:
-    """Return the overrides that select the files of `--data`."""
+    """Return the overrides that select the files given with `--data`."""
     from maxpipe.config.sections.source import COLUMNS
     from maxpipe.data.sources import infer_source
 

@@ -74,7 +74,9 @@ def join_reason(rule: str, why: str) -> str:
 
 
 def _similar_key(path: Sequence[str], keys: Collection[str]) -> str:
-    """Return the most similar key, preferably in the same section."""
+    """Return the key in `keys` that is most similar to `path`, preferably one in the same
+    section.
+    """
     if len(path) > 1:
         prefix = f"{path[0]}."
         names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]

@@ -293,8 +293,8 @@ def _per_device_batch(
 
 
 def _example(key: str, number: float, axes: Sequence[str], context: TranslationContext) -> str:
-    """Return an example value of `key` for one possible size of the mesh axis set to -1, or an
-    empty string.
+    """Return an example value of `key`, assuming one possible size for the mesh axis set to -1.
+    Return an empty string if no example exists.
     """
     sizes = context.axis_sizes()
     left = [axis for axis, size in sizes.items() if size < 1]

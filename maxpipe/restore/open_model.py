@@ -104,7 +104,8 @@ class OpenedModel:
             )
 
     def params(self, steps: Steps) -> Any:
-        """Read the parameters in checkpoint layout, on the mesh of `steps`.
+        """Read the parameters in checkpoint layout, sharded over the mesh on which `steps` runs the
+        model.
 
         Raises:
             ConfigError: the config describes another model.

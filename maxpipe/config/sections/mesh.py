@@ -119,8 +119,8 @@ def _collective_matmul_needs_sequence_parallel(config: Config) -> Iterator[RuleV
     if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
         yield RuleViolation(
             "mesh.collective_matmul",
-            "requires mesh.sequence_parallel=true: without sharded tokens, no "
-            "all-gather exists that could overlap with matmuls.",
+            "requires mesh.sequence_parallel=true: without sharded tokens, there is no "
+            "all-gather to overlap with matmuls.",
             "Set mesh.sequence_parallel=true, or mesh.collective_matmul=false.",
         )
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
 MAX_STEPS = 10**11
-"""Maximum number of steps in a run, chosen so that sequence indices fit into 63 bits."""
+"""Maximum number of steps in a run, chosen so that sequence indices fit in 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
