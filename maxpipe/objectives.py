@@ -312,7 +312,9 @@ class Distill(Objective):
 
     @property
     def eval_objective(self) -> Objective:
-        """Return cross entropy, because evaluation documents have no teacher logits."""
+        """Return the cross-entropy objective, because evaluation documents have no teacher
+        logits.
+        """
         return CrossEntropy()
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:

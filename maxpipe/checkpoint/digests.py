@@ -53,7 +53,7 @@ _BLOCK = 1 << 18
 """Number of elements per block. Larger blocks do not fit in the CPU cache; smaller blocks make
 threads wait for the GIL more often."""
 _SHORT = 64
-"""Rows with fewer elements are merged, to limit the number of numpy calls."""
+"""Rows with fewer elements than this are merged, to limit the number of numpy calls."""
 # In NaN and infinity, all of these exponent bits are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
@@ -342,12 +342,15 @@ def diff_trees(first: Tree, second: Tree) -> list[str]:
     left, right = dict(iter_named_arrays(first)), dict(iter_named_arrays(second))
     for name in sorted(left.keys() | right.keys()):
         if name not in left or name not in right:
-            lines.append(f"{name}  exists only in the {'first' if name in left else 'second'}")
+            lines.append(
+                f"{name}  is only in the {'first' if name in left else 'second'} checkpoint"
+            )
             continue
         a, b = left[name], right[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             lines.append(
-                f"{name}  {a.dtype} {_shape(a)} in the first, {b.dtype} {_shape(b)} in the second"
+                f"{name}  {a.dtype} {_shape(a)} in the first checkpoint, "
+                f"{b.dtype} {_shape(b)} in the second"
             )
         elif a.tobytes() != b.tobytes():
             # numpy cannot subtract bfloat16 arrays.

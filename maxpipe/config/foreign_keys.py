@@ -123,7 +123,7 @@ def match_command(word: str, commands: Collection[str]) -> NameMatch:
 @functools.cache
 def foreign_tables() -> dict[str, Any]:
     """Return the tables in `foreign_keys.yml`."""
-    import yaml  # slow to import, and most commands do not need the tables
+    import yaml  # slow to import, and rarely needed
 
     text = Path(__file__).with_suffix(".yml").read_text(encoding="utf-8")
     safe_loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -420,7 +420,9 @@ _PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
 
 
 def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
-    """Return (rule, action) for a dataset name that is not a file path."""
+    """Return the violated rule and the suggested action for a dataset name that is not a file
+    path.
+    """
     return (
         "maxpipe does not download datasets: data must be in files.",
         f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "

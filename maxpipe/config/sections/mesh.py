@@ -256,8 +256,8 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
-    """Yield (name, parameter, minimum number of layers per device that have the parameter).
-    Parameters outside layers are yielded first.
+    """Yield the name of every parameter, the parameter, and the minimum number of layers per device
+    that contain the parameter. Parameters outside layers are yielded first.
     """
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():
