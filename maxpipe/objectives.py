@@ -210,7 +210,7 @@ class Policy(Objective):
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Return the specs of the additional batch arrays, one entry per token."""
+        """Return the specs of the additional batch arrays, which have one entry per token."""
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
@@ -235,7 +235,7 @@ class KlPolicyGradient(Policy):
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Return the specs of the additional batch arrays, one entry per token."""
+        """Return the specs of the additional batch arrays, which have one entry per token."""
         return {**super().batch_arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:

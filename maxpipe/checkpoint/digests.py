@@ -226,7 +226,7 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
         return 0
     shape = words.shape
     # `row` contains one product of keys for each element of the trailing dimensions. The trailing
-    # dimensions are the last ones that together fit in one block.
+    # dimensions are the last dimensions that together fit in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1

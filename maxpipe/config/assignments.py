@@ -120,7 +120,9 @@ def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assign
 
 
 def _as_raw(value: Any) -> Raw:
-    """Convert a Python value to its unparsed form, as if read from a config file."""
+    """Convert a Python value to unparsed strings, lists and dicts, as if read from a config
+    file.
+    """
     if isinstance(value, Mapping):
         return {str(key): _as_raw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

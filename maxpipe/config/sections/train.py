@@ -192,8 +192,8 @@ class BatchRamp(NamedTuple):
         return sum(stage.steps for stage in self.stages)
 
     def stage_starts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (index of the first batch, number of earlier sequences, batch size) for each stage,
-        and finally for the steps after the ramp.
+        """Yield the index of the first batch, the number of earlier sequences and the batch size
+        for each stage, and finally for the steps after the ramp.
         """
         first = front = 0
         for rows, steps in self.stages:
