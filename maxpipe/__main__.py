@@ -10,7 +10,8 @@ import sys
 from types import FrameType
 
 _SUPPRESSED_CALLBACKS = {"_xla_gc_callback", "__del__"}
-"""Functions that Python may call at any point in the code. Python discards their exceptions."""
+"""Callbacks and finalizers that Python may call at any point in the code. Python discards their
+exceptions."""
 _UNSAFE_CODE = ("<frozen importlib", os.path.join("jax", "_src", "compiler.py"))
 """Code where an exception would crash Python: imports of native modules, and jax's compiler,
 because partially compiled programs crash when the traceback is released."""

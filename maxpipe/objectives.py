@@ -74,8 +74,8 @@ class Preference(Objective):
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Return the specs of the pair weights, and of each response's reference log-probability
-        and token count.
+        """Return the specs of the additional batch arrays: the pair weights, and each response's
+        reference log-probability and token count.
         """
         by_row = partial(BatchArraySpec, dtype=jnp.float32, per_sequence=True)
         halves = by_row((2 * self.most_pairs,))
@@ -98,7 +98,9 @@ class Preference(Objective):
     def compute_loss(
         self, policy: PairValues, reference: PairValues, means: PairValues
     ) -> tuple[Float[Array, "B N"], PairValues]:
-        """Return (losses, rewards), given log-probabilities and their per-token means."""
+        """Return each pair's loss and rewards, given log-probabilities and their per-token
+        means.
+        """
 
 
 @dataclass(frozen=True)
@@ -201,12 +203,14 @@ class Policy(Objective):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Return the spec of the sampled tokens' log-probabilities."""
+        """Return the spec that selects the sampled tokens' log-probabilities from the model
+        outputs.
+        """
         return (LogProbSpec("targets", self.temperature),)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Return the specs of arrays with one entry per token."""
+        """Return the specs of the additional batch arrays, which have one entry per token."""
         return {name: BatchArraySpec((), jnp.float32) for name in ("old_logp", "advantages")}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
@@ -231,7 +235,7 @@ class KlPolicyGradient(Policy):
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Return the specs of arrays with one entry per token."""
+        """Return the specs of the additional batch arrays, which have one entry per token."""
         return {**super().batch_arrays, "reference_logp": BatchArraySpec((), jnp.float32)}
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
@@ -290,14 +294,16 @@ class Distill(Objective):
 
     @property
     def log_prob_specs(self) -> tuple[LogProbSpec, ...]:
-        """Return the specs of the student's log-probabilities for the target tokens and the
-        teacher's tokens.
+        """Return the specs that select the student's log-probabilities of the target tokens and of
+        the teacher's most likely tokens.
         """
         return LogProbSpec("targets"), LogProbSpec(TEACHER_IDS, self.temperature)
 
     @property
     def batch_arrays(self) -> Mapping[str, BatchArraySpec]:
-        """Return the specs of the teacher's token IDs and log-probabilities for each token."""
+        """Return the specs of the additional batch arrays: the teacher's token IDs and
+        log-probabilities for each token.
+        """
         shape = (self.top_k,)
         return {
             TEACHER_IDS: BatchArraySpec(shape, jnp.int32),
@@ -306,7 +312,9 @@ class Distill(Objective):
 
     @property
     def eval_objective(self) -> Objective:
-        """Return cross entropy, because evaluation documents have no teacher logits."""
+        """Return the cross-entropy objective, because evaluation documents have no teacher
+        logits.
+        """
         return CrossEntropy()
 
     def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:

@@ -456,7 +456,9 @@ def test_output_that_cannot_be_written_is_found_before_a_search(option: str, cap
     given = ["plan", "quickstart", "--topology", "cpu:8", "--search", option, "/nowhere/x.svg"]
     assert main(given) == 74
     told = capsys.readouterr()
-    assert not told.out and "No such file or directory.\n  Name a file in an existing" in told.err
+    assert (
+        not told.out and "No such file or directory.\n  Specify a file in an existing" in told.err
+    )
 
 
 @pytest.mark.fault("H5")

@@ -53,8 +53,8 @@ _BLOCK = 1 << 18
 """Number of elements per block. Larger blocks do not fit in the CPU cache; smaller blocks make
 threads wait for the GIL more often."""
 _SHORT = 64
-"""Rows with fewer elements are merged, to limit the number of numpy calls."""
-# All exponent bits of NaN and infinity are set.
+"""Rows with fewer elements than this are merged, to limit the number of numpy calls."""
+# In NaN and infinity, all of these exponent bits are set.
 _EXPONENTS = {
     "float16": np.uint16(0x7C00),
     "bfloat16": np.uint16(0x7F80),
@@ -127,7 +127,9 @@ class ArrayDigest:
 
     @classmethod
     def from_part_entry(cls, entry: PartEntry) -> ArrayDigest:
-        """Create the digest of a shard from its JSON entry; raises the errors of `from_entry`."""
+        """Create the digest of a shard from its JSON entry; raises the same errors as
+        `from_entry`.
+        """
         digest = cls.from_entry(entry)
         digest.elements, digest.non_finite = entry["elements"], entry["non_finite"]
         return digest
@@ -223,8 +225,8 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     if not words.size:
         return 0
     shape = words.shape
-    # `row` contains the product of the keys of each element in the trailing dimensions. The
-    # trailing dimensions are the last ones that together fit in one block.
+    # `row` contains one product of keys for each element of the trailing dimensions. The trailing
+    # dimensions are the last dimensions that together fit in one block.
     split, inner = len(shape), 1
     while split and inner * shape[split - 1] <= _BLOCK:
         split -= 1
@@ -340,12 +342,15 @@ def diff_trees(first: Tree, second: Tree) -> list[str]:
     left, right = dict(iter_named_arrays(first)), dict(iter_named_arrays(second))
     for name in sorted(left.keys() | right.keys()):
         if name not in left or name not in right:
-            lines.append(f"{name}  exists only in the {'first' if name in left else 'second'}")
+            lines.append(
+                f"{name}  is only in the {'first' if name in left else 'second'} checkpoint"
+            )
             continue
         a, b = left[name], right[name]
         if a.shape != b.shape or a.dtype != b.dtype:
             lines.append(
-                f"{name}  {a.dtype} {_shape(a)} in the first, {b.dtype} {_shape(b)} in the second"
+                f"{name}  {a.dtype} {_shape(a)} in the first checkpoint, "
+                f"{b.dtype} {_shape(b)} in the second"
             )
         elif a.tobytes() != b.tobytes():
             # numpy cannot subtract bfloat16 arrays.

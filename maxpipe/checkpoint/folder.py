@@ -253,7 +253,9 @@ class CheckpointFolder:
         return name
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint. An interrupted deletion leaves no folder that looks complete."""
+        """Delete a checkpoint. An interrupted deletion leaves no folder that looks like a complete
+        checkpoint.
+        """
         path = self / step
         if in_bucket(path):  # a rename would copy all objects, so delete them individually
             (path / manifest.FILE).unlink(missing_ok=True)

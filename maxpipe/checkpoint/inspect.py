@@ -39,8 +39,8 @@ from maxpipe.io.files import expand_path
 
 
 class CheckpointListEntry(TypedDict):
-    """List entry for one checkpoint. `kept` is the reason to retain the checkpoint, or empty if no
-    rule matches.
+    """Entry for one checkpoint in a list of checkpoints. `kept` is the reason to retain the
+    checkpoint, or empty if no rule matches.
     """
 
     step: int
@@ -333,7 +333,8 @@ def diff_checkpoints(first: Address, second: Address) -> list[str]:
         for key in sorted(before.keys() | now.keys()):
             if before.get(key) != now.get(key):
                 lines.append(
-                    f"{section} {key}  {before.get(key)} in the first, {now.get(key)} in the second"
+                    f"{section} {key}  {before.get(key)} in the first checkpoint, "
+                    f"{now.get(key)} in the second"
                 )
     return lines
 

@@ -56,7 +56,8 @@ from maxpipe.io.typed_json import parse_json
 FILE = "lock.json"
 BEAT_SECONDS = 30.0
 STALE_SECONDS = 150.0
-"""Age in seconds of the last heartbeat at which a lock expires: five missed heartbeats."""
+"""A lock expires if its last heartbeat is older than this number of seconds (five missed
+heartbeats)."""
 
 _LOG = logging.getLogger(__name__)
 _CLAIM_SECONDS = 60.0
@@ -199,7 +200,7 @@ class RunLock:
         return not self.lost_reason
 
     def check(self) -> None:
-        """Check that this run still has its folder and lock; to be called before every write.
+        """Check that this run still has its folder and lock. Must be called before every write.
 
         Raises:
             StorageError: the lock was lost.

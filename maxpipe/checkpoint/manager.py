@@ -282,7 +282,7 @@ class CheckpointManager:
         *,
         last: bool = False,
     ) -> None:
-        """Start saving the state that `state()` returns in the background.
+        """Start a background save of the state that `state()` returns.
 
         The arrays may be changed as soon as this method returns. If `step` is already the newest
         checkpoint, nothing is saved. If `last` is set, this method blocks until the checkpoint is
@@ -364,7 +364,7 @@ class CheckpointManager:
             self._writer.set_failed(SaveResult(folder, facts.step, error=error))
 
     def _check_locks(self, folder: CheckpointFolder | None = None) -> None:
-        """Check all locks of the run, or only the one on a given checkpoint folder."""
+        """Check all locks of the run, or only the lock on the given checkpoint folder."""
         for lock in self._locks:
             if folder is None or f"{folder.path}/".startswith(f"{lock.path.parent}/"):
                 lock.check()
@@ -605,7 +605,7 @@ def find_best_step(
     if not known:
         raise address.error(
             "must have a checkpoint with evaluation metrics; no saved step was evaluated.",
-            "Name a step, or train with eval.every equal to checkpoint.every; "
+            "Specify a step, or train with eval.every equal to checkpoint.every; "
             "eval.every=0 evaluates only the last step.",
         )
     guess = did_you_mean(better.metric, known) or BestMetric().metric

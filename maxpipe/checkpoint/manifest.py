@@ -61,7 +61,7 @@ FILE = "manifest.json"
 _VERSION = 2
 _PARTIAL = f"{FILE}.partial"
 _SCAN_EVERY = 8
-"""Number of finished writers between two scans for new files."""
+"""The folder is scanned for new files each time this many writers have finished."""
 _MAX_BYTES = 1 << 26
 _INDEX = "manifest.ocdbt"
 _MAX_INDEX_BYTES = 1 << 30
@@ -139,8 +139,8 @@ class BackgroundDigester:
             self._seen.append((new, set(self._writers)))
 
     def results(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return the sizes and digests of most files, keyed by file
-        name.
+        """Wait for pending digests, and return the sizes and digests of the files hashed so far,
+        keyed by file name.
 
         Raises:
             OSError: a file cannot be read or flushed to disk.

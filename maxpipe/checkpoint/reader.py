@@ -63,7 +63,8 @@ _PERMANENT_ERRNOS |= {errno.EPERM, errno.ENOTDIR, errno.EISDIR}
 _PERMANENT_MESSAGES = ("No space left", "quota", "File too large", "Read-only", "ermission denied")
 _PERMANENT_MESSAGES += ("Forbidden", "PERMISSION_DENIED")  # bucket errors
 # Errors that orbax and tensorstore raise on unexpected files or content. A flipped bit in their
-# metadata can cause errors of many types. User code cannot be the cause, because a save runs none.
+# metadata can cause errors of many types. User code cannot be the cause, because saving runs no
+# user code.
 _FAULTS = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
 _FAULTS += (ArithmeticError, EOFError, RuntimeError, StorageError)  # RuntimeError: RecursionError
 
@@ -189,7 +190,9 @@ class CheckpointReader:
         return None
 
     def _repeated_damage_error(self, skipped: Sequence[_Skipped]) -> StorageError:
-        """Return the error for consecutive damaged checkpoints. Nothing is renamed."""
+        """Return the error to raise after several consecutive damaged checkpoints. Nothing is
+        renamed.
+        """
         newest = skipped[0]
         reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
         older = [step for step in newest.folder.steps() if step < skipped[-1].step]
@@ -285,7 +288,8 @@ class CheckpointReader:
                     raise unwritable_error(folder, error, folder / step) from error
             _LOG.warning("%s is skipped%s: %s", folder / step, renamed, reason)
             self._record("checkpoint_skipped", step=step, reason=reason)
-        self._agree("done" if self._primary else "")  # then the other processes list the folder
+        # The other processes list the folder only after process 0 has renamed the checkpoint.
+        self._agree("done" if self._primary else "")
 
 
 Agree = Callable[[str], str]

@@ -39,7 +39,7 @@ class BestMetric:
 
     @property
     def description(self) -> str:
-        """Ranking rule for messages, such as `smallest eval/loss`."""
+        """Ranking rule as shown in messages, such as `smallest eval/loss`."""
         return f"{'largest' if self.is_largest else 'smallest'} {self.metric}"
 
     def sort_key(self, metrics: Mapping[str, float]) -> float | None:

@@ -308,7 +308,7 @@ _CHUNK_BYTES = 1 << 26
 need little memory, regardless of the mesh used by the run."""
 
 _EVEN, _FEW = 16, 256
-"""Arrays are divided into chunks only if all dims above `_FEW` are multiples of `_EVEN`."""
+"""Arrays are divided into chunks only if all dims larger than `_FEW` are multiples of `_EVEN`."""
 
 
 def _chunks(state: Tree) -> Tree:

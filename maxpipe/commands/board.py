@@ -50,7 +50,7 @@ def _board(options: argparse.Namespace) -> int:
         folder = Path(runs, options.folder)
     if not folder.is_dir():
         rule = "is not a folder of runs."
-        action = "Name the run.dir folder of your runs, or a run that has started."
+        action = "Specify the run.dir folder of your runs, or a run that has started."
         raise ConfigError.one(f"command line: {options.folder}", None, rule, action)
     with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
         links = Path(name)

@@ -94,7 +94,9 @@ def read(line: str) -> CommandLine:
 
 
 def _next(line: str, position: int, quote: str) -> tuple[str, str, int]:
-    """Parse the next segment of a word. Return (quote open after the segment, text, end offset)."""
+    """Parse the next segment of a word. Return the quote that is open after the segment, the
+    segment's text, and its end offset.
+    """
     character, after = line[position], position + 1
     follows = line[after : after + 1]
     if quote == _PLAIN:
@@ -288,7 +290,7 @@ def _option(parser: argparse.ArgumentParser, word: str) -> argparse.Action | Non
 
 
 def _expected(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Action | None:
-    """Return the positional argument that comes after the given arguments."""
+    """Return the positional argument that the parser expects after the given arguments."""
     count, skip = 0, False
     for word in arguments:
         option = _option(parser, word)
@@ -395,7 +397,9 @@ def _visible_folders(folder: Path) -> list[str]:
 
 
 def _paths(current: str, suffixes: tuple[str, ...], *, folders: bool = False) -> list[str]:
-    """Return folders with a trailing `/`, and files with any of the suffixes (default: all)."""
+    """Return folders with a trailing `/`, and files with any of the suffixes (default: all
+    files).
+    """
     try:
         written = os.path.expanduser(current)
     except (OSError, RuntimeError):

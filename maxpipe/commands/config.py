@@ -171,7 +171,7 @@ def _init(options: argparse.Namespace) -> int:
 def _printable_path(given: str, where: str) -> Path:
     if not given or not given.isprintable():
         rule = "must be a non-empty path of printable characters."
-        raise ConfigError.one(where, ascii(given), rule, "Name another path.")
+        raise ConfigError.one(where, ascii(given), rule, "Specify another path.")
     return expand_path(given, where)
 
 
@@ -213,16 +213,16 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
                 raise
     except FileExistsError as error:
         another = path.with_name(f"{path.stem}-2{path.suffix}")
-        action = f"Name another file, such as {another}, or add {_OVERWRITE}."
+        action = f"Specify another file, such as {another}, or add {_OVERWRITE}."
         if path.name == FIRST_RUN:
-            action = f"Train it with `{_train(path)}`, or name another folder."
+            action = f"Train it with `{_train(path)}`, or specify another folder."
         raise ConfigError.one(f"{path}", None, "already exists.", action) from error
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def _unwritable(path: Path, error: OSError) -> StorageError:
-    return StorageError.unwritable(path, error, "Name a writable path.")
+    return StorageError.unwritable(path, error, "Specify a writable path.")
 
 
 def add_configs(commands: Commands) -> None:

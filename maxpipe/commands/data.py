@@ -161,7 +161,7 @@ def _prepare(options: argparse.Namespace) -> int:
     config = read_data_config(expand_data_files(options.inputs)).config
     if url_scheme(options.out):
         rule = "must be a local folder, because files are written while documents are read."
-        action = "Name a local folder, then copy it to the bucket with `gcloud storage "
+        action = "Specify a local folder, then copy it to the bucket with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if not options.out:
         rule = "must name a folder, but is empty."
@@ -196,7 +196,7 @@ def _source_to_prepare(data: DataConfig, given: str | None) -> str:
         raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
     if given is not None and given not in names:
         rule = f"must be one of {known}." if known else "has no effect without data.mixture."
-        raise ConfigError.one(where, given, rule, "Name a source, or leave out --source.")
+        raise ConfigError.one(where, given, rule, "Specify a source, or leave out --source.")
     return given or ""
 
 
@@ -264,7 +264,7 @@ def _add_prepare(actions: Commands) -> None:
         type=count,
         default=1 << 27,
         metavar="N",
-        help="tokens per shard, a pair of files (default: 134217728)",
+        help="tokens per shard; a shard is a pair of files (default: 134217728)",
     )
     prepare.set_defaults(command=_prepare)
 

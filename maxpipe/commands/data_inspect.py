@@ -68,7 +68,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
             rule = f"selects the documents to read, but {key} also selects documents."
-            raise ConfigError.one(where, None, rule, "Remove one of the two.")
+            raise ConfigError.one(where, None, rule, "Remove one of the two settings.")
     inferred = _source(paths)
     has_config = any("=" not in other for other in others)
     if inferred["data.source"] == "tokens" and not has_config:
@@ -155,11 +155,11 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
     other = next((path for path in paths if kinds[path] != kind), None)
     if other is not None:
         rule = f"requires data.source={kinds[other]}, but {paths[0]} requires data.source={kind}."
-        action = "Name files of one type, or set data.mixture.NAME.path for each type."
+        action = "Specify files of one type, or set data.mixture.NAME.path for each type."
         raise ConfigError.one(f"command line: {other}", None, rule, action)
     if kind in ONE_PATH and len(paths) > 1:
         rule = f"is one of {len(paths)} paths, but data.source={kind} reads a single path."
-        raise ConfigError.one(f"command line: {paths[1]}", None, rule, "Name one path.")
+        raise ConfigError.one(f"command line: {paths[1]}", None, rule, "Specify one path.")
     named = {"data.path": paths[0]} if len(paths) == 1 else {"data.paths": list(paths)}
     return {"data.source": kind, **named}
 
@@ -176,7 +176,7 @@ def _tokenizer(folder: str) -> dict[str, Any]:
 def _conversation(
     keys: Mapping[str, Any], *, with_template: bool, with_defaults: bool
 ) -> dict[str, Any]:
-    """Return config keys for reading records without a text field.
+    """Return the config settings, keyed by config key, for reading records without a text field.
 
     Such records are read as conversations or preference pairs. Without a chat template, prompts and
     responses are read as plain text.
@@ -217,7 +217,8 @@ RUN_HELP = "a run folder or the name of a run in runs/ (uses the run's config); 
 
 
 def resolve_run_inputs(inputs: Sequence[str]) -> tuple[list[str], str]:
-    """Replace a run in the inputs with its config file. Return (inputs, run folder or "").
+    """Replace a run in the inputs with its config file. Return the resulting inputs and the run
+    folder, which is "" if the inputs contain no run.
 
     If a name matches both a config and a run, the config is selected. To select the run, give the
     path of its folder.

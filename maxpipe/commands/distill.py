@@ -18,7 +18,7 @@ def _prepare(options: argparse.Namespace) -> int:
     loaded = read_config(options.inputs, to_train=True)
     if url_scheme(options.out):
         rule = "must be a local folder, because shards are written while logits are computed."
-        action = "Name a local folder, then copy it to the bucket with `gcloud storage "
+        action = "Specify a local folder, then copy it to the bucket with `gcloud storage "
         raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
     if loaded.config.train.objective != "distill" or loaded.config.distill.teacher_logits:
         rule = "must be distill, with a model in distill.teacher."

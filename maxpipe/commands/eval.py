@@ -117,7 +117,7 @@ def _choices_page(found: dict[str, Any]) -> str:
 
 
 def _documents(options: argparse.Namespace) -> list[str]:
-    """Return the overrides that select the files of `--data`."""
+    """Return the overrides that select the files given with `--data`."""
     from maxpipe.config.sections.source import COLUMNS
     from maxpipe.data.sources import infer_source
 
@@ -127,7 +127,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
     for each in options.inputs:
         if each.startswith(("data.source=", "data.path=")):
             rule = f"selects documents, but {each} also selects documents."
-            raise ConfigError.one(where, path, rule, "Leave out one of the two.")
+            raise ConfigError.one(where, path, rule, "Leave out one of the two settings.")
     source = infer_source(path, where)
     found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]

@@ -73,7 +73,7 @@ def _cluster(options: argparse.Namespace) -> int:
 def _create_submission(
     options: argparse.Namespace, loaded: LoadedConfig
 ) -> tuple[str, Job, Submission]:
-    """Return (preflight report, job, job files)."""
+    """Return the preflight report, the job, and its files and submit command."""
     from maxpipe.checkpoint.storage import run_folder
     from maxpipe.launch import gcloud, gke, slurm
     from maxpipe.launch.job import Job, check_hosts

@@ -25,8 +25,8 @@ class Parser(argparse.ArgumentParser):
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(*args, allow_abbrev=False, **options)
         self.command_names: tuple[str, ...] = ()
-        # The innermost parser, which belongs to the command, overrides the value set by the outer
-        # ones.
+        # The innermost parser, which belongs to the command, overrides the value set by outer
+        # parsers.
         self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
@@ -48,7 +48,8 @@ class Parser(argparse.ArgumentParser):
         """Reject the first unknown option that resembles one of this command's options.
 
         Raises:
-            ConfigError: an unknown option resembles a known one, which the message suggests.
+            ConfigError: an unknown option resembles a known option; the message suggests the known
+            option.
         """
         from maxpipe.config.rules import did_you_mean
 
@@ -133,7 +134,9 @@ def subcommands(parser: Parser) -> Commands:
 
 
 def add_inputs(parser: argparse.ArgumentParser, first: str = "", about: str = "") -> None:
-    """Add the config arguments. `first` and `about` describe an alternative first argument."""
+    """Add the config arguments. `first` and `about` are the metavar and the help text of an
+    alternative first argument.
+    """
     parser.add_argument(
         "inputs", nargs="*", metavar=f"{first}FILE|section.key=value", help=about + INPUTS_HELP
     )
@@ -280,5 +283,5 @@ def _unwritable(path: str | Path, option: str, error: OSError) -> StorageError:
     return StorageError(
         f"command line: {option} = {path}\n"
         f"  cannot be written: {error.strerror or error}.\n"
-        "  Name a file in an existing, writable folder."
+        "  Specify a file in an existing, writable folder."
     )

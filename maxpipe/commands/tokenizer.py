@@ -79,7 +79,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
     inputs, _ = resolve_run_inputs(options.inputs)
     if not inputs:
         rule = "must include data files, a config or data.* keys."
-        action = "Name a file, such as `maxpipe tokenizer train docs.jsonl`."
+        action = "Specify a file, such as `maxpipe tokenizer train docs.jsonl`."
         raise ConfigError.one("command line: FILE", None, rule, action)
     if not any(map(is_config, inputs)):
         return open_training_files(inputs, options.field or "text")

@@ -120,7 +120,9 @@ def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assign
 
 
 def _as_raw(value: Any) -> Raw:
-    """Convert a Python value to its unparsed form, as if read from a config file."""
+    """Convert a Python value to unparsed strings, lists and dicts, as if read from a config
+    file.
+    """
     if isinstance(value, Mapping):
         return {str(key): _as_raw(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -189,8 +191,8 @@ def _key_path(section: str, rest: Sequence[str]) -> tuple[str, ...]:
 
 
 def _hint(path: Sequence[str]) -> Any:
-    """Return the declared type of an override's key, which may be a former name. For a mapping
-    entry, return the type of the mapping.
+    """Return the declared type of the key in an override; the key may be given by its former name.
+    For a mapping entry, return the type of the mapping.
     """
     section, rest = split_key(upgrade_setting(".".join(path), None)[0].split("."))
     path = (section, *rest)
@@ -264,7 +266,7 @@ _REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MI
 
 
 class ModelReference(NamedTuple):
-    """Assignments from a bundled model config whose name a config file or an override contains."""
+    """Assignments from the bundled model config that a config file or an override names."""
 
     before: list[Assignment]
     """Assignments of default values, which config files override."""
@@ -289,7 +291,7 @@ def resolve_model(
     name.
 
     A model name in a file is only a default: a file that defines a complete model replaces it. A
-    model name in an override replaces the models of all files.
+    model name in an override replaces the models defined in all files.
     """
     overrides = [each for each in from_overrides if is_reference(each)]
     in_file = [each for each in in_files if is_reference(each)]

@@ -74,7 +74,9 @@ def join_reason(rule: str, why: str) -> str:
 
 
 def _similar_key(path: Sequence[str], keys: Collection[str]) -> str:
-    """Return the most similar key, preferably in the same section."""
+    """Return the key in `keys` that is most similar to `path`, preferably one in the same
+    section.
+    """
     if len(path) > 1:
         prefix = f"{path[0]}."
         names = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
@@ -121,7 +123,7 @@ def match_command(word: str, commands: Collection[str]) -> NameMatch:
 @functools.cache
 def foreign_tables() -> dict[str, Any]:
     """Return the tables in `foreign_keys.yml`."""
-    import yaml  # slow to import, and most commands do not need the tables
+    import yaml  # slow to import, and rarely needed
 
     text = Path(__file__).with_suffix(".yml").read_text(encoding="utf-8")
     safe_loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

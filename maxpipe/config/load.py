@@ -226,7 +226,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
     return f"{section}.{name}", OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
 
 
-# Converter of assignments to config values.
+# The functions below convert assignments to config values.
 
 
 def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:

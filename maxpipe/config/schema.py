@@ -6,7 +6,7 @@ valid ranges of numeric keys, and its rules. The string below each field documen
 these strings. The keys of each model family are declared in `maxpipe/models`. This package does not
 import jax, so that `maxpipe --help` starts quickly.
 
-The tables below `Config` list all sections and keys, including the ones of every model family. A
+The tables below `Config` list all sections and keys, including those of every model family. A
 section is a field of `Config`, or the section of a model family within `model`, such as
 `model.llama`. A config contains the keys of one family only, but these tables contain the keys of
 all families. A key may contain sections with user-defined names: `data.mixture.web.path` is
@@ -73,7 +73,9 @@ class Config:
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
     def __post_init__(self) -> None:
-        """Copy section `adapter` into section `model`, to describe the complete model there."""
+        """Copy section `adapter` into section `model`, so that `model` describes the complete
+        model.
+        """
         adapter = self.adapter if self.adapter.rank else None
         if self.model.adapter != adapter:
             object.__setattr__(self, "model", replace(self.model, adapter=adapter))

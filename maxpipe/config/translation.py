@@ -293,8 +293,8 @@ def _per_device_batch(
 
 
 def _example(key: str, number: float, axes: Sequence[str], context: TranslationContext) -> str:
-    """Return an example value of `key` for one possible size of the mesh axis set to -1, or an
-    empty string.
+    """Return an example value of `key`, assuming one possible size for the mesh axis set to -1.
+    Return an empty string if no example exists.
     """
     sizes = context.axis_sizes()
     left = [axis for axis, size in sizes.items() if size < 1]
@@ -420,7 +420,9 @@ _PAIRS = ("chatml", "llama3", "dpo", "orpo", "ipo", "chosenrejected")
 
 
 def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
-    """Return (rule, action) for a dataset name that is not a file path."""
+    """Return the violated rule and the suggested action for a dataset name that is not a file
+    path.
+    """
     return (
         "maxpipe does not download datasets: data must be in files.",
         f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "

@@ -157,7 +157,7 @@ FAMILY = Family(
     bounds=(
         Bound("sliding_window", 1024, 1, 2**31 - 1, "token counts are int32 on devices"),
         Bound("sliding_window_pattern", 6, 1),
-        Bound("local_rope_theta", 10000.0, 1, LARGEST, "the value must fit into float32", False),
+        Bound("local_rope_theta", 10000.0, 1, LARGEST, "the value must fit in float32", False),
         Bound(
             "rope_factor", 1.0, 1, LARGEST, "multiplies RoPE wavelengths; 1 disables the scaling"
         ),

@@ -279,7 +279,7 @@ def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata |
         step = resolve_step_on_all(other, address)
         try:
             return other.durable.read_metadata(step)
-        except (DamagedError, OSError):  # the restore reports it or uses an earlier checkpoint
+        except (DamagedError, OSError):  # the restore handles this error
             return None
 
 
@@ -354,13 +354,13 @@ def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 _SECTION = "adapter"
 _FREE = frozenset({"dropout", "targets"})
-"""Keys of the `adapter` section that may change on resume. The matrices that `adapter.targets`
-selects are compared.
+"""Keys of the `adapter` section that may change on resume. For `adapter.targets`, the selected
+matrices are compared instead of the patterns.
 """
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:
-    """Return the record of a base model, as stored in checkpoints."""
+    """Return the metadata record of a base model, as stored in adapter checkpoints."""
     return {"address": found.address, "given": given, "digest": content_digest(found.params)}
 
 
@@ -372,7 +372,8 @@ def read_base(
     *,
     own: bool = True,
 ) -> tuple[Any, AdapterBase]:
-    """Return the base model of a checkpoint's adapters in checkpoint layout, and its record.
+    """Return the base model that a checkpoint's adapters were trained on, in checkpoint layout, and
+    its metadata record.
 
     `own` means that the checkpoint belongs to this run. A changed `checkpoint.restore_from` then
     replaces the recorded address. Otherwise, `checkpoint.restore_from` names the checkpoint itself.

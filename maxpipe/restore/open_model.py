@@ -61,9 +61,10 @@ class OpenedModel:
         return "source" in self.fingerprint
 
     def prompt_tokenizer(self, tokenizer: Tokenizer) -> Tokenizer:
-        """Return a tokenizer that formats prompts and texts like the model's training data.
+        """Return a tokenizer that formats prompts and documents like the model's training data.
 
-        If maxpipe did not train the model, prompts and texts are formatted as in `transformers`.
+        If maxpipe did not train the model, prompts and documents are formatted as in
+        `transformers`.
 
         Raises:
             ConfigError: as in `fit_tokenizer`.
@@ -104,7 +105,8 @@ class OpenedModel:
             )
 
     def params(self, steps: Steps) -> Any:
-        """Read the parameters in checkpoint layout, on the mesh of `steps`.
+        """Read the parameters in checkpoint layout, sharded over the mesh on which `steps` runs the
+        model.
 
         Raises:
             ConfigError: the config describes another model.
@@ -262,10 +264,10 @@ class _SilentNotifier:
     """Notifier that prints nothing: the run that trained the adapters has printed the messages."""
 
     def note(self, text: str) -> None:
-        """Ignore the text."""
+        """Discard the message."""
 
     def warn(self, text: str) -> None:
-        """Ignore the text."""
+        """Discard the message."""
 
 
 @contextlib.contextmanager

@@ -306,7 +306,7 @@ def test_diff_names_leaves_config_and_data(saved: Path, tmp_path: Path, capsys: 
         "config run.seed",
         "data step",
     ]
-    assert lines[-1] == "data step  3 in the first, 6 in the second"
+    assert lines[-1] == "data step  3 in the first checkpoint, 6 in the second"
     apart = np.abs(np.asarray(tree(3)["params"]["embedding"] - tree(6)["params"]["embedding"]))
     assert f"by at most {apart.max():.6g}" in lines[4]
     assert run(capsys, "diff", f"{saved}@3", saved, "--exit-code", code=1) == lines
@@ -322,11 +322,11 @@ def test_differences_see_shapes_types_bits_and_names():
     ones = np.ones((2, 3), np.float32)
     assert diff_trees({"a": ones}, {"a": jax.numpy.ones((2, 3))}) == []
     assert diff_trees({"a": ones}, {"b": ones}) == [
-        "a  exists only in the first",
-        "b  exists only in the second",
+        "a  is only in the first checkpoint",
+        "b  is only in the second checkpoint",
     ]
     assert diff_trees({"a": ones}, {"a": ones[:1]}) == [
-        "a  float32 2 x 3 in the first, float32 1 x 3 in the second"
+        "a  float32 2 x 3 in the first checkpoint, float32 1 x 3 in the second"
     ]
     assert "int32" in diff_trees({"a": ones}, {"a": ones.astype(np.int32)})[0]
     zero = np.zeros(2, np.float32)

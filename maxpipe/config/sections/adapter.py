@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 add_ranges(
     Bound("adapter.rank", 16, 0, why="0 trains all parameters"),
-    Bound("adapter.alpha", 16.0, SMALLEST, LARGEST, "the value must fit into float32"),
+    Bound("adapter.alpha", 16.0, SMALLEST, LARGEST, "the value must fit in float32"),
     Bound("adapter.dropout", 0.1, 0, 1, DROPS_EVERYTHING, high_is_inside=False),
 )
 
@@ -104,7 +104,7 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 "adapter.rank",
                 f"must be at most {small}, the smaller dimension of {name}, which limits its rank.",
-                f"Set adapter.rank={small}, or adapter.targets to larger matrices.",
+                f"Set adapter.rank={small}, or select only larger matrices in adapter.targets.",
             )
             return
 

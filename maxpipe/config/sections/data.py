@@ -156,7 +156,7 @@ _NAMED = ("data.mixture", "data.validation")
 
 
 _MOST_EPOCHS = 1e9
-"""Maximum number of epochs, chosen so that a source's sample indices fit into 63 bits."""
+"""Maximum number of epochs, chosen so that a source's sample indices fit in 63 bits."""
 
 
 _JOINED = ("system", "prompt", "response", "chosen", "rejected")

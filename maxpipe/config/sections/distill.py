@@ -38,8 +38,9 @@ class DistillConfig:
     give less likely tokens more weight. The divergence is multiplied by the squared temperature, so
     that the scale of the gradients does not change."""
     top_k: int = 32
-    """Number of tokens compared at each position: those to which the teacher assigns the highest
-    probabilities. All other tokens are merged into one bucket. At most `model.vocab_size`."""
+    """Number of tokens compared at each position: the tokens to which the teacher assigns the
+    highest probabilities. All other tokens are merged into one bucket. At most
+    `model.vocab_size`."""
     weight: float = 0.5
     """Weight of the KL divergence in the loss. The weight of the cross-entropy is 1 minus this
     value."""

@@ -88,7 +88,7 @@ add_ranges(
     Bound("eval.sample_conversations", 4, 0, why="0 samples no conversations"),
     Bound("eval.sample_every", 100, 0, why="0 disables samples"),
     Bound("eval.sample_max_tokens", 64, 1),
-    Bound("eval.sample_temperature", 1.0, 0, LARGEST, "the value must fit into float32"),
+    Bound("eval.sample_temperature", 1.0, 0, LARGEST, "the value must fit in float32"),
 )
 
 

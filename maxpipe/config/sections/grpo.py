@@ -97,14 +97,14 @@ add_ranges(
         0.0,
         0,
         LARGEST,
-        "0 uses grpo.clip_ratio; the value must fit into float32",
+        "0 uses grpo.clip_ratio; the value must fit in float32",
     ),
     Bound(
         "grpo.kl_coef",
         0.04,
         0,
         LARGEST,
-        "0 disables the reference model; the value must fit into float32",
+        "0 disables the reference model; the value must fit in float32",
     ),
     Bound(
         "grpo.updates_per_rollout", 1, 1, 1024, "all completions of a rollout are sampled together"

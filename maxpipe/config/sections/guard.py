@@ -57,7 +57,7 @@ add_ranges(
         6.0,
         0,
         LARGEST,
-        "0 disables detection; the value must fit into float32",
+        "0 disables detection; the value must fit in float32",
     ),
     Bound("guard.spike_window", 128, 2, why="a standard deviation requires at least two steps"),
     Bound("guard.max_rollbacks", 3, 0),

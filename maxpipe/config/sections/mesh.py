@@ -119,8 +119,8 @@ def _collective_matmul_needs_sequence_parallel(config: Config) -> Iterator[RuleV
     if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
         yield RuleViolation(
             "mesh.collective_matmul",
-            "requires mesh.sequence_parallel=true: without sharded tokens, no "
-            "all-gather exists that could overlap with matmuls.",
+            "requires mesh.sequence_parallel=true: without sharded tokens, there is no "
+            "all-gather to overlap with matmuls.",
             "Set mesh.sequence_parallel=true, or mesh.collective_matmul=false.",
         )
 
@@ -256,8 +256,8 @@ def find_replicated_weights(config: Config) -> Iterator[ReplicatedWeight]:
 
 
 def _weights(config: Config, stages: int) -> Iterator[tuple[str, Param, int]]:
-    """Yield (name, parameter, minimum number of layers per device that have the parameter).
-    Parameters outside layers are yielded first.
+    """Yield the name of every parameter, the parameter, and the minimum number of layers per device
+    that contain the parameter. Parameters outside layers are yielded first.
     """
     model, outside = describe(config.model), config.pipeline.prologue_layers
     for path, param in model.ends.params.items():

@@ -64,13 +64,13 @@ add_ranges(
     Bound("model.head_dim", 2, 2),
     Bound("model.vocab_size", BYTES_VOCABULARY, 2, MAX_INT32, "token ids are int32"),
     Bound("model.mtp_heads", 2, 0),
-    Bound("model.mtp_loss_weight", 0.3, 0, LARGEST, "the value must fit into float32"),
+    Bound("model.mtp_loss_weight", 0.3, 0, LARGEST, "the value must fit in float32"),
     Bound(
         "model.rope_theta",
         10000.0,
         1,
         LARGEST,
-        "the value must fit into float32",
+        "the value must fit in float32",
         low_is_inside=False,
     ),
     Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "0 would allow a division by 0"),
@@ -346,7 +346,7 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
 
 
 _LONGEST_SUM = (2**31 - 1) // 127**2
-"""Maximum number of int8 products whose sum always fits into 32 bits."""
+"""Maximum number of int8 products whose sum always fits in 32 bits."""
 
 
 @rule("model.matmul", "model.matmul_scales", "model.d_mlp")
@@ -400,7 +400,7 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
     cut = [(size, f"columns of an MLP ({size})", "tensor", shards) for size in sorted(dims)]
     if model.matmul_weight_gradients == "same":
         shards = axis_size(mesh, "context") or 1
-        pieces = 2 * shards if shards > 1 else 1  # each device holds an early and a late chunk
+        pieces = 2 * shards if shards > 1 else 1  # an early and a late chunk per device
         cut.append((tokens, f"tokens ({tokens})", "context", pieces))
     for size, words, axis, pieces in cut:
         block = math.gcd(size, QUANTIZATION_BLOCK)
@@ -428,7 +428,7 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
             "Set model.attention=xla.",
         )
     shards, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
-    pieces = 2 * shards if shards > 1 else 1  # each device holds an early and a late chunk
+    pieces = 2 * shards if shards > 1 else 1  # an early and a late chunk per device
     if tokens % (pieces * _SPLASH_BLOCK):
         each = f" in each of a sequence's {pieces} chunks" if pieces > 1 else ""
         yield RuleViolation(

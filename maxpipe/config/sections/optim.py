@@ -170,7 +170,7 @@ class OptimConfig:
 
 
 add_ranges(
-    Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "the value must fit into float32"),
+    Bound("optim.learning_rate", 3e-4, 1e-30, LARGEST, "the value must fit in float32"),
     Bound("optim.warmup_steps", 0, 0),
     Bound("optim.decay_fraction", 0.2, 0, 1),
     Bound("optim.min_lr_ratio", 0.1, 0, 1),
@@ -179,17 +179,15 @@ add_ranges(
     Bound("optim.momentum", 0.95, 0, 1, "1 would never decay", high_is_inside=False),
     Bound("optim.ema_decay", 0.999, 0, 1, "1 would never update the average", high_is_inside=False),
     Bound("optim.epsilon", 1e-8, SMALLEST, LARGEST, "0 would allow a division by 0"),
-    Bound("optim.weight_decay", 0.1, 0, LARGEST, "the value must fit into float32"),
-    Bound(
-        "optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; the value must fit into float32"
-    ),
+    Bound("optim.weight_decay", 0.1, 0, LARGEST, "the value must fit in float32"),
+    Bound("optim.clip_norm", 1.0, 0, LARGEST, "0 disables clipping; the value must fit in float32"),
     Bound("optim.lr_phases[].steps", 100, 0, 10**9),
     Bound("optim.lr_phases[].percent", 10, 0, 1000),
     Bound("optim.lr_phases[].from", 1, 0, 1),
     Bound("optim.lr_phases[].to", 0.1, 0, 1),
     Bound("optim.lr_phases[].times", 3, 1, 99),
-    Bound("optim.lr_multipliers[].multiplier", 0.1, 0, LARGEST, "the value must fit into float32"),
-    Bound("optim.weight_decays[].weight_decay", 0.1, 0, LARGEST, "the value must fit into float32"),
+    Bound("optim.lr_multipliers[].multiplier", 0.1, 0, LARGEST, "the value must fit in float32"),
+    Bound("optim.weight_decays[].weight_decay", 0.1, 0, LARGEST, "the value must fit in float32"),
 )
 add_item_rules(
     "optim.lr_phases",
@@ -322,7 +320,7 @@ def _one_phase_is_open(config: Config) -> Iterator[RuleViolation]:
         place = f"optim.lr_phases[{number}]"
         if config.optim.lr_phases[number].times > 1:
             text = "must be 1 if the phase covers the remaining steps of the run."
-            yield RuleViolation(f"{place}.times", text, "Add `steps: ...`, or leave times out.")
+            yield RuleViolation(f"{place}.times", text, "Add `steps: ...`, or leave out `times`.")
         elif number != is_open[-1]:
             text = "must set a length: another phase already covers the remaining steps."
             yield RuleViolation(place, text, "Add `steps: 100`, or `percent: 10`.")

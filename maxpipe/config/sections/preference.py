@@ -46,7 +46,7 @@ add_ranges(
         0.1,
         0,
         LARGEST,
-        "the value must fit into float32",
+        "the value must fit in float32",
         low_is_inside=False,
     ),
     Bound(
@@ -57,7 +57,7 @@ add_ranges(
         "at 0.5, labels carry no information",
         high_is_inside=False,
     ),
-    Bound("preference.odds_weight", 0.1, 0, LARGEST, "the value must fit into float32"),
+    Bound("preference.odds_weight", 0.1, 0, LARGEST, "the value must fit in float32"),
 )
 
 

@@ -38,7 +38,7 @@ class RunConfig:
 
 
 add_ranges(
-    Bound("run.seed", 0, 0, 2**32 - 1, "the seed must fit into 32 bits"),
+    Bound("run.seed", 0, 0, 2**32 - 1, "the seed must fit in 32 bits"),
 )
 
 

@@ -102,7 +102,7 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
             "tokenizer.split_pattern",
             "must not be empty if tokenizer.special_tokens is set: it defines how text is split.",
             "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
-            "replace both keys by a tokenizer.preset.",
+            "replace both keys with a tokenizer.preset.",
         )
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
 MAX_STEPS = 10**11
-"""Maximum number of steps in a run, chosen so that sequence indices fit into 63 bits."""
+"""Maximum number of steps in a run, chosen so that sequence indices fit in 63 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,8 +192,8 @@ class BatchRamp(NamedTuple):
         return sum(stage.steps for stage in self.stages)
 
     def stage_starts(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (index of the first batch, number of earlier sequences, batch size) for each stage,
-        and finally for the steps after the ramp.
+        """Yield the index of the first batch, the number of earlier sequences and the batch size
+        for each stage, and finally for the steps after the ramp.
         """
         first = front = 0
         for rows, steps in self.stages:
