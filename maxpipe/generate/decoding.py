@@ -254,7 +254,8 @@ class DecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield, in each step, every sequence's next token and its log-probability, `[B]`.
+        """In each step, yield the next token of every sequence and the tokens' log-probabilities,
+        both `[B]`.
 
         Args:
             params: parameters with layers in model order, as returned by `Decoder.by_layer`.
@@ -332,17 +333,17 @@ class DecodeEngine:
 
     @cached_property
     def _decode_program(self) -> Any:
-        """Map (parameters, state, sequence indices, tokens) to (state, next tokens)."""
+        """Compiled program: (params, state, sequence indices, tokens) -> (state, next tokens)."""
         return jax.jit(self._decode_token, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _prefill_program(self) -> Any:
-        """Map (parameters, state, sequence indices, prompt chunk) to (state, next tokens)."""
+        """Compiled program: (params, state, sequence indices, chunk) -> (state, next tokens)."""
         return jax.jit(self._extend_and_sample, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _init_program(self) -> Any:
-        """Map a `DecodeShape` to the empty state of a batch on the mesh."""
+        """Compiled program that returns the empty state of a batch, given its `DecodeShape`."""
         return jax.jit(self._init_state, static_argnums=0, out_shardings=self._shardings[0])
 
     def _init_state(self, size: DecodeShape) -> DecodeState:
@@ -354,8 +355,8 @@ class DecodeEngine:
 
     @cached_property
     def _refill_init_program(self) -> Any:
-        """Map (size, state, tokens) to an empty state whose caches will end at the same slot as the
-        caches of `state` after `tokens` tokens are added.
+        """Compiled program: (size, state, tokens) -> an empty state, whose caches will end at the
+        same slot as the caches of `state` after `tokens` tokens are added.
         """
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:

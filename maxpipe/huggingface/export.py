@@ -284,7 +284,9 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Assign tensors, in layer order, to files of at most `shard_bytes` or one larger tensor."""
+    """Assign tensors, in layer order, to files of at most `shard_bytes`; a larger tensor has its
+    own file.
+    """
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():

@@ -122,7 +122,9 @@ class TensorSlice(NamedTuple):
         return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """Return the row range for a slice of `outer_dim`, or of all rows if indivisible."""
+        """Return the row range that stores a slice of `outer_dim`, or the range of all rows if the
+        slice is not contiguous.
+        """
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.outer_dim]
@@ -187,7 +189,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
-    sizes: dict[str, int] = {}  # rows or interleaved slices assigned per tensor
+    sizes: dict[str, int] = {}  # rows or interleaved slices assigned so far, per tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}

@@ -149,7 +149,7 @@ def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"the header size is {length:,} bytes, but the limit is 100 million")
         if length > size - _LENGTH.size:
-            raise ValueError(f"the header size is {length:,} bytes, but the file has {size:,}")
+            raise ValueError(f"the header size is {length:,} bytes, not {size:,}")
         text = stream.read(length)
     start = _LENGTH.size + length
     parse_json(text, dict[str, Any])  # enforces limits; the next line detects duplicate names
@@ -209,7 +209,9 @@ def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
         place = entry.end
     if place != size:
         words = "is too long" if size > place else "ends too early"
-        raise ValueError(f"the file {words}: tensors need {place:,} bytes, but it has {size:,}")
+        raise ValueError(
+            f"the file {words}: tensors need {place:,} bytes, but the file has {size:,}"
+        )
 
 
 class SafetensorsWriter:

@@ -159,9 +159,9 @@ class Bound(NamedTuple):
 
     def __str__(self) -> str:
         if math.isinf(self.high):
-            text = f"at least {self.low}" if self.low_is_inside else f"more than {self.low}"
+            text = f"at least {self.low}" if self.low_is_inside else f"greater than {self.low}"
         elif not self.low_is_inside:
-            text = f"more than {self.low} and at most {self.high}"
+            text = f"greater than {self.low} and at most {self.high}"
         elif self.high_is_inside:
             text = f"from {self.low} to {self.high}"
         else:

@@ -172,7 +172,7 @@ class _GroupsOfV2:
         counts = [1, 1] if method == "greedy" else [theirs.get(name) for name in self.names[1:]]
         if None in counts:
             raise UnsupportedError(
-                self.names[1], None, "is required with expert groups, as is topk_group."
+                self.names[1], None, "is required with expert groups, and so is topk_group."
             )
         names = ("deepseek.num_expert_groups", "deepseek.expert_groups_per_token")
         return dict(zip(names, counts, strict=True))
@@ -200,7 +200,7 @@ class _LayersAhead:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the key used in published folders and the key used by transformers."""
+        """Return the name of the key in published folders and its name in transformers."""
         return ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -352,7 +352,7 @@ FAMILY = Family(
     bounds=(
         *moe.BOUNDS,
         Bound("kv_lora_rank", 512, 1, axis="latent"),
-        Bound("q_lora_rank", 0, 0, why="0 projects queries from the layer's input", axis="latent"),
+        Bound("q_lora_rank", 0, 0, why="if 0, queries are projected from the input", axis="latent"),
         Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
         Bound("v_head_dim", 128, 1, axis="head_dim"),
         Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),

@@ -633,7 +633,7 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the notes of the sublayers, without duplicates."""
+        """Return the descriptions of the sublayers (`Part.note`), without duplicates."""
         parts = (
             part for layer_type in self.layer_types.values() for part in layer_type.parts.values()
         )

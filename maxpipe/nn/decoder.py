@@ -154,7 +154,7 @@ def normal_approximation(
 MTP = "ahead"
 """Key under which the parameters and statistics of multi-token prediction heads are stored."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
-"""Number of the random stream for each parameter outside the layers. The layers use stream 0."""
+"""Index of the random stream for each parameter outside the layers. The layers use stream 0."""
 
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None

@@ -347,7 +347,7 @@ def _rows_tile(num_rows: int, num_experts: int) -> int:
 def _select_tiles(
     tries: Sequence[Tiles], sums: Callable[[int, int, int], int], dtype: Any
 ) -> Tiles | None:
-    """Return the first tile sizes that fit into memory.
+    """Return the first entry of `tries` whose tiles fit into memory, or None.
 
     Each tile has two buffers, one for computation and one for transfers. `sums` returns the number
     of float32 accumulator entries.

@@ -346,7 +346,7 @@ def test_config_by_names(tmp_path: Path) -> None:
             "weights or epochs",
         ),
         ([*WEB, *CODE, "data.mixture.web.epochs=1"], "another source has epochs"),
-        ([*WEB, "data.mixture_temperature=0"], "must be more than 0"),
+        ([*WEB, "data.mixture_temperature=0"], "must be greater than 0"),
         (["data.mixture_temperature=2"], "requires data.mixture"),
         (["data.mixture_stages=[{weights: {web: 1}, steps: 3}]"], "requires data.mixture"),
         ([*WEB, "data.mixture_stages=[{weights: {wep: 1}, steps: 3}]"], "Did you mean web?"),

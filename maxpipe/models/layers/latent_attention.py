@@ -199,7 +199,7 @@ class LatentAttention(Part):
 
     @property
     def _normed(self) -> tuple[tuple[RMSNorm, Dims], ...]:
-        """Return the norm of each latent and the dims of its input."""
+        """Return the norm of each latent and the dims of that norm's input."""
         own = ((self.query_norm, self._query_latent),) if self.q_lora_rank else ()
         return (*own, (self.norm, self._latent))
 
