@@ -268,7 +268,7 @@ class Evaluator:
     def _losses(
         self, params: Any, read: Callable[[Loader, int, int], AbstractContextManager[Any]]
     ) -> dict[str, EvalTotals] | None:
-        """Return totals keyed by the name of the validation set. The empty name stands for the
+        """Return totals keyed by the name of the validation set. The empty name denotes the
         held-out set or the sum of all sets.
         """
         found: dict[str, EvalTotals] = {}

@@ -214,8 +214,8 @@ class DecodeEngineProtocol(Protocol):
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """In each step, yield the next token of every sequence and the tokens' log-probabilities,
-        both `[B]`.
+        """Yield, in each step, the next tokens of all sequences and their log-probabilities, both
+        `[B]`.
         """
         ...
 

@@ -34,13 +34,13 @@ class Sampling:
     """Penalty for tokens that the sequence already contains (arXiv:1909.05858). Positive logits are
     divided by the penalty, and negative logits are multiplied by it. 1 disables the penalty."""
     temperature: float = 1.0
-    """Divisor of the logits. 0 selects the most likely token, and the lowest id in a tie."""
+    """Divisor of the logits. If 0, the most likely token is selected, or the lowest ID in a tie."""
     top_k: int = 0
-    """Number of most likely tokens to sample from. Tokens that tie with the last one are included.
-    0 disables the limit."""
+    """Number of most likely tokens to sample from. Tokens that tie with the least likely of these
+    are included. 0 disables the limit."""
     top_p: float = 1.0
     """Cumulative probability of the most likely tokens to sample from (arXiv:1904.09751). Tokens
-    that tie with the last one are included. 1 disables the limit."""
+    that tie with the least likely of these are included. 1 disables the limit."""
     min_p: float = 0.0
     """Minimum token probability, as a fraction of the highest probability (arXiv:2407.01082)."""
 
@@ -145,7 +145,7 @@ _MAX_PREFILL_CHUNK = 512
 have the shape (chunk tokens, cache slots)."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
-"""Segment id of padding, and segment id of text."""
+"""Segment IDs of padding and of text."""
 
 
 class DecodeState(NamedTuple):
@@ -254,8 +254,8 @@ class DecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """In each step, yield the next token of every sequence and the tokens' log-probabilities,
-        both `[B]`.
+        """Yield, in each step, the next tokens of all sequences and their log-probabilities, both
+        `[B]`.
 
         Args:
             params: parameters with layers in model order, as returned by `Decoder.by_layer`.

@@ -593,7 +593,7 @@ MessageCallback = Callable[[str], None]
 """Function that receives a message for the user."""
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Function that receives a task, the megabytes done and the total megabytes."""
+"""Function that receives the name of a task, the megabytes completed and the total megabytes."""
 
 _MEGABYTE = 10**6
 

@@ -263,7 +263,7 @@ _EMBEDDING = "embedding"
 def _params_in_layer_order(
     model: Model, table: HuggingFace
 ) -> Iterator[tuple[str, Param, Tensor, int, int]]:
-    """Yield (checkpoint name, parameter, table row, layer, index among the layers of its type)."""
+    """Yield (checkpoint name, parameter, table row, layer index, index within the layer type)."""
     rows = {row.ours: row for row in table.tensors}
     several = len(set(model.layers)) > 1
     ends = {".".join(name): param for name, param in model.ends.params.items()}

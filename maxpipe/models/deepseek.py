@@ -43,17 +43,17 @@ class DeepseekConfig(RoutedConfig):
     """
 
     kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
-    """Number of dims of each token's key-value latent. The keys and values of all heads are
-    projections of this latent. During decoding, the cache stores only the latent and the RoPE dims
-    of the key."""
+    """Dimension of each token's key-value latent. The keys and values of all heads are projections
+    of this latent. During decoding, the cache stores only the latent and the RoPE dims of the
+    key."""
     q_lora_rank: int = field(default=0, metadata=renamed_from("query_rank"))
-    """Number of dims of each token's query latent. If 0, queries are projected directly from the
-    layer's input."""
+    """Dimension of each token's query latent. If 0, queries are projected directly from the layer's
+    input."""
     qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
     """Number of RoPE dims, which are the last dims of each query and key head. Must be even. All
     heads share the RoPE dims of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Number of dims of a value head."""
+    """Dimension of a value head."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length (YaRN). 1 disables the
     scaling."""

@@ -46,9 +46,9 @@ class Qwen3NextConfig(MixtureConfig):
     """Number of value heads in delta-rule layers, a multiple of `linear_num_key_heads`. Each value
     head has a separate state."""
     linear_key_head_dim: int = field(default=128, metadata=renamed_from("key_size"))
-    """Number of dims of a query or key head in delta-rule layers."""
+    """Dimension of a query or key head in delta-rule layers."""
     linear_value_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Number of dims of a value head in delta-rule layers."""
+    """Dimension of a value head in delta-rule layers."""
     linear_conv_kernel_dim: int = field(default=4, metadata=renamed_from("kernel"))
     """Width in tokens of the convolution over queries, keys and values, including the current
     token."""

@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """How many devices shard tokens and heads, and which context-parallel method is used."""
+    """Sizes of the mesh axes that shard tokens and heads, and the context-parallel method."""
 
     context: int = 1
     tensor: int = 1

@@ -262,7 +262,7 @@ def grouped_matmul_kernel(
     filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
-    """Implement `_grouped_matmul` on a TPU."""
+    """Implement `_grouped_matmul` with a megablox kernel, for TPUs."""
     weights = jnp.moveaxis(weights, dim, 0)
     with jax.named_scope(scopes.flops(2 * filled * len(rows) * math.prod(weights.shape[1:]))):
         return _megablox().gmm(
@@ -286,7 +286,7 @@ def outer_by_kernel(
     filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
-    """Implement `_outer` on a TPU."""
+    """Implement `_outer` with a megablox kernel, for TPUs."""
     run = _megablox().tgmm
     with jax.named_scope(scopes.flops(2 * filled * rows.size * cotangents.shape[1])):
         product = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
@@ -437,7 +437,7 @@ def _expert_row_mask(step: _BlockSteps, block: int) -> Array:
 def grouped_matmul_loop(
     rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool
 ) -> Array:
-    """Implement `_grouped_matmul` on any platform."""
+    """Implement `_grouped_matmul` with a loop over row blocks, for any platform."""
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
     width = _without(weights.shape, dim)[0 if transposed else 1]
 
@@ -454,7 +454,9 @@ def grouped_matmul_loop(
 
 
 def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
-    """Implement `_outer` on any platform, with float32 accumulation."""
+    """Implement `_outer` with a loop over row blocks, for any platform; sums are accumulated in
+    float32.
+    """
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
     def add_block(output: Array, step: _BlockSteps) -> tuple[Array, None]:
