@@ -252,7 +252,8 @@ def _lengths(
 
 
 def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
-    """Check that a YaRN config has a `factor`. transformers computes it only if it is null.
+    """Check that a YaRN config has a `factor`. transformers computes the factor only if the key is
+    null.
 
     Raises:
         UnsupportedError: the `factor` key is missing.

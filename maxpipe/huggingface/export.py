@@ -108,8 +108,8 @@ def export(
 ) -> None:
     """Write config.json, the safetensors files, and the tokenizer files if they exist.
 
-    `dtype` is a key of `TYPES`. If it is None, tensors have the dtypes of the imported weights, or
-    the stored dtype if the weights were not imported.
+    `dtype` is a key of `TYPES`. If `dtype` is None, tensors have the dtypes of the imported
+    weights, or the stored dtype if the weights were not imported.
 
     Raises:
         ConfigError: no transformers class supports the model, or `out` already exists.

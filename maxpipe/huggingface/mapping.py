@@ -385,7 +385,9 @@ def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> t
 
 
 def _divisible(shape: tuple[int, ...], piece: TensorSlice) -> tuple[list[int], int]:
-    """Return the parameter dims that select a tensor, and the dim that is outermost in its rows."""
+    """Return the parameter dims that select a tensor, and the dim that is outermost in that
+    tensor's rows.
+    """
     counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
     return counting, len(shape) - len(piece.sizes) + piece.outer_dim
 

@@ -552,7 +552,7 @@ def _layers(
 def duplicate_tensor_error(folder: Path, first: str, second: str) -> ConfigError:
     """Return the error for two tensors with equivalent names."""
     rule = f"has {quote_name(first)} and {quote_name(second)}, which are the same tensor."
-    return _error(folder, rule, "Save the model again with only one of them.")
+    return _error(folder, rule, "Save the model again with only one of the two names.")
 
 
 def missing_tensors_error(folder: Path, count: int) -> ConfigError:
@@ -569,7 +569,7 @@ def adapter_error(folder: Path) -> ConfigError | None:
     return _error(
         folder,
         rule,
-        "Merge it into its base model with peft, torch and transformers: "
+        "Merge the adapter into its base model with peft, torch and transformers: "
         "python -c 'from peft import AutoPeftModelForCausalLM as M; "
         'M.from_pretrained("DIR", dtype="bfloat16").merge_and_unload()'
         '.save_pretrained("NEW")\', and use NEW.',

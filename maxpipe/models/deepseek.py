@@ -32,7 +32,7 @@ from maxpipe.models.moe import RoutedConfig
 from maxpipe.models.spec import Model
 
 _EPSILON = 1e-6
-"""Epsilon of the RMSNorms on the latents. As in the released code, it is independent of
+"""Epsilon of the RMSNorms on the latents. As in the released code, this epsilon is independent of
 `model.norm_epsilon`."""
 
 

@@ -113,8 +113,8 @@ def init_params(
 ) -> dict[_Name, Float[Array, "*dims"]]:
     """Initialize parameters, keyed by name.
 
-    The random key of each randomly initialized parameter is derived from its index among these
-    parameters. Parameters that are derived from other parameters are omitted.
+    The random key of each randomly initialized parameter is derived from the parameter's index
+    among these parameters. Parameters that are derived from other parameters are omitted.
     """
     drawn = [name for name, param in params.items() if isinstance(param.init, spec.Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}

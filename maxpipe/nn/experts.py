@@ -347,7 +347,9 @@ class Experts(SpecModule):
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
-        """Return whether to use grouped dispatch; in decoding, only if it computes fewer rows."""
+        """Return whether to use grouped dispatch. During decoding, grouped dispatch is used only if
+        it computes fewer rows.
+        """
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped

@@ -212,7 +212,9 @@ def _grouped_matmul(
     dim: int,
     transposed: bool = False,
 ) -> Float[Array, "N J"]:
-    """Multiply each row by its expert's weights, or by their transpose."""
+    """Multiply each row by its expert's weights or, if `transposed` is set, by the transposed
+    weights.
+    """
     loop = partial(grouped_matmul_loop, dim=dim, transposed=transposed)
     first, second = _without(weights.shape, dim)
     dims = (second, first) if transposed else (first, second)
@@ -313,8 +315,8 @@ def grouped_matmul_tiles(
     """Return the tile sizes of the rows, the contracted dim and the output dim.
 
     Returns None if no multiple of the lane count divides a dim. A row tile is processed once for
-    each expert in it, so row tiles are small. If memory allows, the contracted dim is a single
-    tile. The expert's weights then remain in memory from one row tile to the next.
+    each expert whose rows it contains, so row tiles are small. If memory allows, the contracted dim
+    is a single tile. The expert's weights then remain in memory from one row tile to the next.
     """
     rows = _rows_tile(num_rows, num_experts)
     ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
