@@ -470,7 +470,7 @@ def _conversion_error(where: str, table: HuggingFace, error: UnsupportedError) -
         error.rule,
         error.action
         or f"maxpipe does not support this variant of {table.architecture}: use a model without "
-        "this setting, or train it with its original code.",
+        "this setting, or train this model with its original code.",
     )
 
 
@@ -516,8 +516,8 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
                 error.key,
                 error.value,
                 f"{error.rule.rstrip('.')} to be exported as {table.architecture}.",
-                "A model with this value cannot be converted to the Hugging Face format: keep it "
-                "as a maxpipe checkpoint.",
+                "A model with this value cannot be converted to the Hugging Face format: keep "
+                "the maxpipe checkpoint.",
             )
     if last is not None:
         raise last

@@ -675,8 +675,7 @@ JOINED_EXPERTS = (
     Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
     Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
 )
-"""Tensor-table rows for a router and experts with biases. Each tensor stores one projection of all
-experts."""
+"""Tensor-table rows for a router and experts with biases; all experts share one tensor per row."""
 
 
 def norms(**names: str) -> tuple[Tensor, ...]:

@@ -177,7 +177,7 @@ def _weighted_biases_backward(
     saved: tuple[Any, ...], cotangent: Float[Array, "n D"]
 ) -> tuple[Float[Array, "n E"], Float[Array, "E D"]]:
     weights, biases = saved
-    # Tokens without an expert are masked, because the arrays can hold arbitrary values for these tokens.
+    # Tokens without an expert are masked, because the arrays can hold arbitrary values for them.
     counted = jnp.where(weights.any(1, keepdims=True), cotangent, 0)
     gradient = jnp.einsum("ne,nd->ed", weights, counted, preferred_element_type=jnp.float32)
     return cotangent @ biases.T, gradient.astype(biases.dtype)
