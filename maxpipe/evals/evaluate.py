@@ -58,8 +58,8 @@ from maxpipe.telemetry.metrics import source_tag
 
 @dataclass(frozen=True, slots=True)
 class EvalTotals:
-    """Sums over batches: `loss` in nats, the number of target tokens, and the size of their text in
-    bytes.
+    """Sums over batches: `loss` in nats, the number of target tokens, and the size of the target
+    text in bytes.
     """
 
     loss: float
@@ -70,7 +70,8 @@ class EvalTotals:
     reports: Mapping[str, float] = field(default_factory=dict)
     """Sums of additional metrics of the objective, keyed by name."""
     has_bytes: bool = True
-    """Whether the targets are tokens, whose text has a size in bytes, and not preference pairs."""
+    """Whether the targets are tokens, whose text has a size in bytes, rather than preference
+    pairs."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -222,7 +223,7 @@ class Evaluator:
     """The compiled evaluation step; None without validation documents."""
 
     def compile(self, steps: Steps) -> None:
-        """Compile the evaluation programs for the parameters of `steps`."""
+        """Compile the evaluation programs for parameters sharded as in training (`steps`)."""
         if self._loaders:
             with self.console.stage("compiling eval step"):
                 self.step = steps.compile_eval(self.config.batch_size)
@@ -267,8 +268,8 @@ class Evaluator:
     def _losses(
         self, params: Any, read: Callable[[Loader, int, int], AbstractContextManager[Any]]
     ) -> dict[str, EvalTotals] | None:
-        """Return totals keyed by validation set. The empty name is the held-out set or the sum of
-        all sets.
+        """Return totals keyed by the name of the validation set. The empty name denotes the
+        held-out set or the sum of all sets.
         """
         found: dict[str, EvalTotals] = {}
         for name, loader in self._loaders.items():

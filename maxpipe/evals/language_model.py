@@ -204,8 +204,8 @@ class Scorer:
 
     @cached_property
     def _program(self) -> Any:
-        """Compiled function: (parameters, batch) -> log-probability of each target, and whether it
-        is the argmax.
+        """Compiled function: (parameters, batch) -> log-probability of each target token, and
+        whether that token is the argmax.
         """
         rows = NamedSharding(self.weights.mesh, BATCH_SPEC)
         return jax.jit(
@@ -353,7 +353,7 @@ class LanguageModel:
 
     @cached_property
     def _unstacked_params(self) -> Any:
-        """Parameters in the form used for decoding, with a separate array per layer.
+        """Parameters for decoding, with a separate array per layer.
 
         Slices of arrays that are stacked over layers would be copied for every token.
         """

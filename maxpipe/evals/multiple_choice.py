@@ -122,7 +122,7 @@ def _question(number: int, line: bytes) -> Question:
     """Parse one line of a task file.
 
     Raises:
-        ValueError: the line is not a valid question; the message is the violated rule.
+        ValueError: the line is not a valid question; the message states the violated rule.
     """
     try:
         record = parse_json(line, dict[str, Any])
@@ -372,12 +372,12 @@ class Task:
         return hashlib.sha256(json.dumps(self._questions).encode()).hexdigest()
 
     def compile(self, steps: Steps) -> None:
-        """Compile the scoring function for the parameter shapes and shardings of `steps`."""
+        """Compile the scoring function for parameters sharded as in training (`steps`)."""
         self._scoring_steps = self._build_steps(steps)
         self._program = self._scoring_steps.compile_eval(self.batch_size)
 
     def _build_steps(self, steps: Steps) -> Steps:
-        """Return steps that use the shortest sequence length that fits all questions.
+        """Return steps for scoring, with the shortest sequence length that fits all questions.
 
         The evaluation step returns one sum per sequence.
         """

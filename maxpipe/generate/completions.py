@@ -39,7 +39,8 @@ class IncrementalDetokenizer:
         self._num_decoded = len(self._ids)
         """Number of tokens whose text has been returned completely."""
         self._num_emitted = 0
-        """Number of characters that have been returned for the tokens after these."""
+        """Number of characters that have been returned for the tokens after the first
+        `_num_decoded`."""
 
     def add(self, token: int) -> str:
         """Append a token and return the newly completed text."""
@@ -213,7 +214,9 @@ class DecodeEngineProtocol(Protocol):
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield the next token of every sequence and its log-probability, `[B]`, in each step."""
+        """Yield, in each step, the next tokens of all sequences and their log-probabilities, both
+        `[B]`.
+        """
         ...
 
 
@@ -345,9 +348,9 @@ def complete(
     When a sequence finishes, the next prompt replaces that sequence in the batch. If there are
     pipeline stages, the next batch starts only after all sequences have finished.
 
-    `write` receives the completions in prompt order, each as soon as it and all earlier ones have
-    finished. `stream` receives the new text of all sequences. If `stops` returns true or the
-    process is interrupted, unfinished completions are also passed to `write`.
+    `write` receives the completions in prompt order, each as soon as that completion and all
+    earlier ones have finished. `stream` receives the new text of all sequences. If `stops` returns
+    true or the process is interrupted, unfinished completions are also passed to `write`.
 
     Raises:
         DivergenceError: the model returns a log-probability that is not finite.

@@ -34,13 +34,13 @@ class Sampling:
     """Penalty for tokens that the sequence already contains (arXiv:1909.05858). Positive logits are
     divided by the penalty, and negative logits are multiplied by it. 1 disables the penalty."""
     temperature: float = 1.0
-    """Divisor of the logits. 0 selects the most likely token, and the lowest id in a tie."""
+    """Divisor of the logits. If 0, the most likely token is selected, or the lowest ID in a tie."""
     top_k: int = 0
-    """Number of most likely tokens to sample from. Tokens that tie with the last one are included.
-    0 disables the limit."""
+    """Number of most likely tokens to sample from. Tokens that tie with the least likely of these
+    are included. 0 disables the limit."""
     top_p: float = 1.0
     """Cumulative probability of the most likely tokens to sample from (arXiv:1904.09751). Tokens
-    that tie with the last one are included. 1 disables the limit."""
+    that tie with the least likely of these are included. 1 disables the limit."""
     min_p: float = 0.0
     """Minimum token probability, as a fraction of the highest probability (arXiv:2407.01082)."""
 
@@ -145,7 +145,7 @@ _MAX_PREFILL_CHUNK = 512
 have the shape (chunk tokens, cache slots)."""
 _MIN_PREFILL_CHUNK = 16
 _PADDING, TEXT = 0, 1
-"""Segment id of padding, and segment id of text."""
+"""Segment IDs of padding and of text."""
 
 
 class DecodeState(NamedTuple):
@@ -254,7 +254,8 @@ class DecodeEngine:
         size: DecodeShape,
         refill: Refill | None = None,
     ) -> Generator[tuple[np.ndarray, np.ndarray]]:
-        """Yield, in each step, every sequence's next token and its log-probability, `[B]`.
+        """Yield, in each step, the next tokens of all sequences and their log-probabilities, both
+        `[B]`.
 
         Args:
             params: parameters with layers in model order, as returned by `Decoder.by_layer`.
@@ -332,17 +333,17 @@ class DecodeEngine:
 
     @cached_property
     def _decode_program(self) -> Any:
-        """Map (parameters, state, sequence indices, tokens) to (state, next tokens)."""
+        """Compiled program: (params, state, sequence indices, tokens) -> (state, next tokens)."""
         return jax.jit(self._decode_token, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _prefill_program(self) -> Any:
-        """Map (parameters, state, sequence indices, prompt chunk) to (state, next tokens)."""
+        """Compiled program: (params, state, sequence indices, chunk) -> (state, next tokens)."""
         return jax.jit(self._extend_and_sample, donate_argnums=1, out_shardings=self._shardings)
 
     @cached_property
     def _init_program(self) -> Any:
-        """Map a `DecodeShape` to the empty state of a batch on the mesh."""
+        """Compiled program that returns the empty state of a batch, given its `DecodeShape`."""
         return jax.jit(self._init_state, static_argnums=0, out_shardings=self._shardings[0])
 
     def _init_state(self, size: DecodeShape) -> DecodeState:
@@ -354,8 +355,8 @@ class DecodeEngine:
 
     @cached_property
     def _refill_init_program(self) -> Any:
-        """Map (size, state, tokens) to an empty state whose caches will end at the same slot as the
-        caches of `state` after `tokens` tokens are added.
+        """Compiled program: (size, state, tokens) -> an empty state, whose caches will end at the
+        same slot as the caches of `state` after `tokens` tokens are added.
         """
 
         def build(size: DecodeShape, kept: DecodeState, tokens: Int[Array, ""]) -> DecodeState:

@@ -159,12 +159,12 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _prefill_program(self) -> Any:
-        """Map (parameters, state, sequence indices, prompt chunk) to (state, next tokens)."""
+        """Compiled program: (params, state, sequence indices, chunk) -> (state, next tokens)."""
         return self._compiled(self._prefill, _SEQUENCE_SPEC)
 
     @cached_property
     def _decode_program(self) -> Any:
-        """Map (parameters, state, sequence indices, `is_full`) to (state, next tokens).
+        """Compiled program: (params, state, sequence indices, `is_full`) -> (state, next tokens).
 
         The program runs one turn, which has one tick per stage and samples one token of each
         sequence. `is_full` is False in the first turn, in which the ring fills.
@@ -198,7 +198,7 @@ class PipelineDecodeEngine:
 
     @cached_property
     def _init_program(self) -> Any:
-        """Map a `DecodeShape` to the state of an empty ring."""
+        """Compiled program that returns the state of an empty ring, given a `DecodeShape`."""
 
         def build(size: DecodeShape) -> RingState:
             stages, rows = self._stages, size.batch_size // self._stages
@@ -322,7 +322,7 @@ class PipelineDecodeEngine:
     def _layers(
         self, params: Tree, caches: Tree, x: Array, at: Array, works: Array, inputs: Tree
     ) -> tuple[Array, Tree]:
-        """Apply this stage's layers to microbatch `at`; update its caches only if `works`."""
+        """Apply this stage's layers to microbatch `at`; update the caches if `works` is true."""
         layout, stage = self.layout, axis_index(STAGE)
         # If there is one layer type and all stages have the same number of layers, no branch is
         # needed.
@@ -412,8 +412,8 @@ class PipelineDecodeEngine:
 def _join_microbatches(
     first: SampledTokens, others: SampledTokens
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Combine the first microbatch's tokens of one turn with the other microbatches' tokens of the
-    next turn, as tokens and log-probabilities of shape `[sequences]`.
+    """Combine the first microbatch's tokens from one turn with the other microbatches' tokens from
+    the next turn. Return the tokens and their log-probabilities, both of shape `[sequences]`.
     """
 
     def joined(first: Array, others: Array) -> np.ndarray:

@@ -252,7 +252,8 @@ def _lengths(
 
 
 def _check_yarn_factor(content: Theirs, kind: str, where: str) -> None:
-    """Check that a YaRN config has a `factor`. transformers computes it only if it is null.
+    """Check that a YaRN config has a `factor`. transformers computes the factor only if the key is
+    null.
 
     Raises:
         UnsupportedError: the `factor` key is missing.
@@ -469,7 +470,7 @@ def _conversion_error(where: str, table: HuggingFace, error: UnsupportedError) -
         error.rule,
         error.action
         or f"maxpipe does not support this variant of {table.architecture}: use a model without "
-        "this setting, or train it with its original code.",
+        "this setting, or train this model with its original code.",
     )
 
 
@@ -515,8 +516,8 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
                 error.key,
                 error.value,
                 f"{error.rule.rstrip('.')} to be exported as {table.architecture}.",
-                "A model with this value cannot be converted to the Hugging Face format: keep it "
-                "as a maxpipe checkpoint.",
+                "A model with this value cannot be converted to the Hugging Face format: keep "
+                "the maxpipe checkpoint.",
             )
     if last is not None:
         raise last

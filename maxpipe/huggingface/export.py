@@ -108,8 +108,8 @@ def export(
 ) -> None:
     """Write config.json, the safetensors files, and the tokenizer files if they exist.
 
-    `dtype` is a key of `TYPES`. If it is None, tensors have the dtypes of the imported weights, or
-    the stored dtype if the weights were not imported.
+    `dtype` is a key of `TYPES`. If `dtype` is None, tensors have the dtypes of the imported
+    weights, or the stored dtype if the weights were not imported.
 
     Raises:
         ConfigError: no transformers class supports the model, or `out` already exists.
@@ -284,7 +284,9 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 def shard_tensors(
     both: TensorMapping, types: Mapping[str, str], shard_bytes: int
 ) -> dict[str, _Tensors]:
-    """Assign tensors, in layer order, to files of at most `shard_bytes` or one larger tensor."""
+    """Assign tensors, in layer order, to files of at most `shard_bytes`; a larger tensor has its
+    own file.
+    """
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():

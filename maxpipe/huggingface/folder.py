@@ -508,7 +508,9 @@ def _ignore_interrupts() -> Iterator[None]:
 
 
 def unwritable_error(where: Path, error: OSError) -> StorageError:
-    """Return the error for an unwritable folder. It notes that no partial files remain."""
+    """Return the error to raise if a folder cannot be written; its message states that all partial
+    files were removed.
+    """
     return StorageError.unwritable(
         where, error, "Free space, or use a writable folder. All partial files were removed."
     )
@@ -591,7 +593,7 @@ MessageCallback = Callable[[str], None]
 """Function that receives a message for the user."""
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Function that receives a task, the megabytes done and the total megabytes."""
+"""Function that receives the name of a task, the megabytes completed and the total megabytes."""
 
 _MEGABYTE = 10**6
 

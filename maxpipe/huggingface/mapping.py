@@ -122,7 +122,9 @@ class TensorSlice(NamedTuple):
         return self.axis_mapping.remaining_dims.index(self.axis_mapping.param_dims[self.outer_dim])
 
     def rows(self, part: slice) -> tuple[int, int]:
-        """Return the row range for a slice of `outer_dim`, or of all rows if indivisible."""
+        """Return the row range that stores a slice of `outer_dim`, or the range of all rows if the
+        slice is not contiguous.
+        """
         if not self.is_divisible:
             return self.first, self.first + self.shape[0]
         each = self.shape[0] // self.sizes[self.outer_dim]
@@ -187,7 +189,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
-    sizes: dict[str, int] = {}  # rows or interleaved slices assigned per tensor
+    sizes: dict[str, int] = {}  # rows or interleaved slices assigned so far, per tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
     stacks: dict[str, int] = {}
@@ -261,7 +263,7 @@ _EMBEDDING = "embedding"
 def _params_in_layer_order(
     model: Model, table: HuggingFace
 ) -> Iterator[tuple[str, Param, Tensor, int, int]]:
-    """Yield (checkpoint name, parameter, table row, layer, index among the layers of its type)."""
+    """Yield (checkpoint name, parameter, table row, layer index, index within the layer type)."""
     rows = {row.ours: row for row in table.tensors}
     several = len(set(model.layers)) > 1
     ends = {".".join(name): param for name, param in model.ends.params.items()}
@@ -383,7 +385,9 @@ def export_slab_shape(both: TensorMapping, name: str, chunk: Sequence[int]) -> t
 
 
 def _divisible(shape: tuple[int, ...], piece: TensorSlice) -> tuple[list[int], int]:
-    """Return the parameter dims that select a tensor, and the dim that is outermost in its rows."""
+    """Return the parameter dims that select a tensor, and the dim that is outermost in that
+    tensor's rows.
+    """
     counting = [dim for dim, index in enumerate(piece.at) if isinstance(index, int)]
     return counting, len(shape) - len(piece.sizes) + piece.outer_dim
 

@@ -286,9 +286,8 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
 def _input_output_dims(
     place: MatrixLocation, piece: TensorSlice
 ) -> tuple[list[int], list[int], bool]:
-    """Return the parameter's input dims and output dims in the tensor's order, and a bool.
-
-    The bool is true if the input dims are exactly the dims that the matmul contracts.
+    """Return the parameter's input dims and output dims in the tensor's order, and whether the
+    input dims are exactly the dims that the matmul contracts.
     """
     summed, ours = (
         place.layer_type.adapters[place.key].num_contracted_dims,

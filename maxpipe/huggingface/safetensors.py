@@ -149,7 +149,7 @@ def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"the header size is {length:,} bytes, but the limit is 100 million")
         if length > size - _LENGTH.size:
-            raise ValueError(f"the header size is {length:,} bytes, but the file has {size:,}")
+            raise ValueError(f"the header size is {length:,} bytes, not {size:,}")
         text = stream.read(length)
     start = _LENGTH.size + length
     parse_json(text, dict[str, Any])  # enforces limits; the next line detects duplicate names
@@ -209,7 +209,9 @@ def _check_places(entries: Mapping[str, TensorEntry], size: int) -> None:
         place = entry.end
     if place != size:
         words = "is too long" if size > place else "ends too early"
-        raise ValueError(f"the file {words}: tensors need {place:,} bytes, but it has {size:,}")
+        raise ValueError(
+            f"the file {words}: tensors need {place:,} bytes, but the file has {size:,}"
+        )
 
 
 class SafetensorsWriter:
@@ -550,7 +552,7 @@ def _layers(
 def duplicate_tensor_error(folder: Path, first: str, second: str) -> ConfigError:
     """Return the error for two tensors with equivalent names."""
     rule = f"has {quote_name(first)} and {quote_name(second)}, which are the same tensor."
-    return _error(folder, rule, "Save the model again with only one of them.")
+    return _error(folder, rule, "Save the model again with only one of the two names.")
 
 
 def missing_tensors_error(folder: Path, count: int) -> ConfigError:
@@ -567,7 +569,7 @@ def adapter_error(folder: Path) -> ConfigError | None:
     return _error(
         folder,
         rule,
-        "Merge it into its base model with peft, torch and transformers: "
+        "Merge the adapter into its base model with peft, torch and transformers: "
         "python -c 'from peft import AutoPeftModelForCausalLM as M; "
         'M.from_pretrained("DIR", dtype="bfloat16").merge_and_unload()'
         '.save_pretrained("NEW")\', and use NEW.',

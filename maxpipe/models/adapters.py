@@ -31,8 +31,8 @@ BLOCK = 64
 """Maximum number of nf4 weights that share one scale (see `block_size`)."""
 _TYPES = {"int8": "int8", "nf4": "uint8"}
 _WITHIN = ("head_dim", "mlp")
-"""Logical axes along which weights can share quantization scales. A matrix uses the first of these
-axes that it has."""
+"""Logical axes along which weights can share quantization scales. Each matrix uses the first of
+these axes that is among its logical axes."""
 
 
 def with_adapters(model: Model, config: AdapterConfig) -> Model:

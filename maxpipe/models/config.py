@@ -27,7 +27,7 @@ class ModelConfig:
     num_kv_heads: int
     """Number of key/value heads. Must divide `model.num_heads`."""
     head_dim: int = field(metadata=renamed_from("head_size"))
-    """Number of dims of one attention head. Must be even, because rotary embeddings rotate pairs of
+    """Dimension of one attention head. Must be even, because rotary embeddings rotate pairs of
     dims."""
     d_mlp: int
     """Hidden width of the gated MLP."""

@@ -293,12 +293,12 @@ _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON = 512, 8, 2**16
 
 
 def packed_documents(tokens: int) -> int:
-    """Return the maximum mean number of documents per sequence for which cuDNN's packed kernels are
-    used; 1 means that they are not used.
+    """Return the largest average number of documents per sequence for which cuDNN's packed kernels
+    are used; if 1, they are never used.
 
     The backward pass allocates full-sequence gradient arrays for each document. With more
-    documents, these arrays would need too much memory; in very long sequences, even a few documents
-    would.
+    documents, these arrays would need too much memory; in very long sequences, even the arrays of a
+    few documents would.
     """
     return max(1, min(tokens // _DOCUMENT, _MOST_DOCUMENTS, _MOST_WORKED_ON // tokens))
 

@@ -32,7 +32,7 @@ from maxpipe.models.moe import RoutedConfig
 from maxpipe.models.spec import Model
 
 _EPSILON = 1e-6
-"""Epsilon of the RMSNorms on the latents. As in the released code, it is independent of
+"""Epsilon of the RMSNorms on the latents. As in the released code, this epsilon is independent of
 `model.norm_epsilon`."""
 
 
@@ -43,17 +43,17 @@ class DeepseekConfig(RoutedConfig):
     """
 
     kv_lora_rank: int = field(default=512, metadata=renamed_from("kv_rank"))
-    """Number of dims of each token's key-value latent. The keys and values of all heads are
-    projections of this latent. During decoding, the cache stores only the latent and the RoPE dims
-    of the key."""
+    """Dimension of each token's key-value latent. The keys and values of all heads are projections
+    of this latent. During decoding, the cache stores only the latent and the RoPE dims of the
+    key."""
     q_lora_rank: int = field(default=0, metadata=renamed_from("query_rank"))
-    """Number of dims of each token's query latent. If 0, queries are projected directly from the
-    layer's input."""
+    """Dimension of each token's query latent. If 0, queries are projected directly from the layer's
+    input."""
     qk_rope_head_dim: int = field(default=64, metadata=renamed_from("rope_size"))
     """Number of RoPE dims, which are the last dims of each query and key head. Must be even. All
     heads share the RoPE dims of a key."""
     v_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Number of dims of a value head."""
+    """Dimension of a value head."""
     rope_factor: float = field(default=1.0, metadata=renamed_from("rope_scaling"))
     """Ratio of the extended context length to the original context length (YaRN). 1 disables the
     scaling."""
@@ -172,7 +172,7 @@ class _GroupsOfV2:
         counts = [1, 1] if method == "greedy" else [theirs.get(name) for name in self.names[1:]]
         if None in counts:
             raise UnsupportedError(
-                self.names[1], None, "is required with expert groups, as is topk_group."
+                self.names[1], None, "is required with expert groups, and so is topk_group."
             )
         names = ("deepseek.num_expert_groups", "deepseek.expert_groups_per_token")
         return dict(zip(names, counts, strict=True))
@@ -200,7 +200,7 @@ class _LayersAhead:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the key used in published folders and the key used by transformers."""
+        """Return the name of the key in published folders and its name in transformers."""
         return ("num_nextn_predict_layers", "num_mtp_layers")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -352,7 +352,7 @@ FAMILY = Family(
     bounds=(
         *moe.BOUNDS,
         Bound("kv_lora_rank", 512, 1, axis="latent"),
-        Bound("q_lora_rank", 0, 0, why="0 projects queries from the layer's input", axis="latent"),
+        Bound("q_lora_rank", 0, 0, why="if 0, queries are projected from the input", axis="latent"),
         Bound("qk_rope_head_dim", 64, 2, axis="head_dim"),
         Bound("v_head_dim", 128, 1, axis="head_dim"),
         Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),

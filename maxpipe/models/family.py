@@ -126,9 +126,10 @@ class Family:
     rules: Callable[[ModelConfig], Iterable[RuleViolation]] = lambda _: ()
     """Function that yields the rule violations of a config whose numbers are within bounds."""
     metric_parts: tuple[type[Part], ...] = ()
-    """Sublayer classes with `metrics`, used to list all metrics."""
+    """Sublayer classes that declare `metrics`, from which the list of all metrics is built."""
     huggingface: tuple[HuggingFace, ...] = ()
-    """Equivalent transformers classes. An export uses the first class that supports the config."""
+    """transformers classes that are equivalent to this family. An export uses the first class that
+    supports the config."""
 
 
 _Section = TypeVar("_Section")

@@ -34,7 +34,7 @@ class Row(Protocol):
         ...
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Convert `config.json` to our config keys; `ours` has the values from the preceding rows.
+        """Convert `config.json` to maxpipe keys; `ours` has the values from the preceding rows.
 
         Raises:
             UnsupportedError: the model family does not support the value.
@@ -52,7 +52,7 @@ class Row(Protocol):
 
 @dataclass(frozen=True)
 class Key:
-    """A key with the same meaning in both formats."""
+    """A config key with the same meaning in both formats."""
 
     theirs: str
     ours: str
@@ -62,7 +62,7 @@ class Key:
     zero_means: str = ""
     """Name of another maxpipe key, whose value is used if this key is 0."""
     is_integer: bool = False
-    """Whether transformers stores an integer where our config has a float."""
+    """Whether transformers stores an integer where the maxpipe config has a float."""
     also: str = ""
     """Alternative name of the key in some transformers releases. Exports write both names."""
 
@@ -108,7 +108,7 @@ class Fixed:
         return (self.theirs,)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Check the value, which corresponds to no maxpipe key."""
+        """Check the value of the `config.json` key, which has no counterpart in maxpipe."""
         actual = theirs.get(self.theirs)
         actual = self.default if actual is None else actual
         # Python considers 0 equal to False, and 1 equal to True.
@@ -142,7 +142,7 @@ class Only:
         return {self.ours: self.value}
 
     def write(self, ours: Ours) -> Theirs:
-        """Check the value, which corresponds to no `config.json` key."""
+        """Check the value of the maxpipe key, which has no counterpart in `config.json`."""
         if (value := ours[self.ours]) != self.value:
             raise UnsupportedError(f"model.{self.ours}", value, f"must be {self.value!r}.")
         return {}
@@ -393,7 +393,7 @@ BALANCED = tuple(map(Kept, ("router_aux_loss_coef", "output_router_logits", "rou
 
 @dataclass(frozen=True)
 class OrNone:
-    """A numeric key that is disabled by null in `config.json` and by 0 in our config."""
+    """A numeric key that is disabled by null in `config.json` and by 0 in the maxpipe config."""
 
     theirs: str
     ours: str
@@ -512,7 +512,7 @@ class NoWindow:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the name of the one key that this row converts; `Kept` rows handle the others."""
+        """Return the only key that this row converts; `Kept` rows handle the other window keys."""
         return ("use_sliding_window",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -540,7 +540,7 @@ RAMP = (
     Fixed("beta_fast", (32, 32.0), 32),
     Fixed("beta_slow", (1, 1.0), 1),
 )
-"""Boundaries of the YaRN interpolation ramp."""
+"""Key-table rows for the boundaries of the YaRN interpolation ramp."""
 
 
 @dataclass(frozen=True)
@@ -582,7 +582,7 @@ class Period:
         return {"layer_types": self._types(ours["num_layers"], period), self.theirs: period}
 
     def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
-        """Return the (key, value) of an interval that contradicts `layer_types`, or None."""
+        """Return the key and value of an interval that contradicts `layer_types`, or None."""
         types = theirs.get("layer_types")
         if not isinstance(types, list):
             return None
@@ -597,7 +597,7 @@ class Period:
 
 
 YARN = (Fixed("attention_factor", (None,)), *RAMP)
-"""YaRN parameters other than the factor and the original context length."""
+"""Key-table rows for YaRN parameters other than the factor and the original context length."""
 
 ENDS = (
     Tensor("embedding", "model.embed_tokens.weight", "v d -> v d"),
@@ -675,7 +675,7 @@ JOINED_EXPERTS = (
     Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
     Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
 )
-"""Rows for a router and experts with biases. Each tensor stores one projection of all experts."""
+"""Tensor-table rows for a router and experts with biases; all experts share one tensor per row."""
 
 
 def norms(**names: str) -> tuple[Tensor, ...]:

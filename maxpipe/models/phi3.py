@@ -98,8 +98,7 @@ class _Turned:
     """Key-table row for `partial_rotary_factor`, the fraction of rotated dims per head."""
 
     inside: bool = False
-    """Whether the key is one of the rotary parameters. A rotary parameter is read but not
-    written."""
+    """Whether the key is one of the rotary parameters. If true, the key is read but not written."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -46,9 +46,9 @@ class Qwen3NextConfig(MixtureConfig):
     """Number of value heads in delta-rule layers, a multiple of `linear_num_key_heads`. Each value
     head has a separate state."""
     linear_key_head_dim: int = field(default=128, metadata=renamed_from("key_size"))
-    """Number of dims of a query or key head in delta-rule layers."""
+    """Dimension of a query or key head in delta-rule layers."""
     linear_value_head_dim: int = field(default=128, metadata=renamed_from("value_size"))
-    """Number of dims of a value head in delta-rule layers."""
+    """Dimension of a value head in delta-rule layers."""
     linear_conv_kernel_dim: int = field(default=4, metadata=renamed_from("kernel"))
     """Width in tokens of the convolution over queries, keys and values, including the current
     token."""
@@ -149,7 +149,7 @@ class _Turning:
     """Key-table row for `partial_rotary_factor`, the fraction of rotated dims per head."""
 
     beside: bool = False
-    """Whether the key is in `rope_parameters`. `rope_parameters` takes precedence."""
+    """Whether this row handles the key in `rope_parameters`, which takes precedence."""
     names = ("partial_rotary_factor",)
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
@@ -161,7 +161,7 @@ class _Turning:
         head = ours["head_dim"]
         if type(factor) not in (int, float) or not 0 < factor <= 1 or not isinstance(head, int):
             raise UnsupportedError(
-                "partial_rotary_factor", factor, "must be more than 0 and at most 1."
+                "partial_rotary_factor", factor, "must be greater than 0 and at most 1."
             )
         if (size := int(head * factor)) < 2 or size % 2:
             rule = (

@@ -46,7 +46,7 @@ class Choice(NamedTuple):
 
 
 class Divided(NamedTuple):
-    """Device counts over which tokens and heads are sharded, and the context-parallel method."""
+    """Sizes of the mesh axes that shard tokens and heads, and the context-parallel method."""
 
     context: int = 1
     tensor: int = 1
@@ -101,7 +101,7 @@ def words(model: ModelConfig, platform: str, tokens: int, divided: Divided = ALO
         return ""
     backend, refused = choose(model, platform, tokens, divided)
     if divided.uses_ring:
-        return f"{backend}, because mesh.context_attention=ring computes attention by blocks"
+        return f"{backend}, because mesh.context_attention=ring computes attention in blocks"
     chosen = f"{backend}, selected by model.attention=auto on {platform} for {tokens:,} tokens"
     return f"{chosen}: {', '.join(refused)}" if refused else chosen
 
@@ -148,7 +148,10 @@ def _refuses(
             yield "does not support float32"
         for size in {part.head_dim for part in mixing}:
             if size % _CUDNN_HEAD or size > _CUDNN_LARGEST:
-                yield f"requires head sizes in multiples of {_CUDNN_HEAD}, up to {_CUDNN_LARGEST}"
+                yield (
+                    f"requires head sizes that are multiples of {_CUDNN_HEAD}, up to "
+                    f"{_CUDNN_LARGEST}"
+                )
         if tokens % 2:
             yield "requires an even number of tokens"
 

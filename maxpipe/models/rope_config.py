@@ -67,9 +67,9 @@ class RopeConfig:
 BOUNDS = (
     Bound("rope_factor", 1.0, 1, LARGEST, "multiplies RoPE wavelengths; 1 disables the scaling"),
     Bound("original_max_position_embeddings", 8192, 2),
-    Bound("rope_attention_factor", 0.0, 0, LARGEST, "0 uses the value from the paper"),
-    Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 uses the value from the paper"),
-    Bound("rope_beta_slow", 0.0, 0, LARGEST, "0 uses the value from the paper"),
+    Bound("rope_attention_factor", 0.0, 0, LARGEST, "if 0, the value from the paper is used"),
+    Bound("rope_beta_fast", 0.0, 0, LARGEST, "if 0, the value from the paper is used"),
+    Bound("rope_beta_slow", 0.0, 0, LARGEST, "if 0, the value from the paper is used"),
 )
 """Allowed ranges of the keys in `RopeConfig`."""
 
@@ -161,8 +161,8 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
 def factor_rules(
     section: str, short: Sequence[float], long: Sequence[float], size: int, wanted: bool = False
 ) -> Iterator[RuleViolation]:
-    """Yield a violation for each list that does not contain one positive factor for each pair of
-    the `size` rotated dims.
+    """Yield a violation for each list of RoPE factors that does not contain one positive factor per
+    pair of the `size` rotated dims.
 
     Empty lists are allowed unless `wanted` is set.
     """
@@ -287,7 +287,9 @@ class _AttentionFactor(_Length):
 
 @dataclass(frozen=True)
 class Turns:
-    """Key-table row for a number of rotations. A value of 0 selects the published number."""
+    """Key-table row for a ramp boundary, given as a number of rotations. If maxpipe's value is 0,
+    the published number is used.
+    """
 
     theirs: str
     ours: str

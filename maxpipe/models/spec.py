@@ -633,7 +633,7 @@ class Model:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return the notes of the sublayers, without duplicates."""
+        """Return the descriptions of the sublayers (`Part.note`), without duplicates."""
         parts = (
             part for layer_type in self.layer_types.values() for part in layer_type.parts.values()
         )
@@ -641,7 +641,7 @@ class Model:
 
     @cached_property
     def activations(self) -> Mapping[str, tuple[str, ...]]:
-        """Return a dict from each name that can be saved to the activations that it selects.
+        """Return a dict that maps each savable name to the activations that the name selects.
 
         A name denotes an activation or a preset. `matmuls` selects all activations, and a branch's
         name selects its sublayer's activations. Each activation includes the arrays that are saved

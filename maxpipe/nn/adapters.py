@@ -76,8 +76,8 @@ def _split(weight: Array, dim: int, blocks: int) -> Array:
 
 Params = dict[str, Any]
 _STREAM = np.uint32(2**32 - 1)
-"""Number of the random stream for adapter dropout. Example IDs are far smaller, so the streams that
-they number never collide with this one.
+"""Number folded into the dropout key to obtain the random stream for adapters. Example IDs, which
+are folded into the same key, are far smaller, so the streams never collide.
 """
 
 

@@ -92,8 +92,8 @@ def _yarn(
     turned, theta = 2 * len(frequencies), context.number(rope.theta)
 
     def pair(turns: float) -> Float[Array, ""]:
-        """Return the fractional index of the pair that rotates this often over the original
-        context.
+        """Return the fractional index of the pair that completes this many rotations over the
+        original context.
         """
         wavelength = rope.original_tokens / (turns * 2 * math.pi)
         return turned * math.log(wavelength) / (2 * jnp.log(theta))
@@ -247,7 +247,7 @@ class Attention(SpecModule):
 
     @staticmethod
     def cache_window(part: Any) -> str:
-        """Name the per-layer window, or return "" if rotary factors depend on the cache
+        """Return the name of the per-layer window, or "" if rotary factors depend on the cache
         size.
         """
         return "" if part.rope.stretch_beyond else part.window

@@ -113,8 +113,8 @@ def init_params(
 ) -> dict[_Name, Float[Array, "*dims"]]:
     """Initialize parameters, keyed by name.
 
-    The random key of each randomly initialized parameter is derived from its index among these
-    parameters. Parameters that are derived from other parameters are omitted.
+    The random key of each randomly initialized parameter is derived from the parameter's index
+    among these parameters. Parameters that are derived from other parameters are omitted.
     """
     drawn = [name for name, param in params.items() if isinstance(param.init, spec.Normal)]
     keys = {name: jax.random.fold_in(key, number) for number, name in enumerate(drawn)}
@@ -154,7 +154,7 @@ def normal_approximation(
 MTP = "ahead"
 """Key under which the parameters and statistics of multi-token prediction heads are stored."""
 _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
-"""Number of the random stream for each parameter outside the layers. The layers use stream 0."""
+"""Index of the random stream for each parameter outside the layers. The layers use stream 0."""
 
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
@@ -191,7 +191,7 @@ class Decoder:
     # Parameters.
 
     def init(self, key: Key[Array, ""]) -> Params:
-        """Initialize all parameters; a layer's parameters depend only on the key and its index."""
+        """Initialize all parameters; each layer depends only on the key and the layer's index."""
         indices = {layer_type: [] for layer_type in self.model.layer_types}
         for number, layer_type in enumerate(self.model.layers):
             indices[layer_type].append(number)
@@ -202,7 +202,7 @@ class Decoder:
         return self.init_outer(key) | {"layers": layers}
 
     def init_layers(self, layer_type: str, key: Key[Array, ""], layers: Int[Array, " L"]) -> Params:
-        """Initialize the layers of one type with these indices, stacked along the first dim."""
+        """Initialize layers of one type with the given indices, stacked along the first dim."""
         base = jax.random.fold_in(key, 0)
         keys = jax.vmap(partial(jax.random.fold_in, base))(layers)
         return jax.vmap(partial(self.init_layer, layer_type))(keys)

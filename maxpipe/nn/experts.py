@@ -295,7 +295,7 @@ class Experts(SpecModule):
         self, x: Float[Array, "B T D"], routes: Routing, context: LayerContext
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T"] | None]:
         """Return the weighted sums of expert outputs, and the fraction of each token's experts that
-        dropped it.
+        dropped the token.
         """
         limited = bool(self.part.capacity) and context.cache is None
         apart, divided = axis_size(EXPERT) > 1, axis_size(CONTEXT) > 1
@@ -347,7 +347,9 @@ class Experts(SpecModule):
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
 
     def _groups(self, x: Float[Array, "B T D"], context: LayerContext) -> bool:
-        """Return whether to use grouped dispatch. In decoding, it must compute fewer rows."""
+        """Return whether to use grouped dispatch. During decoding, grouped dispatch is used only if
+        it computes fewer rows.
+        """
         tokens = x.shape[0] * x.shape[1]
         if context.cache is None:
             return self.part.grouped
@@ -447,7 +449,7 @@ class Experts(SpecModule):
     def _with_bias(
         self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
     ) -> Array:
-        """Add the projection's biases, if any, transformed by `spread`."""
+        """Add the projection's biases, if any; `spread` maps them to the shape of `x`."""
         if not self.part.biased:
             return x
         return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))

@@ -357,8 +357,8 @@ def _inverse(lower: Float[Array, "*dims C C"]) -> Float[Array, "*dims C C"]:
     """Invert `1 + lower`, where `lower` is strictly lower triangular and C is a power of two.
 
     Each iteration doubles the size of the diagonal blocks that have been inverted. The block below
-    two diagonal blocks is multiplied on each side by the inverse of one of them. This method is as
-    stable as substitution and uses only matmuls.
+    two diagonal blocks is multiplied on each side by the inverse of one of these diagonal blocks.
+    This method is as stable as substitution and uses only matmuls.
     """
     size = lower.shape[-1]
     place = jnp.arange(size)

@@ -212,7 +212,9 @@ def _grouped_matmul(
     dim: int,
     transposed: bool = False,
 ) -> Float[Array, "N J"]:
-    """Multiply each row by its expert's weights, or by their transpose."""
+    """Multiply each row by its expert's weights or, if `transposed` is set, by the transposed
+    weights.
+    """
     loop = partial(grouped_matmul_loop, dim=dim, transposed=transposed)
     first, second = _without(weights.shape, dim)
     dims = (second, first) if transposed else (first, second)
@@ -262,7 +264,7 @@ def grouped_matmul_kernel(
     filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
-    """Implement `_grouped_matmul` on a TPU."""
+    """Implement `_grouped_matmul` with a megablox kernel, for TPUs."""
     weights = jnp.moveaxis(weights, dim, 0)
     with jax.named_scope(scopes.flops(2 * filled * len(rows) * math.prod(weights.shape[1:]))):
         return _megablox().gmm(
@@ -286,7 +288,7 @@ def outer_by_kernel(
     filled: float = 1.0,
     interpret: bool = False,
 ) -> Array:
-    """Implement `_outer` on a TPU."""
+    """Implement `_outer` with a megablox kernel, for TPUs."""
     run = _megablox().tgmm
     with jax.named_scope(scopes.flops(2 * filled * rows.size * cotangents.shape[1])):
         product = run(rows.T, cotangents, sizes, rows.dtype, tiles, interpret=interpret)
@@ -313,8 +315,8 @@ def grouped_matmul_tiles(
     """Return the tile sizes of the rows, the contracted dim and the output dim.
 
     Returns None if no multiple of the lane count divides a dim. A row tile is processed once for
-    each expert in it, so row tiles are small. If memory allows, the contracted dim is a single
-    tile. The expert's weights then remain in memory from one row tile to the next.
+    each expert whose rows it contains, so row tiles are small. If memory allows, the contracted dim
+    is a single tile. The expert's weights then remain in memory from one row tile to the next.
     """
     rows = _rows_tile(num_rows, num_experts)
     ways = [(contracted, 1024), (contracted, 512), (contracted, 256), (1024, 1024), (512, 512)]
@@ -347,7 +349,7 @@ def _rows_tile(num_rows: int, num_experts: int) -> int:
 def _select_tiles(
     tries: Sequence[Tiles], sums: Callable[[int, int, int], int], dtype: Any
 ) -> Tiles | None:
-    """Return the first tile sizes that fit into memory.
+    """Return the first entry of `tries` whose tiles fit into memory, or None.
 
     Each tile has two buffers, one for computation and one for transfers. `sums` returns the number
     of float32 accumulator entries.
@@ -437,7 +439,7 @@ def _expert_row_mask(step: _BlockSteps, block: int) -> Array:
 def grouped_matmul_loop(
     rows: Array, weights: Array, sizes: Array, *, dim: int, transposed: bool
 ) -> Array:
-    """Implement `_grouped_matmul` on any platform."""
+    """Implement `_grouped_matmul` with a loop over row blocks, for any platform."""
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
     width = _without(weights.shape, dim)[0 if transposed else 1]
 
@@ -454,7 +456,9 @@ def grouped_matmul_loop(
 
 
 def outer_by_blocks(rows: Array, cotangents: Array, sizes: Array, *, dim: int) -> Array:
-    """Implement `_outer` on any platform, with float32 accumulation."""
+    """Implement `_outer` with a loop over row blocks, for any platform; sums are accumulated in
+    float32.
+    """
     num_rows, block = len(rows), row_block_size(len(rows), len(sizes))
 
     def add_block(output: Array, step: _BlockSteps) -> tuple[Array, None]:

@@ -39,21 +39,22 @@ class LayerContext:
     norm computes these magnitudes."""
 
     def number(self, number: Number) -> float | Float[Array, ""]:
-        """Return `number` itself, or this layer's value if it is the name of a per-layer value."""
+        """Return `number`, or this layer's value if `number` is the name of a per-layer value."""
         if not isinstance(number, str):
             return number
         return jnp.asarray(self.values[number], jnp.float32)[self.index]
 
     def count(self, name: str) -> Int[Array, ""]:
-        """Return this layer's value of `name` as an integer."""
+        """Return this layer's entry of the per-layer value `name`, as an integer."""
         return jnp.asarray(self.values[name], jnp.int32)[self.index]
 
     def counts(self, name: str) -> tuple[int, ...]:
-        """Return the distinct integer values of `name` over all layers, in ascending order."""
+        """Return the distinct integers in the per-layer value `name`, in ascending order."""
         return tuple(sorted({int(value) for value in self.values[name]}))
 
     def split(self, rules: AxisRules, *, attention: bool = False) -> SequenceParallel:
-        """Return the sharding of tokens between the matmuls of attention or of other sublayers.
+        """Return the sequence-parallel sharding for attention sublayers or, by default, for other
+        sublayers.
 
         Decoding does not shard tokens.
         """

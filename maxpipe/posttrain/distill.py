@@ -576,8 +576,8 @@ def _select_missing(
 
 @contextlib.contextmanager
 def _deferred_signals() -> Iterator[Callable[[], int]]:
-    """Yield a function that returns the number of a received stop signal, or 0. Inside the context,
-    the signal does not interrupt the process.
+    """Yield a function that returns the number of the stop signal that was received, or 0 if there
+    was none. Inside the context, stop signals do not interrupt the process.
     """
     found = 0
 

@@ -47,7 +47,7 @@ class _ReferenceMetadata(TypedDict):
     weights: str
     """Checksum of the initial weights."""
     sources: list[tuple[str, str]]
-    """(name, checksum of the pairs) for each source."""
+    """Name and checksum of the pairs for each source."""
 
 
 class _PairSequence(NamedTuple):
@@ -160,7 +160,7 @@ class PairReferences:
             raise ConfigError.one(
                 "run.dir",
                 str(self._path.parent),
-                f"must be a folder that all processes share: their {REFERENCE_FILE} files differ.",
+                f"must be a folder shared by all processes: their {REFERENCE_FILE} files differ.",
                 "Set run.dir to a shared folder, or delete these files.",
             )
 

@@ -144,7 +144,7 @@ class Rollouts:
         self._batches: list[dict[str, Array]] = []
 
     def is_rollout_start(self, position: int) -> bool:
-        """Whether a rollout starts at this batch, so that the run can be saved before it."""
+        """Whether a rollout starts at this batch, so a checkpoint can be saved before the batch."""
         return position % self._config.updates_per_rollout == 0
 
     def generate(self, params: Tree, position: int, stops: Callable[[], bool]) -> bool:

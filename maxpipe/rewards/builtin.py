@@ -64,7 +64,7 @@ def read_pattern(record: Record, field: str) -> re.Pattern[str]:
     try:
         return re.compile(read_text(record, field))
     except (re.error, OverflowError, RecursionError, MemoryError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        reason = "the pattern is nested too deeply" if isinstance(error, RecursionError) else error
         raise ValueError(
             f"the record's `{field}` is not a valid regular expression: {reason}"
         ) from error

@@ -247,8 +247,8 @@ class Attention(Part):
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
         """Return the inputs of the projections and the cotangents of their outputs.
 
-        Head norms add the arrays that they save. An attention sink adds its probability and the
-        cotangent of that probability, or only its gradient.
+        Head norms add the arrays that they save. For an attention sink, blockwise backends add only
+        its gradient; other backends add its probability and the cotangent of that probability.
         """
         del normed
         width = (1.0 if recomputed else 2.0, self._width)

@@ -326,7 +326,7 @@ class Experts(Part):
         return min(self.capacity * self.per_token, float(self.num_experts))
 
     def with_shards(self, shards: int, rows: int, tokens: int, whole: int) -> Experts:
-        """Return the expert sublayer on `shards` devices that each hold `tokens` of the
+        """Return a copy of this sublayer for `shards` devices that each hold `tokens` of the
         `whole` tokens per sequence.
 
         `rows` is the number of sequences.
@@ -356,7 +356,7 @@ class Experts(Part):
     def note(self) -> str:
         """Describe which experts are applied to each token, and by which method."""
         if self.capacity:
-            return f"{self.num_experts} experts with capacity {self.capacity:g} x an even share"
+            return f"{self.num_experts} experts with capacity for {self.capacity:g} x the mean load"
         if not self.grouped:
             return f"all {self.num_experts} experts for each token"
         kernel = not (self.d_model % 128 or self.d_mlp % 128)
@@ -393,8 +393,9 @@ class Experts(Part):
         return min(max(math.ceil(self.capacity * each), 1), tokens)
 
     def _with_rows(self, hidden: float, width: float = 0.0, placed: float = 0.0) -> Held:
-        """Return `hidden` arrays of the expert width per token-expert pair, `width` arrays
-        of the model width per token, and `placed` arrays of the model width per permuted token.
+        """Return the memory held by `hidden` arrays of the expert width per token-expert pair,
+        `width` arrays of the model width per token, and `placed` arrays of the model width per
+        permuted token.
         """
         arrays = Held(
             compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))

@@ -40,9 +40,9 @@ class GatedDelta(Part):
     num_key_heads: int
     num_value_heads: int
     key_size: int
-    """dk, the size of a key."""
+    """Key dimension dk."""
     value_size: int
-    """dv, the size of a value."""
+    """Value dimension dv."""
     kernel: int
     """Width of the convolution in tokens, including the current token."""
     norm: RMSNorm

@@ -23,13 +23,14 @@ class LatentAttention(Part):
     d_model: int
     num_heads: int
     head_dim: int
-    """Number of dims of a query or key head, including the RoPE dims."""
+    """Dimension of a query or key head, including the RoPE dims."""
     value_size: int
-    """Number of dims of a value head."""
+    """Dimension of a value head."""
     rank: int
-    """Size of the key-value latent of each token."""
+    """Dimension of each token's key-value latent."""
     q_lora_rank: int
-    """Size of the query latent. If 0, queries are projected from the layer's input."""
+    """Dimension of each token's query latent. If 0, queries are projected from the layer's
+    input."""
     out_gain: float
     """Gain of the output projection, which writes to the residual stream."""
     backend: str
@@ -199,7 +200,7 @@ class LatentAttention(Part):
 
     @property
     def _normed(self) -> tuple[tuple[RMSNorm, Dims], ...]:
-        """Return the norm of each latent and the dims of its input."""
+        """Return the norm of each latent and the dims of that norm's input."""
         own = ((self.query_norm, self._query_latent),) if self.q_lora_rank else ()
         return (*own, (self.norm, self._latent))
 

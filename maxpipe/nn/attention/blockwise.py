@@ -78,8 +78,8 @@ def attend(
     tokens without visible keys.
 
     Sums are accumulated in float32 for every input dtype. `block` is the maximum number of query
-    tokens and keys per block; 0 selects the block size automatically. If there is a cache, the
-    `xla` backend is used instead, because few scores are computed and cached keys are not in
+    tokens and keys per block; if 0, the block size is selected automatically. If there is a cache,
+    the `xla` backend is used instead, because few scores are computed and cached keys are not in
     sequence order.
     """
     if not mask.has_places:

@@ -6,10 +6,10 @@ the kernel uses only the causal mask. If documents are contiguous, the kernels f
 GPUs skip pairs of tokens from different documents. In all other cases, the kernel reads a dense
 bias.
 
-All mesh axes are manual in the program that runs the kernels, so each device calls them separately.
-This module emits XLA's custom calls directly. The corresponding functions in jax are private and
-change between releases. Those functions also query the local GPU, which is absent in ahead-of-time
-compilation.
+All mesh axes are manual in the program that runs the kernels, so each device calls the kernels
+separately. This module emits XLA's custom calls directly. The corresponding functions in jax are
+private and change between releases. Those functions also query the local GPU, which is absent in
+ahead-of-time compilation.
 
 Source: FlashAttention-2 (arXiv:2307.08691) as implemented in cuDNN.
 """

@@ -111,11 +111,10 @@ _EMPTY = -1
 
 
 class KVCache(NamedTuple):
-    """Keys and values of earlier tokens, with free slots for further tokens.
+    """Keys and values of earlier tokens, with free slots for later tokens.
 
     Each head's entries are contiguous, because a query token reads all of them. The slots form a
-    ring
-    buffer: token n is in slot n modulo the number of slots.
+    ring buffer: token n is in slot n modulo the number of slots.
     """
 
     keys: Float[Array, "B G S H"]

@@ -368,7 +368,7 @@ def _kernel(
     most = (len(first_keys), len(first))
     if call.causal and window:  # upper bounds that hold for any order of query blocks
         most = ((size + window - 2) // size_keys + 2, (size_keys + window - 2) // size + 2)
-    plain = not (call.causal or window)  # keys are masked only across documents
+    plain = not (call.causal or window)  # keys are masked only across document boundaries
     by_query, by_key = _visible_blocks(seen, most[0]), _visible_blocks(seen.T, most[1])
     known = {"mask_next": None, "partial_mask_blocks": None}
     known |= {"q_sequence": None if plain else where}
