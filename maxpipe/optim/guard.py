@@ -82,12 +82,13 @@ def check_step(
     operands: Tree = (),
     specs: Tree = (),
 ) -> tuple[Bool[Array, ""], GuardState]:
-    """Return (whether the update is applied, new guard state), identical on all devices.
+    """Return whether the update is applied, and the new guard state; both are identical on all
+    devices.
 
     `loss` is in nats per token. `grad_norm` is the norm of the full gradient before clipping.
     `check` receives a device's shards of the operands, which are sharded according to `specs`.
     `check` returns whether all parameters and moments remain finite, and bounds on their absolute
-    values. The update is skipped if any of them would become non-finite.
+    values. The update is skipped if any parameter or moment would become non-finite.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])

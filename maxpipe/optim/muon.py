@@ -58,8 +58,8 @@ def update_scale(rows: int, columns: int) -> float:
 def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     """Return a matrix with the same singular vectors, and with singular values of about 0.7 to 1.2.
 
-    A zero matrix is returned unchanged. I should be at most O; otherwise, the matmuls are larger
-    than necessary.
+    A zero matrix is returned unchanged. `x` should have no more rows than columns; otherwise, the
+    matmuls are larger than necessary.
     """
     # Divide by the largest entry first, so that squares neither overflow nor underflow in float32.
     x = x / jnp.maximum(jnp.abs(x).max(), 1e-30)

@@ -225,6 +225,6 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Describe the mesh axes that are larger than one, as in `stage 4 x fsdp 2`."""
+    """Return text that lists the mesh axes of more than one device, as in `stage 4 x fsdp 2`."""
     sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
     return " x ".join(sizes) or "one device"

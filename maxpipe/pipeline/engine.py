@@ -179,7 +179,9 @@ class Engine:
         return self._for_each_param(True) if self.trainable is None else self.trainable
 
     def _for_each_param(self, value: bool | int) -> Tree:
-        """Return a tree with the structure of the parameters, and `value` as every leaf."""
+        """Return a tree with the same structure as the parameters, with every leaf set to
+        `value`.
+        """
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:

@@ -91,7 +91,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Return the profile line of an entry, given the peak FLOP per cycle and the kernel
+    """Convert an entry to a `ProfileLine`, given the peak FLOP per cycle and the kernel
     efficiency.
     """
     flops = entry.flops * entry.count

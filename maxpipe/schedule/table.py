@@ -281,7 +281,9 @@ class Schedule:
         return np.sum([kind.max(axis=1) for kind in spent], axis=0)
 
     def describe_sizes(self) -> str:
-        """Describe the numbers of stages and repeats, as in `4 stages x 2 repeats`."""
+        """Return text that states the numbers of stages and repeats, as in `4 stages x 2
+        repeats`.
+        """
         return f"{pluralize(self.num_stages, 'stage')} x {pluralize(self.num_repeats, 'repeat')}"
 
     def idle_fraction(self, costs: Costs | None = None) -> float:

@@ -254,7 +254,7 @@ class Steps(StateLayout):
     def compile_reader(
         self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
     ) -> Any:
-        """Compile a function that maps (params, batch) to output arrays `[rows, ...]`.
+        """Compile a function that maps (params, batch) to output arrays of shape `[rows, ...]`.
 
         The arrays contain the reader's output for each sequence. They are sharded like the batch,
         or replicated if `everywhere` is set. See `compile_eval` for `rows`.
