@@ -103,7 +103,7 @@ class Measurements:
     none_recomputed: float = 0.0
     """Time to write and read back all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
-    """One pair for each measured microbatch size: the memory traffic of a forward pass in bytes,
+    """Pair of measurements for each microbatch size: the memory traffic of a forward pass in bytes,
     and the time of a layer's forward and backward passes in seconds per sequence."""
     hop: float = 0.0
     """Time to send one microbatch's activation to the next device."""
