@@ -126,7 +126,8 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """Return (broken, spike, bounds) on every device, each reduced to its maximum over all devices.
+    """Return whether the step is broken, whether it is a spike, and the bounds, each as the maximum
+    over all devices.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
     unless a device is faulty. Even if a device is faulty, the decision must be identical on all

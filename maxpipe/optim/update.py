@@ -134,7 +134,7 @@ class BiasCorrections(NamedTuple):
 
     @classmethod
     def after_updates(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
-        """Return the divisors that apply after `count` updates."""
+        """Return the bias-correction divisors that apply after `count` updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
 

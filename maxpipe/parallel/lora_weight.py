@@ -79,7 +79,9 @@ class LoraWeight:
         return replace(self, weight=weight, down=down, up=up)
 
     def __getitem__(self, key: Any) -> LoraWeight:
-        """Return a slice of the columns: `[..., slice of the last dim]`."""
+        """Return the weight restricted to a slice of its columns, `[..., slice of the last
+        dim]`.
+        """
         return self if key is ... else self.map_columns(lambda columns: columns[key])
 
     def map_columns(self, change: Callable[[Array], Array]) -> LoraWeight:

@@ -128,7 +128,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 def partition_devices(
     devices: Sequence[Device], count: int, key: str
 ) -> tuple[list[Device], list[Device]]:
-    """Split off the last `count` devices; if `count` is 0, both groups contain all devices.
+    """Separate the last `count` devices from the others; if `count` is 0, both groups contain all
+    devices.
 
     Every process contributes the same number of devices and keeps at least one, so both groups span
     all processes.

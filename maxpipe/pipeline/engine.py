@@ -2,8 +2,8 @@
 
 The program is written as per-device code, as in shard_map: every mesh axis is manual except
 `tensor`, which is an auto axis. A single loop runs the ticks of the schedule table. The table is an
-argument of the program. It contains both forward and backward slots, so JAX never differentiates
-this program.
+argument of the program. The table contains both forward and backward slots, so JAX never
+differentiates this program.
 
 The engine receives functions and stacked parameters, never a model class or a config.
 """

@@ -49,7 +49,7 @@ def empty_slots(count: int, like: Any) -> jax.Array:
 
 
 def read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    """Return the contents of a slot."""
+    """Return the contents of one buffer slot."""
     return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
 
 
@@ -112,7 +112,7 @@ def _pin_layout(value: jax.Array) -> jax.Array:
 def layout_order(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the dims from major to minor, in an order that needs little padding on TPUs.
 
-    TPU tiles have 8 or 16 by 128 elements. The last dim becomes the minor dim if it fills the
+    A TPU tile has 8 x 128 or 16 x 128 elements. The last dim becomes the minor dim if it fills the
     lanes; otherwise the longest dim does. The longest remaining dim becomes the second-minor dim.
     For `[B, T, N, H]` the result is `(B, N, T, H)`, the order that the matmuls of attention use.
     """

@@ -107,7 +107,7 @@ class CompileReport:
     num_slices: int
     mesh: dict[str, int]
     attention: str
-    """Attention backend."""
+    """Attention backend of the compiled step."""
     versions: dict[str, str]
     lower_seconds: float
     compile_seconds: float

@@ -378,7 +378,7 @@ class _Walk:
         if op.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(op):
             kind = "reduce-scatter"  # as emitted by XLA for TPU
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # omit output, sizes and offsets
+            operands = operands[:1]  # omit the output, size and offset operands
         size = sum(operand.num_bytes for operand in operands)
         # GPU programs have a `start` and a `done` instruction even for synchronous collectives.
         is_async = self._is_start(op) and '"is_sync":true' not in op.attributes

@@ -61,7 +61,7 @@ class ProfileLine:
 
     @property
     def location(self) -> str:
-        """Return the region and sublayer."""
+        """Return the program region and the sublayer of the operation."""
         return " ".join(filter(None, (self.region, self.part))) or "-"
 
 

@@ -633,7 +633,7 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Return config changes, or pairs of them, that make the run fit in memory, fastest first."""
+    """Return single config changes, or pairs, that make the run fit in memory, fastest first."""
     limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):

@@ -431,8 +431,8 @@ class _Simulation:
 
 
 class _PrologueSimulation:
-    """Simulate the prologue layers. A slot stores a round from its forward pass to its backward
-    pass.
+    """Simulate the prologue layers. A slot stores the microbatches of a round from the round's
+    forward pass to its backward pass.
     """
 
     def __init__(self, schedule: Schedule):
