@@ -119,7 +119,7 @@ class SlotColumns:
     stash: np.ndarray
     """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
-    """Buffer slot in which I stores the inputs of the deferred weight gradient (W)."""
+    """Buffer slot in which I (input gradient) stores the inputs of W (weight gradient)."""
     window: np.ndarray
     """Window slot that contains the gathered weights of the chunk for F, B or I, if there is a
     prefetch window."""
