@@ -177,7 +177,7 @@ def bound_update(
         norm: norm of the full gradient before clipping.
         rate: largest learning rate of any parameter.
         decay: largest weight-decay coefficient of any parameter.
-        largest: `max_direction` of all parameters.
+        largest: result of `max_direction` for all parameters.
 
     Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are
         much larger than the actual values, because the square root of a second moment can be 0.

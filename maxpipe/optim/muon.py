@@ -165,8 +165,8 @@ def _orthogonalize_at(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float
 def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
     """Gather the shards of each matrix, along `dim`, on one device.
 
-    The all-to-all uses a separate dim. The CPU backend fails if one dim is split and another is
-    concatenated, because the shards have different layouts.
+    The all-to-all splits and concatenates a separate leading dim. The CPU backend fails if one dim
+    is split and another is concatenated, because the shards have different layouts.
     """
     x = x.reshape(ways, -1, *x.shape[1:])
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)

@@ -81,8 +81,8 @@ def map_layers(
     time. In a loop that slices along exactly one dim, XLA copies only the slice.
 
     Args:
-        run: (layer, slices on the device) -> new slices keyed by name, of the same shapes and
-            dtypes. Scalars are carried between iterations.
+        run: function that maps (layer, slices on the device) to new slices of the same shapes and
+            dtypes, keyed by name. Scalars are carried between iterations.
         arrays: arrays in host or device memory, keyed by name.
         dim: unsharded dim of all arrays over which the loop iterates. If None, `run` is called
         once.

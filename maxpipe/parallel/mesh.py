@@ -163,7 +163,7 @@ def partition_devices(
         fits = [f"{key}={min(most, round_up(count, processes))}"] if most else []
         if devices[0].platform == "cpu" and not remainder:
             fits.append(f"mesh.cpu_devices={2 * each}")
-        action = f"Set {', or '.join([*fits, f'{key}=0 to alternate on all devices'])}."
+        action = f"Set {', or '.join([*fits, f'{key}=0 to share all devices'])}."
         raise ConfigError.one(key, count, rule, action)
     kept = [device for local in own.values() for device in local[:-each]]
     split_off = [device for local in own.values() for device in local[-each:]]

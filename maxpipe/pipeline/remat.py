@@ -367,7 +367,7 @@ class LayerConstants(NamedTuple):
     layer: jax.Array
     """Network index of the layer."""
     key: jax.Array | None
-    """Random key of the step."""
+    """Random key of the training step."""
     seeds: Tree
     """Cotangents of all losses that any layer returns; an individual layer may return only some of
     these losses."""
