@@ -67,7 +67,7 @@ LOOPBACK_SECONDS = 60.0
 _WRITTEN_BYTES = 1 << 20
 _CLOCK_SECONDS = 2.0
 _FIRST_YEAR = 2025
-"""Year before which a system clock's date means that the clock was never set."""
+"""First plausible year of the system clock; an earlier date means that the clock was never set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +296,7 @@ def _folder(
         if free < needed * (keep + 1):
             status = "FAILED" if free < needed else "warning"
             action = f"Free {_size(needed * (keep + 1) - free)}, or set {key} to another disk."
-            text = f"{words}, {keep} checkpoints are kept while the next one is written."
+            text = f"{words}, and {keep} checkpoints are kept while the next one is written."
             return CheckResult(name, status, text, action)
     if abs(late) > _CLOCK_SECONDS:
         text = f"{words}; its file server's clock differs from this machine's by {late:.1f} s."

@@ -190,8 +190,8 @@ def report() -> dict[str, Any]:
 
 
 def requirements() -> Iterator[tuple[str, str, bool]]:
-    """Yield (package, minimum version, is required) for every requirement in pyproject.toml.
-    Packages in extras are optional. Development packages are skipped.
+    """Yield the package name, its minimum version and whether it is required, for every requirement
+    in pyproject.toml. Packages in extras are optional. Development packages are skipped.
     """
     for extra, text in _requirements():
         if extra == "dev":

@@ -82,12 +82,13 @@ def check_step(
     operands: Tree = (),
     specs: Tree = (),
 ) -> tuple[Bool[Array, ""], GuardState]:
-    """Return (whether the update is applied, new guard state), identical on all devices.
+    """Return whether the update is applied, and the new guard state; both are identical on all
+    devices.
 
     `loss` is in nats per token. `grad_norm` is the norm of the full gradient before clipping.
     `check` receives a device's shards of the operands, which are sharded according to `specs`.
     `check` returns whether all parameters and moments remain finite, and bounds on their absolute
-    values. The update is skipped if any of them would become non-finite.
+    values. The update is skipped if any parameter or moment would become non-finite.
     """
     seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     flags = jnp.stack([~jnp.isfinite(seen).all(), _is_spike(config, state.recent, seen)])
@@ -125,7 +126,8 @@ def _is_spike(
 def _reduce_over_devices(
     mesh: Mesh, flags: Bool[Array, " 2"], check: Check, operands: Tree, specs: Tree
 ) -> tuple[Bool[Array, ""], Bool[Array, ""], Float[Array, " 2"]]:
-    """Return (broken, spike, bounds) on every device, each reduced to its maximum over all devices.
+    """Return whether the step is broken, whether it is a spike, and the bounds, each as the maximum
+    over all devices.
 
     `check` receives a device's shards of the operands. All other inputs are equal on all devices,
     unless a device is faulty. Even if a device is faulty, the decision must be identical on all
@@ -175,7 +177,7 @@ def bound_update(
         norm: norm of the full gradient before clipping.
         rate: largest learning rate of any parameter.
         decay: largest weight-decay coefficient of any parameter.
-        largest: `max_direction` of all parameters.
+        largest: result of `max_direction` for all parameters.
 
     Returns: The same bounds after the update, or infinity if a value might overflow. The bounds are
         much larger than the actual values, because the square root of a second moment can be 0.

@@ -58,8 +58,8 @@ def update_scale(rows: int, columns: int) -> float:
 def orthogonalize(x: Float[Array, "I O"]) -> Float[Array, "I O"]:
     """Return a matrix with the same singular vectors, and with singular values of about 0.7 to 1.2.
 
-    A zero matrix is returned unchanged. I should be at most O; otherwise, the matmuls are larger
-    than necessary.
+    A zero matrix is returned unchanged. `x` should have no more rows than columns; otherwise, the
+    matmuls are larger than necessary.
     """
     # Divide by the largest entry first, so that squares neither overflow nor underflow in float32.
     x = x / jnp.maximum(jnp.abs(x).max(), 1e-30)
@@ -165,8 +165,8 @@ def _orthogonalize_at(number: Int[Array, ""], x: Float[Array, "K I O"]) -> Float
 def _deal_matrices(x: Array, axes: tuple[str, ...], dim: int, ways: int) -> Array:
     """Gather the shards of each matrix, along `dim`, on one device.
 
-    The all-to-all uses a separate dim. The CPU backend fails if one dim is split and another is
-    concatenated, because the shards have different layouts.
+    The all-to-all splits and concatenates a separate leading dim. The CPU backend fails if one dim
+    is split and another is concatenated, because the shards have different layouts.
     """
     x = x.reshape(ways, -1, *x.shape[1:])
     x = lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)

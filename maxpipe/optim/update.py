@@ -81,8 +81,8 @@ def map_layers(
     time. In a loop that slices along exactly one dim, XLA copies only the slice.
 
     Args:
-        run: (layer, slices on the device) -> new slices keyed by name, of the same shapes and
-            dtypes. Scalars are carried between iterations.
+        run: function that maps (layer, slices on the device) to new slices of the same shapes and
+            dtypes, keyed by name. Scalars are carried between iterations.
         arrays: arrays in host or device memory, keyed by name.
         dim: unsharded dim of all arrays over which the loop iterates. If None, `run` is called
         once.
@@ -134,7 +134,7 @@ class BiasCorrections(NamedTuple):
 
     @classmethod
     def after_updates(cls, config: OptimConfig, count: Int[Array, ""]) -> BiasCorrections:
-        """Return the divisors that apply after `count` updates."""
+        """Return the bias-correction divisors that apply after `count` updates."""
         return cls(1 - config.beta1**count, 1 - config.beta2**count)
 
 
@@ -281,7 +281,7 @@ Tree = Any
 _PARAMETER = "parameter"
 """Key of the parameter itself in loops over layers, and in the random bits for rounding it."""
 _GRADIENT, _FINITE, _LARGEST = "gradient", "finite", "largest"
-"""Keys of the gradient, and of the scalars that loops over layers accumulate."""
+"""Key of the gradient, and keys of the scalars that loops over layers accumulate."""
 
 
 class OptState(NamedTuple):
@@ -366,7 +366,9 @@ class Optimizer:
         return arrays
 
     def _map_state(self, of: Callable[[str, KeyPath, StateArray], Any]) -> dict[str, Tree]:
-        """Return one tree per name, with the result of `of` for each state array as its leaves."""
+        """Return one tree for each state-array name; its leaves are the results of calling `of` for
+        each parameter's array.
+        """
         return {
             name: unflatten({path: of(name, path, array) for path, array in arrays.items()})
             for name, arrays in self.state_arrays.items()
@@ -601,12 +603,11 @@ class Optimizer:
     def _clip(
         self, gradients: Tree, norm: Float[Array, ""] | None, taken: Taken
     ) -> Callable[[Array], Array]:
-        """Return a function that clips gradients, bitwise equal to optax. If `norm` is None, it is
+        """Return a function that clips gradients bitwise like optax. If `norm` is None, the norm is
         computed.
 
-        Both moments use the clipped gradients, so XLA can store the clipped gradients. Clipping
-        depends on `taken`, so that XLA cannot store the clipped gradients before the update has
-        been checked.
+        Clipping depends on `taken`, so that XLA cannot materialize the clipped gradients, which
+        both moments use, before the update has been checked.
         """
         limit = self.config.clip_norm
         if not limit:

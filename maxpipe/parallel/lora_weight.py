@@ -52,7 +52,7 @@ class LoraWeight:
     """Frozen weight: an array or an 8-bit weight."""
     down: Float[Array, "*K r"]
     up: Float[Array, "... N"]
-    """Shape `[r, *N]`."""
+    """Second factor of the update, with shape `[r, *N]`."""
     magnitudes: Float[Array, "*N"] | None
     """Float32 DoRA magnitudes of the columns; None for plain LoRA."""
     dropout_keys: Key[Array, " B"] | None
@@ -79,7 +79,9 @@ class LoraWeight:
         return replace(self, weight=weight, down=down, up=up)
 
     def __getitem__(self, key: Any) -> LoraWeight:
-        """Return a slice of the columns: `[..., slice of the last dim]`."""
+        """Return the weight restricted to a slice of its columns, `[..., slice of the last
+        dim]`.
+        """
         return self if key is ... else self.map_columns(lambda columns: columns[key])
 
     def map_columns(self, change: Callable[[Array], Array]) -> LoraWeight:
@@ -127,8 +129,8 @@ def _scale_columns(x: Float[Array, "B T *N"], by: Float[Array, "*N"]) -> Float[A
 def _scale_columns_backward(
     saved: tuple[Array, Array], cotangent: Float[Array, "B T *N"]
 ) -> tuple[Array, Array]:
-    """Compute both gradients together, so that a split backward pass does not defer the gradient of
-    `by`.
+    """Compute the gradients of `x` and `by` together, so that a split backward pass does not defer
+    the gradient of `by`.
 
     If that gradient were deferred, the matmul with the weight would be repeated and its inputs
     stored.

@@ -128,7 +128,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
 def partition_devices(
     devices: Sequence[Device], count: int, key: str
 ) -> tuple[list[Device], list[Device]]:
-    """Split off the last `count` devices; if `count` is 0, both groups contain all devices.
+    """Separate the last `count` devices from the others; if `count` is 0, both groups contain all
+    devices.
 
     Every process contributes the same number of devices and keeps at least one, so both groups span
     all processes.
@@ -162,7 +163,7 @@ def partition_devices(
         fits = [f"{key}={min(most, round_up(count, processes))}"] if most else []
         if devices[0].platform == "cpu" and not remainder:
             fits.append(f"mesh.cpu_devices={2 * each}")
-        action = f"Set {', or '.join([*fits, f'{key}=0 to alternate on all devices'])}."
+        action = f"Set {', or '.join([*fits, f'{key}=0 to share all devices'])}."
         raise ConfigError.one(key, count, rule, action)
     kept = [device for local in own.values() for device in local[:-each]]
     split_off = [device for local in own.values() for device in local[-each:]]
@@ -225,6 +226,6 @@ def _arrange(devices: list[Device], ici: list[int], dcn: list[int]) -> np.ndarra
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """Describe the mesh axes that are larger than one, as in `stage 4 x fsdp 2`."""
+    """Return text that lists the mesh axes of more than one device, as in `stage 4 x fsdp 2`."""
     sizes = [f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1]
     return " x ".join(sizes) or "one device"

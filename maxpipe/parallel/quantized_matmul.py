@@ -425,7 +425,7 @@ def _dot_general(x: Array, y: Array, summed: tuple[Dims, Dims]) -> Float[Array, 
 def matmul(
     x: Float[Array, "B T *K"], weight: Weight, dims: int, how: MatmulQuantizer, into: bool
 ) -> Float[Array, "B T *N"]:
-    """Apply `matmuls` to a single weight, and return its only result."""
+    """Call `matmuls` with a single weight, and return the only result."""
     return matmuls(x, None, (weight,), dims, how, into)[0]
 
 

@@ -2,8 +2,8 @@
 
 The program is written as per-device code, as in shard_map: every mesh axis is manual except
 `tensor`, which is an auto axis. A single loop runs the ticks of the schedule table. The table is an
-argument of the program. It contains both forward and backward slots, so JAX never differentiates
-this program.
+argument of the program. The table contains both forward and backward slots, so JAX never
+differentiates this program.
 
 The engine receives functions and stacked parameters, never a model class or a config.
 """
@@ -179,7 +179,9 @@ class Engine:
         return self._for_each_param(True) if self.trainable is None else self.trainable
 
     def _for_each_param(self, value: bool | int) -> Tree:
-        """Return a tree with the structure of the parameters, and `value` as every leaf."""
+        """Return a tree with the same structure as the parameters, with every leaf set to
+        `value`.
+        """
         return jax.tree.map(lambda _: value, self.specs, is_leaf=_is_spec)
 
     def _per_device(self, specs: Tree) -> Tree:

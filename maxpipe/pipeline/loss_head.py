@@ -283,7 +283,7 @@ class LossHead(NamedTuple):
         targets: Int[Array, "B T"],
         mask: Float[Array, "B T"],
     ) -> tuple[Float[Array, ""], Float[Array, "B T D"], Float[Array, "D v"]]:
-        """Return the cross entropy of an MTP head and its gradients."""
+        """Return an MTP head's cross entropy, and the gradients of this loss."""
         objective, arrays = CrossEntropy(), {"targets": targets}
         total, d_hidden, d_head = self._loss_gradients(
             objective.log_prob_specs,
@@ -442,7 +442,9 @@ def _known_cotangents(scores: Scores, mask: Array, given: TokenArrays) -> tuple[
 
 
 def mask_other_devices(values: Float[Array, "B N"]) -> Float[Array, "B N"]:
-    """Return the values on the first device along the context axis, and zeros on other devices."""
+    """Return `values` unchanged on the first device along the context axis, and zeros on all other
+    devices.
+    """
     if axis_size(CONTEXT) == 1:
         return values
     return jnp.where(axis_index(CONTEXT) == 0, values, 0)
@@ -455,7 +457,9 @@ def _value_and_grad(
     weight: Array,
     scale: Float[Array, ""] | None,
 ) -> tuple[Array, Scores, Scores]:
-    """Return the losses, the scores' cotangents (empty if `scale` is None), and the metrics."""
+    """Return the losses, the cotangents of the scores (empty if `scale` is None), and the
+    metrics.
+    """
 
     def run(scores: Scores) -> tuple[Array, Scores]:
         return objective(scores, inputs)

@@ -120,7 +120,7 @@ class MtpLossHeads:
     table: Float[Array, "v d"]
     """Embedding table that is passed to `embedding`."""
     key: Array | None
-    """Random key of the step."""
+    """Random key of the training step."""
     seeds: dict[str, Array]
     """Cotangents of the layers' losses."""
 

@@ -1,8 +1,9 @@
 """Training objectives: loss functions of the log-probabilities that a network assigns to tokens.
 
 An objective declares which log-probabilities it needs for each token, and is a pure function of
-them. The loss head computes the log-probabilities with a sharded vocabulary and propagates their
-cotangents to the logits. Objectives are therefore independent of stages and shards.
+these log-probabilities. The loss head computes the log-probabilities with a sharded vocabulary and
+propagates their cotangents to the logits. Objectives are therefore independent of stages and
+shards.
 """
 
 from __future__ import annotations

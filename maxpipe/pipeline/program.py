@@ -273,7 +273,9 @@ class StepProgram:
         )
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
-        """Return the ports whose outputs are sent during the next tick."""
+        """Return the message sources (`Arrival.port`) whose outputs are sent during the next
+        tick.
+        """
         if self.schedule.mixed:
             return ("X",)
         if not self.schedule.trains:
@@ -333,8 +335,8 @@ class StepProgram:
     # Messages.
 
     def _send(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Send outputs to neighboring stages; return the received messages, keyed by arrival
-        index.
+        """Send outputs to neighboring stages, and return the received messages, keyed by index in
+        `schedule.arrivals`.
         """
         ways = enumerate(self.schedule.arrivals)
         with jax.named_scope(scopes.SEND):
@@ -347,7 +349,9 @@ class StepProgram:
             }
 
     def _local_messages(self, outputs: dict[str, jax.Array]) -> dict[int, jax.Array]:
-        """Return the messages that a stage sends to itself, keyed by arrival index."""
+        """Return the messages that a stage sends to itself, keyed by index in
+        `schedule.arrivals`.
+        """
         return {
             number: outputs[way.port]
             for number, way in enumerate(self.schedule.arrivals)

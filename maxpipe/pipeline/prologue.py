@@ -99,7 +99,9 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add the cotangent of stage 0 to the float32 gradient of this device's table."""
+        """Add the cotangent from stage 0 to `total`, the float32 gradient of this device's table
+        shard.
+        """
         return self._add(
             total, tokens, self._to_columns(mark_varying(broadcast_from(cotangent, STAGE, 0)))
         )
@@ -110,7 +112,7 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add the sum of the partial cotangents over all stages."""
+        """Sum the stages' partial cotangents, and add the result to the gradient `total`."""
         return self._add(total, tokens, self._to_columns(mark_varying(sum_over(cotangent, STAGE))))
 
     def accumulate_per_stage(
@@ -119,8 +121,8 @@ class Embedding(NamedTuple):
         tokens: Int[Array, "P B T"],
         cotangent: Float[Array, "B T D"],
     ) -> Float[Array, "v d"]:
-        """Add the cotangents of all stages' microbatches; `tokens` contains the tokens of all
-        stages.
+        """Add the cotangents of all stages' microbatches to the gradient `total`; `tokens` contains
+        the tokens of all stages.
         """
         columns = self._to_columns(cotangent)[None]
         return self._add(total, tokens, all_gather(columns, STAGE, 0))

@@ -225,7 +225,9 @@ class FlatJaxpr:
 
 
 def _is_marked_varying(value: Any, mark: jex.JaxprEqn) -> bool:
-    """Return whether a value already varies over the axes of `mark`, as kept values do."""
+    """Return whether a value is already marked as varying over the mesh axes of the equation
+    `mark`.
+    """
     kind: Any = jax.typeof(value)
     known = kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying
     return set(mark.params["axes"]) <= set(known)
@@ -365,7 +367,7 @@ class LayerConstants(NamedTuple):
     layer: jax.Array
     """Network index of the layer."""
     key: jax.Array | None
-    """Random key of the step."""
+    """Random key of the training step."""
     seeds: Tree
     """Cotangents of all losses that any layer returns; an individual layer may return only some of
     these losses."""
@@ -479,7 +481,7 @@ def _differentiable_weight(dtype: jnp.dtype, weight: Tree) -> jax.Array:
 
 @dataclass(frozen=True)
 class _ValueSources:
-    """Value numbers of a layer's weights, input and constants in the flat program."""
+    """Value numbers that the flat program assigns to a layer's weights, input and constants."""
 
     flat: FlatJaxpr
     weights: list[int]

@@ -49,7 +49,7 @@ def empty_slots(count: int, like: Any) -> jax.Array:
 
 
 def read_slot(buffer: jax.Array, slot: jax.Array) -> jax.Array:
-    """Return the contents of a slot."""
+    """Return the contents of one buffer slot."""
     return lax.dynamic_index_in_dim(buffer, slot, 0, keepdims=False)
 
 
@@ -112,7 +112,7 @@ def _pin_layout(value: jax.Array) -> jax.Array:
 def layout_order(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the dims from major to minor, in an order that needs little padding on TPUs.
 
-    TPU tiles have 8 or 16 by 128 elements. The last dim becomes the minor dim if it fills the
+    A TPU tile has 8 x 128 or 16 x 128 elements. The last dim becomes the minor dim if it fills the
     lanes; otherwise the longest dim does. The longest remaining dim becomes the second-minor dim.
     For `[B, T, N, H]` the result is `(B, N, T, H)`, the order that the matmuls of attention use.
     """
@@ -408,7 +408,9 @@ class LayerSlots:
         stash: Tree,
         reports: Reports,
     ) -> tuple[jax.Array, Tree, Reports]:
-        """Run a chunk and save its activations; return the output, the stash and the reports."""
+        """Run a chunk and save its activations; return its output and the updated `stash` and
+        `reports`.
+        """
         if self.remat_policy.remat != "chunk":
             bases = self._stack_offsets(work.row.stash)
             return self._forward_layers_and_save(pieces, held, work, x, stash, bases, reports)
@@ -446,8 +448,8 @@ class LayerSlots:
     def _saved_activations(
         self, pieces: dict[str, LayerVJP], held: Tree, work: SlotWork, stash: Tree
     ) -> tuple[Tree, dict[str, jax.Array]]:
-        """Return the saved activations and the first index of each type; for the `chunk` policy,
-        recompute the activations.
+        """Return the saved activations, and the index of each layer type's first entry; for the
+        `chunk` policy, recompute the activations.
         """
         if self.remat_policy.remat != "chunk":
             return stash, self._stack_offsets(work.row.stash)
@@ -494,8 +496,8 @@ class LayerSlots:
         stash: Tree,
         deferred: Tree,
     ) -> tuple[jax.Array, Tree]:
-        """Return the gradient of a chunk's input, and the deferred arrays including those of this
-        chunk.
+        """Return the gradient of a chunk's input, and `deferred` with the arrays of this chunk
+        added.
         """
         kept, kept_bases = self._saved_activations(pieces, held, work, stash)
         bases = self._stack_offsets(work.chunk)

@@ -171,7 +171,7 @@ class TickProgram(Protocol):
 
 
 def run_weight_windows(program: TickProgram, table: TickTable) -> Buffers:
-    """Run all ticks of a program, gathering weights into the prefetch window between them."""
+    """Run all ticks of a program, gathering weights into the prefetch window between ticks."""
     visits, weights, slots = program.schedule.weight_window, program.weights, program.slots
     # Iteration i runs the ticks between gathers i - 1 and i, overlapped with gather i. The first
     # iteration runs no ticks. The last iteration has nothing new to gather, so it repeats the

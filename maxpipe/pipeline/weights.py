@@ -34,7 +34,8 @@ from maxpipe.parallel.sharding import entry_axes, fsdp_dim, restrict_spec
 
 
 def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
-    """Return the leaves whose entry in a tree of bools is true, or None for one frozen leaf.
+    """Return the subtree of leaves that are marked true in `is_trained`, or None if `tree` is a
+    frozen leaf.
 
     Frozen leaves may already be missing from the tree.
     """
@@ -49,7 +50,8 @@ def select_trainable(tree: Tree, is_trained: Tree) -> Tree:
 
 
 def replace_subtree(tree: Tree, part: Tree) -> Tree:
-    """Return the full tree, in which leaves of the partial tree replace the corresponding leaves.
+    """Return a copy of the full tree in which the leaves of the partial tree replace the
+    corresponding leaves.
 
     An 8-bit weight is kept, and its `gradient` is set to the new leaf.
     """
@@ -329,7 +331,7 @@ class LayerWeights:
 
 
 def _add(totals: jax.Array, index: jax.Array | int, part: jax.Array) -> jax.Array:
-    """Add `part` to one entry in place."""
+    """Add `part` to the entry of `totals` at `index`, in place."""
     # If the entry's first dim were dropped, XLA for TPU would not fuse this addition with the
     # matmul, and would first copy the entry.
     old = lax.dynamic_slice_in_dim(totals, index, 1)

@@ -64,21 +64,21 @@ PROGRAMS: tuple[tuple[str, Remat], ...] = (
     ("FB", "names"),
     ("FB", "none"),
 )
-"""Slot sequences to time, each with its remat mode."""
+"""Sequences of pipeline slots to time, each with the remat mode that it uses."""
 SIZED_PROGRAM = PROGRAMS[4]
-"""Slot sequence to time at several microbatch sizes."""
+"""Sequence of pipeline slots to time at several microbatch sizes."""
 SIZES = (0.25, 0.5, 1, 2)
 """Microbatch sizes to time, as multiples of the microbatch size in the config."""
 LOOP_COUNTS, LAYER_LOOP_COUNTS = (2, 10), (1, 5)
 """Loop counts of the timed programs. The difference between the times measured at the two loop
 counts excludes the call overhead."""
 FRESH_ROW, FRESH_ROWS = 2**16, (16, 272)
-"""Number of elements per row, and number of rows in each of the two buffers to time (4 and 68
-MiB)."""
+"""Number of float32 elements per row, and row counts of the two buffers whose allocation is timed
+(4 and 68 MiB)."""
 NUM_STREAMED_PARAMS = 2**25
 """Number of parameters in the timed update. Including moments and gradients, the parameters occupy
-512 MiB, which exceeds the caches. The number is per device, or the total over all devices if they
-share the memory of one machine."""
+512 MiB, which exceeds the caches. This is the number per device, or the total over all devices if
+the devices share the memory of one machine."""
 _MAX_MEMORY_SHARE = 0.9
 """Maximum fraction of a layer's time that can be attributed to memory traffic."""
 _CONTENTION_THRESHOLD = 1.5
@@ -103,8 +103,8 @@ class Measurements:
     none_recomputed: float = 0.0
     """Time to write and read back all saved activations with `pipeline.remat=none`."""
     by_size: tuple[tuple[float, float], ...] = ()
-    """Pairs, one for each measured microbatch size: memory traffic of a forward pass in bytes, and
-    time of a layer's forward and backward passes in seconds per sequence."""
+    """Pair of measurements for each microbatch size: the memory traffic of a forward pass in bytes,
+    and the time of a layer's forward and backward passes in seconds per sequence."""
     hop: float = 0.0
     """Time to send one microbatch's activation to the next device."""
     gather: float = 0.0
@@ -146,7 +146,7 @@ def calibrate(
     Args:
         config: config with a resolved mesh; its layers and microbatch size are timed.
         hardware: published parameters; peak FLOP/s and memory capacity are kept unchanged.
-        devices: devices, all of the same type.
+        devices: devices to calibrate, all of the same type.
     """
     sizes = Sizes(config).on_platform(devices[0].platform)
     found = measure(sizes, devices)
@@ -555,8 +555,8 @@ def _time_allocation(mesh: Mesh) -> float:
 def _seconds(
     mesh: Mesh, runs: Sequence[TimedProgram], turns: tuple[int, int] = LOOP_COUNTS
 ) -> list[float]:
-    """Return the time per loop iteration of each program in seconds. The last argument of each
-    program is the loop count.
+    """Return each program's time per loop iteration, in seconds. The last argument of each program
+    is the loop count.
     """
     with jax.set_mesh(mesh):
         calls = [

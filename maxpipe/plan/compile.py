@@ -107,7 +107,7 @@ class CompileReport:
     num_slices: int
     mesh: dict[str, int]
     attention: str
-    """Attention backend."""
+    """Attention backend of the compiled step."""
     versions: dict[str, str]
     lower_seconds: float
     compile_seconds: float
@@ -339,7 +339,7 @@ def _out_of_memory_error(
     action = "Use more devices, or a shorter train.sequence_length."
     if changes:
         action = f"Set {changes[0].partition(':')[0]}, or see `maxpipe plan` for other changes."
-    rule = f"has {gib(there)} per device, and the step {needed}. {terms}"
+    rule = f"has {gib(there)} per device, but the step {needed}. {terms}"
     return ConfigError.one(TOPOLOGY_OPTION, topology.name, rule, action)
 
 
@@ -465,10 +465,11 @@ def _activation_bytes(steps: Steps) -> int:
 def executions(
     steps: Steps, weight_gather: str, *, average: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the mean trip counts of dynamic loops, and the frequency of each conditional branch.
+    """Return the mean trip counts of dynamic loops, and the execution frequency of each conditional
+    branch.
 
-    Trip counts come from either the average or the busiest stage. The second dictionary
-    contains the fraction of ticks in which each conditional branch runs.
+    Trip counts are computed from either the average or the busiest stage. The second dictionary
+    contains the fraction of ticks in which each conditional branch is executed.
     """
     schedule, layout = steps.train_schedule, steps.engine.layout
     trips: dict[str, float] = {}
@@ -522,7 +523,7 @@ def _layer_loop(scope: str) -> str:
 
 
 def _layer_type_trips(scope: str, layout: LayerLayout) -> dict[str, float]:
-    """Return the mean trip counts of inner loops that run at most one layer each."""
+    """Return the mean trip count of each layer type's inner loop, which runs at most one layer."""
     kinds = layout.layer_type_at[layout.layer_at >= 0]
     if len(layout.ring_layer_types) == 1:
         return {}

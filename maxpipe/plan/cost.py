@@ -239,8 +239,8 @@ class LayerCost:
         return self.kernel_seconds + self._with_sums(1.0)
 
     def _with_sums(self, forwards: float) -> float:
-        """Return the time in seconds of `forwards` forward passes, with reductions but without
-        kernels.
+        """Return the time in seconds of `forwards` forward passes, including tensor-parallel
+        reductions but excluding custom kernels.
         """
         matmuls, scores = forwards * self.matmul_seconds, forwards * self.score_seconds
         if not self._uses_collective_matmul:
@@ -544,7 +544,9 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return layer time and time available to overlap messages, in seconds for each tick `[K]`."""
+    """Return, for each tick `[K]`, the time of the layers and the time with which messages can
+    overlap, in seconds.
+    """
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)
     everyone = np.zeros((schedule.num_ticks, sizes.mesh.stages))

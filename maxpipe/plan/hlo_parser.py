@@ -19,11 +19,11 @@ _SLICE_IDS = 100_000
 
 @dataclass(frozen=True)
 class Instruction:
-    """An instruction in a computation."""
+    """An HLO instruction in a computation."""
 
     name: str
     shape: str
-    """Shape as printed. For a tuple, the shapes of all its members."""
+    """Shape as printed in the HLO text. For a tuple, the shapes of all its members."""
     opcode: str
     operands: tuple[str, ...]
     """Names of the operands in the same computation; for a constant, its value."""
@@ -179,7 +179,9 @@ _IOTA = r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?"
 
 
 def group_of(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Return the devices in the first group. All other groups repeat its pattern with an offset."""
+    """Return the devices in the instruction's first device group. All other groups repeat its
+    pattern with an offset.
+    """
     if pairs := re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes):
         return _ring(re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     if listed := re.search(r"replica_groups=\{\{([\d,]*)\}", attributes):

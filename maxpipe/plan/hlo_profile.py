@@ -103,10 +103,11 @@ class Collective:
     cycles_between: float = 0.0
     """Total estimated cycles of the instructions in `between`, including those in loops."""
     cycles_of: Mapping[str, float] = field(default_factory=dict)
-    """Estimated cycles keyed by instruction, because collectives in flight at the same time share
-    instructions."""
+    """Estimated cycles, keyed by instruction so that an instruction that overlaps with several
+    collectives can be counted once."""
     flops_between: float = 0.0
-    """FLOP of the matmuls and kernels among the instructions in `between`, including loops."""
+    """FLOP of the matmuls and kernels among the instructions in `between`, including those in
+    loops."""
     between_slices: bool = False
     """Whether the hosts transfer the data between slices. If so, `group` contains device IDs."""
 
@@ -135,7 +136,7 @@ class HostTransfer:
     num_bytes: float
     """Bytes transferred in one execution."""
     cycles_by_instruction: Mapping[str, float]
-    """Estimated cycles of each instruction between the transfer's start and end, including
+    """Estimated cycles of each instruction between the transfer's start and end, including those in
     loops."""
 
 
@@ -275,8 +276,8 @@ class _Walk:
             yield name, 1.0
 
     def _window(self, branch: str) -> int | None:
-        """Return the window size in the scope names of a branch, or None if there is no such
-        name.
+        """Return the window size encoded in a branch's scope names, or None if no scope name
+        contains one.
         """
         found = (
             scopes.parse_window(op.op_name) for op in self.module.computations[branch].values()
@@ -377,7 +378,7 @@ class _Walk:
         if op.opcode == "fusion" and kind == "all-reduce" and self._keeps_a_slice(op):
             kind = "reduce-scatter"  # as emitted by XLA for TPU
         if kind == "ragged-all-to-all":
-            operands = operands[:1]  # omit output, sizes and offsets
+            operands = operands[:1]  # omit the output, size and offset operands
         size = sum(operand.num_bytes for operand in operands)
         # GPU programs have a `start` and a `done` instruction even for synchronous collectives.
         is_async = self._is_start(op) and '"is_sync":true' not in op.attributes

@@ -61,7 +61,7 @@ class ProfileLine:
 
     @property
     def location(self) -> str:
-        """Return the region and sublayer."""
+        """Return the program region and the sublayer of the operation."""
         return " ".join(filter(None, (self.region, self.part))) or "-"
 
 
@@ -91,7 +91,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Return the profile line of an entry, given the peak FLOP per cycle and the kernel
+    """Convert an entry to a `ProfileLine`, given the peak FLOP per cycle and the kernel
     efficiency.
     """
     flops = entry.flops * entry.count

@@ -355,7 +355,8 @@ def _float32_copies(sizes: Sizes, wide: Sizes, schedule: Schedule) -> float:
     both = (sizes, wide)
     held, held_wide = (sum(_gathered_weights(each, schedule).values()) for each in both)
     carried, carried_wide = (sum(buffers(each, schedule).values()) for each in both)
-    # Widening to float32 doubles a buffer, so a float32 copy is twice as large as the difference.
+    # A float32 buffer is twice as large as a 16-bit buffer, so a float32 copy is twice as large as
+    # the difference between the two.
     return held_wide - held + 2 * (carried_wide - carried)
 
 
@@ -416,14 +417,14 @@ CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
 """Number of copies of a layer's weights, and number of copies of the stage activation per sublayer;
 fitted to measurements."""
 CPU_GATHERED = 4.0
-"""Number of copies of gathered or not yet reduced activations if tokens are sharded between
-matmuls; fitted to measurements."""
+"""Number of copies of gathered activations and of activations before their reduction, if tokens are
+sharded between matmuls; fitted to measurements."""
 CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
-"""Number of copies of each array that a sublayer declares, with saved and with recomputed
-activations. Fitted to measurements."""
+"""Number of copies of each array that a sublayer declares, if activations are saved and if they are
+recomputed. Fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
-"""Number of copies of the attention scores while other arrays are live, and during the backward
-pass of attention; fitted to measurements."""
+"""Number of copies of the attention scores while other sublayers' arrays are live, and during the
+backward pass of attention; fitted to measurements."""
 CPU_BARRIER_COPIES = 0.6
 """Number of additional copies of each array if the compiler drops optimization barriers; fitted to
 measurements. Matmul operands already have the right layout, unless tokens are sharded."""

@@ -108,7 +108,7 @@ fit. The remainder is reserved for the program, allocator fragmentation and fore
 
 
 def verdict(predicted: float, memory: float) -> str:
-    """Describe whether a step with `predicted` bytes fits on a device."""
+    """Return text that states whether a step with `predicted` bytes fits in a device's `memory`."""
     if predicted <= USABLE_MEMORY_FRACTION * memory:
         return "fits"
     return "may not fit" if predicted <= memory else "does not fit"
@@ -122,8 +122,8 @@ def gib(size: float) -> str:
 def explain_out_of_memory(
     message: str, buffers: Mapping[str, tuple[tuple[int, ...], ...]], tensor: int = 1
 ) -> str:
-    """Explain an out-of-memory message: its largest memory terms, and the config keys to reduce
-    them.
+    """Explain an out-of-memory message: list the largest memory terms, and the config keys that
+    reduce them.
 
     Return an empty string if the message lists no allocations, as when compiling for absent
     devices. `buffers` maps names in `TERMS` to array shapes, which can be sharded over `tensor`

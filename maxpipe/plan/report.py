@@ -128,7 +128,9 @@ def _hidden_transfers(report: CompileReport) -> list[str]:
 
 
 def _overlapped_work(traffic: CollectiveTraffic) -> str:
-    """Return the overlapped compute in cycles, or in FLOP if there is no cycle estimate."""
+    """Format the amount of overlapped compute in cycles, or in FLOP if there is no cycle
+    estimate.
+    """
     if traffic.cycles_behind:
         return f"{traffic.cycles_behind / 1e6:.0f} Mcycles"
     return format_si(traffic.flops_behind, "FLOP") if traffic.flops_behind else "-"

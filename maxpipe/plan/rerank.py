@@ -244,7 +244,7 @@ def choose_next(candidates: Sequence[Candidate], ran: Mapping[int, float | None]
 def posterior_seconds(
     candidates: Sequence[Candidate], ran: Mapping[int, float]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the posterior median times in seconds `[N]`, and the standard errors of their logs
+    """Return the posterior median times in seconds `[N]`, and the standard errors of the log times
     `[N]`.
     """
     predicted = np.array([candidate.cost.seconds for candidate in candidates])

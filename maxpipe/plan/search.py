@@ -251,8 +251,8 @@ def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _complexity(candidate: Candidate) -> tuple[int, ...]:
-    """Return the layout's complexity: number of stages, sizes of the axes that shard a layer, and
-    repeats.
+    """Return the layout's complexity: the number of stages, the sizes of the axes that shard a
+    layer, and the number of repeats.
     """
     axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
     return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
@@ -304,7 +304,7 @@ def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
 def _rank_layouts(
     spaces: Sequence[_MeshLayouts], hardware: Hardware, report: ProgressCallback
 ) -> dict[tuple[int, int], _LayoutScore]:
-    """Return scores keyed by (mesh index, layout index), best first; large spaces are only
+    """Return scores keyed by (mesh index, layout index), best first; large search spaces are only
     sampled.
     """
     found: dict[tuple[int, int], _LayoutScore] = {}
@@ -618,7 +618,7 @@ def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: H
 
 
 def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
-    """Return the sizes with the table's number of microbatches, at the same microbatch size."""
+    """Return the array sizes for the schedule's number of microbatches of the same size."""
     count = schedule.num_microbatches
     if count == config.pipeline.microbatches:
         return sizes
@@ -633,7 +633,7 @@ def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Size
 
 
 def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
-    """Return config changes, or pairs of them, that make the run fit in memory, fastest first."""
+    """Return single config changes, or pairs, that make the run fit in memory, fastest first."""
     limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
     singles = list(_changes(candidate.config))
     for changes in (*([one] for one in singles), *_pairs(singles)):

@@ -91,9 +91,7 @@ class MeshShards:
 
     @cached_property
     def _axis_shards(self) -> Mapping[str, tuple[int, int]]:
-        """Return the number of shards of each logical axis: (when stored, when gathered for
-        use).
-        """
+        """Map each logical axis to its number of shards in stored arrays and in gathered arrays."""
         return {
             logical: (self.shards(axes), 1 if "fsdp" in axes else self.shards(axes))
             for logical, axes in self.table.items()

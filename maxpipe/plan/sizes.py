@@ -230,7 +230,8 @@ class ContextMethod(NamedTuple):
     """Name of the method. `own` means no exchange, because each device has all tokens of its
     sequences."""
     share: float = 0.0
-    """Fraction of its keys and values that a device sends to all other devices at the same time."""
+    """Fraction of the local keys and values that a device sends to all other devices at the same
+    time."""
     remote: float = 0.0
     """Size of the keys and values received from other devices, as a multiple of the local keys and
     values."""

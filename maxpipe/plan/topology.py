@@ -179,7 +179,7 @@ the number of chips."""
 _DEVICES_PER_CHIP = {"v2": 2, "v3": 2, "tpu7x": 2}
 _ACCELERATORS = {"v5e": "v5litepod"}
 _GENERIC_NAMES = {"gpu": "h100", "cuda": "h100", "nvidia": "h100", "tpu": "v5p"}
-"""Suggested device types for generic names."""
+"""Device types that errors suggest in place of generic names."""
 _CHIP_OPTIONS = {"v4": {"chip_config_name": "megacore"}}
 """libtpu options. jax uses both cores of a v4 chip as one device, but libtpu treats them as two
 devices by default."""
@@ -248,7 +248,7 @@ def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION)
     dims = tuple(int(size) for size in sizes.split("x"))
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
-        rule = f"must give the size of {hardware.name} slices with {shape}."
+        rule = f"must give the size of a {hardware.name} slice as {shape}."
         raise ConfigError.one(
             where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
         )
@@ -383,7 +383,7 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
             "mesh",
             wanted or "one device",
             "axis sizes must multiply to the number of devices in the topology: the mesh has "
-            f"{mesh.num_devices} in {pluralize(mesh.num_slices, 'slice')}, and the topology is "
+            f"{mesh.num_devices} in {pluralize(mesh.num_slices, 'slice')}, but the topology is "
             f"{topology}.",
             _mesh_advice(mesh, topology),
         )
@@ -400,7 +400,7 @@ def prepare(topology: Topology) -> None:
         ConfigError: this machine has neither the GPUs of the topology nor a compiler for them.
     """
     if topology.platform == "cuda":
-        # Without this setting, the compiler logs each attempt.
+        # Without this setting, XLA logs every alternative that the compiler tries.
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         if not gpus():
             _check_compiler(topology)
@@ -528,7 +528,7 @@ def compiler_version_error(topology: Topology, error: Exception) -> ConfigError 
     return ConfigError.one(
         TOPOLOGY_OPTION,
         topology.name,
-        f"cannot be compiled for: jax {importlib.metadata.version('jax')} requires libtpu "
+        f"requires another libtpu: jax {importlib.metadata.version('jax')} requires libtpu "
         f"{pattern}, but {version} is installed. libtpu reported: {reason}",
         f"Run: pip install 'libtpu=={pattern}'.",
     )
@@ -540,6 +540,6 @@ def _topology_error(topology: Topology, error: Exception) -> ConfigError:
     return ConfigError.one(
         TOPOLOGY_OPTION,
         topology.name,
-        f"cannot be compiled for on this machine: {reason}",
+        f"cannot be used for compilation on this machine: {reason}",
         f"Install the compiler with pip install 'maxpipe[{extra}]', or use an existing size.",
     )

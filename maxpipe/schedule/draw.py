@@ -27,7 +27,9 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def summary(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
-    """Return two lines of text: the schedule's sizes, and the time and memory that it needs."""
+    """Return two lines of text: the schedule's sizes, and the time and memory that the schedule
+    needs.
+    """
     kept = pluralize(schedule.num_stash, "saved chunk") if schedule.trains else "no saved chunks"
     if schedule.mixed:
         kept += f" and {pluralize(schedule.num_deferred, 'deferred weight gradient')}"
@@ -128,7 +130,9 @@ def _mark_cell(cells: list[str], mark: tuple[int, int, str] | None, stage: int) 
 
 
 def comparison_table(schedules: Sequence[Schedule], costs: Costs) -> str:
-    """Return a table with one line per schedule, which shows its time and its memory per stage."""
+    """Return a table with one line per schedule, which shows the step time and the memory per
+    stage.
+    """
     rows = [
         ["", "", "", "idle", "idle", "saved", "", "in", "", "", ""],
         ["schedule", "repeats", "ticks", "at 1:1:1", f"at {_ratio(costs)}", "chunks"],
@@ -185,10 +189,10 @@ def _ratio(costs: Costs) -> str:
 
 
 _LEGEND = (
-    "idle: fraction of a step, at costs F:I:W. saved chunks, deferred (weight gradients), inbox:",
-    "number of slots per stage; in layers: sum of the first two, in units of a stage's layers.",
-    "messages: maximum sent per stage and step. "
-    "gathers: per weight and step, weight_gather=window.",
+    "idle: idle fraction at costs F:I:W. saved chunks, deferred (weight gradients), inbox: slot",
+    "counts per stage. in layers: saved chunks plus deferred, in units of a stage's layers.",
+    "messages: most sent by a stage per step. "
+    "gathers: per weight and step with weight_gather=window.",
 )
 
 

@@ -389,7 +389,9 @@ class _Picture:
         return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
 
     def _draw_saved_chunks(self) -> None:
-        """Draw, below each lane, the number of chunks with saved activations and its maximum."""
+        """Draw, below each lane, the number of chunks with saved activations and the maximum of
+        this number.
+        """
         depths = self.schedule.stash_depth()
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
         ticks = self.times.ticks

@@ -287,7 +287,9 @@ class _BufferAllocator:
         return "X" if self.mixed else "F" if kind == "F" else "B"
 
     def _directions(self) -> list[tuple[str, int]]:
-        """Return (port, step) for every direction in which messages are sent around the ring."""
+        """Return every message source (`Arrival.port`) together with the ring direction of its
+        messages.
+        """
         ring = self.ring
         directions = set()
         for kind in {action.kind for action, _ in self.at} - {"W"}:

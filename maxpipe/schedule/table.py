@@ -88,8 +88,8 @@ class Ring:
         return self.locate_chunk(chunk) if chunk >= 0 else None
 
     def direction(self, repeat: int, *, turns: bool, backward: bool) -> int:
-        """Return the direction of a message: +1 to the next stage, -1 to the previous stage, 0 if
-        it stays on the same stage.
+        """Return the direction of a message: +1 to the next stage, -1 to the previous stage, 0
+        within the same stage.
 
         `repeat` is the sender's repeat; `turns` is true if the receiver's repeat is different.
         """
@@ -119,7 +119,7 @@ class SlotColumns:
     stash: np.ndarray
     """Stash slot of the activations that F saves and B or I uses."""
     deferred: np.ndarray
-    """Slot that stores the inputs of W. I writes these inputs."""
+    """Buffer slot in which I (input gradient) stores the inputs of W (weight gradient)."""
     window: np.ndarray
     """Window slot that contains the gathered weights of the chunk for F, B or I, if there is a
     prefetch window."""
@@ -281,7 +281,9 @@ class Schedule:
         return np.sum([kind.max(axis=1) for kind in spent], axis=0)
 
     def describe_sizes(self) -> str:
-        """Describe the numbers of stages and repeats, as in `4 stages x 2 repeats`."""
+        """Return text that states the numbers of stages and repeats, as in `4 stages x 2
+        repeats`.
+        """
         return f"{pluralize(self.num_stages, 'stage')} x {pluralize(self.num_repeats, 'repeat')}"
 
     def idle_fraction(self, costs: Costs | None = None) -> float:

@@ -114,12 +114,16 @@ def _check_kinds(schedule: Schedule) -> None:
     kinds = dict(schedule.kinds)
     last = schedule.kinds[-1][0]
     if schedule.mixed and not schedule.trains:
-        raise ScheduleError(schedule, 0, 0, "F", "forward-only ticks must not be mixed.")
+        raise ScheduleError(
+            schedule, 0, 0, "F", "a forward-only schedule must not have mixed ticks."
+        )
     for kind, slots in (("backward", schedule.backward), ("weight", schedule.weight)):
         wrong = np.argwhere(slots.active)
         if len(wrong) and not any(slots is own for own in kinds.values()):
             tick, stage = map(int, wrong[0])
-            raise ScheduleError(schedule, tick, stage, last, f"has {kind} work that never runs.")
+            raise ScheduleError(
+                schedule, tick, stage, last, f"has {kind} work that the engine never runs."
+            )
     if not schedule.mixed:
         return
     busy = np.sum([slots.active for slots in kinds.values()], axis=0)
@@ -139,7 +143,9 @@ def _check_completeness(schedule: Schedule) -> None:
             for tick in np.flatnonzero(slots.active[:, stage]):
                 item = (int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage]))
                 if item in seen:
-                    reason = f"microbatch {item[0]}, repeat {item[1]} ran in tick {seen[item]}."
+                    reason = (
+                        f"microbatch {item[0]}, repeat {item[1]} already ran in tick {seen[item]}."
+                    )
                     raise ScheduleError(schedule, int(tick), stage, kind, reason)
                 seen[item] = int(tick)
             missing = [
@@ -425,8 +431,8 @@ class _Simulation:
 
 
 class _PrologueSimulation:
-    """Simulate the prologue layers. A slot stores a round from its forward pass to its backward
-    pass.
+    """Simulate the prologue layers. A slot stores the microbatches of a round from the round's
+    forward pass to its backward pass.
     """
 
     def __init__(self, schedule: Schedule):

@@ -140,7 +140,7 @@ def build_steps(
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
     lengths = np.zeros(model.vocab_size, np.int32)
-    # IDs that the tokenizer lacks have no text.
+    # Token IDs outside the tokenizer's vocabulary have length 0.
     lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]
     return Steps(
         param_layout=parts,

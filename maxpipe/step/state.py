@@ -171,8 +171,8 @@ class ParamLayout:
     def saved_state_specs(
         self, kept: Mapping[KeyPath, StateArray], targets: Mapping[KeyPath, TrainableParam]
     ) -> Tree:
-        """Return the specs of state arrays in saved form; the arguments are keyed by stacked
-        paths.
+        """Return the specs of state arrays in saved form; the arguments are keyed by each
+        parameter's path in stacked form.
         """
         found: dict[KeyPath, PartitionSpec] = {}
         for path, spec in flatten(self.split_layer_types(self.saved_specs)).items():
@@ -612,7 +612,8 @@ class StateLayout:
 
     @cached_property
     def from_saved(self) -> Any:
-        """Return a function (saved form, guard state, base parameters) -> state.
+        """Return a function that maps (saved form, guard state, base parameters) to the train
+        state.
 
         The guard state defaults to the guard state of a new run. Base parameters are needed only
         with adapters.
@@ -640,8 +641,8 @@ class StateLayout:
 
     @cached_property
     def merge_adapters(self) -> Any:
-        """Return a function (base, adapters) -> all parameters, with inputs and output in saved
-        form.
+        """Return a function that maps (base, adapters) to all parameters; inputs and output are in
+        saved form.
         """
         parts, specs = self.param_layout, self.param_layout.saved_specs
 

@@ -141,7 +141,9 @@ BY_SOURCE = ("train/nats_by_source", "train/targets_by_source")
 
 @dataclass(frozen=True)
 class Steps(StateLayout):
-    """A partitioned model: the train state, the batches, and the functions compiled for both."""
+    """A partitioned model: the layouts of the train state and the batches, and functions that
+    compile the steps.
+    """
 
     train_schedule: Schedule
     engine: Engine
@@ -254,7 +256,7 @@ class Steps(StateLayout):
     def compile_reader(
         self, reader: OutputReader, rows: int = 0, *, everywhere: bool = False
     ) -> Any:
-        """Compile a function that maps (params, batch) to output arrays `[rows, ...]`.
+        """Compile a function that maps (params, batch) to output arrays of shape `[rows, ...]`.
 
         The arrays contain the reader's output for each sequence. They are sharded like the batch,
         or replicated if `everywhere` is set. See `compile_eval` for `rows`.
@@ -378,7 +380,8 @@ def check_update(
     state: OptState,
     before: Float[jax.Array, " 2"],
 ) -> tuple[Bool[jax.Array, ""], Float[jax.Array, " 2"]]:
-    """Return whether the update keeps parameters and moments finite, and their new bounds.
+    """Return whether the update keeps parameters and moments finite, and the new bounds on their
+    absolute values.
 
     A bound computed without the update is almost always sufficient. Otherwise, the update is
     computed once more to check its results, which requires a pass over all parameters and state.

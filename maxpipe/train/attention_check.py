@@ -158,7 +158,9 @@ def _shape(part: AttentionPart, tokens: int) -> str:
 
 
 def _heads(part: AttentionPart) -> tuple[int, int, int]:
-    """Return (key/value heads, query heads per key/value head, value size) used in the check."""
+    """Return the numbers of key/value heads and of query heads per key/value head, and the size of
+    a value head, as used in the check.
+    """
     if isinstance(part, LatentAttention):
         return min(part.num_heads, _GROUPS), 1, part.value_size
     shared = min(part.num_heads // part.num_kv_heads, _SHARED)

@@ -169,14 +169,14 @@ class BadStepMonitor:
             )
         if action == "skip" and self._num_consecutive > config.max_bad_steps:
             return (
-                f"is bad step {self._num_consecutive} in a row; guard.max_bad_steps allows "
+                f"makes {self._num_consecutive} bad steps in a row; guard.max_bad_steps allows "
                 f"{config.max_bad_steps}. Updates were skipped; events.jsonl names the batches.",
                 f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is the cause, or "
                 f"{lower}.",
             )
         if action == "rollback" and self.num_rollbacks >= config.max_rollbacks:
             return (
-                f"requires rollback {self.num_rollbacks + 1}; guard.max_rollbacks allows "
+                f"requires rollback number {self.num_rollbacks + 1}; guard.max_rollbacks allows "
                 f"{config.max_rollbacks}. events.jsonl names the batches.",
                 f"Set guard.max_rollbacks={config.max_rollbacks + 3} if the data is the cause, "
                 f"or {lower}.",

@@ -25,7 +25,7 @@ from maxpipe.telemetry.console import Console
 def last_step(train: Loader, length: int, offset: int, first: int) -> int:
     """Return the last step for which data exists, between `first` and `length`.
 
-    `offset` is the number of skipped batches, and `first` the last completed step.
+    `offset` is the number of skipped batches, and `first` is the last completed step.
     """
     return int(max(first, min(length, train.last_batch - offset)))
 

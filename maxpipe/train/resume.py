@@ -200,7 +200,7 @@ def restore_or_init(
 def build_reference(
     loaded: LoadedConfig, steps: Steps, datasets: Datasets, console: Console, begin: RunStart
 ) -> ReferenceParams | None:
-    """Return the run's initial parameters if its objective has a KL term, else None.
+    """Return the run's initial parameters if the objective has a KL term, else None.
 
     Raises:
         ConfigError, StorageError: as in `restore_or_init`.
@@ -366,7 +366,7 @@ def _check_teacher(
 
 
 def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
-    """Check that a run continuing another run has the same objective.
+    """Check that a run that continues another run has the same objective as that run.
 
     Raises:
         ConfigError: the objectives differ.

@@ -77,8 +77,8 @@ def missing_files(loaded: LoadedConfig) -> list[Problem]:
 
 @contextlib.contextmanager
 def merge_problems(problems: Sequence[Problem]) -> Iterator[None]:
-    """Raise a ConfigError for `problems`, together with those of any ConfigError raised inside the
-    context.
+    """Raise a single ConfigError that reports `problems` along with the problems of any ConfigError
+    raised inside the context.
     """
     try:
         yield
@@ -129,7 +129,9 @@ def _is_inside(path: str, folder: str) -> bool:
 
 
 def _other_files(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield (key, path) for every other file that a run reads."""
+    """Yield (config key, path) for the task, prompt, reward and teacher-logits files that a run
+    reads.
+    """
     for name, task in config.eval.tasks.items():
         yield f"eval.tasks.{name}.path", task.path
     if config.eval.sample_every:

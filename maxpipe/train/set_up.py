@@ -312,8 +312,8 @@ def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple
 
 
 def _describe_size(model: Model) -> str:
-    """Format the parameter count, followed by the counts of active and trained parameters if
-    smaller.
+    """Format the parameter count, followed by the counts of active and of trained parameters if
+    these are smaller.
     """
     count = num_params(model)
     parts = ((active_params(model), "per token"), (num_trained(model), "trained"))
@@ -322,7 +322,9 @@ def _describe_size(model: Model) -> str:
 
 
 def _packing_lines(train: Loader, length: int) -> Iterator[tuple[str, str]]:
-    """Yield a banner line for each data source: packing and, in a mixture, share of sequences."""
+    """Yield a banner line for each data source, with its packing and, in a mixture, its share of
+    the sequences.
+    """
     if isinstance(train.sequences, PromptSequences):
         return
     if train.stream.mixture is None:

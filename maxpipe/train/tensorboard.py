@@ -78,7 +78,7 @@ def sharding_table(params: Any) -> list[tuple[str, str, str, str]]:
 
 
 def _describe_axes(axis: str | Sequence[str] | None, mesh: Mapping[str, int]) -> str:
-    """Return the mesh axes of more than one device that shard a dim, each with its size."""
+    """Return the mesh axes that shard a dim and have more than one device, each with its size."""
     axes = (axis,) if isinstance(axis, str) else axis or ()
     return " x ".join(f"{each} {mesh[each]}" for each in axes if mesh[each] > 1) or "-"
 

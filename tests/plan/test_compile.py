@@ -242,7 +242,7 @@ def test_out_of_memory_without_a_list_is_reported_by_arithmetic() -> None:
     pipeline = {"microbatches": 4, "repeats": 2, "remat": "names"}
     config = wide({"ici_stage": 4, "ici_fsdp": 4}, **pipeline)
     told = str(_out_of_memory_error(SHORT_MESSAGE, config, FakeSteps(), topology))  # type: ignore[arg-type]
-    assert "has 15.75 GiB per device, and the step needs 57.86 GiB" in told
+    assert "has 15.75 GiB per device, but the step needs 57.86 GiB" in told
     assert TERMS["stash"].about in told
     action = told.splitlines()[-1]
     assert action.startswith("  Set ") and "pipeline." in action

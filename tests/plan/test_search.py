@@ -291,7 +291,7 @@ def test_a_search_without_a_layout_that_fits_is_an_error() -> None:
 
 def test_a_mesh_of_another_size_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="the mesh has 32 in 1 slice, and the topology is v5p:2x2x2"
+        ConfigError, match="the mesh has 32 in 1 slice, but the topology is v5p:2x2x2"
     ):
         forecast_layout(LoadedConfig(config_of(STAGED), {}), parse_topology("v5p:2x2x2"))
 

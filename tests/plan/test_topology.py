@@ -35,10 +35,10 @@ def test_sizes(text: str, slices: int, devices: int, platform: str) -> None:
         ("v9:4", 1, "must name a device type"),
         ("v5:2x2x2", 1, "Did you mean v5"),
         ("v5p", 1, "Write v5p:2x4x4."),
-        ("v5p:4x4", 1, "slices with 3 numbers"),
-        ("v5e:2x2x2", 1, "slices with 2 numbers"),
+        ("v5p:4x4", 1, "slice as 3 numbers"),
+        ("v5e:2x2x2", 1, "slice as 2 numbers"),
         ("v5e:32x32", 1, "at most 256"),
-        ("h100:4x2", 1, "slices with one number"),
+        ("h100:4x2", 1, "slice as one number"),
         ("cpu:0", 1, "Write cpu:8."),
     ],
 )

@@ -231,7 +231,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (
         ("distill.teacher_devices=8",),
         "Set distill.teacher_devices=7, or mesh.cpu_devices=16, or distill.teacher_devices=0 to "
-        "alternate",
+        "share all devices",
     ),
     (
         ("distill.teacher_devices=2", "distill.teacher_layout=[mesh.ici_stage=3]"),

@@ -189,14 +189,14 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
     """Interrupted between two bad steps in a row, which together are too many."""
     here.bad = {3, 7, 8}
     limits = ("guard.bad_steps=skip", "guard.max_bad_steps=1")
-    with pytest.raises(DivergenceError, match="is bad step 2 in a row"):
+    with pytest.raises(DivergenceError, match="makes 2 bad steps in a row"):
         here.train(*limits)
     here.crash = 8
     here.folder = tmp_path / "again" / "run"
     with pytest.raises(Crash):
         here.train(*limits, f"run.dir={tmp_path / 'again'}")
     here.crash = None
-    with pytest.raises(DivergenceError, match="is bad step 2 in a row"):
+    with pytest.raises(DivergenceError, match="makes 2 bad steps in a row"):
         here.train(*limits, f"run.dir={tmp_path / 'again'}")
     assert [each["step"] for each in ledger(here.folder, "bad_step")] == [4, 8, 9]
     assert tree_digest(saved(here.folder, 8).state) == tree_digest(saved(tmp_path / "run", 8).state)
