@@ -128,7 +128,7 @@ def normal(seed: int, shape: Sequence[int]) -> Any:
 
 
 def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Return the arguments of, and a jitted function for, a scalar loss and its gradients."""
+    """Return a jitted function that computes a scalar loss and its gradients, and its arguments."""
     import jax
     import jax.numpy as jnp
 
