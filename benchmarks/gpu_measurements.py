@@ -51,7 +51,7 @@ def train_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def torch_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure PyTorch's train step with the first batch size that fits in memory."""
+    """Measure PyTorch's train step with the first of the given batch sizes that fits in memory."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
