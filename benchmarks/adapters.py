@@ -36,9 +36,9 @@ PREAMBLE = f"""\
 `maxpipe compile llama3-8b --topology v5e:2x4` ahead of time, with `{LAYOUT}`. Adapters have rank 16
 and are applied to all attention and MLP projections. Sizes are in GiB per device. The column
 "state" is the size of parameters and optimizer state, and "gradients" is the size of the float32
-accumulators. Both are predicted by `maxpipe plan`. The columns "arguments" (the state and a batch)
-and "peak" are reported by the compiler. TFLOP counts are those of the compiled program on one
-device.
+accumulators. Both columns are predicted by `maxpipe plan`. The columns "arguments" (the state and a
+batch) and "peak" are reported by the compiler. TFLOP counts are those of the compiled program on
+one device.
 
 """
 

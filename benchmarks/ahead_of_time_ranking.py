@@ -9,9 +9,9 @@ this machine (`pip install '.[tpu]'`). The compiler time of a layout is the comp
 estimate on the busiest stages, plus the exposed time of collectives. The compiler has no estimate
 for collectives, so their time is computed from their bytes at the published link bandwidth. A
 synchronous collective is fully exposed. An asynchronous collective is exposed for the time that
-exceeds the estimated cycles between its start and done operations. Two collectives of the same
-device group never overlap with the same cycles. Each program is compiled in a separate process.
-Results are cached in `--cache` by a digest of sources and settings.
+exceeds the estimated cycles between its start and done operations. No cycle is counted as
+overlapping with two collectives of the same device group. Each program is compiled in a separate
+process. Results are cached in `--cache` by a digest of sources and settings.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 TOPOLOGY, MODEL = "v5p:2x4x4", "llama3-8b"
 ROWS, TOKENS = 128, 4096
 LEAST, AMONG = 0.9, 3
-"""Minimum rank correlation, and maximum compiler rank of the layout predicted to be fastest."""
+"""Required rank correlation, and maximum compiler rank of the layout predicted to be fastest."""
 
 
 class Layout(NamedTuple):
@@ -107,7 +107,7 @@ class Compiled(NamedTuple):
     busy: float
     """Compute time in seconds, including kernels at their assumed FLOP rate."""
     exposed: float
-    """Time in seconds of collectives that is not overlapped with compute."""
+    """Collective time in seconds that is not overlapped with compute."""
     peak: float
     capacity: float
     by_region: dict[str, float]
@@ -194,7 +194,7 @@ FORECAST = (
     *("cost", "traffic", "memory", "memory_terms", "search", "rerank", "calibrate", "report"),
     *("sizes", "shards", "shardings"),
 )
-"""Modules of `maxpipe.plan` that affect neither the program nor its profile."""
+"""Modules of `maxpipe.plan` omitted from the digest: they affect neither program nor profile."""
 
 
 def sources() -> str:

@@ -66,7 +66,7 @@ class Found(NamedTuple):
 def side_by_side(
     attends: dict[str, AttentionBackend], tokens: int, document: int
 ) -> dict[str, Found]:
-    """Return the results, keyed by the name of the attention function."""
+    """Run the attention functions alternately and return their results, keyed by name."""
     programs = {name: program(attend, tokens, document) for name, attend in attends.items()}
     clocks = (time.process_time, time.perf_counter)
     seconds: dict[str, list[list[float]]] = {name: [] for name in programs}
@@ -128,9 +128,9 @@ def main() -> None:
             f"`python benchmarks/attention.py --write`, JAX {jax.__version__} on {device}. The "
             f"benchmark runs the forward and backward pass in float32 with {HEADS} query heads and "
             f"{KV_HEADS} key/value heads of size {SIZE}. `blockwise` and `xla` run alternately, "
-            "and a ratio is the time of `blockwise` divided by that of `xla`. Times and ratios are "
-            "in processor time over all cores unless stated otherwise. The document column is the "
-            "average number of tokens per document. Memory is the temporary memory that the "
+            "and a ratio is the time of `blockwise` divided by the time of `xla`. Times and ratios "
+            "are in processor time over all cores unless stated otherwise. The document column is "
+            "the average number of tokens per document. Memory is the temporary memory that the "
             "compiler reports.",
             table(
                 (

@@ -24,7 +24,7 @@ ROWS = [
     (Mode("step", "full", tokens=8192, kv_heads=8), 8),
     (Mode("iteration", "full"), 16),
 ]
-"""Pairs (mode, number of microbatches). Long sequences use 8 key/value heads, as in Llama 3."""
+"""Programs as (mode, microbatches). Long sequences use 8 key/value heads, as in Llama 3."""
 
 
 def hidden_share(tokens: int) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 TOPOLOGY, STAGES, MICROBATCHES = "v5p:2x4x4", 4, 16
 SHAPES = ((1, 8, 2048), (2, 4, 8192))
-"""Tuples (fsdp axis size, tensor axis size, sequence length)."""
+"""Compiled cases, as (fsdp axis size, tensor axis size, sequence length)."""
 SWITCHES = {
     "all-reduce": {},
     "sequence parallel": {"sequence_parallel": True},

@@ -5,8 +5,8 @@
 
 Each run combines a model with one or more mesh axes. Steps are compiled but never executed. The
 bytes that a device sends are computed from the program that XLA compiles for up to 8 devices, with
-loop trip counts from the schedule. They are compared with the bytes that `maxpipe.plan.traffic`
-predicts from model and mesh sizes alone.
+loop trip counts from the schedule. The result is compared with the number of bytes that
+`maxpipe.plan.traffic` predicts from model and mesh sizes alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maxpipe.plan.sizes import Sizes
 from maxpipe.plan.traffic import count_collectives, step_traffic
 
 NUMBERS = 1100
-"""Maximum bytes per step of a collective that is omitted, such as losses, statistics and norms."""
+"""Collectives of at most this many bytes per step (losses, statistics, norms) are omitted."""
 DENSE = {
     "num_layers": 4,
     "d_model": 64,

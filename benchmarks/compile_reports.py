@@ -27,7 +27,7 @@ RUNS = {
     "405B on 4096 chips": ("llama3-405b v5p:16x16x16:", "", ""),
     "405B on two slices of 512 chips, stages across dcn": ("llama3-405b v5p:8x8x8 x 2:", "", ""),
 }
-"""Start, middle and end of the name of a row in `predicted_memory.py`, keyed by page heading."""
+"""(prefix, substring, suffix) of a row name in `predicted_memory.py`, keyed by page heading."""
 PREAMBLE = """\
 # Compile reports of large runs
 
@@ -37,7 +37,7 @@ PREAMBLE = """\
 
 
 def row_of(start: str, middle: str, end: str) -> Row:
-    """Return the row whose name matches; exactly one row must match."""
+    """Return the only row whose name starts with `start`, contains `middle` and ends with `end`."""
     (found,) = [
         row
         for row in ROWS

@@ -52,11 +52,11 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], float]] = {
 
 
 NOTE = """
-The reference without a pipeline in f0c6ded does not match the decoder of that revision. Relative to
-revision 73af47b, the time ratio of the reference was 0.95. The ratios depend on the processor,
-because memory bandwidth limited the copies that were removed. One day earlier, the ratios were
-0.69, 0.75 and 0.74 on another machine, where every step took 1.6 times as long. The last of these
-ratios exceeded its limit.
+The reference without a pipeline fails in f0c6ded, because it does not match the decoder of that
+revision. Relative to revision 73af47b, the time ratio of the reference was 0.95. The ratios depend
+on the processor, because memory bandwidth limited the copies that were removed. One day earlier,
+the ratios were 0.69, 0.75 and 0.74 on another machine, where every step took 1.6 times as long. The
+last of these ratios exceeded its limit.
 """
 
 

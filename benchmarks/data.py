@@ -1,11 +1,11 @@
-"""Measure data loading: preparation (against `datasets.map`), start-up, seeks and input rates.
+"""Measure data loading: preparation compared with `datasets.map`, start-up, seeks and input rates.
 
     DATASETS=.../bin/python python benchmarks/data.py           # prints the tables
     DATASETS=.../bin/python python benchmarks/data.py --write   # and writes data.md
 
 `DATASETS` is a Python interpreter with datasets, tokenizers and transformers. maxpipe and datasets
 read the same JSON Lines file, which is generated from the source files of the Python standard
-library. They use the same tokenizer, trained on this file, and the same number of processes.
+library. Both use the same tokenizer, trained on this file, and the same number of processes.
 Repetitions alternate, and each ratio is the median over pairs of repetitions. For maxpipe, the full
 command is measured, from its start until the checksums are written. For datasets, only `map` is
 measured, excluding the JSON conversion before it.
@@ -166,7 +166,7 @@ print(json.dumps(count / (time.perf_counter() - start)))
 
 
 def rates(folder: Path) -> list[str]:
-    """Return the input rates of the quickstart config, from raw text and from prepared tokens."""
+    """Return the table of quickstart input rates, for raw text and for prepared tokens."""
     tokens = folder / "corpus-tokens"
     run(command("data", "prepare", "quickstart", "--out", str(tokens), "--workers", "2"))
     rows = ["| data source | input, tokens/s | training, tokens/s | ratio | required |"]
@@ -210,10 +210,10 @@ PREAMBLE = f"""\
 `DATASETS=.../bin/python python benchmarks/data.py --write`, on {PROCESSES} CPU cores. All results
 are medians. For each comparison, the two programs run alternately, {REPEATS} times each. In the
 comparison of `data prepare`, both programs read the same JSON Lines file, which is generated from
-the source files of the Python standard library. Both use the same byte-level BPE tokenizer with a
-vocabulary of {VOCABULARY}. For such tokenizers, maxpipe encodes with tiktoken if the resulting
-token IDs are identical. For all other tokenizer types, both programs use the same library, so only
-the surrounding code differs.
+the source files of the Python standard library. Both programs use the same byte-level BPE tokenizer
+with a vocabulary of {VOCABULARY}. For such tokenizers, maxpipe encodes with tiktoken if the
+resulting token IDs are identical. For all other tokenizer types, both programs use the same
+library, so only the surrounding code differs.
 """
 
 if __name__ == "__main__":

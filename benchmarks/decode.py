@@ -3,11 +3,12 @@
     ORACLE=.../bin/python python benchmarks/decode.py           # prints the table
     ORACLE=.../bin/python python benchmarks/decode.py --write   # and writes decode.md
 
-`ORACLE` is a Python interpreter with torch and transformers, as for `make test-oracle`. It creates
-a model folder with random weights, which both programs load, and generates tokens on request. Both
-programs use float32, a KV cache and the same cores. `--cores` defaults to one, because two
-alternating multithreaded programs would measure the load of the machine. Repetitions alternate, and
-a ratio is computed from the times of each pair. The two programs must generate the same tokens.
+`ORACLE` is a Python interpreter with torch and transformers, as for `make test-oracle`. This
+interpreter creates a model folder with random weights, which both programs load, and generates
+tokens on request. Both programs use float32, a KV cache and the same cores. `--cores` defaults to
+one, because two alternating multithreaded programs would mostly measure other load on the machine.
+Repetitions alternate, and a ratio is computed from the times of each pair. The two programs must
+generate the same tokens.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ folder a third time. A copy computes the SHA-256 of each file and flushes the fi
 exported files must be identical to the original files. Each command is compared with the copies
 directly before and after it, because disk speed and other load vary. Files are dropped from the
 page cache before they are read. Memory is the sampled peak resident set size of a process. The
-script requires disk space for three times the size of the model.
+script requires free disk space of three times the model size.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def step_row(
 
 
 def torch_step_row(name: str, *keys: str, batches: Sequence[int]) -> Row:
-    """Return a row that measures PyTorch's train step with the first batch size that fits."""
+    """Return a row that measures PyTorch's train step, with the first of `batches` that fits."""
     options = {"model": "llama3-8b", "keys": keys, "batches": list(batches)}
     return Row(f"step: {name}", "torch_step", options, 110)
 

@@ -51,7 +51,7 @@ def train_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def torch_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Measure PyTorch's train step with the first batch size that fits in memory."""
+    """Measure PyTorch's train step with the first of the given batch sizes that fits in memory."""
     import torch  # pyright: ignore[reportMissingImports]
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -128,7 +128,7 @@ def normal(seed: int, shape: Sequence[int]) -> Any:
 
 
 def forward_and_backward(part: Any, kind: Any, x: Any) -> tuple[Any, tuple[Any, Any]]:
-    """Return the arguments of, and a jitted function for, a scalar loss and its gradients."""
+    """Return a jitted function that computes a scalar loss and its gradients, and its arguments."""
     import jax
     import jax.numpy as jnp
 

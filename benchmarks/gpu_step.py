@@ -100,8 +100,8 @@ sequences with heads of size 128.
 | dense bias for all token pairs | 8.6 (8.2) |
 
 These times and the earlier step times were measured with a separate script. The working memory of
-the kernel grows with the maximum number of documents, so the maximum is 8. With 32, the step with
-five documents used 60.56 GiB instead of 48.34 GiB, and took 488.1 ms.
+the kernel grows with the maximum number of documents, so the maximum is 8. With a maximum of 32,
+the step with five documents used 60.56 GiB instead of 48.34 GiB, and took 488.1 ms.
 
 The profiler divides the 521 ms of the step with `names` and one document as follows:
 

@@ -5,7 +5,8 @@
 
 Losses are from `maxpipe train` on virtual devices, with the model and data of the quickstart
 config. Cycles are from train steps of four Llama-3-8B layers, which libtpu compiles on this machine
-(`pip install '.[tpu]'`) without a TPU. Each run and each compilation has a separate process.
+(`pip install '.[tpu]'`) without a TPU. Each training run and each compilation runs in a separate
+process.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ recomputation.
 
 {compiled}
 
-The MLP gains most, because a matmul of its width takes longer than the passes that quantize its
-operands. The attention projections are only as wide as the model and gain nothing.
+The MLP benefits most, because a matmul of its width takes longer than the passes that quantize its
+operands. The attention projections do not benefit, because they are only as wide as the model.
 """
 
 

@@ -56,7 +56,7 @@ class Row:
 
 
 PROGRAM = ("runtime.py", "compile.py", "hlo_parser.py", "instruction_costs.py")
-"""Files outside `FOLDERS` that affect the compiled program or its report."""
+"""Files outside `FOLDERS` in the cache digest: they affect the compiled program or its report."""
 FOLDERS = {"models", "nn", "schedule", "parallel", "pipeline", "optim", "step"}
 CACHE = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
 AXES = ("stage", "data", "fsdp", "tensor")
@@ -396,7 +396,7 @@ def _said(row: Row, cache: Path) -> tuple[float, ...] | None:
 
 
 def _written(row: Row, page: str) -> tuple[float, ...] | None:
-    """Return the same three compiled sizes of a row, read from the existing page."""
+    """Return the arguments, arguments plus temporaries, and peak of a row in the existing page."""
     for line in page.splitlines():
         if line.startswith(f"| {row.name} | "):
             return tuple(map(float, line.split(" | ")[1:4]))

@@ -121,7 +121,7 @@ def _ring(
     embedded: jax.Array,
     inputs: Tree,
 ) -> jax.Array:
-    """Return the last stage's outputs `[M, B, T, D]`, where B is sequences per microbatch."""
+    """Return the last stage's outputs `[M, B, T, D]`, for B sequences per microbatch."""
     stages = layout.ring.num_stages
     stage = lax.axis_index(STAGE)
     layers = jax.tree.map(lambda leaf: leaf[:, 0], layers)

@@ -57,7 +57,7 @@ SHORT = {"batch_size": 1, "sequence_length": 64, "steps": 1}
 
 
 def host_seconds(folder: Path) -> float:
-    """Return the host time per step for phase timing, control channel and 0.1 event records."""
+    """Return the seconds per step that the host spends on monitoring and on 0.1 event records."""
     phases, events = Phases(), EventLog(folder)
     with ControlChannel(phases, Timeouts()) as link, phases.enter(LOOP):
 
@@ -85,7 +85,7 @@ def _per_call(call: Callable[[], object], number: int) -> float:
 
 
 def seconds_of_guard(config: Config) -> float:
-    """Return the additional time per step in seconds with the guard."""
+    """Return the time in seconds that the guard adds to a step."""
     device = jax.devices()[:1]
     with (
         patch("maxpipe.step.step.check_step", lambda _config, _mesh, state, *_: (np.True_, state)),

@@ -230,7 +230,7 @@ def tables(rounds: int) -> str:
             f"{found['cpu_sharded']:.2f} | {each.temp_bytes / 2**20:.1f} | "
             f"{each.temp_bytes / reference:.2f} | {bubble} | {counts} |"
         )
-    lines += ["", "Temporary memory in MiB by number of microbatches of the same size:", ""]
+    lines += ["", "Temporary memory in MiB for M microbatches of the same size:", ""]
     counts = (8, 16, 32, 64)
     lines.append("| program | " + " | ".join(f"M = {m}" for m in counts) + " |")
     lines.append("|---" * (1 + len(counts)) + "|")

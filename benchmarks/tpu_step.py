@@ -204,8 +204,8 @@ def page(cache: Path, number: int) -> str:
 PREAMBLE = """\
 # Cycles of a train step on TPUs by operation
 
-`python benchmarks/tpu_step.py --write`. No TPU was used. All values are from the TPU compiler,
-through `maxpipe compile`. The option `--entries N` lists the same entries for any run, and
+`python benchmarks/tpu_step.py --write`. No TPU was used. All values come from the TPU compiler and
+are reported by `maxpipe compile`. The option `--entries N` lists the same entries for any run, and
 `--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the
 busiest stages. The compiler has no estimate for custom kernels, which are assumed to run at half of
 the peak FLOP rate. The "waiting" column is the time of collectives that is not overlapped, computed
@@ -237,8 +237,9 @@ relative to all traffic that a device sends.
 - Gathers and sums in loops over layers can use fusions or sparse cores (see the tables below and
   decision 31). Newer compilers reject fused gathers on chips other than v5e. With libtpu 0.0.42,
   only sums run on the sparse cores. Sums on the sparse cores need fewer cycles and less memory than
-  fused gathers, but slightly more waiting. With 0.0.50 (JAX 0.12) the same step takes 0.449
-  Gcycles, and all but 4.8 GiB of the traffic is asynchronous (one compilation, not in the tables).
+  fused gathers, but the step waits slightly longer for them. With 0.0.50 (JAX 0.12) the same step
+  takes 0.449 Gcycles, and all but 4.8 GiB of the traffic is asynchronous (one compilation, not in
+  the tables).
 - The older compiler always runs the gathers of `window` before the loop over ticks. Neither
   `xla_tpu_enable_async_collective_fusion_while_loops=true` nor sparse cores make these gathers
   asynchronous. The newer compiler runs the gathers on the sparse cores, in parallel with each other
@@ -271,7 +272,7 @@ def main() -> None:
         "--only",
         default="",
         metavar="TEXT",
-        help="compile only rows whose name contains TEXT, print no page",
+        help="compile only rows whose name contains TEXT, and print no page",
     )
     parser.add_argument(
         "--kinds", type=int, default=14, metavar="N", help="number of entries per model"

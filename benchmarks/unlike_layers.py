@@ -44,9 +44,9 @@ PREAMBLE = f"""\
 
 `python benchmarks/unlike_layers.py --write`. No TPU was used. The 8B-class model of
 [tpu_ahead_of_time.md](tpu_ahead_of_time.md) is compiled with M = {MICROBATCHES} and its {LAYERS}
-layers declared as one type or as several types. The arithmetic is the same. If the chunks of 4
-layers contain different numbers of layers of one type, its stacks are padded to the largest number.
-This increases the size of the arguments.
+layers declared as one type or as several types. The arithmetic is the same. If chunks of 4 layers
+contain different numbers of layers of a type, the stacks of this type are padded to the largest
+number. This increases the size of the arguments.
 
 """
 
