@@ -86,7 +86,7 @@ def fast(tokenizer: HuggingFaceTokenizer) -> ByteBpe:
 
 @settings(max_examples=400)
 @given(text=TEXTS)
-def test_ids_are_the_same(text: str, trained: HuggingFaceTokenizer) -> None:
+def test_fast_path_ids_match_tokenizers(text: str, trained: HuggingFaceTokenizer) -> None:
     expected = trained.encode(text).tolist()
     found = fast(trained).encode(text)
     assert found is None or found.tolist() == expected
@@ -98,7 +98,7 @@ def test_ids_are_the_same(text: str, trained: HuggingFaceTokenizer) -> None:
     "pattern",
     [LLAMA3, *(pytest.param(each, marks=pytest.mark.long) for each in (QWEN, O200K)), None],
 )
-def test_every_pattern_that_is_known(pattern: str | None, made: Make) -> None:
+def test_known_patterns_match_tokenizers(pattern: str | None, made: Make) -> None:
     def change(content: dict[str, Any]) -> None:
         split, byte_level = content["pre_tokenizer"]["pretokenizers"]
         if pattern is None:
@@ -118,7 +118,7 @@ def test_every_pattern_that_is_known(pattern: str | None, made: Make) -> None:
     assert taken > 0.9 * (len(texts) - 200)
 
 
-def test_texts_that_may_differ_are_left_out(made: Make) -> None:
+def test_fast_path_skips_text_that_may_differ(made: Make) -> None:
     tokenizer = made(
         lambda content: content["added_tokens"].append(
             {**content["added_tokens"][0], "id": 9000, "content": "<tool>", "special": False}
@@ -161,6 +161,6 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_tokenizers_have_no_fast_way(change: str, made: Make) -> None:
+def test_unsupported_tokenizers_have_no_fast_path(change: str, made: Make) -> None:
     assert made()._byte_bpe is not None
     assert made(CHANGES[change])._byte_bpe is None

@@ -70,7 +70,7 @@ def reads_all(found: Datasets) -> list[np.ndarray]:
 # Digests.
 
 
-def test_every_byte_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_depends_on_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of files of any size around that of a block, and as another reader gets their pieces."""
     monkeypatch.setattr(digests_module, "BLOCK_BYTES", 64)
     draw, path = random.Random(1), tmp_path / "a"
@@ -95,7 +95,7 @@ def test_every_byte_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             assert seen.setdefault(sha256, bytes(content)) == content
 
 
-def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And again only after something was written to them, or another file is in their place."""
     data, index = formatted("text", TEXTS[:3], tmp_path / "data"), str(tmp_path / ".index")
     read: list[str] = []
@@ -138,7 +138,7 @@ def test_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(read) == 3  # what is stored was damaged
 
 
-def test_a_file_that_was_just_written_is_read_again(
+def test_recently_written_file_is_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its clock may not have moved when it changes."""
@@ -165,7 +165,7 @@ def test_digests_of_deleted_files_are_dropped(tmp_path: Path) -> None:
     assert sorted(json.loads(path.read_text())["files"]) == ["a.txt", "c.txt", "d.txt"]
 
 
-def test_many_files_are_named_by_groups(tmp_path: Path) -> None:
+def test_many_files_are_grouped_by_name(tmp_path: Path) -> None:
     for number in range(130):
         (tmp_path / f"{number:03}.txt").write_text(str(number))
     content = Digests(None, keep=False).content(find_files(str(tmp_path), ()))
@@ -176,7 +176,7 @@ def test_many_files_are_named_by_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_change_anywhere_is_another_content(kind: str, tmp_path: Path) -> None:
+def test_any_changed_byte_changes_content_fingerprint(kind: str, tmp_path: Path) -> None:
     """Also with the size and the time of before. The index of a new run is made again."""
     data = formatted(kind, TEXTS, tmp_path / "data")
     before = opened(data, tmp_path).train.fingerprint()
@@ -201,7 +201,7 @@ def test_a_change_anywhere_is_another_content(kind: str, tmp_path: Path) -> None
     assert compare_fingerprints(before, opened(data, tmp_path).train.fingerprint()) == []
 
 
-def test_a_stale_index_is_made_again(tmp_path: Path) -> None:
+def test_stale_index_is_rebuilt(tmp_path: Path) -> None:
     """In the middle of a large file, with as many tokens as before."""
     texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
     data = formatted("jsonl", texts, tmp_path / "data")
@@ -227,7 +227,7 @@ def longest(data: DataConfig, tmp_path: Path) -> tuple[Datasets, Path]:
 @pytest.mark.fault("F24")
 @pytest.mark.parametrize("kind", ["text", "jsonl", "huggingface", "parquet", "arrayrecord"])
 @pytest.mark.parametrize("how", ["flip", "append", "cut", "replace"])
-def test_a_change_while_a_run_reads(kind: str, how: str, tmp_path: Path) -> None:
+def test_file_change_during_run_raises_error(kind: str, how: str, tmp_path: Path) -> None:
     """Is noticed before a batch has any of it; a file that is cut ends no process by a signal."""
     data = formatted(kind, TEXTS, tmp_path / "data")
     expected = reads_all(opened(data, tmp_path))
@@ -255,7 +255,7 @@ def test_a_change_while_a_run_reads(kind: str, how: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(40, marks=pytest.mark.long)])
-def test_random_changes_while_a_run_reads(rounds: int, tmp_path: Path) -> None:
+def test_random_file_changes_during_run(rounds: int, tmp_path: Path) -> None:
     """Each batch is what it was, or an error."""
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     expected = reads_all(opened(data, tmp_path))
@@ -275,7 +275,7 @@ def test_random_changes_while_a_run_reads(rounds: int, tmp_path: Path) -> None:
         overwrite(path, at, raw[at : at + 1])
 
 
-def test_a_prepared_block_is_compared_after_each_write(tmp_path: Path) -> None:
+def test_prepared_block_is_verified_after_each_write(tmp_path: Path) -> None:
     """Also one that was read before."""
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     prepare(plan(data, tmp_path / "out"), silent)
@@ -293,7 +293,9 @@ def test_a_prepared_block_is_compared_after_each_write(tmp_path: Path) -> None:
         reads_all(found)
 
 
-def test_a_kept_list_of_lines_that_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_line_offset_cache_raises_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("maxpipe.data.formats.lines._MIN_CACHED_BYTES", 1)
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     found = opened(data, tmp_path)
@@ -322,7 +324,7 @@ def plan(data: DataConfig, folder: Path) -> PrepareJob:
 
 @pytest.mark.fault("F24")
 @pytest.mark.parametrize("change", ["flip", "touch"])
-def test_only_shards_of_unchanged_files_are_sealed(
+def test_prepare_seals_only_shards_of_unchanged_files(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = formatted("jsonl", TEXTS, tmp_path / "data")
@@ -354,7 +356,7 @@ def test_only_shards_of_unchanged_files_are_sealed(
     assert "wrote" in prepare(plan(data, tmp_path / "out"), silent)
 
 
-def test_a_folder_that_was_prepared_again_is_other_data(tmp_path: Path) -> None:
+def test_preparing_changed_data_again_changes_fingerprint(tmp_path: Path) -> None:
     """With as many documents and tokens, and the same edges of files."""
     texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
     data = formatted("jsonl", texts, tmp_path / "data")
@@ -369,7 +371,7 @@ def test_a_folder_that_was_prepared_again_is_other_data(tmp_path: Path) -> None:
     assert found[0] == "the content of a.jsonl"
 
 
-def test_checkpoints_of_earlier_releases_have_no_digests(tmp_path: Path) -> None:
+def test_fingerprints_without_digests_are_compatible(tmp_path: Path) -> None:
     now = opened(formatted("jsonl", TEXTS, tmp_path / "data"), tmp_path).train.fingerprint()
     before = {name: value for name, value in now.items() if name != "content"}
     assert compare_fingerprints(before, now) == compare_fingerprints(now, before) == []
@@ -389,7 +391,7 @@ def megatron(tmp_path: Path) -> tuple[Path, DataConfig]:
     return path, DataConfig(source="megatron", path=str(tmp_path / "ids"))
 
 
-def test_a_change_of_megatron_files_between_save_and_resume(tmp_path: Path) -> None:
+def test_megatron_file_change_before_resume_changes_fingerprint(tmp_path: Path) -> None:
     path, data = megatron(tmp_path)
     before = opened(data, tmp_path).train.fingerprint()
     assert not compare_fingerprints(before, opened(data, tmp_path).train.fingerprint())
@@ -400,7 +402,7 @@ def test_a_change_of_megatron_files_between_save_and_resume(tmp_path: Path) -> N
     assert not compare_fingerprints(before, opened(data, tmp_path).train.fingerprint())
 
 
-def test_a_change_of_megatron_files_while_they_are_read(tmp_path: Path) -> None:
+def test_megatron_file_change_during_read_raises_error(tmp_path: Path) -> None:
     path, data = megatron(tmp_path)
     loader = opened(data, tmp_path).train
     first = loader.batch(0)
@@ -411,7 +413,7 @@ def test_a_change_of_megatron_files_while_they_are_read(tmp_path: Path) -> None:
         loader.batch(1)
 
 
-def test_megatron_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_megatron_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, data = megatron(tmp_path)
     opened(data, tmp_path)
     monkeypatch.setattr(

@@ -29,7 +29,7 @@ def refused(template: str) -> str:
     return problem.rule
 
 
-def test_names_that_templates_use() -> None:
+def test_template_variables_and_filters() -> None:
     """Blocks are trimmed, JSON is not escaped for HTML, and `generation` marks plain text."""
     template = """{% for message in messages %}
     {% generation %}
@@ -44,7 +44,7 @@ never
     assert render(template, {"bos_token": "<s>"}, prompt=False) == line
 
 
-def test_conversations_are_rendered_together() -> None:
+def test_conversations_are_rendered_in_one_call() -> None:
     made = ChatTemplate("{{ messages | length }}", "a", {})
     assert made.render([ChatInput(each) for each in (MESSAGES, [], MESSAGES * 3)]) == [
         "1",
@@ -68,7 +68,7 @@ def test_conversations_are_rendered_together() -> None:
         ("{% for a in range(10**9) %}{% endfor %}", "Range too big"),
     ],
 )
-def test_what_a_template_may_not(template: str, why: str) -> None:
+def test_unsafe_or_invalid_templates_are_rejected(template: str, why: str) -> None:
     assert why in refused(template)
 
 
@@ -77,7 +77,9 @@ LOOP = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
 
 @pytest.mark.fault("H8")
 @pytest.mark.parametrize("template", [LOOP, "{{ 9 ** (9 ** 9) }}"])
-def test_a_template_that_never_ends(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_without_end_hits_time_limit(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(chat, "_CPU_SECONDS", 1)
     assert "time or memory limit" in refused(template)
 
@@ -86,15 +88,15 @@ def test_a_template_that_never_ends(template: str, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "template", ["{{ 'a' * 10 ** 10 }}", "{{ '%09999999999d' % 1 }}", "{{ 'a' | center(10**10) }}"]
 )
-def test_a_template_that_fills_the_memory(template: str) -> None:
+def test_template_hits_memory_limit(template: str) -> None:
     assert "too much memory" in refused(template)
 
 
-def test_a_template_that_writes_without_end() -> None:
+def test_template_output_length_is_limited() -> None:
     assert "renders more than" in refused(f"{{{{ 'a' * {render_chat._MAX_CHARACTERS + 1} }}}}")
 
 
-def test_no_secrets_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_process_gets_no_environment_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Should a template get out of the sandbox, the process has nothing to tell."""
     monkeypatch.setenv("MY_SECRET", "of the user")
     seen: list[dict[str, str]] = []
@@ -108,7 +110,7 @@ def test_no_secrets_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert render("a") == "a" and [set(each) for each in seen] == [{"PYTHONPATH"}]
 
 
-def test_jinja_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_jinja_suggests_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jinja2.py").write_text("raise ImportError('not here')")
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ConfigError) as error:

@@ -35,7 +35,7 @@ def text(found: Any) -> str:
     return ByteTokenizer().decode(found.ids)
 
 
-def test_tools_and_settings_reach_the_template(tmp_path: Path) -> None:
+def test_tools_and_template_kwargs_reach_template(tmp_path: Path) -> None:
     """As a list, as its JSON, and settings of the config below those of a record."""
     template = "{{ tools | tojson }}{{ enable_thinking }}{{ level }}|{{ messages[0].content }}"
     records = [
@@ -64,12 +64,12 @@ def test_tools_and_settings_reach_the_template(tmp_path: Path) -> None:
         ({"chat_template_kwargs": 3}, "an object in chat_template_kwargs"),
     ],
 )
-def test_tools_that_are_refused(fields: dict[str, Any], rule: str) -> None:
+def test_invalid_tools_are_rejected(fields: dict[str, Any], rule: str) -> None:
     with pytest.raises(BadRecord, match=rule):
         conversation_of({"messages": TURNS, **fields}, MESSAGES)
 
 
-def test_calls_without_content(tmp_path: Path) -> None:
+def test_tool_calls_without_content(tmp_path: Path) -> None:
     """Null and absent are the same, for templates that look for either."""
     template = (
         "{% if messages[1]['content'] is none %}none{% else %}{{ 'a' + messages[1]['content'] }}"
@@ -84,7 +84,7 @@ def test_calls_without_content(tmp_path: Path) -> None:
         assert trained_text(found) == [f"<call>{call}</call><|im_end|>\n"]
 
 
-def test_flags_of_messages(tmp_path: Path) -> None:
+def test_message_weight_and_train_flags(tmp_path: Path) -> None:
     """`weight` leaves an assistant's message out; `train` decides for any role."""
     flags: list[Any] = [{}, {"weight": 0}, {"train": True}, {"weight": 1}]
     messages = [{**each, **flag} for each, flag in zip(TURNS, flags, strict=True)]
@@ -98,7 +98,7 @@ def test_flags_of_messages(tmp_path: Path) -> None:
             conversation_of({"messages": [{**TURNS[1], **wrong}]}, MESSAGES)
 
 
-def test_sharegpt(tmp_path: Path) -> None:
+def test_sharegpt_records_match_openai_records(tmp_path: Path) -> None:
     record = {
         "system": "s",
         "conversations": [
@@ -126,7 +126,7 @@ def test_sharegpt(tmp_path: Path) -> None:
         conversations(QWEN2, [record], tmp_path).encode(0)
 
 
-def test_reasoning_of_earlier_answers(tmp_path: Path) -> None:
+def test_rewritten_history_policies_with_reasoning(tmp_path: Path) -> None:
     """`last` trains the answer that is not rewritten, `each_turn` each as it was given."""
     messages = [dict(each) for each in TURNS]
     messages[1]["reasoning_content"] = messages[3]["reasoning_content"] = "why"
@@ -152,7 +152,7 @@ def test_reasoning_of_earlier_answers(tmp_path: Path) -> None:
     )
 
 
-def test_an_answer_behind_a_history_that_is_rewritten(tmp_path: Path) -> None:
+def test_answer_is_trained_after_rewritten_history(tmp_path: Path) -> None:
     """GPT-OSS drops the reasoning in front of a call once there is a final answer."""
     messages = [
         *said(("user", "a")),
@@ -177,7 +177,9 @@ def opened(path: Path, tmp_path: Path, length: int = 200, **settings: Any) -> Da
     return build_loaders(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=length)
 
 
-def test_keys_that_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unread_keys_are_reported_with_counts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Named once, with a count: at the start, in `data show`, `data stats` and `data prepare`."""
     records = [
         {"messages": [{**each, "mood": "good", "note": None} for each in TURNS], "id": n, "x": ""}
@@ -241,7 +243,7 @@ def test_long_conversations(policy: str, tmp_path: Path) -> None:
         assert "without its prompt" in remark
 
 
-def test_pairs_have_tools(tmp_path: Path) -> None:
+def test_preference_pairs_support_tools(tmp_path: Path) -> None:
     """And a prompt whose earlier answers the template rewrites."""
     (tmp_path / "template.jinja").write_text(QWEN3)
     prompt = [*said(("user", "a")), {**TURNS[1], "reasoning_content": "why"}, *said(("user", "c"))]
@@ -266,7 +268,7 @@ def test_pairs_have_tools(tmp_path: Path) -> None:
     assert np.array_equal(found.trained, other.trained)  # type: ignore[arg-type]
 
 
-def test_prompts_have_tools(tmp_path: Path) -> None:
+def test_prompts_support_tools(tmp_path: Path) -> None:
     """Of `generate --chat`, samples and rollouts."""
     records = [
         {"messages": said(("user", "a")), "tools": [TOOL]},
@@ -296,7 +298,7 @@ def test_prompts_have_tools(tmp_path: Path) -> None:
         ('{"unit": null}', ()),
     ],
 )
-def test_null_arguments_of_json_lines_are_counted(
+def test_null_tool_arguments_in_json_lines_are_reported(
     arguments: Any, expected: tuple[str, ...] | None
 ) -> None:
     """A template of `transformers` would write them; every source leaves them out."""
@@ -311,7 +313,7 @@ def test_null_arguments_of_json_lines_are_counted(
     assert conversation_of(record, columns).unread == ()
 
 
-def test_a_suggestion_names_keys_that_are_set_to_other_fields() -> None:
+def test_suggestion_includes_keys_set_to_wrong_fields() -> None:
     """Following the suggestion reads the record."""
     record = {"prompt": "a", "answer": "b"}
     config = DataConfig(
@@ -327,7 +329,7 @@ def test_a_suggestion_names_keys_that_are_set_to_other_fields() -> None:
     assert [each["content"] for each in read.messages] == ["a", "b"]
 
 
-def test_a_system_message_is_not_suggested_as_the_prompt() -> None:
+def test_system_prompt_is_not_suggested_as_prompt_field() -> None:
     with pytest.raises(BadRecord, match="prompt") as error:
         conversation_of({"system_prompt": "a", "b": "c"}, DataConfig(source="jsonl", chat="prompt"))
     assert error.value.action == "Set data.prompt_field to the right field."

@@ -149,7 +149,7 @@ def same(one: EncodedDocument | None, other: EncodedDocument | None) -> bool:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (1, 2))])
-def test_sources_give_the_same(
+def test_all_sources_encode_conversations_identically(
     seed: int, tokenizer: tuple[Path, Tokenizer], tmp_path: Path
 ) -> None:
     draw = random.Random(seed)
@@ -167,7 +167,7 @@ def test_sources_give_the_same(
 
 
 @pytest.mark.oracle
-def test_random_conversations_are_those_of_transformers(
+def test_random_conversations_match_transformers(
     tokenizer: tuple[Path, Tokenizer], tmp_path: Path
 ) -> None:
     """400 conversations, of 8 template styles, from 4 sources."""

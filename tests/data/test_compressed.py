@@ -67,7 +67,7 @@ def refusal(act: Callable[[], object]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_documents_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
+def test_compressed_documents_match_plain_json_lines(kind: str, tmp_path: Path) -> None:
     texts = documents(3000)
     content = json_lines(texts)
     half = content.index(b"\n", len(content) // 2) - 3  # members are cut anywhere
@@ -89,7 +89,7 @@ def test_documents_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 64, 1 << 20])
-def test_pieces_of_any_size_give_the_same_lines(size: int, tmp_path: Path) -> None:
+def test_line_offsets_do_not_depend_on_chunk_size(size: int, tmp_path: Path) -> None:
     content = '\ufeff\n\n{}\n \n{"a": 1}\r\n\n12'.encode()
     file = tmp_path / "a.jsonl"
     file.write_bytes(content)
@@ -103,9 +103,7 @@ def test_pieces_of_any_size_give_the_same_lines(size: int, tmp_path: Path) -> No
     assert size < 3 or starts.tolist() == [5, 10, 21, 23]
 
 
-def test_an_unpacked_copy_is_made_once_and_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_decompressed_copy_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(json_lines(["a", "b"])))
     first = source(file, tmp_path)
@@ -130,7 +128,7 @@ def test_an_unpacked_copy_is_made_once_and_found_again(
         first[1]
 
 
-def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
+def test_damaged_decompressed_copy_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(json_lines(["a", "b"])))
     source(file, tmp_path)
@@ -143,7 +141,7 @@ def test_a_damaged_copy_is_refused(tmp_path: Path) -> None:
         source(file, tmp_path)
 
 
-def test_without_a_cache_the_copy_ends_with_the_source(tmp_path: Path) -> None:
+def test_temporary_copy_is_deleted_with_source(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(json_lines(["a", "b"])))
     found = source(file)
@@ -165,7 +163,7 @@ print([source[i] for i in range(len(source))])
 """
 
 
-def test_processes_that_start_together_share_one_copy(tmp_path: Path) -> None:
+def test_concurrent_processes_share_one_decompressed_copy(tmp_path: Path) -> None:
     file, folder = tmp_path / "a.jsonl.gz", tmp_path / ".index"
     file.write_bytes(gzip.compress(json_lines(["a", "b"])))
     source(file, tmp_path)
@@ -179,7 +177,7 @@ def test_processes_that_start_together_share_one_copy(tmp_path: Path) -> None:
     assert found == [name, f"{name}.lock"]
 
 
-def test_a_process_waits_for_the_one_that_unpacks(tmp_path: Path) -> None:
+def test_process_waits_for_decompression_lock(tmp_path: Path) -> None:
     folder, moves = str(tmp_path / "made.lock"), []
 
     def moved() -> None:
@@ -194,7 +192,7 @@ def test_a_process_waits_for_the_one_that_unpacks(tmp_path: Path) -> None:
 
 @pytest.mark.fault("F21")
 @pytest.mark.parametrize("kind", KINDS)
-def test_cut_and_changed_archives_are_refused(kind: str, tmp_path: Path) -> None:
+def test_truncated_and_corrupt_archives_are_rejected(kind: str, tmp_path: Path) -> None:
     content = json_lines(documents(500))
     packed = PACKED[kind](content)
     file = tmp_path / f"a.jsonl.{kind}"
@@ -212,7 +210,7 @@ def test_cut_and_changed_archives_are_refused(kind: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["gz", "bz2", "xz"])
-def test_a_flipped_bit_never_gives_other_documents(kind: str, tmp_path: Path) -> None:
+def test_flipped_bit_never_changes_documents(kind: str, tmp_path: Path) -> None:
     texts = documents(60)
     packed = PACKED[kind](json_lines(texts))
     file = tmp_path / f"a.jsonl.{kind}"
@@ -233,7 +231,7 @@ def test_a_flipped_bit_never_gives_other_documents(kind: str, tmp_path: Path) ->
     "kind",
     [pytest.param(each, marks=pytest.mark.long) if each == "bz2" else each for each in KINDS],
 )
-def test_a_bomb_stops_at_its_bound(
+def test_decompression_bomb_stops_at_limit(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "MAX_RECORD_BYTES", 1 << 24)
@@ -261,7 +259,7 @@ def test_a_bomb_stops_at_its_bound(
     assert not list((tmp_path / ".index").glob("unpacked-*[!k]"))
 
 
-def test_the_bound_is_for_all_files_together(tmp_path: Path) -> None:
+def test_decompression_limit_applies_to_all_files_together(tmp_path: Path) -> None:
     size = len(json_lines(["a", "b"]))
     for name in ("a", "b"):
         content = json_lines(["a", name])
@@ -272,7 +270,7 @@ def test_the_bound_is_for_all_files_together(tmp_path: Path) -> None:
         assert "b.jsonl.gz" in message
 
 
-def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_error_names_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(json_lines(["a"])))
 
@@ -287,7 +285,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_zeros_are_not_read_to_their_end(kind: str, tmp_path: Path) -> None:
+def test_sparse_file_is_rejected_without_full_read(kind: str, tmp_path: Path) -> None:
     """A sparse file of 4 TiB is an error before its digest is computed."""
     path = tmp_path / f"a.jsonl.{kind}"
     path.touch()
@@ -295,13 +293,13 @@ def test_zeros_are_not_read_to_their_end(kind: str, tmp_path: Path) -> None:
     assert f"must be a complete .{kind} file" in refusal(lambda: source(path, tmp_path))
 
 
-def test_zip_is_refused(tmp_path: Path) -> None:
+def test_zip_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.zip").write_bytes(b"PK")
     message = refusal(lambda: source(tmp_path, tmp_path))
     assert "a.jsonl.zip" in message and "compressed as .gz or .bz2 or .xz or .zst" in message
 
 
-def test_lines_of_a_large_file_are_found_once(
+def test_line_offsets_of_large_file_are_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines, "_MIN_CACHED_BYTES", 1)
@@ -312,7 +310,7 @@ def test_lines_of_a_large_file_are_found_once(
     assert source(file, tmp_path)[1] == "b"
 
 
-def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_corpus_size(tmp_path: Path) -> None:
     """Where lines start is mapped from the disk; a line is read when it is asked for."""
     file = tmp_path / "a.jsonl.gz"
     with gzip.open(file, "wb", 1) as stream:
@@ -326,7 +324,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     assert peak < 1 << 24
 
 
-def test_a_line_without_end_is_not_read_to_its_end(
+def test_overlong_line_is_rejected_without_full_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sparse file of 4 TB costs nothing to make, and hours to read."""
@@ -341,7 +339,7 @@ def test_a_line_without_end_is_not_read_to_its_end(
     assert len(source(file, tmp_path)) == 1
 
 
-def test_a_record_beyond_the_bound_is_not_read(
+def test_record_above_size_limit_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record_text, "MAX_RECORD_BYTES", 1000)
@@ -353,7 +351,7 @@ def test_a_record_beyond_the_bound_is_not_read(
     assert found[2] == "c"
 
 
-def test_the_copy_and_the_index_have_the_modes_of_other_new_files(tmp_path: Path) -> None:
+def test_decompressed_copy_and_index_respect_umask(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl.gz"
     file.write_bytes(gzip.compress(json_lines(["a", "b"])))
     before = os.umask(0o027)
@@ -367,7 +365,7 @@ def test_the_copy_and_the_index_have_the_modes_of_other_new_files(tmp_path: Path
     assert modes == [0o750, 0o640, 0o640, 0o640]
 
 
-def test_a_copy_that_cannot_be_read_is_made_elsewhere(
+def test_unreadable_copy_is_replaced_by_temporary_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "a.jsonl.gz"
@@ -384,7 +382,7 @@ def test_a_copy_that_cannot_be_read_is_made_elsewhere(
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_a_copy_is_made_without_locks(
+def test_decompression_works_without_file_locks(
     is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "a.jsonl.gz"

@@ -44,7 +44,7 @@ def trained(found: RenderedChat) -> list[str]:
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_texts_are_joined_for_a_template_that_reads_no_lists(template: str) -> None:
+def test_text_parts_are_joined_for_string_templates(template: str) -> None:
     said = [
         {"role": "user", "content": parts("é", "?", kind="input_text"), "name": "x"},
         {"role": "assistant", "content": parts("yes")},
@@ -57,28 +57,28 @@ def test_texts_are_joined_for_a_template_that_reads_no_lists(template: str) -> N
     assert found.unread == ("message.name",)
 
 
-def test_a_template_that_reads_lists_gets_them() -> None:
+def test_list_templates_receive_content_parts() -> None:
     said = [{"role": "user", "content": parts("a", "b")}, {"role": "assistant", "content": "c"}]
     found = rendered(READS, said)
     assert found.text == "<user>(a)(b)</s><assistant>c</s>"
     assert trained(found) == ["c</s>"]
 
 
-def test_a_list_that_no_text_replaces_is_refused() -> None:
+def test_unsupported_content_part_is_rejected() -> None:
     said = [{"role": "user", "content": [{"type": "thing"}]}, {"role": "assistant", "content": "c"}]
     with pytest.raises(RenderError, match="a list, which the template does not support"):
         rendered(TEMPLATES["trims"], said)
 
 
 @pytest.mark.parametrize("kind", ["image_url", "image", "input_audio", "file"])
-def test_a_part_that_is_no_text(kind: str) -> None:
+def test_non_text_parts_are_rejected(kind: str) -> None:
     with pytest.raises(BadRecord) as error:
         conversation_of({"messages": [{"role": "user", "content": [{"type": kind}]}]}, CONFIG)
     assert error.value.value == "message 1"
     assert f"parts of type {kind} are not supported" in error.value.rule
 
 
-def test_a_refusal_is_what_the_assistant_says() -> None:
+def test_refusal_is_used_as_assistant_content() -> None:
     said = [
         {"role": "user", "content": "how?"},
         {"role": "assistant", "content": None, "refusal": "I cannot."},

@@ -85,7 +85,7 @@ EOS = {"eos_token": "<|endoftext|>", "bos_token": None}
         ),
     ],
 )
-def test_files_that_name_begin_and_end(
+def test_bos_and_eos_come_from_tokenizer_files(
     tmp_path: Path, files: dict[str, Any], begin: int, ends: tuple[int, ...]
 ) -> None:
     tokenizer = folder(tmp_path, **files)
@@ -96,7 +96,7 @@ def test_files_that_name_begin_and_end(
     ("post", "before", "after"),
     [("", (), ()), ("<|bos|> $A", (3,), ()), ("<|bos|> $A <|im_end|>", (3,), (2,))],
 )
-def test_published_framing_is_that_of_the_post_processor(
+def test_published_framing_matches_post_processor(
     tmp_path: Path, post: str, before: tuple[int, ...], after: tuple[int, ...]
 ) -> None:
     settings = {**EOS, "add_bos_token": True, "add_eos_token": True}  # not read with tokenizer.json
@@ -109,7 +109,7 @@ def test_published_framing_is_that_of_the_post_processor(
     assert published.encode_prompt("") == ([*before, *after] or [tokenizer.begin_id])
 
 
-def test_control_tokens_without_a_row(tmp_path: Path) -> None:
+def test_control_tokens_without_embedding_row(tmp_path: Path) -> None:
     tokenizer = folder(tmp_path, extra=True, tokenizer_config=EOS)
     rows = tokenizer.vocab_size - 1
     assert tokenizer.min_embedding_rows == rows
@@ -124,7 +124,7 @@ def test_control_tokens_without_a_row(tmp_path: Path) -> None:
         fit_tokenizer(tokenizer, rows - 1, model="run@3")
 
 
-def test_the_token_that_closes_an_answer_ends_a_text(tmp_path: Path) -> None:
+def test_end_of_turn_token_stops_generation(tmp_path: Path) -> None:
     settings = {**EOS, "chat_template": CHATML}
     tokenizer = folder(tmp_path, tokenizer_config=settings, generation_config={"eos_token_id": 0})
     assert tokenizer.chat is not None and tokenizer.end_ids == (0,)
@@ -135,14 +135,14 @@ def test_the_token_that_closes_an_answer_ends_a_text(tmp_path: Path) -> None:
     assert run.encode_prompt("the sea") == tokenizer.encode("the sea").tolist()
 
 
-def test_stop_strings_of_control_tokens(tmp_path: Path) -> None:
+def test_stop_strings_accept_control_tokens(tmp_path: Path) -> None:
     tokenizer = folder(tmp_path, tokenizer_config=EOS)
     assert parse_stops(["sea", "<|im_end|>"], tokenizer, "--stop") == (("sea",), frozenset({2}))
     with pytest.raises(ConfigError, match="control token <|im_end|>".replace("|", r"\|")):
         parse_stops(["<|im_end|>\n"], tokenizer, "--stop")
 
 
-def test_each_source_of_a_mixture_ends_texts_by_its_own_template(tmp_path: Path) -> None:
+def test_chat_spec_has_end_ids_of_every_mixture_source(tmp_path: Path) -> None:
     settings = {**EOS, "chat_template": CHATML}
     tokenizer = folder(tmp_path / "tok", tokenizer_config=settings)
     other = tmp_path / "other.jinja"
@@ -158,7 +158,7 @@ def test_each_source_of_a_mixture_ends_texts_by_its_own_template(tmp_path: Path)
         assert record["template"] == (CHATML if first == "a" else other.read_text())
 
 
-def test_prompts_of_rollouts_record_the_template_of_the_run(tmp_path: Path) -> None:
+def test_rollout_prompts_record_run_chat_template(tmp_path: Path) -> None:
     settings = {**EOS, "chat_template": CHATML}
     tokenizer = folder(tmp_path / "tok", tokenizer_config=settings)
     other = tmp_path / "other.jinja"

@@ -94,7 +94,7 @@ def refused(template: str, records: list[Any], tmp_path: Path, **settings: Any) 
 # --- ids and masks -----------------------------------------------------------------------------
 
 
-def test_ids_and_masks_are_those_of_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_ids_and_masks_match_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """What they are was written by the test below, from transformers itself."""
     answers = json.loads(ANSWERS.read_text())
     assert answers.keys() == TEMPLATES.keys()
@@ -111,7 +111,7 @@ def test_ids_and_masks_are_those_of_transformers(tokenizer: Tokenizer, tmp_path:
 
 
 @pytest.mark.oracle
-def test_transformers_says_so(folder: Path, update_golden: bool) -> None:
+def test_golden_masks_match_transformers(folder: Path, update_golden: bool) -> None:
     jobs = {"templates": TEMPLATES, "conversations": CONVERSATIONS}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     code = "import transformers"
@@ -134,7 +134,9 @@ def test_transformers_says_so(folder: Path, update_golden: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral"])
-def test_prefixes_give_what_blocks_give(name: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_prefix_masks_match_generation_block_masks(
+    name: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     """Where a template writes nothing behind an answer that no block has."""
     template = TEMPLATES[name]
     with_blocks = conversations(template, records_of(CONVERSATIONS), tmp_path, tokenizer)
@@ -146,7 +148,7 @@ def test_prefixes_give_what_blocks_give(name: str, tokenizer: Tokenizer, tmp_pat
         assert found.trained.tolist() == wanted.trained.tolist()
 
 
-def test_roles_that_are_trained(tmp_path: Path) -> None:
+def test_trained_roles_select_messages(tmp_path: Path) -> None:
     messages = said(("system", "Hi"), ("user", "é?"), ("assistant", "so"), ("tool", "1"))
     for roles, wanted in (
         (["assistant"], ["so<|im_end|>\n"]),
@@ -158,7 +160,7 @@ def test_roles_that_are_trained(tmp_path: Path) -> None:
         assert trained_text(made.encode(0)) == wanted
 
 
-def test_a_message_in_front_is_trained(tmp_path: Path) -> None:
+def test_leading_assistant_message_is_trained(tmp_path: Path) -> None:
     """Its content and what closes it: neither what begins every text nor its header."""
     template = without_blocks(LLAMA3)
     messages = said(("assistant", "Hello"), ("user", "Hi"))
@@ -167,7 +169,7 @@ def test_a_message_in_front_is_trained(tmp_path: Path) -> None:
     assert text == "Hello<|eot_id|>"
 
 
-def test_prompts_and_responses(tmp_path: Path) -> None:
+def test_prompt_response_records(tmp_path: Path) -> None:
     """Texts, or lists of messages; by the names that are set."""
     records: list[Any] = [
         {"prompt": "a", "response": "b"},
@@ -184,7 +186,7 @@ def test_prompts_and_responses(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "huggingface", "bytes"])
-def test_places_of_tokens_in_text(kind: str, tmp_path: Path, folder: Path) -> None:
+def test_token_offsets_match_text(kind: str, tmp_path: Path, folder: Path) -> None:
     """What tokens stand for is at their places, whatever kind of tokenizer they are of."""
     made = {
         "bytes": lambda: ByteTokenizer(),
@@ -283,7 +285,7 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
         ({"messages": said(("user", ""))}, "", "renders no text"),
     ],
 )
-def test_records_that_are_refused(record: Any, given: str, rule: str, tmp_path: Path) -> None:
+def test_invalid_records_are_rejected(record: Any, given: str, rule: str, tmp_path: Path) -> None:
     """A role that is misspelled would be trained on, or not, without a word."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     good = {"messages": said(("user", "a"))}
@@ -291,7 +293,7 @@ def test_records_that_are_refused(record: Any, given: str, rule: str, tmp_path: 
     assert given in found[0] and rule in found[1]
 
 
-def test_a_misspelled_column_is_found(tmp_path: Path) -> None:
+def test_misspelled_field_is_suggested(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         conversations(PLAIN, [{"mesages": [], "id": 1}], tmp_path).encode(0)
     assert error.value.problems[0].action == "Set data.messages_field=mesages."
@@ -311,7 +313,7 @@ LOOP = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
         ("{% for a in range(9999) %}{{ 'a' * 9999 }}{% endfor %}", "renders more than"),
     ],
 )
-def test_templates_that_one_record_ends(
+def test_template_limits_name_offending_record(
     template: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Limits are of a record: others before it take none of its time, and it is named."""
@@ -323,7 +325,7 @@ def test_templates_that_one_record_ends(
     assert rule in refused(bad, records, tmp_path)[1]
 
 
-def test_time_is_of_each_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_applies_per_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Together these take longer than one may."""
     monkeypatch.setattr(chat, "_CPU_SECONDS", 1)
     template = "{% for a in range(99999) %}{% for a in range(30) %}{% endfor %}{% endfor %}a"
@@ -332,7 +334,7 @@ def test_time_is_of_each_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(made.encode(0).ids) == 1
 
 
-def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
+def test_killed_template_process_is_replaced(tmp_path: Path) -> None:
     made = conversations(PLAIN, records_of([said(("user", "a"))]), tmp_path)
     before = made.encode(0)
     [process] = made._idle
@@ -358,7 +360,7 @@ def test_a_process_that_ended_is_replaced(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_template_without_prefixes(template: str, why: str, tmp_path: Path) -> None:
+def test_template_that_rewrites_history(template: str, why: str, tmp_path: Path) -> None:
     messages = said(("user", "a"), ("assistant", "b"), ("user", "c"))
     records = records_of([messages])
     _, rule = refused(template, records, tmp_path, rewritten_history="error")
@@ -368,7 +370,7 @@ def test_a_template_without_prefixes(template: str, why: str, tmp_path: Path) ->
         assert found.marks == REWRITTEN and not trained_text(found)
 
 
-def test_a_block_inside_a_macro(tmp_path: Path) -> None:
+def test_generation_block_inside_macro_is_rejected(tmp_path: Path) -> None:
     """Its text goes elsewhere than it is written: where is not known."""
     template = (
         "{% macro one(m) %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endmacro %}"
@@ -378,13 +380,13 @@ def test_a_block_inside_a_macro(tmp_path: Path) -> None:
     assert "macro" in refused(template, records_of([messages]), tmp_path)[1]
 
 
-def test_without_a_template() -> None:
+def test_missing_chat_template_is_rejected() -> None:
     with pytest.raises(ConfigError) as error:
         ConversationEncoder(Listed([]), ByteTokenizer(), DataConfig(chat="messages"))
     assert error.value.problems[0].where == "data.chat"
 
 
-def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_template_file_is_rejected(tmp_path: Path) -> None:
     config = DataConfig(chat="messages", chat_template=str(tmp_path / "none.jinja"))
     with pytest.raises(ConfigError) as error:
         ConversationEncoder(Listed([]), ByteTokenizer(), config)
@@ -394,7 +396,7 @@ def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
 # --- as documents --------------------------------------------------------------------------------
 
 
-def test_the_index_counts_what_is_trained(tmp_path: Path) -> None:
+def test_index_counts_trained_tokens(tmp_path: Path) -> None:
     records = records_of(CONVERSATIONS)
     made = conversations(CHATML, records, tmp_path)
     index = build_chat_index(made, str(tmp_path / "index"), threads=3)
@@ -414,13 +416,13 @@ def test_the_index_counts_what_is_trained(tmp_path: Path) -> None:
     assert build_chat_index(other, str(tmp_path / "index")).lengths[0] != index.lengths[0]
 
 
-def test_nothing_is_trained(tmp_path: Path) -> None:
+def test_records_without_trained_tokens_are_rejected(tmp_path: Path) -> None:
     made = conversations(CHATML, records_of([said(("user", "a"))]), tmp_path)
     with pytest.raises(ConfigError, match="no token of 1 conversation is marked"):
         build_chat_index(made, None)
 
 
-def test_sequences_of_conversations(tmp_path: Path) -> None:
+def test_loss_mask_of_packed_conversations(tmp_path: Path) -> None:
     """The mask of a batch is that of the targets, and a document's first token is none."""
     records = records_of(CONVERSATIONS * 5)
     path = write_records(tmp_path / "records.jsonl", records)

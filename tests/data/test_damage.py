@@ -19,7 +19,7 @@ UNCHECKED = ("text", "jsonl", "huggingface")
 
 @pytest.mark.fault("F21")
 @pytest.mark.parametrize("kind", FORMATS)
-def test_flipped_bits(kind: str, tmp_path: Path) -> None:
+def test_flipped_bits_are_detected_or_harmless(kind: str, tmp_path: Path) -> None:
     data = formatted(kind, TEXTS, tmp_path)
     paths = sorted(path for path in tmp_path.iterdir() if path.suffix != ".json")
     draw = np.random.default_rng(len(kind))
@@ -46,7 +46,7 @@ def test_flipped_bits(kind: str, tmp_path: Path) -> None:
     assert [source[document] for document in range(len(source))] == TEXTS
 
 
-def test_the_damaged_record_is_named(tmp_path: Path) -> None:
+def test_damaged_record_is_named(tmp_path: Path) -> None:
     data = formatted("arrayrecord", TEXTS, tmp_path)
     path = Path(data.path)
     raw = bytearray(path.read_bytes())
@@ -63,7 +63,7 @@ def test_the_damaged_record_is_named(tmp_path: Path) -> None:
     assert len(broken) == 1
 
 
-def test_a_file_that_says_no_more_where_records_are(
+def test_record_location_without_readable_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reason is given also where the index of the file is gone meanwhile."""

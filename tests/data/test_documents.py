@@ -25,7 +25,7 @@ def test_unigram_entropy() -> None:
     assert entropy("") == 0
 
 
-def test_index_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_does_not_depend_on_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = ["a" * n for n in range(50)]
     whole = build_index(Texts(texts), ByteTokenizer(), None)
     assert whole.lengths.tolist() == [n + 2 for n in range(50)]
@@ -34,7 +34,7 @@ def test_index_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.lengths.tolist() == whole.lengths.tolist()
 
 
-def test_index_is_read_from_the_cache(tmp_path: Path) -> None:
+def test_index_is_read_from_cache(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "cache"
     source = Texts(["abc", "", "é"])
     first = build_index(source, ByteTokenizer(), str(folder))
@@ -49,7 +49,7 @@ def test_index_is_read_from_the_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "other"])
-def test_damaged_cache_is_read_again(
+def test_damaged_cache_is_rebuilt(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Texts(["abc", "de"])
@@ -65,13 +65,13 @@ def test_damaged_cache_is_read_again(
     assert source.reads == 4
 
 
-def test_cache_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unwritable_cache_logs_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     index = build_index(Texts(["abc"]), ByteTokenizer(), str(tmp_path / "file"))
     assert index.lengths.tolist() == [5] and "cannot be written" in caplog.text
 
 
-def test_document_that_changed_after_indexing() -> None:
+def test_document_changed_after_indexing_raises_error() -> None:
     source = Texts(["abc", "de"])
     encoded = EncodedDocuments(source, ByteTokenizer(), build_index(source, ByteTokenizer(), None))
     source.texts[1] = "dex"
@@ -80,7 +80,7 @@ def test_document_that_changed_after_indexing() -> None:
         encoded[1]
 
 
-def test_few_documents_are_kept(
+def test_document_cache_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ids of 259 take two bytes; the limit holds three of the four documents."""

@@ -60,7 +60,7 @@ MIXTURES = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(MIXTURES, st.integers(0, 2), st.integers(0, 2 * BLOCK))
-def test_how_many_samples_reach_a_count(mixture: Mixture, source: int, count: int) -> None:
+def test_samples_to_reach_matches_samples_before(mixture: Mixture, source: int, count: int) -> None:
     found = mixture.samples_to_reach(source, count)
     if found is None:
         assert mixture.stages[-1].quotas[source] == 0
@@ -76,7 +76,7 @@ def test_how_many_samples_reach_a_count(mixture: Mixture, source: int, count: in
     st.lists(st.integers(1, 150), min_size=3, max_size=3),
     st.integers(0, 120),
 )
-def test_each_source_ends_with_its_limit(mixture: Mixture, limits: list[int], since: int) -> None:
+def test_each_source_stops_at_its_limit(mixture: Mixture, limits: list[int], since: int) -> None:
     """Against a walk over all samples, which knows of each only how many it has read."""
     before = mixture.samples_before(since)
     found = mixture.with_limits(limits, since)
@@ -110,7 +110,7 @@ def test_each_source_ends_with_its_limit(mixture: Mixture, limits: list[int], si
 
 @settings(max_examples=60, deadline=None)
 @given(MIXTURES, st.lists(st.integers(1, 150), min_size=3, max_size=3), st.data())
-def test_going_on_is_the_same_as_never_to_have_stopped(
+def test_resumed_mixture_matches_uninterrupted_mixture(
     mixture: Mixture, limits: list[int], data: st.DataObject
 ) -> None:
     found = mixture.with_limits(limits, 0)
@@ -125,7 +125,7 @@ def test_going_on_is_the_same_as_never_to_have_stopped(
 
 @settings(max_examples=60, deadline=None)
 @given(MIXTURES, MIXTURES, st.lists(st.integers(1, 150), min_size=3, max_size=3), st.data())
-def test_more_epochs_behind_the_end(
+def test_extending_epochs_after_end_loses_no_samples(
     mixture: Mixture, other: Mixture, limits: list[int], data: st.DataObject
 ) -> None:
     """The rows that the last batch had no samples for are of no source: none is lost."""
@@ -142,7 +142,7 @@ def test_more_epochs_behind_the_end(
         assert np.array_equal(mine, np.arange(len(mine)))
 
 
-def test_what_a_source_leaves_is_shared_by_weights() -> None:
+def test_exhausted_source_quota_is_shared_by_weight() -> None:
     mixture = Mixture([QuotaStage(0, quotas_of([8, 6, 2]))], 7)
     found = mixture.with_limits([3 * BLOCK, 4 * BLOCK, 5 * BLOCK], 0)
     assert found.end == 12 * BLOCK
@@ -183,7 +183,7 @@ def built(data: DataConfig, ramp: BatchRamp) -> Loader:
     st.floats(0.5, 3.0),
     st.sampled_from([1, 2, 4]),
 )
-def test_a_run_reads_each_source_to_its_end(
+def test_run_reads_every_source_to_its_end(
     folders: dict[str, str],
     ramp: BatchRamp,
     attempts: list[tuple[int, list[int]]],
@@ -227,7 +227,7 @@ def test_a_run_reads_each_source_to_its_end(
     }
 
 
-def test_one_source_is_read_once(folders: dict[str, str]) -> None:
+def test_single_source_with_end_stop_is_read_once(folders: dict[str, str]) -> None:
     def opened(end: Any) -> Loader:
         data = DataConfig(source="text", path=folders["web"], validation_fraction=0.2, end=end)
         return built(data, BatchRamp((), 7))
@@ -254,7 +254,7 @@ def test_one_source_is_read_once(folders: dict[str, str]) -> None:
     assert stopped.fingerprint() == repeated.fingerprint()
 
 
-def test_the_last_step() -> None:
+def test_last_step() -> None:
     class Ends:
         last_batch = 30.0
 
@@ -265,7 +265,7 @@ def test_the_last_step() -> None:
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_too_little_data_is_refused(mixed: bool, folders: dict[str, str]) -> None:
+def test_insufficient_data_is_rejected(mixed: bool, folders: dict[str, str]) -> None:
     """By the first step that would read a sequence again, and not one step before."""
     if mixed:
         loader = loader_of(folders, BatchRamp((), 4), weight=(3, 1, 1), end="fail")
@@ -299,7 +299,9 @@ def test_data_end_accepts_three_values() -> None:
 
 
 @pytest.mark.parametrize("epochs", [(), (2.0, 1.0, 0.5)])
-def test_shares_until_the_first_end(folders: dict[str, str], epochs: tuple[float, ...]) -> None:
+def test_mixture_shares_until_first_source_ends(
+    folders: dict[str, str], epochs: tuple[float, ...]
+) -> None:
     """With epochs all sources end at about the same time: shares are in proportion to them."""
     given = {"epochs": epochs} if epochs else {"weight": (1, 1, 1)}
     stopped = loader_of(folders, BatchRamp((), 4), **given, end="stop")
@@ -310,7 +312,7 @@ def test_shares_until_the_first_end(folders: dict[str, str], epochs: tuple[float
     assert first > 0.8 * total if epochs else first < 0.8 * total
 
 
-def test_a_folder_of_tokens_ends_too(folders: dict[str, str], tmp_path: Path) -> None:
+def test_prepared_tokens_end_like_text(folders: dict[str, str], tmp_path: Path) -> None:
     from maxpipe.cli import main
 
     given = ["data.source=text", f"data.path={folders['web']}"]

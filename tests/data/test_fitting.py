@@ -83,7 +83,7 @@ def shuffled(lengths: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @given(lengths=LENGTHS, sequence_length=SEQUENCE_LENGTH)
-def test_every_target_is_in_one_row(
+def test_every_target_is_in_exactly_one_row(
     strategy: Strategy, lengths: np.ndarray, sequence_length: int
 ) -> None:
     plan = pack_documents(lengths, shuffled(lengths), sequence_length, strategy)
@@ -102,7 +102,7 @@ def test_every_target_is_in_one_row(
 
 
 @given(lengths=LENGTHS, sequence_length=SEQUENCE_LENGTH)
-def test_best_fit_is_the_loop_over_all_rows(lengths: np.ndarray, sequence_length: int) -> None:
+def test_best_fit_matches_reference_loop(lengths: np.ndarray, sequence_length: int) -> None:
     order = shuffled(lengths)
     rows = rows_of(
         pack_documents(lengths, order, sequence_length, "best_fit"), lengths, sequence_length
@@ -112,7 +112,7 @@ def test_best_fit_is_the_loop_over_all_rows(lengths: np.ndarray, sequence_length
 
 
 @given(lengths=LENGTHS, sequence_length=SEQUENCE_LENGTH, most=st.sampled_from([1, 2, 5, 1024]))
-def test_first_fit_is_the_loop_over_open_rows(
+def test_first_fit_matches_reference_loop(
     lengths: np.ndarray, sequence_length: int, most: int
 ) -> None:
     order = shuffled(lengths)
@@ -125,14 +125,14 @@ def test_first_fit_is_the_loop_over_open_rows(
 
 
 @given(lengths=LENGTHS, sequence_length=SEQUENCE_LENGTH)
-def test_padded_rows_are_the_pieces(lengths: np.ndarray, sequence_length: int) -> None:
+def test_pad_puts_one_piece_in_each_row(lengths: np.ndarray, sequence_length: int) -> None:
     order = shuffled(lengths)
     rows = rows_of(pack_documents(lengths, order, sequence_length, "pad"), lengths, sequence_length)
     assert rows == [[each] for each in whole_pieces(lengths, order, sequence_length)]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_documents_of_a_row_are_in_their_order(strategy: Strategy) -> None:
+def test_documents_within_row_keep_their_order(strategy: Strategy) -> None:
     lengths = np.random.default_rng(1).integers(2, 40, 500)
     order = shuffled(lengths)
     place = np.argsort(order)
@@ -147,7 +147,7 @@ def lengths_like_text(count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
-def test_rows_are_full(strategy: Strategy) -> None:
+def test_packing_rows_are_nearly_full(strategy: Strategy) -> None:
     lengths = lengths_like_text(100_000)
     rows = len(pack_documents(lengths, shuffled(lengths), 2048, strategy).starts) - 1
     tokens = sum(e - b for _, b, e in whole_pieces(lengths, np.arange(len(lengths)), 2048))
@@ -156,7 +156,7 @@ def test_rows_are_full(strategy: Strategy) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
-def test_long_and_short_documents_are_anywhere(strategy: Strategy) -> None:
+def test_document_lengths_are_spread_evenly_over_rows(strategy: Strategy) -> None:
     """The first rows of a plan, all of an evaluation of few batches, are like the others."""
     lengths = lengths_like_text(50_000)
     plan = pack_documents(lengths, shuffled(lengths), 1024, strategy)
@@ -166,7 +166,7 @@ def test_long_and_short_documents_are_anywhere(strategy: Strategy) -> None:
     assert np.ptp(tenths) < 10 * pieces.std() / np.sqrt(len(pieces) / 10)
 
 
-def test_the_plan_is_the_same_in_every_version() -> None:
+def test_packing_plan_never_changes() -> None:
     """A position in a checkpoint names a row: what these were made of may never change."""
     lengths = np.array([9, 2, 5, 30, 3, 3, 4, 8, 1, 0, 6])
     order = np.array([4, 1, 10, 8, 0, 3, 9, 2, 7, 6, 5])
@@ -200,7 +200,7 @@ GOLDEN = {
         for each in STRATEGIES
     ],
 )
-def test_a_million_documents_take_seconds(strategy: Strategy) -> None:
+def test_packing_a_million_documents_takes_seconds(strategy: Strategy) -> None:
     lengths = lengths_like_text(1_000_000)
     order = shuffled(lengths)
     begin = time.process_time()

@@ -46,13 +46,13 @@ def cut(text: str, trained: str) -> list[tuple[str, bool]]:
     return [each[:2] for each in iterate_text_spans(ByteTokenizer(), ids, mask)]
 
 
-def test_pieces_are_cut_where_the_mask_changes() -> None:
+def test_text_spans_split_where_mask_changes() -> None:
     assert cut("abcdef", "001100") == [("ab", False), ("cd", True), ("ef", False)]
     assert cut("abc", "111") == [("abc", True)]
     assert list(iterate_text_spans(ByteTokenizer(), np.zeros(0, int), np.zeros(0, bool))) == []
 
 
-def test_a_character_is_not_cut() -> None:
+def test_text_spans_never_split_a_character() -> None:
     """It is where its last byte is; one that never ends is shown as that."""
     assert cut("aéb", "0011") == [("a", False), ("éb", True)]
     ids = np.array([97, 0xC3, 257, 0xC3])
@@ -61,7 +61,7 @@ def test_a_character_is_not_cut() -> None:
     assert found == [TextSpan(text, True, is_control) for text, is_control in texts]
 
 
-def test_text_that_spells_a_control_token_is_text() -> None:
+def test_text_that_spells_control_token_is_not_control() -> None:
     ids = np.concatenate([[256], ByteTokenizer().encode("<end>"), [257]])
     found = list(iterate_text_spans(ByteTokenizer(), ids, np.append(False, np.ones(6, bool))))
     assert [each.is_control for each in found] == [True, False, True]
@@ -71,7 +71,7 @@ def test_text_that_spells_a_control_token_is_text() -> None:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def test_rows_are_those_of_training(run: list[str]) -> None:
+def test_inspected_rows_match_training_batches(run: list[str]) -> None:
     """Segments, ids, mask and documents, of many rows."""
     datasets = build_datasets(load(run).config, lambda: None)
     found, whole = datasets.train, 0
@@ -99,7 +99,7 @@ def test_rows_are_those_of_training(run: list[str]) -> None:
     datasets.close()
 
 
-def test_show_in_a_file(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_show_redirected_output(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The text of three rows, without colours and without anything that a terminal obeys."""
     out = printed(capsys, "show", *run)
     heads = [line for line in out.split("\n") if line.startswith("=== ")]
@@ -118,7 +118,7 @@ def test_control_characters_are_escaped(run: list[str], capsys: pytest.CaptureFi
     assert not [c for c in everything if not c.isprintable() and c not in "\n\t"]
 
 
-def test_show_on_a_terminal(
+def test_data_show_terminal_output(
     run: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
@@ -130,7 +130,7 @@ def test_show_on_a_terminal(
     assert "\x1b" not in printed(capsys, "show", *run)
 
 
-def test_show_validation(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_show_validation_split(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Each of its documents once, and no row of padding."""
     out = printed(capsys, "show", *run, "--split", "validation", "-n", "1000")
     numbers = {line.split()[2] for line in out.split("\n") if line.startswith("--- document")}
@@ -140,7 +140,7 @@ def test_show_validation(run: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert "data.validation_fraction" in error
 
 
-def test_conversations_are_shown_with_their_mask(
+def test_data_show_marks_untrained_conversation_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -164,15 +164,13 @@ def test_conversations_are_shown_with_their_mask(
         (["--step", "70", "data.end=stop"], "would read batch 70, but the last batch is"),
     ],
 )
-def test_rows_that_are_not_there(
+def test_data_show_rejects_invalid_rows_and_steps(
     arguments: list[str], where: str, run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert where in printed(capsys, "show", *run, *arguments, code=2)
 
 
-def test_the_last_step_that_a_run_may_have(
-    run: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_show_accepts_maximum_step(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     last = ["--step", "100000000000", "--row", "3"]
     assert "=== step 100000000000 row 3: " in printed(capsys, "show", *run, *last)
 
@@ -180,7 +178,9 @@ def test_the_last_step_that_a_run_may_have(
 # --- find ----------------------------------------------------------------------------------------
 
 
-def test_find_names_files_and_lines(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_find_names_files_and_lines(
+    run: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     """As the events of a bad step name documents, and in the order of the row."""
     first, *rest = run
     found: dict[str, Any] = json.loads(printed(capsys, "find", first, "6", "2", *rest, "--json"))
@@ -197,7 +197,9 @@ def test_find_names_files_and_lines(run: list[str], capsys: pytest.CaptureFixtur
     assert all(each["where"] in text for each in found["documents"])
 
 
-def test_find_in_a_run(run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_find_uses_run_config_and_rollbacks(
+    run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By its own config, and without the batches that it left out."""
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
@@ -220,7 +222,7 @@ def printed_config(capsys: pytest.CaptureFixture[str], inputs: list[str]) -> str
     return capsys.readouterr().out
 
 
-def test_a_name_with_a_line_break_is_one_line(
+def test_file_name_with_line_break_is_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A file's name cannot look like lines of another document."""

@@ -33,7 +33,7 @@ def unread(record: Any, chat: Any = "prompt", **settings: Any) -> tuple[str, ...
 
 
 @pytest.mark.parametrize("empty", [{"input": ""}, {"input": None}, {}])
-def test_a_line_without_its_field_is_left_out(empty: dict[str, Any]) -> None:
+def test_template_line_with_empty_field_is_omitted(empty: dict[str, Any]) -> None:
     record = {"instruction": "Sort.", "input": "3 1\n2", "output": "1 2 3", "id": 5}
     assert turns(record, **ALPACA) == [("user", "Sort.\n3 1\n2"), ("assistant", "1 2 3")]
     assert unread(record, **ALPACA) == ("id",)
@@ -44,7 +44,7 @@ def test_a_line_without_its_field_is_left_out(empty: dict[str, Any]) -> None:
     assert turns(bare, **headed)[0] == ("user", "# Task\nName a cat.")
 
 
-def test_all_columns_of_a_template_are_missing() -> None:
+def test_template_with_all_columns_missing_is_rejected() -> None:
     with pytest.raises(BadRecord) as error:
         turns({"question": "a?", "output": "b"}, **ALPACA)
     assert (
@@ -57,7 +57,7 @@ def test_all_columns_of_a_template_are_missing() -> None:
     assert contains(str(error.value), "type list")
 
 
-def test_a_response_is_a_template() -> None:
+def test_response_field_supports_templates() -> None:
     record = {"q": "1+1?", "why": "Count.", "a": 2}
     settings = {"prompt_field": "q", "response_field": r"<think>\n{why}\n</think>\n{a}"}
     answer = "<think>\nCount.\n</think>\n2"
@@ -65,11 +65,11 @@ def test_a_response_is_a_template() -> None:
     assert unread(record, **settings) == ()
 
 
-def test_a_field_whose_name_has_braces() -> None:
+def test_field_name_with_braces_is_read() -> None:
     assert turns({"{a}": "b", "response": "c"}, prompt_field="{a}")[0] == ("user", "b")
 
 
-def test_a_template_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unparsable_field_template_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     inputs = ["quickstart", "data.source=jsonl", "data.path=a.jsonl", "data.chat=prompt"]
     assert main(["config", "print", *inputs, "data.prompt_field={a"]) == 2
     error = capsys.readouterr().err
@@ -79,7 +79,7 @@ def test_a_template_that_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> N
 SYSTEM = ("system", "Be brief.")
 
 
-def test_a_system_field_is_in_front_of_the_messages() -> None:
+def test_system_field_is_prepended_to_messages() -> None:
     record = {"system_prompt": "Be brief.", "prompt": "Hi", "response": "Ho"}
     said_ = [("user", "Hi"), ("assistant", "Ho")]
     assert turns(record) == said_ and unread(record) == ("system_prompt",)
@@ -93,7 +93,7 @@ def test_a_system_field_is_in_front_of_the_messages() -> None:
         turns({**listed, "system": ["a"]}, "messages", system_field="system")
 
 
-def test_messages_keep_their_system_message() -> None:
+def test_existing_system_message_is_kept() -> None:
     """Another one of the record is not read."""
     record = {"system": "Be long.", "conversations": [{"from": "system", "value": "Be brief."}]}
     assert turns(record, "messages") == [SYSTEM] and unread(record, "messages") == ("system",)
@@ -101,7 +101,7 @@ def test_messages_keep_their_system_message() -> None:
     assert turns(same, "messages") == [SYSTEM] and unread(same, "messages") == ()
 
 
-def test_a_pair_has_a_system_message() -> None:
+def test_pairs_support_system_field() -> None:
     config = SourceConfig(chat="pairs", system_field="system", prompt_field="question")
     record = {"system": "Be brief.", "question": "Hi", "chosen": "Ho", "rejected": "No"}
     pair = pair_of(record, config)
@@ -111,13 +111,13 @@ def test_a_pair_has_a_system_message() -> None:
     assert pair_of({**record, "system": ""}, config).prompt == "Hi"
 
 
-def test_a_pair_has_a_template() -> None:
+def test_pairs_support_prompt_templates() -> None:
     config = SourceConfig(chat="pairs", prompt_field=r"{instruction}\n{input}")
     pair = pair_of({"instruction": "a", "input": "b", "chosen": "c", "rejected": "d"}, config)
     assert pair == ("a\nb", "c", "d", pair.template_input) and pair.template_input.unread == ()
 
 
-def test_a_prompt_that_is_a_part_of_whole_conversations() -> None:
+def test_prompt_repeated_in_pair_conversations_is_rejected() -> None:
     """It would be in the sequence twice: the message says how to read them."""
     whole = [said(SYSTEM, ("user", "Hi"), ("assistant", each)) for each in ("Ho", "No")]
     record = {"prompt": "Hi ", "chosen": whole[0], "rejected": whole[1]}
@@ -130,12 +130,12 @@ def test_a_prompt_that_is_a_part_of_whole_conversations() -> None:
     assert pair.rejected == said(("assistant", "No"))
 
 
-def test_prompts_of_a_reward_have_the_system_message_of_sharegpt() -> None:
+def test_prompts_include_sharegpt_system_message() -> None:
     record = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}]}
     assert chat_of(record).messages == said(SYSTEM, ("user", "Hi"))
 
 
-def test_messages_in_turns() -> None:
+def test_messages_as_alternating_turns() -> None:
     roles = itertools.cycle(("user", "assistant"))
     texts = ["Hi", "Ho", "And?"]
     wanted = list(zip(roles, texts, strict=False))

@@ -51,7 +51,7 @@ def take(loader: Loader, count: int, start_step: int = 0, **where: Any) -> list[
         return [next(batches) for _ in range(count)]
 
 
-def test_shapes_and_types(datasets: Datasets) -> None:
+def test_batch_shapes_and_dtypes(datasets: Datasets) -> None:
     [batch] = take(datasets.train, 1, rows=[3, 1])
     assert {name: (array.shape, str(array.dtype)) for name, array in batch.items()} == {
         "tokens": ((2, LENGTH), "int32"),
@@ -65,7 +65,7 @@ def test_shapes_and_types(datasets: Datasets) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 7, 1000])
-def test_ids_name_the_rows_of_a_batch(step: int, datasets: Datasets) -> None:
+def test_batch_contents_match_batch_rows(step: int, datasets: Datasets) -> None:
     train = datasets.train
     ids, batch = train.batch_contents(step), train.batch(step)
     for row, number in enumerate(ids["sequences"]):
@@ -81,7 +81,7 @@ def test_ids_name_the_rows_of_a_batch(step: int, datasets: Datasets) -> None:
     )
 
 
-def test_same_batches_for_the_same_seed(folder: str, datasets: Datasets) -> None:
+def test_same_seed_gives_same_batches(folder: str, datasets: Datasets) -> None:
     expected = take(datasets.train, 40)
     again = take(open_folder(folder, threads=1, prefetch_batches=1).train, 40)
     assert all(map(equal, expected, again))
@@ -92,9 +92,7 @@ def test_same_batches_for_the_same_seed(folder: str, datasets: Datasets) -> None
 @settings(max_examples=20)
 @given(rows=st.permutations(range(BATCH)), cuts=st.sets(st.integers(1, BATCH - 1)))
 @pytest.mark.fault("D7")
-def test_any_partition_of_rows_is_the_whole_batch(
-    rows: list[int], cuts: set[int], shared: Datasets
-) -> None:
+def test_row_partitions_form_whole_batch(rows: list[int], cuts: set[int], shared: Datasets) -> None:
     edges = [0, *sorted(cuts), BATCH]
     parts = [rows[a:b] for a, b in pairwise(edges)]
     for step in (0, 7, 1000):
@@ -109,7 +107,7 @@ def shared(folder: str) -> Datasets:
     return open_folder(folder)
 
 
-def test_two_processes_are_one(folder: str, datasets: Datasets) -> None:
+def test_batches_of_two_processes_form_whole_batch(folder: str, datasets: Datasets) -> None:
     whole = take(datasets.train, 20)
     first = take(open_folder(folder).train, 20, rows=slice(0, BATCH // 2))
     second = take(open_folder(folder).train, 20, rows=range(BATCH // 2, BATCH))
@@ -117,7 +115,7 @@ def test_two_processes_are_one(folder: str, datasets: Datasets) -> None:
         assert equal(batch, {name: np.concatenate([a[name], b[name]]) for name in batch})
 
 
-def test_resuming_seeks(datasets: Datasets) -> None:
+def test_batches_can_start_at_any_step(datasets: Datasets) -> None:
     running = take(datasets.train, 30)
     for start in (1, 13, 29):
         assert equal(take(datasets.train, 1, start_step=start)[0], running[start])
@@ -125,7 +123,7 @@ def test_resuming_seeks(datasets: Datasets) -> None:
     assert equal(take(datasets.train, 1, start_step=far)[0], datasets.train.batch(far))
 
 
-def test_each_epoch_sees_every_sequence_once_in_an_order_of_its_own(datasets: Datasets) -> None:
+def test_each_epoch_has_every_sequence_once_in_new_order(datasets: Datasets) -> None:
     loader = datasets.train
     count = len(loader.sequences)
     assert loader.steps_per_epoch == count / BATCH and count % BATCH
@@ -136,7 +134,7 @@ def test_each_epoch_sees_every_sequence_once_in_an_order_of_its_own(datasets: Da
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-def test_batch_that_is_larger_than_the_split(folder: str) -> None:
+def test_batch_larger_than_split_repeats_sequences(folder: str) -> None:
     data = DataConfig(source="text", path=f"{folder}/0[0-1].txt", validation_fraction=0.5)
     datasets = build_loaders(data, TokenizerConfig(), seed=0, batch_size=40, sequence_length=LENGTH)
     count = len(datasets.train.sequences)
@@ -161,7 +159,7 @@ def test_validation_counts_every_token_once(datasets: Datasets) -> None:
     assert not longer[-1]["loss_mask"].any()
 
 
-def test_splits_share_no_text(folder: str, datasets: Datasets) -> None:
+def test_train_and_validation_splits_are_disjoint(folder: str, datasets: Datasets) -> None:
     def documents(loader: Loader) -> set[int]:
         sequences = loader.sequences
         return {name for i in range(len(sequences)) for name in sequences.documents(i)}
@@ -181,18 +179,20 @@ def test_splits_share_no_text(folder: str, datasets: Datasets) -> None:
 
 
 @pytest.mark.parametrize(("threads", "ahead"), [(0, 4), (2, 0), (0, 0), (5, 2)])
-def test_threads_and_prefetch(threads: int, ahead: int, folder: str, datasets: Datasets) -> None:
+def test_batches_do_not_depend_on_threads_or_prefetch(
+    threads: int, ahead: int, folder: str, datasets: Datasets
+) -> None:
     other = open_folder(folder, threads=threads, prefetch_batches=ahead)
     assert all(map(equal, take(other.train, 5), take(datasets.train, 5)))
 
 
-def test_stop_step(datasets: Datasets) -> None:
+def test_batches_end_at_stop_step(datasets: Datasets) -> None:
     assert len(list(datasets.train.batches(3, stop_step=8))) == 5
     assert list(datasets.train.batches(8, stop_step=8)) == []
     assert list(datasets.train.batches(9, stop_step=8)) == []
 
 
-def test_batches_are_made_ahead(datasets: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_are_prefetched(datasets: Datasets, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     batch = Loader.batch
 
@@ -220,7 +220,7 @@ def wait_until_no_threads() -> None:
     assert not prefetch_threads()
 
 
-def test_close_ends_the_threads(folder: str) -> None:
+def test_close_stops_prefetch_threads(folder: str) -> None:
     wait_until_no_threads()
     datasets = open_folder(folder)
     iterators = [datasets.train.batches(0), datasets.train.batches(5)]
@@ -235,7 +235,7 @@ def test_close_ends_the_threads(folder: str) -> None:
 
 
 @pytest.mark.fault("F21")
-def test_mistake_in_the_data_reaches_the_reader(tmp_path: Path) -> None:
+def test_data_error_reaches_batch_iterator(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / f"{name}.txt").write_text(name * 50)
     datasets = build_loaders(
@@ -253,7 +253,7 @@ def test_mistake_in_the_data_reaches_the_reader(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", ["jsonl", "arrayrecord"])
-def test_documents_without_any_text(source: Any, tmp_path: Path) -> None:
+def test_only_empty_documents_are_rejected(source: Any, tmp_path: Path) -> None:
     path = tmp_path / "a"
     line = json.dumps({"text": ""})
     if source == "jsonl":
@@ -296,13 +296,13 @@ if sys.argv[2] == "raise":
 @pytest.mark.parametrize(
     ("how", "code"), [("close", 0), pytest.param("raise", 3, marks=pytest.mark.long)]
 )
-def test_process_ends_at_once(how: str, code: int, folder: str) -> None:
+def test_process_exits_with_open_iterators(how: str, code: int, folder: str) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, folder, how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (code, "")
 
 
-def test_reading_tells_that_it_moves(tmp_path: Path) -> None:
+def test_first_read_reports_progress(tmp_path: Path) -> None:
     """Else a long first reading looks like one that hangs."""
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 46_000)
     data = DataConfig(source="jsonl", path=str(tmp_path), validation_fraction=0.2)
@@ -326,7 +326,7 @@ def test_reading_tells_that_it_moves(tmp_path: Path) -> None:
     assert moves_of_a_build() == 2  # what was read is kept
 
 
-def test_state_and_fingerprint(folder: str, datasets: Datasets) -> None:
+def test_loader_state_and_fingerprint(folder: str, datasets: Datasets) -> None:
     state = datasets.train.state(12)
     assert state == {"step": 12, "fingerprint": datasets.train.fingerprint()}
     assert json.loads(json.dumps(state)) == state
@@ -345,7 +345,7 @@ def test_state_and_fingerprint(folder: str, datasets: Datasets) -> None:
     assert compare_fingerprints({"a": 1}, {"b": 2}) == [("a", 1, None), ("b", None, 2)]
 
 
-def test_corpus_with_cache(tmp_path: Path) -> None:
+def test_default_corpus_with_cache(tmp_path: Path) -> None:
     def first_batch() -> tuple[Datasets, Batch]:
         datasets = build_loaders(
             DataConfig(),
@@ -364,7 +364,7 @@ def test_corpus_with_cache(tmp_path: Path) -> None:
     assert equal(first_batch()[1], batch)
 
 
-def test_order_never_changes() -> None:
+def test_batch_order_never_changes() -> None:
     """A change here changes the data of every run that resumes: raise _ORDER_VERSION."""
     datasets = build_loaders(
         DataConfig(source="synthetic"),

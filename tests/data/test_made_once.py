@@ -102,7 +102,7 @@ def read_by(log: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_one_of_several_processes_reads_all_documents(tmp_path: Path) -> None:
+def test_only_one_of_several_processes_builds_index(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / ".index"
     with processes([folder] * 3, tmp_path, 0.02) as (started, logs):
         found = [answer(each) for each in started]
@@ -113,7 +113,7 @@ def test_one_of_several_processes_reads_all_documents(tmp_path: Path) -> None:
     assert [path.suffix for path in folder.iterdir()] == [".npz"]
 
 
-def test_processes_without_a_common_folder_read_for_themselves(tmp_path: Path) -> None:
+def test_processes_with_separate_folders_each_build_index(tmp_path: Path) -> None:
     with processes([tmp_path / "a", tmp_path / "b"], tmp_path, 0.0) as (started, logs):
         found = [answer(each) for each in started]
     assert {each[:2] for each in found} == {expected()}
@@ -121,7 +121,7 @@ def test_processes_without_a_common_folder_read_for_themselves(tmp_path: Path) -
 
 
 @pytest.mark.fault("F23")
-def test_the_process_that_makes_it_is_killed(tmp_path: Path) -> None:
+def test_index_is_rebuilt_if_building_process_is_killed(tmp_path: Path) -> None:
     """Another one does it then, and removes what was half written."""
     folder = tmp_path / ".index"
     folder.mkdir()
@@ -140,7 +140,7 @@ def test_the_process_that_makes_it_is_killed(tmp_path: Path) -> None:
     assert [path.suffix for path in folder.iterdir()] == [".npz"]
 
 
-def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
+def test_lock_waiter_reports_stalled_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And says which that is."""
@@ -176,7 +176,7 @@ def test_one_that_waits_stalls_with_the_one_that_it_waits_for(
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOTSUP])
-def test_a_file_system_without_locks(
+def test_index_is_built_without_file_locks(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_lock(*_: Any) -> None:
@@ -190,7 +190,7 @@ def test_a_file_system_without_locks(
     assert source.reads == len(TEXTS)
 
 
-def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> None:
+def test_removed_lock_files_are_exclusive(tmp_path: Path) -> None:
     path, inside, most = str(tmp_path / "x.lock"), 0, []
 
     def work() -> None:
@@ -215,7 +215,7 @@ def test_locks_that_are_removed_are_held_by_one_at_a_time(tmp_path: Path) -> Non
     assert most == [1] * 120 and not list(tmp_path.iterdir())
 
 
-def test_a_lock_that_says_anything_is_shown_as_text(tmp_path: Path) -> None:
+def test_lock_file_content_is_sanitized(tmp_path: Path) -> None:
     """Other users of a folder may have written it."""
     path = tmp_path / "x.lock"
     with path.open("w+b", buffering=0) as file:
@@ -225,7 +225,7 @@ def test_a_lock_that_says_anything_is_shown_as_text(tmp_path: Path) -> None:
             assert words.startswith("process ") and words.isprintable() and len(words) < 500
 
 
-def test_reads_are_named_while_they_last() -> None:
+def test_active_reads_are_tracked() -> None:
     begun = threading.Event()
     ended = threading.Event()
 
@@ -253,7 +253,7 @@ def test_reads_are_named_while_they_last() -> None:
     assert take_read_times() == ReadTimes({}, None, 0.0)
 
 
-def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_location_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_module, "_LOCATE_SECONDS", 0.05)
     hang = threading.Event()
 
@@ -268,7 +268,7 @@ def test_the_place_of_a_read_may_hang_or_fail(monkeypatch: pytest.MonkeyPatch) -
         hang.set()
 
 
-def test_threads_that_end_leave_nothing() -> None:
+def test_finished_threads_leave_no_active_reads() -> None:
     def read() -> None:
         with track_read("data"):
             pass
@@ -282,7 +282,7 @@ def test_threads_that_end_leave_nothing() -> None:
     assert np.isfinite(take_read_times().seconds)
 
 
-def test_a_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_another_user_is_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "x.lock")
 
     def of_another_user(name: str, flags: int = os.O_RDONLY) -> int:

@@ -65,7 +65,7 @@ FLAT = [[1, 2, 3, 4], [], [5, 6], [7, 8, 9], [10]]
 
 
 @pytest.mark.parametrize("code", sorted(TYPES))
-def test_every_type_of_ids(code: int, tmp_path: Path) -> None:
+def test_every_token_dtype(code: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a", DOCUMENTS, code)
     found = MegatronDocuments(str(path), ByteTokenizer())
     assert [found[i].ids.tolist() for i in range(5)] == [[256, *each, 257] for each in FLAT]
@@ -74,7 +74,7 @@ def test_every_type_of_ids(code: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["end", "both"])
-def test_ids_that_are_there_are_not_added(kind: str, tmp_path: Path) -> None:
+def test_existing_bos_and_eos_are_not_added(kind: str, tmp_path: Path) -> None:
     front = [256] if kind == "both" else []
     documents = [[[*front, *each, 257]] for each in FLAT]
     found = MegatronDocuments(str(write(tmp_path / "a", documents)), ByteTokenizer())
@@ -83,7 +83,7 @@ def test_ids_that_are_there_are_not_added(kind: str, tmp_path: Path) -> None:
     assert found.num_tokens == int(found.lengths.sum()) == sum(map(len, FLAT)) + 10
 
 
-def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_multiple_megatron_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "b", DOCUMENTS[2:])
     write(tmp_path / "a", DOCUMENTS[:2], 4)
     for path in (tmp_path, tmp_path / "*", tmp_path / "*.idx", tmp_path / "[ab].bin"):
@@ -99,14 +99,14 @@ def test_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parts.span_tokens.tolist() == [8, 4 + 5, 3]
 
 
-def test_documents_that_were_never_ended(tmp_path: Path) -> None:
+def test_index_without_document_bounds(tmp_path: Path) -> None:
     """Without ends of documents there is one bound, 0: each sequence is a document."""
     path = write(tmp_path / "a", [[[1, 2], [3]]], bounds=[0], num_bounds=1)
     found = MegatronDocuments(str(path), ByteTokenizer())
     assert [found[i].ids[1:-1].tolist() for i in range(found.num_documents)] == [[1, 2], [3]]
 
 
-def test_modes_behind_the_bounds_are_not_read(tmp_path: Path) -> None:
+def test_sequence_modes_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path / "a", DOCUMENTS, more=bytes(8))
     assert MegatronDocuments(str(path), ByteTokenizer()).num_documents == 5
 
@@ -135,7 +135,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("fault", WRONG)
-def test_files_that_are_wrong(fault: str, tmp_path: Path) -> None:
+def test_invalid_index_files_are_rejected(fault: str, tmp_path: Path) -> None:
     changes, words = WRONG[fault]
     path = write(tmp_path / "a", DOCUMENTS, **changes)
     tracemalloc.start()
@@ -146,14 +146,14 @@ def test_files_that_are_wrong(fault: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 5, 33, 34, 40, 100])
-def test_cut_index(size: int, tmp_path: Path) -> None:
+def test_truncated_index_is_rejected(size: int, tmp_path: Path) -> None:
     path = write(tmp_path / "a", DOCUMENTS).with_suffix(".idx")
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ConfigError, match=r"a\.idx"):
         MegatronDocuments(str(path), ByteTokenizer())
 
 
-def test_random_damage_gives_an_error_or_documents(tmp_path: Path) -> None:
+def test_random_index_damage_raises_error_or_reads(tmp_path: Path) -> None:
     """A changed byte is refused, or it is in the ids, which nothing can tell."""
     path = write(tmp_path / "a", DOCUMENTS).with_suffix(".idx")
     whole = path.read_bytes()
@@ -174,7 +174,7 @@ def test_random_damage_gives_an_error_or_documents(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("code", "bad"), [(4, -1), (8, 259)])
-def test_ids_that_no_token_has(code: int, bad: int, tmp_path: Path) -> None:
+def test_ids_outside_vocabulary_are_rejected(code: int, bad: int, tmp_path: Path) -> None:
     documents = [[[1]]] * 70 + [[[2, bad]]]
     found = MegatronDocuments(str(write(tmp_path / "a", documents, code)), ByteTokenizer())
     found[69]
@@ -182,7 +182,7 @@ def test_ids_that_no_token_has(code: int, bad: int, tmp_path: Path) -> None:
         found[70]
 
 
-def test_ids_without_a_row(tmp_path: Path) -> None:
+def test_ids_without_embedding_row_are_rejected(tmp_path: Path) -> None:
     """A device would take the last row of the embedding."""
     tokenizer = ByteTokenizer().with_control()
     tokenizer.embedding_rows = 258
@@ -199,7 +199,7 @@ def test_ids_without_a_row(tmp_path: Path) -> None:
     ]
 
 
-def test_files_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_files_are_rejected(tmp_path: Path) -> None:
     with raises(ConfigError, "data.path", names=[tmp_path / "a"], suggests="data.path"):
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
     write(tmp_path / "a", DOCUMENTS).with_suffix(".bin").unlink()
@@ -210,7 +210,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         MegatronDocuments(str(tmp_path / "a"), ByteTokenizer())
 
 
-def test_trains_as_the_text_would(tmp_path: Path) -> None:
+def test_megatron_batches_match_text_batches(tmp_path: Path) -> None:
     texts = [f"document {i} " * (1 + i % 5) for i in range(40)]
     for i, text in enumerate(texts):
         (tmp_path / f"{i:02}.txt").write_text(text)
@@ -231,7 +231,7 @@ def test_trains_as_the_text_would(tmp_path: Path) -> None:
     assert "BOS and EOS added" in checks[1].text
 
 
-def test_bounds_whose_difference_has_no_64_bits(tmp_path: Path) -> None:
+def test_bounds_difference_beyond_64_bits_is_rejected(tmp_path: Path) -> None:
     far = (1 << 62) + 1
     path = write(tmp_path / "a", DOCUMENTS, bounds=[0, far, -far, 8], num_bounds=4)
     with pytest.raises(
@@ -241,14 +241,14 @@ def test_bounds_whose_difference_has_no_64_bits(tmp_path: Path) -> None:
         MegatronDocuments(str(path), ByteTokenizer())
 
 
-def test_a_folder_with_the_letters_of_a_pattern(tmp_path: Path) -> None:
+def test_folder_name_with_glob_characters(tmp_path: Path) -> None:
     folder = tmp_path / "a[1] b%20"
     folder.mkdir()
     write(folder / "x", DOCUMENTS)
     assert len(MegatronDocuments(str(folder), ByteTokenizer()).lengths) == 5
 
 
-def test_a_split_without_tokens_is_refused(tmp_path: Path) -> None:
+def test_split_without_tokens_is_rejected(tmp_path: Path) -> None:
     """Begin and end are stored, and all but one of the documents are without any."""
     path = write(tmp_path / "a", [[[256, 5, 257]], [[]], [[]]])
     data = DataConfig(source="megatron", path=str(path), validation_fraction=0.4)

@@ -61,7 +61,7 @@ def opened(data: DataConfig, seed: int = 0) -> Datasets:
     )
 
 
-def test_samples_are_those_of_the_source_alone(here: Path) -> None:
+def test_mixture_samples_match_standalone_sources(here: Path) -> None:
     sections = kinds(here)
     mixture = {name: MixedSourceConfig(**keys) for name, keys in sections.items()}
     weights = {name: MixedSourceConfig(**keys, weight=1) for name, keys in sections.items()}
@@ -105,7 +105,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
     return found.err if code else found.out
 
 
-def test_prepared_folders_in_the_place_of_text(
+def test_prepared_folders_match_text_in_mixture(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same batches; and the fingerprint is that of the text, so that a run may go on."""
@@ -136,7 +136,7 @@ def test_prepared_folders_in_the_place_of_text(
         assert mixed.train.sequence_origins(step) == ids.train.sequence_origins(step)
 
 
-def test_prepare_wants_the_name_of_a_source(
+def test_prepare_requires_source_name_for_mixture(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["data", "prepare", *overrides(here), "--out", str(tmp_path / "out")]
@@ -147,7 +147,7 @@ def test_prepare_wants_the_name_of_a_source(
     assert f"wrote {tmp_path / 'out'}: " in said
 
 
-def test_statistics_of_each_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_stats_reports_every_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed(capsys, "data", "stats", *overrides(here), "--json"))["sources"]
     assert list(found) == sorted(kinds(here))
     documents = {name: each["documents"] for name, each in found.items()}
@@ -161,7 +161,7 @@ def test_statistics_of_each_source(here: Path, capsys: pytest.CaptureFixture[str
     assert all(f"source      {name}: " in text for name in kinds(here))
 
 
-def test_rows_are_shown_with_their_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_find_and_show_name_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = overrides(here)
     rows = opened_rows = None
     found = json.loads(
@@ -175,7 +175,7 @@ def test_rows_are_shown_with_their_source(here: Path, capsys: pytest.CaptureFixt
         assert each["where"] in said
 
 
-def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_opens_every_source(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from maxpipe.diagnosis.doctor import check_data
 
     checks = {each.name: each for each in check_data(load(overrides(here)).config)}
@@ -218,7 +218,7 @@ def test_doctor_opens_each_source(here: Path, capsys: pytest.CaptureFixture[str]
         ({"path": "a"}, "path", "is ignored with data.mixture.web.source=corpus"),
     ],
 )
-def test_rules_hold_for_each_source(given: dict[str, Any], key: str, said: str) -> None:
+def test_config_rules_apply_to_every_source(given: dict[str, Any], key: str, said: str) -> None:
     keys = [f"data.mixture.web.{name}={written(value)}" for name, value in given.items()]
     with pytest.raises(ConfigError) as caught:
         load(["quickstart", *keys], to_train=True)
@@ -227,7 +227,7 @@ def test_rules_hold_for_each_source(given: dict[str, Any], key: str, said: str) 
     assert not re.search(r"data\.(?!mixture\.web\.)[a-z]", found[f"data.mixture.web.{key}"])
 
 
-def test_a_bad_record_names_the_keys_of_its_source(here: Path, tmp_path: Path) -> None:
+def test_bad_record_error_names_source_keys(here: Path, tmp_path: Path) -> None:
     write_records(tmp_path / "bad.jsonl", [{"text": "good"}, {"txt": "bad"}, {"text": "good"}])
     mixture = {
         "web": MixedSourceConfig(source="jsonl", path=str(tmp_path / "bad.jsonl")),
@@ -239,13 +239,13 @@ def test_a_bad_record_names_the_keys_of_its_source(here: Path, tmp_path: Path) -
     assert "bad.jsonl" in problem.where and "data.mixture.web.text_field" in f"{problem}"
 
 
-def test_a_mixed_source_has_every_key_of_a_source() -> None:
+def test_mixed_source_config_has_every_source_key() -> None:
     names = set(SourceConfig.__slots__)
     assert names <= set(DataConfig.__dataclass_fields__)
     assert names <= set(MixedSourceConfig.__dataclass_fields__)
 
 
-def test_the_mixture_of_any_step_is_listed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_mixture_lists_any_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inputs = [*overrides(here), "data.mixture_stages=[{weights: {files: 3, lines: 1}, steps: 4}]"]
     command = ["data", "mixture", *inputs, "--step"]
     train = build_datasets(load(inputs).config, lambda: None).train

@@ -50,7 +50,7 @@ MIXTURES = st.lists(WEIGHTS, min_size=1, max_size=3).flatmap(
 
 @settings(max_examples=20, deadline=None)
 @given(MIXTURES, st.lists(st.integers(0, 4 * BLOCK), min_size=1, max_size=4))
-def test_samples_of_each_source_are_counted_without_gaps(mixed: Mixture, at: list[int]) -> None:
+def test_source_samples_are_numbered_without_gaps(mixed: Mixture, at: list[int]) -> None:
     last = 3 * BLOCK + 100
     sources, samples = mixed.locate(np.arange(last))
     for source in range(3):
@@ -66,7 +66,7 @@ def test_samples_of_each_source_are_counted_without_gaps(mixed: Mixture, at: lis
 
 @settings(max_examples=20, deadline=None)
 @given(MIXTURES, MIXTURES, MIXTURES, st.integers(0, 3 * BLOCK), st.integers(0, 3 * BLOCK))
-def test_changed_weights_keep_the_places_of_all_sources(
+def test_changed_weights_keep_source_positions(
     one: Mixture, other: Mixture, third: Mixture, at: int, later: int
 ) -> None:
     at, later = sorted((at, later))
@@ -97,13 +97,13 @@ def test_evaluations_read_each_sequence_once(sizes: list[int]) -> None:
     assert abs(large - 50_000) < 0.02 * 50_000
 
 
-def test_quotas_are_the_nearest_whole_numbers() -> None:
+def test_quotas_round_to_nearest_integers() -> None:
     assert sum(compute_quotas([1 / 3, 1 / 3, 1 / 3])) == BLOCK
     assert compute_quotas([0.5, 0.25, 0.25]) == (BLOCK // 2, BLOCK // 4, BLOCK // 4)
     assert compute_quotas([1 / 3, 2 / 3]) == (21845, 43691)
 
 
-def test_temperature() -> None:
+def test_mixture_shares_with_temperature() -> None:
     weights = {"a": 1.0, "b": 8.0, "c": 0.0}
     assert mixture_shares(weights, 1.0) == pytest.approx({"a": 1 / 9, "b": 8 / 9, "c": 0})
     assert mixture_shares(weights, 3.0) == pytest.approx({"a": 1 / 3, "b": 2 / 3, "c": 0})
@@ -160,7 +160,7 @@ RAMPS = st.builds(
     st.lists(st.tuples(st.integers(0, 30), WEIGHTS), min_size=1, max_size=4),
     st.lists(st.sampled_from([1, 2, 4]), min_size=4, max_size=4),
 )
-def test_no_sample_is_lost_or_repeated(
+def test_no_sample_is_lost_or_repeated_across_resumes(
     folders: dict[str, str],
     ramp: BatchRamp,
     attempts: list[tuple[int, list[int]]],
@@ -197,7 +197,7 @@ def test_no_sample_is_lost_or_repeated(
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
-def test_same_rows_in_any_number_of_processes(folders: dict[str, str], processes: int) -> None:
+def test_rows_do_not_depend_on_process_count(folders: dict[str, str], processes: int) -> None:
     ramp = BatchRamp((), 8)
     one, other = loader_of(folders, ramp), loader_of(folders, ramp)
     for step in (0, 17, 10_000_000):
@@ -217,7 +217,7 @@ def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
             assert abs((stretch == source).mean() - wanted) < 5 * deviation
 
 
-def test_stages_follow_each_other(folders: dict[str, str]) -> None:
+def test_mixture_stages_run_in_order(folders: dict[str, str]) -> None:
     stages = [
         MixtureStageConfig(weights={"books": 1}, steps=10),
         MixtureStageConfig(weights={"code": 1, "web": 1}, tokens=1600),
@@ -230,7 +230,7 @@ def test_stages_follow_each_other(folders: dict[str, str]) -> None:
     assert {name for step in names[23:] for name in step} == {"web"}
 
 
-def test_epochs_and_sizes(folders: dict[str, str]) -> None:
+def test_shares_follow_source_sizes_or_epochs(folders: dict[str, str]) -> None:
     def mixed(**keys: Any) -> dict[str, Any]:
         sources = {
             name: MixedSourceConfig(
@@ -256,7 +256,7 @@ def test_epochs_and_sizes(folders: dict[str, str]) -> None:
         assert read[name] / read["code"] == pytest.approx(epochs[name], rel=1e-3)
 
 
-def test_seek_is_constant(folders: dict[str, str]) -> None:
+def test_seek_takes_constant_time(folders: dict[str, str]) -> None:
     loader = loader_of(folders, BatchRamp((), 8))
 
     def seconds(step: int) -> float:
@@ -270,7 +270,7 @@ def test_seek_is_constant(folders: dict[str, str]) -> None:
     assert far < 0.2 and near < 0.2
 
 
-def test_ids_list_the_sources_of_rows(folders: dict[str, str]) -> None:
+def test_batch_contents_list_row_sources(folders: dict[str, str]) -> None:
     loader = loader_of(folders, BatchRamp((), 8))
     ids, rows = loader.batch_contents(3), loader.sequence_origins(3)
     assert ids["sources"] == [row.source for row in rows] and len(rows) == 8
@@ -280,7 +280,7 @@ def test_ids_list_the_sources_of_rows(folders: dict[str, str]) -> None:
         assert documents == sorted(wanted)
 
 
-def test_other_sources_are_other_data(folders: dict[str, str]) -> None:
+def test_changed_sources_change_fingerprint(folders: dict[str, str]) -> None:
     ramp = BatchRamp((), 8)
     saved = loader_of(folders, ramp).fingerprint()
     assert compare_fingerprints(saved, loader_of(folders, ramp, (5, 1, 1)).fingerprint(), 7) == []
@@ -305,7 +305,7 @@ WEB = ["data.mixture.web.source=text", "data.mixture.web.path=web/*.txt"]
 CODE = ["data.mixture.code.source=text", "data.mixture.code.path=code/*.py"]
 
 
-def test_config_by_names(tmp_path: Path) -> None:
+def test_mixture_config_by_source_name(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text(
         "data:\n  mixture:\n    web: {source: text, path: 'web/*.txt', weight: 0.7}\n"
@@ -352,13 +352,13 @@ def test_config_by_names(tmp_path: Path) -> None:
         ([*WEB, "data.mixture_stages=[{weights: {wep: 1}, steps: 3}]"], "Did you mean web?"),
     ],
 )
-def test_rules(given: list[str], said: str) -> None:
+def test_invalid_mixture_config_is_rejected(given: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load([*TINY, *given])
     assert said in str(caught.value)
 
 
-def test_keys_of_a_mixture_are_explained() -> None:
+def test_config_explain_covers_mixture_keys() -> None:
     assert "number" in explain("data.mixture.web.weight")
     assert "data.mixture.NAME" in explain("data.mixture")
     assert "weight" in explain("data.mixture.web")
@@ -366,12 +366,12 @@ def test_keys_of_a_mixture_are_explained() -> None:
     assert mixture["additionalProperties"]["properties"]["weight"]["type"] == "number"
 
 
-def test_a_share_that_would_never_be_read(folders: dict[str, str]) -> None:
+def test_share_that_rounds_to_zero_is_rejected(folders: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="smaller shares round to 0"):
         loader_of(folders, BatchRamp((), 8), (1e-9, 1, 1))
 
 
-def test_stages_beyond_what_is_numbered(folders: dict[str, str]) -> None:
+def test_stages_beyond_maximum_sequence_are_rejected(folders: dict[str, str]) -> None:
     """Their counts would be other numbers, silently."""
     long = MixtureStageConfig(weights={"code": 1}, steps=10**17)
     loader = loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 2)
@@ -380,7 +380,7 @@ def test_stages_beyond_what_is_numbered(folders: dict[str, str]) -> None:
         loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 3)
 
 
-def test_a_mistake_names_the_source(tmp_path: Path, folders: dict[str, str]) -> None:
+def test_missing_path_error_names_source(tmp_path: Path, folders: dict[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         loader_of({**folders, "code": str(tmp_path / "none")}, BatchRamp((), 8))
     assert caught.value.problems[0].where == "data.mixture.code.path"

@@ -64,7 +64,7 @@ def missed(datasets: Datasets, *, large: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("form", ["text in text", "ids in text", "text in ids", "ids in ids"])
-def test_every_copy_is_found(form: str, tmp_path: Path) -> None:
+def test_overlap_is_found_in_every_format(form: str, tmp_path: Path) -> None:
     trained = lines(tmp_path / "trained.jsonl", ["", *TRAINED])
     clean = lines(tmp_path / "clean.jsonl", ["", *OTHERS])
     copied = lines(tmp_path / "copied.jsonl", ["", OTHERS[0], TRAINED[7], TRAINED[0], OTHERS[1]])
@@ -81,7 +81,7 @@ def test_every_copy_is_found(form: str, tmp_path: Path) -> None:
         assert each.first.endswith("copied.jsonl:3") and each.trained.endswith("trained.jsonl:9")
 
 
-def test_what_is_held_out_may_be_there_twice(tmp_path: Path) -> None:
+def test_duplicates_across_splits_are_found(tmp_path: Path) -> None:
     # Each text twice: of a text that is held out once, the other copy is trained on.
     trained = lines(tmp_path / "trained.jsonl", TRAINED * 2)
     datasets = opened(trained, validation_fraction=0.25)
@@ -105,7 +105,7 @@ def test_all_sources_of_a_mixture_are_compared(tmp_path: Path) -> None:
     assert each.trained == f"{tmp_path}/b:11"
 
 
-def test_files_without_digests_are_named(tmp_path: Path) -> None:
+def test_sources_without_digests_are_listed(tmp_path: Path) -> None:
     folder = prepared(lines(tmp_path / "a.jsonl", TRAINED), tmp_path / "ids")
     sets = {"old": SourceConfig(source="megatron", path=folder.path)}
     datasets = opened(folder, validation=sets)
@@ -113,7 +113,7 @@ def test_files_without_digests_are_named(tmp_path: Path) -> None:
     assert missed(datasets, large=True) == ["data.validation.old"]
 
 
-def test_documents_in_windows_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_documents_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too many to be shuffled as a whole: a part of each split at a time."""
     many = [f"{i}" for i in range(3000)]
     folder = prepared(lines(tmp_path / "a.jsonl", many), tmp_path / "ids")
@@ -128,7 +128,7 @@ def test_documents_in_windows_are_compared(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_counts_are_those_of_sets_of_texts(seed: int, tmp_path: Path) -> None:
+def test_overlap_counts_match_text_sets(seed: int, tmp_path: Path) -> None:
     """Against the texts themselves, with many copies, empty ones and both splits."""
     draw = np.random.default_rng(seed)
     trained, held = (
@@ -150,7 +150,7 @@ def test_counts_are_those_of_sets_of_texts(seed: int, tmp_path: Path) -> None:
     assert found(datasets) == {name: each for name, each in expected.items() if each[0]}
 
 
-def test_digests_are_in_the_index(tmp_path: Path) -> None:
+def test_index_stores_document_digests(tmp_path: Path) -> None:
     source = Texts(["abc", "", "é", "abc"])
     for _ in range(2):  # read, and from the cache
         index = build_index(source, ByteTokenizer(), str(tmp_path))
@@ -158,7 +158,7 @@ def test_digests_are_in_the_index(tmp_path: Path) -> None:
     assert source.reads == 4
 
 
-def test_sets_leave_the_training_as_it_is(tmp_path: Path) -> None:
+def test_validation_sets_do_not_change_training(tmp_path: Path) -> None:
     trained = lines(tmp_path / "trained.jsonl", TRAINED)
     sets = {"b": lines(tmp_path / "b", OTHERS), "a": lines(tmp_path / "a", OTHERS[:2])}
     alone, beside = opened(trained), opened(trained, validation=sets)
@@ -183,7 +183,7 @@ def test_sets_leave_the_training_as_it_is(tmp_path: Path) -> None:
         ("data.validation.a.source=text data.validation.a.path=/none/x", "data.validation.a.path"),
     ],
 )
-def test_mistakes_are_explained(
+def test_invalid_validation_sets_are_rejected(
     given: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     keys = [f"run.dir={tmp_path}", *given.split()]
@@ -191,7 +191,9 @@ def test_mistakes_are_explained(
     assert said in capsys.readouterr().err
 
 
-def test_a_set_is_shown_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_show_accepts_validation_set_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = lines(tmp_path / "mine.jsonl", ["one document"])
     keys = ["data.validation.mine.source=jsonl", f"data.validation.mine.path={source.path}"]
     command = ["data", "show", "quickstart", f"run.dir={tmp_path}", *keys]

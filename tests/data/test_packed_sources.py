@@ -112,7 +112,7 @@ def test_an_epoch_has_every_target_once(kind: str, packing: Packing, here: Path)
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("kind", ["tokens", "megatron"])
-def test_token_files_give_what_text_gives(kind: str, packing: Packing, here: Path) -> None:
+def test_token_files_match_text_batches(kind: str, packing: Packing, here: Path) -> None:
     text, ids = opened(here, "jsonl", packing), opened(here, kind, packing)
     assert all(equal(text.train.batch(step), ids.train.batch(step)) for step in (0, 7, 10**9))
     assert text.validation is not None and ids.validation is not None
@@ -123,7 +123,7 @@ def test_token_files_give_what_text_gives(kind: str, packing: Packing, here: Pat
 
 @pytest.mark.parametrize("packing", FITTED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_process_reads_any_row(kind: str, packing: Packing, here: Path) -> None:
+def test_any_process_can_read_any_row(kind: str, packing: Packing, here: Path) -> None:
     whole, other = opened(here, kind, packing).train, opened(here, kind, packing).train
     for step in (3, 10**12):
         batch = whole.batch(step)
@@ -136,7 +136,7 @@ def test_any_process_reads_any_row(kind: str, packing: Packing, here: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "chat"])
-def test_documents_that_fit_are_whole(kind: str, here: Path) -> None:
+def test_documents_that_fit_are_not_split(kind: str, here: Path) -> None:
     for packing in FITTED:
         train = opened(here, kind, packing).train
         names = [d for n in range(len(train.sequences)) for d in train.sequences.documents(n)]
@@ -144,7 +144,7 @@ def test_documents_that_fit_are_whole(kind: str, here: Path) -> None:
             assert count == -(-(train.size("", document) - 1) // LENGTH)
 
 
-def test_another_packing_is_other_data(here: Path) -> None:
+def test_packing_strategy_changes_fingerprint(here: Path) -> None:
     concatenated, best, first = (
         opened(here, "jsonl", packing).train.fingerprint()
         for packing in ("concatenate", "best_fit", "first_fit")
@@ -160,7 +160,7 @@ def test_another_packing_is_other_data(here: Path) -> None:
     assert compare_fingerprints(first, best) == [("the packing strategy", "first_fit", "best_fit")]
 
 
-def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
+def test_each_mixture_source_has_its_own_packing(here: Path) -> None:
     def mixed(**packings: Packing) -> Loader:
         mixture = {
             kind: MixedSourceConfig(**keys_of(kind, here), packing=packing)
@@ -183,7 +183,7 @@ def test_each_source_of_a_mixture_has_its_own(here: Path) -> None:
 
 
 @pytest.mark.parametrize("packing", FITTED)
-def test_many_documents_in_windows(
+def test_packing_in_windows(
     packing: Packing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "WINDOW_SPANS", 2)
@@ -226,7 +226,7 @@ def stats(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stats_say_what_training_has(
+def test_data_stats_match_training_packing(
     kind: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = [f"data.{name}={value}" for name, value in keys_of(kind, here).items()]
@@ -245,7 +245,7 @@ def test_stats_say_what_training_has(
         )
 
 
-def test_rows_are_shown_and_found(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_show_and_find_padded_rows(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = [f"data.{name}={value}" for name, value in keys_of("chat", here).items()]
     keys += [f"train.sequence_length={LENGTH * 3}", "data.packing=pad"]
     capsys.readouterr()
@@ -257,7 +257,7 @@ def test_rows_are_shown_and_found(here: Path, capsys: pytest.CaptureFixture[str]
     assert f"document {found['document']}, " in shown and "chat.jsonl" in found["where"]
 
 
-def test_the_key_and_its_other_names(here: Path) -> None:
+def test_packing_key_and_its_aliases(here: Path) -> None:
     def problem(*overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:
             load(["quickstart", *overrides])
@@ -274,7 +274,7 @@ def test_the_key_and_its_other_names(here: Path) -> None:
     assert mixed["a"].packing == "auto" and mixed["b"].packing == "pad"
 
 
-def test_nothing_to_train_on(tmp_path: Path) -> None:
+def test_documents_without_targets_are_rejected(tmp_path: Path) -> None:
     write(tmp_path / "pair", [[[256, 257]], [[256, 257]]])
     write(tmp_path / "short", [[[256]], [[257]], [[256]], [[257]]] * 20)
     data = DataConfig(source="megatron", path=str(tmp_path / "short"), packing="best_fit")

@@ -35,7 +35,7 @@ def stream_of(texts: Sequence[str]) -> list[int]:
 
 
 @given(DOCUMENTS, LENGTHS)
-def test_inputs_are_the_stream(texts: list[str], length: int) -> None:
+def test_inputs_match_token_stream(texts: list[str], length: int) -> None:
     sequences = pack(texts, length)
     stream = stream_of(texts)
     assert sequences.num_tokens == len(stream)
@@ -52,7 +52,7 @@ def test_inputs_are_the_stream(texts: list[str], length: int) -> None:
 
 
 @given(DOCUMENTS, LENGTHS)
-def test_each_document_is_a_segment_of_its_own(texts: list[str], length: int) -> None:
+def test_each_document_has_its_own_segment(texts: list[str], length: int) -> None:
     sequences = pack(texts, length)
     owner = [number for number, text in enumerate(texts) for _ in range(len(text.encode()) + 2)]
     for i in range(len(sequences)):
@@ -71,12 +71,12 @@ def test_each_document_is_a_segment_of_its_own(texts: list[str], length: int) ->
         assert sequences.documents(i) == sorted(set(owners[:real]))
 
 
-def test_documents_of_a_sequence_have_the_numbers_of_the_source() -> None:
+def test_sequence_documents_use_source_indices() -> None:
     sequences = pack(["a", "bcdefg", "h"], 6, order=[2, 0, 1])
     assert [sequences.documents(i) for i in range(len(sequences))] == [[2, 0], [1], [1]]
 
 
-def test_shapes_and_types() -> None:
+def test_sequence_shapes_and_dtypes() -> None:
     sequences = pack(["abc", "de"], 4)
     for example in (sequences[0], sequences[len(sequences) - 1], sequences.padding()):
         kinds = {name: str(array.dtype) for name, array in example.items()}
@@ -96,7 +96,7 @@ def test_shapes_and_types() -> None:
             sequences[outside]
 
 
-def test_one_sequence_by_hand() -> None:
+def test_packed_sequence_matches_hand_computed_arrays() -> None:
     example = pack(["ab", "", "c"], 6)[0]
     assert example["tokens"].tolist() == [256, 97, 98, 257, 256, 257]
     assert example["targets"].tolist() == [97, 98, 257, 256, 257, 256]
@@ -106,14 +106,14 @@ def test_one_sequence_by_hand() -> None:
 
 
 @given(st.integers(1, 300), st.integers(0, 2**64), st.integers(0, 3))
-def test_permutation_is_one(size: int, seed: int, epoch: int) -> None:
+def test_permutation_is_bijective(size: int, seed: int, epoch: int) -> None:
     order = Permutation(size, seed, epoch)(np.arange(size))
     assert sorted(order.tolist()) == list(range(size))
     last = np.array([size - 1])
     assert Permutation(size, seed, epoch)(last).tolist() == [order[-1]]
 
 
-def test_permutation_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_permutation_does_not_depend_on_block_size(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Permutation(100, 7)(np.arange(100))
     monkeypatch.setattr(packing, "_FEISTEL_BLOCK", 32)
     assert np.array_equal(Permutation(100, 7)(np.arange(100)), whole)
@@ -130,7 +130,7 @@ def test_permutation_never_changes() -> None:
     assert large.tolist() == [321092, 420657, 179093, 503537, 877009]
 
 
-def test_permutation_is_fair() -> None:
+def test_permutation_is_uniform() -> None:
     """Each of the 24 orders of four things is about equally likely, and neighbours part."""
     seen = [tuple(Permutation(4, seed)(np.arange(4)).tolist()) for seed in range(2400)]
     counts = [seen.count(order) for order in set(seen)]
@@ -147,7 +147,7 @@ def test_every_document_is_in_one_split(count: int, fraction: float, seed: int) 
     assert len(validation) == min(max(round(fraction * count), 1), count - 1)
 
 
-def test_split_edges() -> None:
+def test_split_edge_cases() -> None:
     train, validation = split_documents(1, 0.0, 0)
     assert len(train) == 1 and len(validation) == 0
     with pytest.raises(ConfigError) as error:
@@ -159,7 +159,7 @@ def test_split_edges() -> None:
     assert set(split_documents(50, 0.2, 0)[1]) != set(split_documents(50, 0.2, 1)[1])
 
 
-def test_threads_read_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_read_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "_CACHED_BYTES", 200)
     texts = ["".join(chr(97 + (i * k) % 26) for k in range(i)) for i in range(40)]
     sequences = pack(texts, 16)
@@ -190,7 +190,7 @@ class Masked:
         return f"document {document}"
 
 
-def test_targets_that_are_not_trained_do_not_count() -> None:
+def test_untrained_targets_are_masked() -> None:
     sequences = ConcatenatedSequences(Masked(), np.array([0, 1]), 4)
     masks = np.concatenate([sequences[i]["loss_mask"] for i in range(len(sequences))])
     # Of each document all tokens but the first are targets, the last place has none.

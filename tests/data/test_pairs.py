@@ -66,13 +66,13 @@ def record(prompt: Any, chosen: Any, rejected: Any) -> dict[str, Any]:
 # --- halves ------------------------------------------------------------------------------------
 
 
-def test_texts_are_read_as_they_are(tmp_path: Path) -> None:
+def test_plain_text_pairs_are_encoded_verbatim(tmp_path: Path) -> None:
     found = encoded(record("2+2=", "4", "five"), tmp_path)
     assert halves(found) == [("^2+2=4$", "4$"), ("^2+2=five$", "five$")]
     assert found.second_half_start == 7 and found.marks == 0
 
 
-def test_an_empty_response_is_its_end(tmp_path: Path) -> None:
+def test_empty_response_contains_only_eos(tmp_path: Path) -> None:
     assert halves(encoded(record("a", "", "b"), tmp_path)) == [("^a$", "$"), ("^ab$", "b$")]
 
 
@@ -80,7 +80,7 @@ ASKED = said(("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("us
 
 
 @pytest.mark.parametrize("template", [CHATML, without_blocks(CHATML)], ids=["blocks", "prefixes"])
-def test_messages_go_through_the_template(template: str, tmp_path: Path) -> None:
+def test_message_pairs_use_chat_template(template: str, tmp_path: Path) -> None:
     """What the assistant said in the prompt is not trained on."""
     pair = record(ASKED, said(("assistant", "2")), said(("assistant", "Two!")))
     found = encoded(pair, tmp_path, template=template)
@@ -101,7 +101,7 @@ def test_messages_go_through_the_template(template: str, tmp_path: Path) -> None
         assert (again.trained == found.trained).all()
 
 
-def test_a_response_of_several_messages_counts_what_roles_say(tmp_path: Path) -> None:
+def test_multi_message_response_trains_assistant_turns(tmp_path: Path) -> None:
     chosen = said(("assistant", "Which?"), ("user", "This."), ("assistant", "Yes"))
     pair = record(said(("user", "Is it?")), chosen, said(("assistant", "No")))
     (_, mine), _ = halves(encoded(pair, tmp_path, template=CHATML))
@@ -117,7 +117,7 @@ def test_a_response_of_several_messages_counts_what_roles_say(tmp_path: Path) ->
         ("same start", "same", "same"),
     ],
 )
-def test_whole_texts_begin_with_their_prompt(
+def test_common_prefix_is_used_as_prompt(
     chosen: str, rejected: str, prompt: str, tmp_path: Path
 ) -> None:
     found = encoded({"chosen": chosen, "rejected": rejected}, tmp_path, prompt_field="")
@@ -125,7 +125,7 @@ def test_whole_texts_begin_with_their_prompt(
     assert halves(found) == wanted
 
 
-def test_the_same_response_twice_is_counted(tmp_path: Path) -> None:
+def test_identical_responses_are_marked(tmp_path: Path) -> None:
     assert encoded(record("a", "b", "b"), tmp_path).marks == IDENTICAL
     whole = [*ASKED, *said(("assistant", "2"))]
     pair = {"chosen": whole, "rejected": whole}
@@ -148,7 +148,7 @@ def test_the_same_response_twice_is_counted(tmp_path: Path) -> None:
         ((9, 5), 9, (5, 4)),
     ],
 )
-def test_the_longer_half_loses_its_end(
+def test_longer_response_is_truncated_first(
     sizes: tuple[int, int], room: int, kept: tuple[int, int], tmp_path: Path
 ) -> None:
     """Sizes with a begin and one letter of a prompt."""
@@ -160,18 +160,18 @@ def test_the_longer_half_loses_its_end(
         assert f"^p{response}$".startswith(text)
 
 
-def test_what_differs_may_be_cut(tmp_path: Path) -> None:
+def test_truncation_can_make_responses_identical(tmp_path: Path) -> None:
     found = encoded(record("p", "aaaab", "aaaac"), tmp_path, 8)
     assert found.marks == TRUNCATED | IDENTICAL
 
 
-def test_a_pair_without_a_response_left_is_dropped(tmp_path: Path) -> None:
+def test_pair_without_remaining_response_is_dropped(tmp_path: Path) -> None:
     for keys in ({}, {"long_pairs": "drop"}):
         found = encoded(record("p" * 30, "c", "r"), tmp_path, 40, **keys)
         assert len(found.ids) == found.second_half_start == 0 and found.marks == DROPPED
 
 
-def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
+def test_long_pair_with_error_policy_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="sequence of 10 tokens") as error:
         encoded(record("pppp", "c", "r"), tmp_path, 10, long_pairs="error")
     assert error.value.problems[0].value == "7 + 7 tokens"
@@ -203,7 +203,9 @@ def test_a_long_pair_stops_if_asked(tmp_path: Path) -> None:
         ({"chosen": 1, "rejected": 2}, {"prompt_field": ""}, "data.chosen_field"),
     ],
 )
-def test_a_bad_record_is_named(bad: Any, keys: dict[str, Any], rule: str, tmp_path: Path) -> None:
+def test_invalid_pair_record_is_named(
+    bad: Any, keys: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
     keys = {"template": CHATML, **keys}
     made = pairs_of([record("a", "b", "c"), bad], tmp_path, **keys)
     made.encode(0)
@@ -214,7 +216,7 @@ def test_a_bad_record_is_named(bad: Any, keys: dict[str, Any], rule: str, tmp_pa
     assert problem.action.endswith(".")
 
 
-def test_a_missing_prompt_may_be_inside(tmp_path: Path) -> None:
+def test_missing_prompt_suggests_empty_prompt_field(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data.prompt_field=''"):
         encoded({"chosen": "a", "rejected": "b"}, tmp_path)
 
@@ -226,7 +228,9 @@ LENGTHS = st.lists(st.integers(0, 26), min_size=1, max_size=40).map(lambda each:
 
 @settings(max_examples=80, deadline=None)
 @given(LENGTHS, st.integers(1, 25), st.integers(1, 9), st.sampled_from(STRATEGIES))
-def test_a_row_has_as_many_as_it_may(lengths: Any, tokens: int, most: int, strategy: Any) -> None:
+def test_rows_respect_document_and_token_limits(
+    lengths: Any, tokens: int, most: int, strategy: Any
+) -> None:
     lengths = np.minimum(lengths, tokens + 1)
     plan = pack_documents(lengths, np.arange(len(lengths)), tokens, strategy, most)
     counts = np.diff(plan.starts)
@@ -258,7 +262,7 @@ def datasets(folder: Path, count: int = 30, **keys: Any) -> loader.Datasets:
 
 
 @pytest.mark.parametrize("packing", ["best_fit", "first_fit", "pad"])
-def test_both_halves_are_in_the_same_row(packing: str, tmp_path: Path) -> None:
+def test_both_responses_are_in_same_row(packing: str, tmp_path: Path) -> None:
     found = datasets(tmp_path, packing=packing).train
     [documents] = found.pairs.values()
     documents.reference = np.arange(60, dtype=np.float32).reshape(30, 2)
@@ -290,14 +294,14 @@ def test_both_halves_are_in_the_same_row(packing: str, tmp_path: Path) -> None:
     assert len(set(seen)) == 27
 
 
-def test_padding_has_no_pair(tmp_path: Path) -> None:
+def test_padding_rows_have_no_pairs(tmp_path: Path) -> None:
     found = datasets(tmp_path, packing="pad").validation
     assert found is not None and found.num_batches == 2
     last = found.batch(1)
     assert last["pairs"].tolist() == [[1, 0, 0], [0, 0, 0]] and not last["loss_mask"][1].any()
 
 
-def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
+def test_pair_settings_change_fingerprint(tmp_path: Path) -> None:
     one = datasets(tmp_path).train.fingerprint()
     assert one["pairs_per_row"] == 3  # the entry of checkpoints keeps its first name
     changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"max_pairs_per_sequence": 4}]
@@ -306,7 +310,7 @@ def test_what_decides_a_pair_is_in_the_fingerprint(tmp_path: Path) -> None:
         assert corpus.compare_fingerprints(one, other)
 
 
-def test_long_pairs_are_counted(tmp_path: Path) -> None:
+def test_long_pairs_are_reported(tmp_path: Path) -> None:
     pairs = [record("q", "a" * 9, "b"), record("q" * 90, "a", "b"), record("q", "a", "a")]
     path = write_records(tmp_path / "long.jsonl", [*pairs, record("q", "a" * 70, "b")])
     config = DataConfig(
@@ -346,7 +350,7 @@ def test_long_pairs_are_counted(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_nothing_left_is_refused(
+def test_no_remaining_pairs_is_rejected(
     tmp_path: Path, pair: Any, keys: dict[str, Any], rule: str, action: str
 ) -> None:
     path = write_records(tmp_path / "left.jsonl", [pair])
@@ -360,7 +364,7 @@ def test_nothing_left_is_refused(
 # --- looked at ---------------------------------------------------------------------------------
 
 
-def test_show_tells_the_halves_apart(
+def test_data_show_labels_chosen_and_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

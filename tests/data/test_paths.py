@@ -37,7 +37,7 @@ def refusal(*paths: object, source: Any = "jsonl") -> str:
     return str(error.value)
 
 
-def test_a_list_of_files_folders_and_patterns(tmp_path: Path) -> None:
+def test_list_of_files_folders_and_patterns(tmp_path: Path) -> None:
     for name, text in {"z/b": "1", "z/a": "0", "y/1": "2", "y/2": "3", "x": "4"}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / f"{name}.jsonl").write_bytes(lines(text))
@@ -54,7 +54,7 @@ def test_a_list_of_files_folders_and_patterns(tmp_path: Path) -> None:
     assert "0 files match" in refusal(tmp_path / "x.jsonl", tmp_path / "nothing")
 
 
-def test_files_tell_what_they_are(tmp_path: Path) -> None:
+def test_infer_source_from_file_names(tmp_path: Path) -> None:
     kinds = {"a.jsonl.zst": "jsonl", "b.parquet": "parquet", "c.txt": "text"}
     kinds |= {"d.array_record-0-of-1": "arrayrecord"}
     for name, kind in kinds.items():
@@ -103,7 +103,9 @@ def test_text_and_parquet_in_a_bucket(filled: Bucket, tmp_path: Path) -> None:
     assert texts(opened("gs://bucket/tables", source="parquet")) == rows
 
 
-def test_only_what_is_needed_is_fetched(filled: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_reads_fetch_only_needed_ranges(
+    filled: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     filled.put("large.jsonl", lines(*(f"{i:04}" * 250 for i in range(1000))))
     found = opened("gs://bucket/large.jsonl")
     asked: list[tuple[int, int]] = []
@@ -118,7 +120,7 @@ def test_only_what_is_needed_is_fetched(filled: Bucket, monkeypatch: pytest.Monk
     assert [end - start for start, end in asked] == [1013, 1013]
 
 
-def test_what_a_bucket_lacks_or_refuses(filled: Bucket) -> None:
+def test_missing_or_forbidden_bucket_objects_are_rejected(filled: Bucket) -> None:
     for path in ("gs://bucket/none", "gs://bucket/none/*.jsonl"):
         message = refusal(path)
         assert path in message and "0 objects match" in message
@@ -142,7 +144,7 @@ def test_what_a_bucket_lacks_or_refuses(filled: Bucket) -> None:
         assert "must be in a file system" in refusal("gs://bucket/data/a.jsonl", source=kind)
 
 
-def test_gcsfs_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gcsfs_suggests_install(monkeypatch: pytest.MonkeyPatch) -> None:
     def without() -> None:
         raise ImportError("No module named 'gcsfs'")
 
@@ -151,7 +153,7 @@ def test_gcsfs_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         find_files("gs://bucket/a", ())
 
 
-def test_what_maxpipe_writes_is_not_read(tmp_path: Path) -> None:
+def test_run_and_prepared_folders_are_not_read(tmp_path: Path) -> None:
     """With `data.path=.` the records of a run, and what was prepared, are below the documents."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "below").mkdir()
@@ -173,7 +175,7 @@ def test_what_maxpipe_writes_is_not_read(tmp_path: Path) -> None:
     assert own.name == "e.jsonl"
 
 
-def test_what_files_are_by_their_names(tmp_path: Path) -> None:
+def test_infer_source_of_binary_files(tmp_path: Path) -> None:
     (tmp_path / "a.idx").touch()
     (tmp_path / "a.bin").touch()
     assert infer_source(str(tmp_path / "a.bin"), "--data") == "megatron"

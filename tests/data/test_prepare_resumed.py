@@ -89,7 +89,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_source_is_sent_to_processes(kind: str, tmp_path: Path) -> None:
+def test_opened_source_is_pickled_to_workers(kind: str, tmp_path: Path) -> None:
     """A process that looked through all files again would unpack and index them again."""
     data = formatted(kind, TEXTS, tmp_path)
     source = open_source(data, 0)
@@ -102,7 +102,7 @@ def test_a_source_is_sent_to_processes(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_batches_are_those_of_the_source(kind: str, tmp_path: Path) -> None:
+def test_prepared_batches_match_source_batches(kind: str, tmp_path: Path) -> None:
     data = formatted(kind, TEXTS, tmp_path / "files")
     prepare(plan("", tmp_path / "out", data=data), silent)
     ids = DataConfig(source="tokens", path=str(tmp_path / "out"))
@@ -116,7 +116,7 @@ def test_batches_are_those_of_the_source(kind: str, tmp_path: Path) -> None:
         assert all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_lines_that_are_kept_are_not_sent(
+def test_cached_line_offsets_are_not_pickled(
     tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lines_module, "_MIN_CACHED_BYTES", 1)
@@ -127,7 +127,7 @@ def test_lines_that_are_kept_are_not_sent(
     assert pickle.loads(raw)[140] == TEXTS[140]
 
 
-def test_compressed_files_are_unpacked_once(tmp_path: Path) -> None:
+def test_compressed_files_are_decompressed_once(tmp_path: Path) -> None:
     """Into the folder where training looks for them; no process makes a copy of its own."""
     data = formatted("jsonl.gz", TEXTS, tmp_path / "files")
     (tmp_path / "temporary").mkdir()
@@ -141,7 +141,7 @@ def test_compressed_files_are_unpacked_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.long)])
-def test_flipped_bits_of_the_journal(
+def test_prepare_recovers_from_damaged_journal(
     count: int, path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line that is not what was written, and all behind it, is done again."""
@@ -160,7 +160,7 @@ def test_flipped_bits_of_the_journal(
         assert digests(folder) == digests(whole), number
 
 
-def test_documents_that_changed_before_it_goes_on(
+def test_resume_rejects_changed_documents(
     path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where names, sizes and edges of the files are what they were."""
@@ -176,7 +176,7 @@ def test_documents_that_changed_before_it_goes_on(
         prepare(plan(str(changed), tmp_path / "out"), silent)
 
 
-def test_documents_that_changed_are_noticed_without_digests_of_files(
+def test_resume_rejects_changed_documents_without_file_digests(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The journal of an earlier release has none."""
@@ -191,7 +191,7 @@ def test_documents_that_changed_are_noticed_without_digests_of_files(
         prepare(plan(str(changed), tmp_path / "out"), silent)
 
 
-def test_documents_are_their_content(
+def test_resume_depends_only_on_document_content(
     path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By another path, or with another seed, it goes on; and what is complete stays so."""
@@ -207,7 +207,7 @@ def test_documents_are_their_content(
     assert "is complete" in prepare(plan(str(moved / "a.jsonl"), folder), silent)
 
 
-def test_a_process_that_finishes_first(
+def test_prepare_accepts_folder_completed_by_other_process(
     path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the look into the folder and its lock another process may have written all of it."""
@@ -223,7 +223,9 @@ def test_a_process_that_finishes_first(
     assert digests(folder) == digests(whole)
 
 
-def test_large_documents_come_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_documents_are_encoded_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a process holds at a time does not grow with the size of documents."""
     texts = ["a" * size for size in (5, 900, 30, 2000, 2000, 2000, *[10] * 200, 1500, 1)]
     write(tmp_path / "a.jsonl", texts)
@@ -272,7 +274,7 @@ class Here:
         (signal.SIGINT, ExitCode.INTERRUPTED),
     ],
 )
-def test_stopped_while_it_opens_and_starts(
+def test_signal_during_worker_start_exits_cleanly(
     number: signal.Signals, code: ExitCode, tmp_path: Path
 ) -> None:
     """A terminal sends Ctrl-C, and its end, to all processes: those that start say nothing."""
@@ -308,7 +310,7 @@ def test_stopped_while_it_opens_and_starts(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_stopped_before_it_has_begun(number: signal.Signals, tmp_path: Path) -> None:
+def test_signal_during_imports_exits_cleanly(number: signal.Signals, tmp_path: Path) -> None:
     """Among its imports: the code says to start it again."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(
@@ -335,7 +337,7 @@ def test_stopped_before_it_has_begun(number: signal.Signals, tmp_path: Path) -> 
     assert "Run the same command again" in words and "Traceback" not in words
 
 
-def test_a_closed_terminal_ends_nothing_below_nohup(tmp_path: Path) -> None:
+def test_prepare_ignores_sighup_under_nohup(tmp_path: Path) -> None:
     write(tmp_path / "a.jsonl", TEXTS * 40)
     command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
     command += [f"data.path={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]

@@ -83,7 +83,7 @@ def digests(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
-def test_ids_are_those_of_a_plain_loop(lines: str, tokens: Path) -> None:
+def test_prepared_ids_match_plain_loop(lines: str, tokens: Path) -> None:
     found = PreparedDocuments(str(tokens), ByteTokenizer())
     expected = [[256, *text_of(number).encode(), 257] for number in range(NUM_DOCUMENTS)]
     assert [found[number].ids.tolist() for number in range(NUM_DOCUMENTS)] == expected
@@ -97,7 +97,7 @@ def test_ids_are_those_of_a_plain_loop(lines: str, tokens: Path) -> None:
         found[NUM_DOCUMENTS]
 
 
-def test_metadata_is_that_of_the_texts(tokens: Path) -> None:
+def test_prepared_metadata_matches_texts(tokens: Path) -> None:
     found = PreparedDocuments(str(tokens), ByteTokenizer())
     raws = [text_of(number).encode() for number in range(NUM_DOCUMENTS)]
     meta = found.meta(0, NUM_DOCUMENTS)
@@ -111,7 +111,7 @@ def test_metadata_is_that_of_the_texts(tokens: Path) -> None:
     assert found.where(3).endswith(f"shard-00000{BIN}: document 3 of jsonl")
 
 
-def test_files_are_those_that_other_trainers_read(tokens: Path) -> None:
+def test_files_have_megatron_format(tokens: Path) -> None:
     """Megatron's own way to read an index, written again: bare numpy on the whole file."""
     raw = (tokens / f"shard-00001{IDX}").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00" and raw[9:17] == (1).to_bytes(8, "little")
@@ -131,7 +131,7 @@ def test_files_are_those_that_other_trainers_read(tokens: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_batches_are_those_of_the_text(seed: int, lines: str, tokens: Path) -> None:
+def test_prepared_batches_match_text_batches(seed: int, lines: str, tokens: Path) -> None:
     def opened(source: Any, path: str) -> Any:
         data = DataConfig(source=source, path=path, validation_fraction=0.2)
         return build_loaders(data, TokenizerConfig(), seed=seed, batch_size=4, sequence_length=33)
@@ -149,7 +149,7 @@ def test_batches_are_those_of_the_text(seed: int, lines: str, tokens: Path) -> N
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_files_do_not_depend_on_the_number_of_processes(
+def test_files_do_not_depend_on_worker_count(
     workers: int, lines: str, tokens: Path, tmp_path: Path
 ) -> None:
     prepare(plan(lines, tmp_path / "again", workers), silent)
@@ -157,7 +157,7 @@ def test_files_do_not_depend_on_the_number_of_processes(
 
 
 @pytest.mark.long
-def test_killed_and_started_again(lines: str, tokens: Path, tmp_path: Path) -> None:
+def test_resume_after_kill_gives_identical_files(lines: str, tokens: Path, tmp_path: Path) -> None:
     folder = tmp_path / "killed"
     command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
     command += [f"data.path={lines}", "--out", str(folder), "--shard-tokens", str(SHARD_TOKENS)]
@@ -230,7 +230,7 @@ def is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
-def test_stopped_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
+def test_stopped_prepare_prints_resume_hint(number: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"text": "abc " * 2000}) + "\n")
     with path.open("a") as file:
@@ -251,7 +251,7 @@ def test_stopped_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> No
     assert "Run the same command again" in words and "Traceback" not in words
 
 
-def test_a_journal_that_was_cut(lines: str, tokens: Path, tmp_path: Path) -> None:
+def test_prepare_resumes_from_truncated_journal(lines: str, tokens: Path, tmp_path: Path) -> None:
     """Half a line, or a shard that has lost its end, is done again."""
     folder = tmp_path / "cut"
     prepare(plan(lines, folder), silent)
@@ -270,7 +270,7 @@ def test_a_journal_that_was_cut(lines: str, tokens: Path, tmp_path: Path) -> Non
     assert len(journal(folder)) == 1
 
 
-def test_nothing_is_done_twice(
+def test_complete_folder_is_not_prepared_again(
     lines: str, tokens: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = digests(tokens)
@@ -281,7 +281,7 @@ def test_nothing_is_done_twice(
     assert "is complete" in capsys.readouterr().out
 
 
-def test_other_folders_are_refused(lines: str, tokens: Path, tmp_path: Path) -> None:
+def test_unrelated_output_folders_are_rejected(lines: str, tokens: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     facts = ["must be new, empty or written by this command", "notes.txt"]
     with raises(ConfigError, "--out", tmp_path, names=facts, suggests=f"--out {tmp_path}-2"):
@@ -293,7 +293,7 @@ def test_other_folders_are_refused(lines: str, tokens: Path, tmp_path: Path) -> 
         prepare(plan(lines, tokens, shard_tokens=5000), silent)
 
 
-def test_mistakes_in_documents_are_explained(
+def test_prepare_rejects_invalid_documents(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a.jsonl"
@@ -310,7 +310,7 @@ def test_mistakes_in_documents_are_explained(
     assert "must be a text source" in capsys.readouterr().err
 
 
-def test_a_tokenizer_that_is_another_is_refused(tokens: Path, tmp_path: Path) -> None:
+def test_different_tokenizer_is_rejected(tokens: Path, tmp_path: Path) -> None:
     class Other(ByteTokenizer):
         def fingerprint(self) -> str:
             return "other-1"
@@ -324,7 +324,7 @@ def test_a_tokenizer_that_is_another_is_refused(tokens: Path, tmp_path: Path) ->
         PreparedDocuments(str(tokens), Other())
 
 
-def test_ids_without_a_row(tokens: Path) -> None:
+def test_ids_without_embedding_row_are_rejected(tokens: Path) -> None:
     """As of a control token that a padded vocabulary does not have."""
     tokenizer = ByteTokenizer().with_control()
     tokenizer.embedding_rows = 257
@@ -333,7 +333,7 @@ def test_ids_without_a_row(tokens: Path) -> None:
         found[0]
 
 
-def test_folders_that_are_not_prepared(tmp_path: Path) -> None:
+def test_unprepared_folders_are_rejected(tmp_path: Path) -> None:
     with raises(ConfigError, "data.path", names=["manifest.json"], suggests="maxpipe data prepare"):
         PreparedDocuments(str(tmp_path), ByteTokenizer())
     (tmp_path / JOURNAL).touch()
@@ -358,7 +358,7 @@ def all_ids(folder: Path) -> list[list[int]]:
 
 @pytest.mark.fault("F22")
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
-def test_every_flipped_bit_is_seen(count: int, tokens: Path, tmp_path: Path) -> None:
+def test_every_flipped_bit_is_detected(count: int, tokens: Path, tmp_path: Path) -> None:
     """Flips over all files in turn: none is trained on, and all are found by `verify`."""
     expected = all_ids(tokens)
     paths = sorted(tokens.iterdir())
@@ -386,7 +386,7 @@ def test_every_flipped_bit_is_seen(count: int, tokens: Path, tmp_path: Path) -> 
     assert not verify(str(folder), silent).damage and all_ids(folder) == expected
 
 
-def test_a_cut_or_missing_file(tokens: Path, tmp_path: Path) -> None:
+def test_truncated_or_missing_file_raises_error(tokens: Path, tmp_path: Path) -> None:
     folder = tmp_path / "cut"
     folder.mkdir()
     for path in tokens.iterdir():
@@ -409,7 +409,7 @@ def test_a_cut_or_missing_file(tokens: Path, tmp_path: Path) -> None:
         documents[first + 5]
 
 
-def test_verify_says_what_is_wrong(
+def test_verify_names_damaged_file(
     tokens: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "verify", str(tokens)]) == 0
@@ -429,7 +429,7 @@ def test_verify_says_what_is_wrong(
 
 
 @pytest.mark.long
-def test_a_bucket_gives_the_same(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_reads_match_local_reads(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served() as bucket:
         for name, value in variables(bucket).items():
             monkeypatch.setenv(name, value)
@@ -460,14 +460,14 @@ def test_a_bucket_gives_the_same(tokens: Path, monkeypatch: pytest.MonkeyPatch) 
         assert "is damaged" in ran.stderr
 
 
-def test_tokenizers_encode_batches_as_one_by_one() -> None:
+def test_encode_batch_matches_encode() -> None:
     texts = [text_of(number) for number in range(30)]
     tokenizer = open_tokenizer(TokenizerConfig())
     expected = [tokenizer.encode(text).tolist() for text in texts]
     assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == expected
 
 
-def test_crcs_do_not_depend_on_how_a_file_is_written(tmp_path: Path) -> None:
+def test_crcs_do_not_depend_on_write_sizes(tmp_path: Path) -> None:
     raw = np.random.default_rng(3).bytes(3 * range_reader.BLOCK_BYTES + 1234)
     found = []
     for size in (1 << 10, 70_001, len(raw)):
@@ -480,7 +480,7 @@ def test_crcs_do_not_depend_on_how_a_file_is_written(tmp_path: Path) -> None:
     assert (tmp_path / "a").read_bytes() == raw
 
 
-def test_the_whole_of_a_source(tmp_path: Path) -> None:
+def test_prepare_text_files(tmp_path: Path) -> None:
     """Documents of text files, which a source gives by itself."""
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text(text_of(number))
@@ -522,7 +522,7 @@ NUMBERS = [
 
 @pytest.mark.parametrize("value", [-1, 0, 17, 2**62, 2**63, 1.5, None, "x"])
 @pytest.mark.parametrize("keys", NUMBERS, ids=str)
-def test_numbers_that_no_folder_has(
+def test_manifest_with_invalid_number_is_rejected(
     keys: tuple[Any, ...], value: object, tokens: Path, tmp_path: Path
 ) -> None:
     changed(tokens, tmp_path, keys, value)
@@ -545,7 +545,7 @@ def test_numbers_that_no_folder_has(
     ],
     ids=str,
 )
-def test_manifests_that_fit_nothing(
+def test_inconsistent_manifests_are_rejected(
     keys: tuple[Any, ...], value: object, tokens: Path, tmp_path: Path
 ) -> None:
     changed(tokens, tmp_path, keys, value)
@@ -553,7 +553,7 @@ def test_manifests_that_fit_nothing(
         PreparedDocuments(str(tmp_path), ByteTokenizer())
 
 
-def test_shards_in_another_order(tokens: Path, tmp_path: Path) -> None:
+def test_reordered_shards_are_rejected(tokens: Path, tmp_path: Path) -> None:
     shards = json.loads((tokens / MANIFEST_FILE).read_text())["shards"]
     changed(tokens, tmp_path, ("shards",), [*shards[:2], *shards[1:]])
     with raises(StorageError, "manifest.json", suggests="`maxpipe data verify`"):
@@ -564,7 +564,7 @@ def test_shards_in_another_order(tokens: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pointer", [-2, 3, 1 << 20, 1 << 62, -(1 << 63)])
-def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Path) -> None:
+def test_index_with_wrong_pointer_is_rejected(pointer: int, tokens: Path, tmp_path: Path) -> None:
     """Of a folder whose CRCs and digests fit what is wrong."""
     shutil.copytree(tokens, tmp_path, dirs_exist_ok=True)
     manifest = json.loads((tokens / MANIFEST_FILE).read_text())
@@ -591,7 +591,7 @@ def test_an_index_that_points_elsewhere(pointer: int, tokens: Path, tmp_path: Pa
         documents[5]
 
 
-def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
+def test_slow_bucket_failures_are_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its library has tried for a while itself."""
@@ -612,7 +612,7 @@ def test_a_bucket_that_does_not_answer_is_not_asked_again_for_minutes(
         assert len(calls) == count
 
 
-def test_verify_of_a_manifest_with_a_million_missing_files_is_short(
+def test_verify_summarizes_a_million_missing_files(
     tokens: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -92,7 +92,7 @@ def opened_from(data: DataConfig, length: int = 33) -> Datasets:
         "plain",
     ],
 )
-def test_batches_are_those_of_the_records(
+def test_prepared_batches_match_record_batches(
     name: str, packing: Any, records: Path, tmp_path: Path
 ) -> None:
     """Ids, masks, bytes, facts: a run goes from records to tokens and back."""
@@ -130,7 +130,7 @@ def test_batches_are_those_of_the_records(
     assert untrained > 100
 
 
-def test_each_document_is_that_of_its_record(records: Path, tokens: Path) -> None:
+def test_prepared_documents_match_records(records: Path, tokens: Path) -> None:
     data = section(records, TEMPLATES["chatml"])
     made = ConversationEncoder(open_source(data, 0), ByteTokenizer(), data)
     found = PreparedDocuments(str(tokens), ByteTokenizer())
@@ -145,7 +145,7 @@ def test_each_document_is_that_of_its_record(records: Path, tokens: Path) -> Non
     assert found.remark == "prepared from conversations of jsonl"
 
 
-def test_files_do_not_depend_on_processes_nor_on_a_stop(
+def test_files_do_not_depend_on_workers_or_interruption(
     records: Path, tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = section(records, TEMPLATES["chatml"])
@@ -173,7 +173,7 @@ def test_files_do_not_depend_on_processes_nor_on_a_stop(
 
 
 @pytest.mark.long
-def test_killed_and_started_again(records: Path, tmp_path: Path) -> None:
+def test_resume_after_kill_gives_identical_files(records: Path, tmp_path: Path) -> None:
     """`kill -9` in the middle, from outside."""
     template = records.with_name("slow.jinja")
     template.write_text(TEMPLATES["chatml"])
@@ -197,7 +197,7 @@ def read_all(folder: Path) -> list[tuple[list[int], list[bool]]]:
 
 
 @pytest.mark.fault("F22")
-def test_flipped_bits_of_masks_are_found(tokens: Path) -> None:
+def test_flipped_mask_bits_are_detected(tokens: Path) -> None:
     """Any of them, by reading and by `verify`, before anything is trained on it."""
     paths = sorted(tokens.glob(f"*{MASK_FILE}"))
     whole = read_all(tokens)
@@ -223,7 +223,7 @@ def test_flipped_bits_of_masks_are_found(tokens: Path) -> None:
     assert read_all(tokens) == whole and not verify(str(tokens), silent).damage
 
 
-def test_manifests_that_lie_about_masks(tokens: Path) -> None:
+def test_manifests_with_inconsistent_masks_are_rejected(tokens: Path) -> None:
     path = tokens / MANIFEST_FILE
     before = path.read_text()
     changes: list[tuple[str, Callable[[Any], object]]] = [
@@ -247,7 +247,9 @@ def test_manifests_that_lie_about_masks(tokens: Path) -> None:
         path.write_text(before)
 
 
-def test_another_template_or_record_is_refused(records: Path, tokens: Path, tmp_path: Path) -> None:
+def test_changed_template_or_roles_are_rejected(
+    records: Path, tokens: Path, tmp_path: Path
+) -> None:
     other = section(records, TEMPLATES["mistral"])
     with pytest.raises(ConfigError, match=r"different settings: source\.chat"):
         prepare(plan(other, tokens), silent)
@@ -260,7 +262,7 @@ def test_another_template_or_record_is_refused(records: Path, tokens: Path, tmp_
 
 
 @pytest.mark.parametrize("what", ["nothing", "roles", "broken"])
-def test_mistakes_are_those_of_the_records(what: str, tmp_path: Path) -> None:
+def test_prepare_errors_match_direct_errors(what: str, tmp_path: Path) -> None:
     """The error of a run from the records, word for word."""
     talks = [conversation(1), conversation(2)]
     path = write_records(tmp_path / "a.jsonl", [{"messages": each} for each in talks])
@@ -279,7 +281,7 @@ def test_mistakes_are_those_of_the_records(what: str, tmp_path: Path) -> None:
     assert str(prepared.value) == str(direct.value)
 
 
-def test_it_is_shown_and_counted_as_the_records_are(
+def test_data_show_and_stats_match_records(
     records: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the commands, also in a mixture."""
@@ -299,7 +301,7 @@ def test_it_is_shown_and_counted_as_the_records_are(
     assert counted[0] == counted[1] and 0 < counted[0]["tokens_trained"] < counted[0]["tokens"]
 
 
-def test_ctrl_c_is_not_for_the_process_of_a_template(records: Path) -> None:
+def test_template_process_ignores_ctrl_c(records: Path) -> None:
     """A terminal sends it to a whole group: a conversation would be blamed for it."""
     code = (
         "import os, signal, sys\n"
@@ -324,7 +326,7 @@ def test_ctrl_c_is_not_for_the_process_of_a_template(records: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["truncate", "drop"])
-def test_long_conversations_in_windows_are_counted(
+def test_long_conversations_in_windows_are_reported(
     policy: Any, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As without windows; a second start reads no conversation to count them."""

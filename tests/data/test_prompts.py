@@ -52,7 +52,7 @@ def numbers(found: Datasets, step: int) -> list[int]:
     return [row.documents[0] for row in found.train.sequence_origins(step)]
 
 
-def test_groups_stay_together_and_epochs_have_all(prompts: Path) -> None:
+def test_groups_stay_together_and_epochs_are_complete(prompts: Path) -> None:
     found = opened(prompts)
     groups = np.reshape([numbers(found, step) for step in range(2 * COUNT)], (-1, GROUP))
     assert (groups == groups[:, :1]).all()
@@ -63,7 +63,7 @@ def test_groups_stay_together_and_epochs_have_all(prompts: Path) -> None:
     assert len({tuple(epoch) for epoch in epochs.tolist()}) > 1
 
 
-def test_a_step_alone_says_which_prompts_it_has(prompts: Path) -> None:
+def test_prompts_depend_only_on_step_and_seed(prompts: Path) -> None:
     first, again = opened(prompts), opened(prompts)
     assert numbers(again, 11) == numbers(first, 11)
     assert [numbers(opened(prompts, seed=1), step) for step in range(4)] != [
@@ -71,7 +71,7 @@ def test_a_step_alone_says_which_prompts_it_has(prompts: Path) -> None:
     ]
 
 
-def test_rows_hold_the_prompt_and_train_nothing(prompts: Path) -> None:
+def test_prompt_rows_have_no_loss(prompts: Path) -> None:
     found = opened(prompts)
     batch, [first, *_] = found.train.batch(0), numbers(found, 0)
     ids = ByteTokenizer().encode(f"{first}+{first}=")
@@ -82,7 +82,7 @@ def test_rows_hold_the_prompt_and_train_nothing(prompts: Path) -> None:
     assert found.train.batch_contents(0)["documents"] == sorted({*numbers(found, 0)})
 
 
-def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
+def test_fingerprint_changes_with_prompt_file(prompts: Path) -> None:
     before = opened(prompts).train.fingerprint()
     assert before["documents"] == COUNT and not compare_fingerprints(
         before, opened(prompts).train.fingerprint()
@@ -112,18 +112,18 @@ def test_a_fingerprint_tells_files_and_groups_apart(prompts: Path) -> None:
         ('{"prompt": "%s"}' % ("a" * 24), "has 25 tokens[\\s\\S]*train.sequence_length=33"),
     ],
 )
-def test_files_that_are_refused(prompts: Path, text: str, words: str) -> None:
+def test_invalid_prompt_files_are_rejected(prompts: Path, text: str, words: str) -> None:
     prompts.write_text(text)
     with pytest.raises(ConfigError, match=words):
         opened(prompts)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_prompt_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         opened(tmp_path / "none.jsonl")
 
 
-def test_each_record_is_checked(prompts: Path) -> None:
+def test_check_runs_on_every_record(prompts: Path) -> None:
     def check(record: Any) -> None:
         if record["prompt"].startswith("3"):
             raise ValueError("it is the third")
@@ -183,7 +183,7 @@ def fields(records: list[Any], tmp_path: Path, **settings: Any) -> tuple[list[st
     return sorted(texts), found.train.fingerprint()
 
 
-def test_prompts_of_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_from_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log names what is in no prompt, with settings that put it there."""
     records = [
         {"instruction": "Sort.", "input": "3 1", "system": "Be brief.", "answer": "1 3"},
@@ -214,7 +214,7 @@ def test_prompts_of_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert fields(plain, tmp_path, prompt_field=r"{prompt}\n{context}")[0] == ["Where?\nAt night."]
 
 
-def test_the_message_names_the_field_of_the_prompt(tmp_path: Path) -> None:
+def test_missing_prompt_error_suggests_prompt_field(tmp_path: Path) -> None:
     records = [{"question": "1+1?", "answer": "2"}]
     with pytest.raises(ConfigError) as error:
         fields(records, tmp_path)

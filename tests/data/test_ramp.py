@@ -41,7 +41,7 @@ def sizes(ramp: BatchRamp, count: int) -> list[int]:
 
 @settings(deadline=None)
 @given(STAGES, st.integers(1, 9), st.integers(0, 40))
-def test_places_are_those_of_counting(
+def test_batch_positions_match_counting(
     stages: list[tuple[int, int]], rows: int, number: int
 ) -> None:
     ramp = ramp_of(stages, rows)
@@ -56,7 +56,7 @@ def test_places_are_those_of_counting(
 
 @settings(deadline=None)
 @given(STAGES, STAGES, st.integers(1, 9), st.integers(1, 9), st.integers(0, 30))
-def test_pasts_are_compared_batch_by_batch(
+def test_equals_until_compares_batch_sizes(
     ours: list[tuple[int, int]],
     others: list[tuple[int, int]],
     rows: int,
@@ -83,7 +83,7 @@ def loader_of(folder: str, ramp: BatchRamp) -> Iterator[Loader]:
 
 @settings(max_examples=25, deadline=None)
 @given(STAGES, st.integers(1, 9), st.lists(st.integers(0, 20), max_size=3), st.integers(1, 3))
-def test_no_row_is_lost_or_repeated(
+def test_no_row_is_lost_or_repeated_across_resumes(
     folder: str, stages: list[tuple[int, int]], rows: int, stops: list[int], processes: int
 ) -> None:
     """However often the run stops, and however many processes share the rows."""
@@ -111,7 +111,7 @@ def test_no_row_is_lost_or_repeated(
         assert len(ids) == sizes(ramp, 4)[3]
 
 
-def test_fingerprints_without_a_ramp_are_those_of_before() -> None:
+def test_fingerprints_without_ramp_are_unchanged() -> None:
     assert ramp_of([], 8).metadata() == {"batch_size": 8}
     grown = ramp_of([(4, 3)], 8).metadata()
     assert compare_fingerprints({"batch_size": 4}, grown, 3) == []
@@ -121,7 +121,7 @@ def test_fingerprints_without_a_ramp_are_those_of_before() -> None:
     ]
 
 
-def test_length_of_a_run() -> None:
+def test_total_steps_with_batch_ramp() -> None:
     def steps(tokens: int, *ramp: BatchRampStageConfig) -> int:
         train = TrainConfig(tokens=tokens, batch_size=8, sequence_length=10, batch_ramp=list(ramp))
         return total_steps(train)
@@ -153,13 +153,13 @@ TINY = ["quickstart", "train.batch_size=16", "pipeline.microbatches=4", "train.s
         ),
     ],
 )
-def test_rules(ramp: str, more: list[str], said: str) -> None:
+def test_invalid_batch_ramps_are_rejected(ramp: str, more: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load([*TINY, f"train.batch_ramp={ramp}", *more])
     assert said in str(caught.value)
 
 
-def test_phases_are_shares_of_the_steps_with_a_ramp(tmp_path: Path) -> None:
+def test_lr_phases_use_total_steps_with_batch_ramp(tmp_path: Path) -> None:
     """A run in tokens whose ramp is in tokens: its rate ends with it."""
     given = (
         "train.batch_ramp=[{batch_size: 4, tokens: 5000}]",

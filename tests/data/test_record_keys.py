@@ -79,7 +79,7 @@ def show(folder: Path, record: object, *settings: str) -> int:
 
 @pytest.mark.parametrize("chat", ["off", "messages", "prompt"])
 @pytest.mark.parametrize("name", RECORDS)
-def test_the_message_names_settings_that_read_the_record(
+def test_error_suggests_settings_that_read_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, chat: str
 ):
     record, settings = RECORDS[name]
@@ -93,7 +93,7 @@ def test_the_message_names_settings_that_read_the_record(
     assert show(tmp_path, record, *shlex.split(settings), template) == 0
 
 
-def test_without_a_chat_template_all_of_a_record_can_be_text(
+def test_error_suggests_text_template_without_chat_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     record = {"instruction": "a?", "input": "b", "output": "c"}
@@ -108,7 +108,7 @@ def test_without_a_chat_template_all_of_a_record_can_be_text(
 
 
 @pytest.mark.parametrize("chat", ["messages", "prompt"])
-def test_another_record_is_left_to_the_user(
+def test_unknown_record_format_gets_generic_suggestion(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], chat: str
 ):
     record = {"title": "a", "body": "b"}
@@ -119,7 +119,7 @@ def test_another_record_is_left_to_the_user(
     assert "to the right field." in capsys.readouterr().err
 
 
-def test_a_record_of_other_fields_is_read_as_text(
+def test_error_suggests_text_field_for_plain_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     """Texts of several words come first; the action reads them."""
@@ -133,6 +133,6 @@ def test_a_record_of_other_fields_is_read_as_text(
     assert "Two words\nMore" in capsys.readouterr().out
 
 
-def test_prompts_without_responses_are_of_grpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_prompts_without_responses_suggest_grpo(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert show(tmp_path, {"prompt": ASKED}) == 2
     assert "grpo.prompts" in capsys.readouterr().err

@@ -49,7 +49,7 @@ RECORD = {
         (r"\d %s $n {n}", r"\d %s $n 3"),
     ],
 )
-def test_a_template_is_filled(template: str, text: str) -> None:
+def test_template_is_filled_from_record(template: str, text: str) -> None:
     assert TextExtractor(template=template)(RECORD) == text
 
 
@@ -69,14 +69,14 @@ def test_a_template_is_filled(template: str, text: str) -> None:
         ("{0}", "column 0 of"),
     ],
 )
-def test_what_no_column_is_is_an_error(template: str, words: str) -> None:
+def test_template_with_unknown_column_is_rejected(template: str, words: str) -> None:
     with pytest.raises(BadRecord, match="must have text or a number") as error:
         TextExtractor(template=template)(RECORD)
     assert words in error.value.rule
 
 
 @pytest.mark.parametrize("template", ["{", "}", "a } b", "{a} {b", "{{a}", "{}", "{ a}", "{a{b}}"])
-def test_a_template_with_other_braces(template: str) -> None:
+def test_template_with_invalid_braces_is_rejected(template: str) -> None:
     with pytest.raises(ValueError, match="is unmatched|is not a column name"):
         split_template(template)
 
@@ -85,7 +85,7 @@ def test_a_template_with_other_braces(template: str) -> None:
     ("field", "text"),
     [("a.b.c", "near"), ("a.x", "whole name"), ("raw", "bytes"), ("title", "A {title}")],
 )
-def test_a_dot_leads_into_a_column(field: str, text: str) -> None:
+def test_dotted_field_reads_nested_column(field: str, text: str) -> None:
     assert TextExtractor(field)(RECORD) == text
 
 
@@ -111,7 +111,7 @@ def config(path: Path, **keys: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("number", sorted(BROKEN))
-def test_a_record_that_cannot_be_read_stops(number: int, tmp_path: Path) -> None:
+def test_unreadable_record_raises_error(number: int, tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
     source = open_source(config(file), 0)
     for _ in range(2):
@@ -122,9 +122,7 @@ def test_a_record_that_cannot_be_read_stops(number: int, tmp_path: Path) -> None
     assert source[number + 1 if number + 1 not in BROKEN else number + 2].startswith("document")
 
 
-def test_records_that_cannot_be_read_are_skipped(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_records_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = broken_lines(tmp_path)
     skipping = config(file, bad_records="skip", max_bad_records=6)
     with caplog.at_level(logging.WARNING):
@@ -138,7 +136,7 @@ def test_records_that_cannot_be_read_are_skipped(
     assert len(named) == 6 and f"{file}:4" in named[0]
 
 
-def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
+def test_exceeding_max_bad_records_raises_error(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
     source = open_source(config(file, bad_records="skip", max_bad_records=5), 0)
     for number in sorted(BROKEN)[:5]:
@@ -151,7 +149,7 @@ def test_one_more_than_the_limit_stops(tmp_path: Path) -> None:
     assert source[14 + 1] == "document 15"
 
 
-def test_files_that_cannot_be_read_are_never_skipped(tmp_path: Path) -> None:
+def test_unreadable_files_are_never_skipped(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
     source = open_source(config(file, bad_records="skip"), 0)
     file.write_bytes(file.read_bytes() + b"\n{}")
@@ -163,7 +161,7 @@ def test_files_that_cannot_be_read_are_never_skipped(tmp_path: Path) -> None:
         source[0]
 
 
-def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
+def test_prepare_skips_and_counts_bad_records(tmp_path: Path) -> None:
     """Processes count together, and what is skipped is in the manifest."""
     texts = [json.dumps({"text": f"document {i} " * 9}).encode() for i in range(400)]
     broken = dict(zip(range(5, 400, 67), BROKEN.values(), strict=True))
@@ -197,7 +195,7 @@ def test_prepared_documents_skip_and_count(tmp_path: Path) -> None:
     assert error.value.problems[0].where == "data.bad_records"
 
 
-def test_an_index_keeps_what_was_skipped(tmp_path: Path) -> None:
+def test_index_stores_skipped_records(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
     for _ in range(2):  # read, and from the cache
         source = open_source(config(file, bad_records="skip"), 0)
@@ -211,7 +209,7 @@ def test_an_index_keeps_what_was_skipped(tmp_path: Path) -> None:
             build_index(source, ByteTokenizer(), str(tmp_path / "cache"))
 
 
-def test_skipping_changes_no_other_document(tmp_path: Path) -> None:
+def test_skipping_does_not_change_other_documents(tmp_path: Path) -> None:
     """Batches are those of a file in which the broken lines are empty documents."""
     file = broken_lines(tmp_path)
     (tmp_path / "other").mkdir()
@@ -234,7 +232,7 @@ def test_skipping_changes_no_other_document(tmp_path: Path) -> None:
     assert (skipped, 0) == batches(config(other))
 
 
-def test_a_record_that_breaks_later_is_an_error(tmp_path: Path) -> None:
+def test_record_damaged_after_indexing_raises_error(tmp_path: Path) -> None:
     """It had text when it was indexed: as an empty document it would change what follows."""
     file = broken_lines(tmp_path)
     datasets = build_loaders(
@@ -251,7 +249,7 @@ def test_a_record_that_breaks_later_is_an_error(tmp_path: Path) -> None:
         datasets.train.batch(0)
 
 
-def test_a_record_does_not_control_a_terminal(
+def test_control_characters_in_records_are_escaped_in_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Logs go there as they are, of a command as of a process that encodes."""

@@ -55,7 +55,7 @@ LENGTHS = st.lists(st.integers(0, 50), min_size=1, max_size=30).filter(lambda e:
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @given(lengths=LENGTHS, length=st.integers(1, 20), masked=st.booleans())
-def test_all_strategies_train_the_same_targets(
+def test_all_packings_train_same_targets(
     packing: Packing, lengths: list[int], length: int, masked: bool
 ) -> None:
     documents = Ids(lengths, masked=masked)
@@ -85,7 +85,7 @@ def test_all_strategies_train_the_same_targets(
 
 @pytest.mark.parametrize("packing", FITTED)
 @given(lengths=LENGTHS, length=st.integers(1, 20))
-def test_rows_are_pieces_and_padding(packing: Packing, lengths: list[int], length: int) -> None:
+def test_rows_contain_pieces_and_padding(packing: Packing, lengths: list[int], length: int) -> None:
     documents = Ids(lengths)
     found = packed(documents, length, packing)
     for number, row in enumerate(rows(found)):
@@ -110,7 +110,7 @@ def test_rows_are_pieces_and_padding(packing: Packing, lengths: list[int], lengt
             assert row["positions"][places].tolist() == list(range(len(places)))
 
 
-def test_conversations_stay_whole() -> None:
+def test_documents_that_fit_are_not_split() -> None:
     """No document that fits is cut, and the mask stays where it was in the document."""
     lengths = np.random.default_rng(5).integers(2, 65, 200).tolist()
     documents = Ids(lengths, masked=True)
@@ -122,7 +122,7 @@ def test_conversations_stay_whole() -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_epochs_have_orders_of_their_own(packing: Packing) -> None:
+def test_each_epoch_has_different_order(packing: Packing) -> None:
     found = packed(Ids(list(range(2, 60))), 30, packing)
     places = np.arange(len(found))
     orders = [found.epoch_permutation(7, 1, epoch)(places) for epoch in range(2)]
@@ -131,7 +131,7 @@ def test_epochs_have_orders_of_their_own(packing: Packing) -> None:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_no_sequence_is_outside(packing: Packing) -> None:
+def test_sequence_index_out_of_range_raises_error(packing: Packing) -> None:
     found = packed(Ids([5, 9]), 8, packing)
     for index in (-1, len(found)):
         with pytest.raises(IndexError):
@@ -141,7 +141,7 @@ def test_no_sequence_is_outside(packing: Packing) -> None:
     assert found.where(1) == "document 1" and found.size(1) == 9
 
 
-def test_nothing_to_train_on() -> None:
+def test_documents_without_targets_give_no_sequences() -> None:
     for packing in FITTED:
         assert len(packed(Ids([1, 0, 1]), 8, packing)) == 0
 
@@ -160,7 +160,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return planned
 
 
-def test_plans_are_kept(tmp_path: Path, small: list[str]) -> None:
+def test_packing_plans_are_cached(tmp_path: Path, small: list[str]) -> None:
     documents = Ids(list(range(2, 40)))
     expected = packed(documents, 16, "best_fit", cache_dir=str(tmp_path))
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_plans_are_kept(tmp_path: Path, small: list[str]) -> None:
     assert len(small) == 8 and len(list(tmp_path.iterdir())) == 5
 
 
-def test_caches_of_earlier_releases_are_read(tmp_path: Path) -> None:
+def test_cache_names_of_earlier_releases_are_kept(tmp_path: Path) -> None:
     """The file has the name that it had while the packing was called `cut`."""
     packer = Packer("concatenate", 16, str(tmp_path), key="documents")
     plan = packing_module.pack_documents(np.array([3]), np.array([0]), 16, "pad")
@@ -192,7 +192,7 @@ def test_caches_of_earlier_releases_are_read(tmp_path: Path) -> None:
     ]
 
 
-def test_a_damaged_plan_is_made_again(
+def test_damaged_packing_plan_is_rebuilt(
     tmp_path: Path, small: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     documents = Ids(list(range(2, 40)))

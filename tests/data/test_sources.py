@@ -110,7 +110,9 @@ def check_contract(source: Source) -> None:
         ("arrayrecord", write_json_records),
     ],
 )
-def test_folder_or_file(kind: Any, write: Callable[[Path], str], tmp_path: Path) -> None:
+def test_source_reads_folder_or_file(
+    kind: Any, write: Callable[[Path], str], tmp_path: Path
+) -> None:
     config = DataConfig(source=kind, path=write(tmp_path))
     source = open_source(config, seed=0)
     check_contract(source)
@@ -126,7 +128,7 @@ def test_tfds_without_tensorflow(tfds_dir: str) -> None:
     assert "tensorflow" not in sys.modules
 
 
-def test_glob_and_single_file(tmp_path: Path) -> None:
+def test_text_source_reads_glob_and_single_file(tmp_path: Path) -> None:
     write_texts(tmp_path)
     (tmp_path / "other.md").write_text("not matched")
     check_contract(open_source(DataConfig(source="text", path=f"{tmp_path}/*.txt"), 0))
@@ -134,7 +136,7 @@ def test_glob_and_single_file(tmp_path: Path) -> None:
     assert [one[0]] == [TEXTS[2]] and len(one) == 1
 
 
-def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_not_path(tmp_path: Path) -> None:
     prints = []
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
@@ -146,7 +148,7 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     assert open_source(config, 0).fingerprint() != prints[0]
 
 
-def test_corpus_is_the_standard_library() -> None:
+def test_corpus_reads_standard_library() -> None:
     source = open_source(DataConfig(), 0)
     names = [file.name for file in source.records.files]  # type: ignore[attr-defined]
     assert len(source) > 300
@@ -157,7 +159,7 @@ def test_corpus_is_the_standard_library() -> None:
     assert names == sorted(names)
 
 
-def test_synthetic_depends_on_seed_and_number_only() -> None:
+def test_synthetic_text_depends_on_seed_and_index() -> None:
     a, b, other = (open_source(DataConfig(source="synthetic"), seed) for seed in (1, 1, 2))
     assert [a[i] for i in (5, 3, 8191)] == [b[i] for i in (5, 3, 8191)]
     assert a[5] != other[5] and a[5] != a[6]
@@ -169,7 +171,7 @@ def test_synthetic_depends_on_seed_and_number_only() -> None:
         a[len(a)]
 
 
-def test_half_a_surrogate_pair_is_replaced(tmp_path: Path) -> None:
+def test_unpaired_surrogate_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a\\ud800b"}\n')
     assert open_source(DataConfig(source="jsonl", path=str(path)), 0)[0] == "a?b"
@@ -184,7 +186,7 @@ def explained(error: pytest.ExceptionInfo[ConfigError], where: str, given: str, 
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl", "arrayrecord"])
-def test_missing_path(kind: Any, tmp_path: Path) -> None:
+def test_missing_path_is_rejected(kind: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source=kind, path=f"{tmp_path}/none"), 0)
     explained(error, "data.path", "none", "0 files")
@@ -193,7 +195,7 @@ def test_missing_path(kind: Any, tmp_path: Path) -> None:
     explained(error, "data.path", '""', "must name a file")
 
 
-def test_a_path_that_is_no_regular_file(tmp_path: Path) -> None:
+def test_path_to_irregular_file_is_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "dangling").symlink_to(tmp_path / "nope")
     (tmp_path / "loop").symlink_to("loop")
@@ -209,14 +211,14 @@ def test_a_path_that_is_no_regular_file(tmp_path: Path) -> None:
         assert "0 files" not in str(error.value)
 
 
-def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n', encoding="utf-8-sig")
     (tmp_path / "b.jsonl").write_text('\n{"text": "c"}\n', encoding="utf-8-sig")
     source = open_source(DataConfig(source="jsonl", path=str(tmp_path)), 0)
     assert [source[i] for i in range(len(source))] == ["a", "b", "c"]
 
 
-def test_nothing_but_empty_files(tmp_path: Path) -> None:
+def test_only_empty_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError) as error:
@@ -241,7 +243,7 @@ def test_nothing_but_empty_files(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.fault("F21")
-def test_bad_line_is_named(line: str, text: str, tmp_path: Path) -> None:
+def test_invalid_json_line_is_named(line: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n\n' + line + "\n")
     source = open_source(DataConfig(source="jsonl", path=str(path)), 0)
@@ -252,7 +254,7 @@ def test_bad_line_is_named(line: str, text: str, tmp_path: Path) -> None:
         assert error.value.problems[0].action == "Set data.text_field=body."
 
 
-def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+def test_invalid_utf8_text_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9")
     source = open_source(DataConfig(source="text", path=str(path)), 0)
@@ -262,7 +264,7 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F21")
-def test_file_that_vanished(tmp_path: Path) -> None:
+def test_deleted_file_raises_error(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="text", path=write_texts(tmp_path)), 0)
     os.unlink(tmp_path / "0.txt")
     with pytest.raises(ConfigError) as error:
@@ -270,7 +272,7 @@ def test_file_that_vanished(tmp_path: Path) -> None:
     explained(error, "data.path", "0.txt", "No such file")
 
 
-def test_not_an_array_record(tmp_path: Path) -> None:
+def test_invalid_array_record_file_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.array_record"
     path.write_text("plain text")
     with pytest.raises(ConfigError) as error:
@@ -279,7 +281,7 @@ def test_not_an_array_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F21")
-def test_bad_array_record_is_named(tmp_path: Path) -> None:
+def test_invalid_array_record_is_named(tmp_path: Path) -> None:
     path = write_records(tmp_path / "a.array_record", [b'{"text": "a"}', b"b", b'{"body": "c"}'])
     source = open_source(DataConfig(source="arrayrecord", path=path), 0)
     assert source[0] == "a"
@@ -291,7 +293,7 @@ def test_bad_array_record_is_named(tmp_path: Path) -> None:
     explained(error, "record 2", "body", "which is missing")
 
 
-def test_the_command_that_prepares_a_tfds_dataset_does(tmp_path: Path) -> None:
+def test_suggested_tfds_command_prepares_dataset(tmp_path: Path) -> None:
     script = PREPARE.partition("Tiny(data_dir")[0] + textwrap.dedent(f"""
         from maxpipe.config.schema import DataConfig
         from maxpipe.data.sources import open_source
@@ -324,34 +326,36 @@ def test_the_command_that_prepares_a_tfds_dataset_does(tmp_path: Path) -> None:
         ("ag_news_subset:1.0.0", "tfds.builder('ag_news_subset:1.0.0', data_dir='"),
     ],
 )
-def test_tfds_not_prepared(name: str, action: str, tfds_dir: str) -> None:
+def test_unprepared_tfds_dataset_is_rejected(name: str, action: str, tfds_dir: str) -> None:
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="tfds", path=name, tfds_dir=tfds_dir), 0)
     explained(error, "data.path", name, "must be prepared as ArrayRecord")
     assert action in error.value.problems[0].action
 
 
-def test_tfds_field_that_is_no_text(tfds_dir: str) -> None:
+def test_non_text_tfds_field_is_rejected(tfds_dir: str) -> None:
     config = DataConfig(source="tfds", path="tiny:1.0.0", tfds_dir=tfds_dir, text_field="id")
     with pytest.raises(ConfigError) as error:
         open_source(config, 0)[0]
     explained(error, "example 0", "fields id, text", "is of type int")
 
 
-def test_tfds_without_name() -> None:
+def test_tfds_without_dataset_name_is_rejected() -> None:
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="tfds"), 0)
     explained(error, "data.path", '""', "must name a dataset")
 
 
-def test_tfds_package_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tfds_package_suggests_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="tfds", path="tiny"), 0)
     assert error.value.problems[0].action == "Run: pip install tensorflow-datasets"
 
 
-def test_corpus_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_standard_library_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(text_module.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(), 0)

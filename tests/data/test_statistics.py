@@ -43,7 +43,7 @@ def texts(seed: int, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_counts_are_those_of_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_match_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_PASS_CHARACTERS", 100)
     made = texts(seed, 300)
     found = of(made)
@@ -64,7 +64,7 @@ def test_counts_are_those_of_a_plain_loop(seed: int, monkeypatch: pytest.MonkeyP
     assert found.quantiles()["50%"] == sorted(lengths)[149]
 
 
-def test_sequences_are_those_of_the_packing() -> None:
+def test_sequence_counts_match_packing() -> None:
     made = ["a" * length for length in (14, 3, 9, 1, 29, 0)]  # with begin and end 16, 5, 11, 3 ...
     targets = 15 + 4 + 10 + 2 + 30 + 1
     for packing, rows in {"concatenate": 5, "first_fit": 5, "best_fit": 5, "pad": 7}.items():
@@ -86,7 +86,7 @@ def test_duplicates_are_estimated_in_bounded_memory() -> None:
     assert abs(repeated / 40_000 - 1) < 4 / np.sqrt(312)
 
 
-def test_nothing_to_count() -> None:
+def test_statistics_without_documents() -> None:
     found = of([])
     assert found.tokens == found.num_sequences == found.duplicates == 0
     assert found.to_dict()["bytes_per_token"] is None and found.histogram() == []
@@ -114,7 +114,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ["quickstart", "data.source=text", "data.path=texts", "train.sequence_length=16"]
 
 
-def test_stats_as_json(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_stats_json_output(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = json.loads(printed(capsys, *run, "--json"))
     assert found["documents"] == 5 and found["unreadable"] == 1
     assert "4.txt" in found["first_unreadable"]
@@ -124,7 +124,7 @@ def test_stats_as_json(run: list[str], capsys: pytest.CaptureFixture[str]) -> No
     assert found["duplicate_tokens"] == 15
 
 
-def test_records_are_unreadable_whatever_happens_to_them(
+def test_stats_report_unreadable_records_if_skipped(
     run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With `skip` training takes them for empty documents, and a prepared folder has these."""
@@ -139,7 +139,7 @@ def test_records_are_unreadable_whatever_happens_to_them(
     assert "unreadable  1, written as empty documents by prepare" in printed(capsys, *tokens)
 
 
-def test_a_file_that_changes_is_no_unreadable_record(
+def test_deleted_file_is_not_an_unreadable_record(
     run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = open_source(DataConfig(source="text", path="texts"), 0)
@@ -148,14 +148,14 @@ def test_a_file_that_changes_is_no_unreadable_record(
         list(measure_texts(source, ByteTokenizer()))
 
 
-def test_stats_as_text(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_stats_text_output(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, *run)
     assert "1 empty" in out and "unreadable  1" in out and "0.82 per token" in out
     assert "78.12%" in out and "#" in out
     assert all(each.isprintable() or each == "\n" for each in out)
 
 
-def test_stats_as_a_page(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_stats_html_output(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """One file with nothing from elsewhere, the same each time."""
     printed(capsys, *run, "--out", "a.html")
     page = Path("a.html").read_text()
@@ -167,7 +167,7 @@ def test_stats_as_a_page(run: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert Path("b.html").read_text() == page
 
 
-def test_stats_as_png(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_stats_png_output(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     from PIL import Image
 
     printed(capsys, *run, "--out", "a.png")
@@ -176,14 +176,14 @@ def test_stats_as_png(run: list[str], capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(("out", "code"), [("a.pdf", 2), ("nowhere/a.html", 74)])
-def test_pictures_that_cannot_be_written(
+def test_data_stats_rejects_invalid_output_path(
     out: str, code: int, run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["data", "stats", *run, "--out", out]) == code
     assert "--out" in capsys.readouterr().err
 
 
-def test_stats_of_conversations(
+def test_data_stats_of_conversations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)

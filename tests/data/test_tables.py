@@ -55,7 +55,9 @@ def refusal(act: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 @pytest.mark.parametrize("dictionary", [True, False])
-def test_rows_are_those_of_a_plain_loop(compression: str, dictionary: bool, tmp_path: Path) -> None:
+def test_parquet_rows_match_written_rows(
+    compression: str, dictionary: bool, tmp_path: Path
+) -> None:
     options = {"compression": compression, "use_dictionary": dictionary}
     write(tmp_path / "a.parquet", ROWS[:40], **options)
     write(tmp_path / "b.parquet", ROWS[40:], **options)
@@ -74,9 +76,7 @@ def test_rows_are_those_of_a_plain_loop(compression: str, dictionary: bool, tmp_
     assert source(tmp_path).fingerprint() == found.fingerprint() != template.fingerprint()
 
 
-def test_only_columns_that_are_needed_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_needed_columns_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.parquet")
     read: list[Any] = []
     whole = pq.ParquetFile.read_row_group
@@ -92,9 +92,7 @@ def test_only_columns_that_are_needed_are_read(
     assert found.record(51) == ROWS[51] and read[2:] == [(5, None)]
 
 
-def test_the_cache_of_row_groups_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_group_cache_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet_format, "_CACHED_BYTES", 25_000)
     rows = [{"text": f"{i:04}" * 250} for i in range(100)]
     found = source(write(tmp_path / "a.parquet", rows, use_dictionary=False))
@@ -104,7 +102,7 @@ def test_the_cache_of_row_groups_is_bounded(
         assert 1 <= len(cached) <= 2
 
 
-def test_a_pickled_source_reads_the_same_rows_and_carries_no_cache(tmp_path: Path) -> None:
+def test_pickled_source_reads_same_rows_without_cache(tmp_path: Path) -> None:
     rows = [{"text": f"{i:04}" * 2500} for i in range(40)]
     records = source(write(tmp_path / "a.parquet", rows)).records  # type: ignore[attr-defined]
     before = [records.read(i) for i in range(40)]
@@ -113,7 +111,7 @@ def test_a_pickled_source_reads_the_same_rows_and_carries_no_cache(tmp_path: Pat
     assert [pickle.loads(content).read(i) for i in range(40)] == before
 
 
-def test_threads_read_the_same_rows(tmp_path: Path) -> None:
+def test_concurrent_threads_read_same_rows(tmp_path: Path) -> None:
     found = source(write(tmp_path / "a.parquet"))
     seen: list[list[str]] = []
 
@@ -128,7 +126,7 @@ def test_threads_read_the_same_rows(tmp_path: Path) -> None:
     assert seen == [[ROWS[i * 31 % 97]["text"] for i in range(97)]] * 4
 
 
-def test_columns_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_columns_are_rejected(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet")
     message = refusal(lambda: source(file, text_field="body")[12])
     assert f"{file}: row 12 = fields text, id, meta, messages, raw\n" in message
@@ -143,7 +141,7 @@ def test_columns_that_are_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F21")
-def test_files_that_are_no_parquet_or_cut(tmp_path: Path) -> None:
+def test_invalid_or_truncated_parquet_files_are_rejected(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet")
     content = file.read_bytes()
     for wrong in (b"", b"plain text", b"PAR1" * 3, content[:-1], content[: len(content) // 2]):
@@ -160,7 +158,7 @@ def test_files_that_are_no_parquet_or_cut(tmp_path: Path) -> None:
     assert "must contain rows" in refusal(lambda: source(empty))
 
 
-def test_text_in_a_row_that_is_not_utf8(tmp_path: Path) -> None:
+def test_row_with_invalid_utf8_is_rejected(tmp_path: Path) -> None:
     raw = pa.array([b"a", b"caf\xe9"], pa.binary())
     text = pa.Array.from_buffers(pa.string(), 2, raw.buffers())
     file = tmp_path / "a.parquet"
@@ -172,7 +170,7 @@ def test_text_in_a_row_that_is_not_utf8(tmp_path: Path) -> None:
         assert f"{file}: row 1 = byte 0xe9 at offset 3" in message and "must be UTF-8" in message
 
 
-def test_one_long_text_for_many_rows_does_not_fill_the_memory(tmp_path: Path) -> None:
+def test_repeated_long_string_does_not_exhaust_memory(tmp_path: Path) -> None:
     """As text it would take 100 GB, in the file it is there once."""
     texts = pa.array(["a" * (1 << 20)])
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), texts)
@@ -195,7 +193,7 @@ def repeated() -> Any:
     return pa.DictionaryArray.from_arrays(pa.array([0] * MANY, pa.int32()), pa.array(SAME))
 
 
-def test_nested_columns_hold_texts_that_repeat_once(tmp_path: Path) -> None:
+def test_repeated_strings_in_nested_columns_are_stored_once(tmp_path: Path) -> None:
     """In parts of a column, and in lists, whatever of them is read."""
     inner = pa.StructArray.from_arrays([repeated(), pa.array(range(MANY))], ["content", "id"])
     ones = pa.ListArray.from_arrays(pa.array(range(MANY + 1), pa.int32()), inner)
@@ -213,7 +211,7 @@ def test_nested_columns_hold_texts_that_repeat_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
-def test_a_row_of_a_long_text_many_times_is_refused(kind: str, tmp_path: Path) -> None:
+def test_row_with_repeated_long_string_is_rejected(kind: str, tmp_path: Path) -> None:
     inner = pa.StructArray.from_arrays([repeated()], ["content"])
     rows = pa.ListArray.from_arrays(pa.array([0, 1, MANY], pa.int32()), inner)
     table = pa.table({"messages": rows, "text": pa.array(["x", "y"])})
@@ -228,7 +226,7 @@ def test_a_row_of_a_long_text_many_times_is_refused(kind: str, tmp_path: Path) -
     assert "row 1 = " in message and "268435456" in message
 
 
-def test_texts_that_begin_alike_do_not_fill_the_memory(
+def test_delta_encoded_strings_do_not_exhaust_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 1 << 26)
@@ -260,7 +258,7 @@ def test_texts_that_begin_alike_do_not_fill_the_memory(
     assert [found[i] for i in range(50)] == texts
 
 
-def test_values_of_a_fixed_length_are_counted_written_out(
+def test_fixed_length_values_count_at_decoded_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 1 << 22)
@@ -273,7 +271,7 @@ def test_values_of_a_fixed_length_are_counted_written_out(
     assert f"{file}: row group 0 = 100 rows" in message and f"need {100 << 16}" in message
 
 
-def test_row_groups_that_are_too_large_are_refused(
+def test_oversized_row_groups_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = write(
@@ -288,7 +286,7 @@ def test_row_groups_that_are_too_large_are_refused(
     assert f"{file}: row group 4 = 10 rows\n" in message and "1000" in message
 
 
-def test_pyarrow_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_pyarrow_suggests_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     for kind in ("parquet", "huggingface"):
@@ -320,7 +318,7 @@ def save(folder: Path, parts: Sequence[Any], batch_rows: int = 8) -> Path:
     return folder
 
 
-def test_rows_of_a_saved_dataset(tmp_path: Path) -> None:
+def test_saved_dataset_rows_match_written_rows(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", [ROWS[:50], ROWS[50:]])
     found = source(folder, "huggingface")
     order = [*range(0, 97, 5), *range(96, -1, -1)]
@@ -336,7 +334,7 @@ def test_rows_of_a_saved_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")
-def test_what_the_library_itself_saves(tmp_path: Path) -> None:
+def test_dataset_saved_by_datasets_library_is_read(tmp_path: Path) -> None:
     # Fingerprints are given: to make them pickles the table, which not every pyarrow allows.
     code = (
         "import json, sys, datasets, pyarrow\n"
@@ -358,7 +356,7 @@ def test_what_the_library_itself_saves(tmp_path: Path) -> None:
     assert [found[i] for i in range(30)] == [row["text"] for row in rows]
 
 
-def test_a_dataset_with_splits(tmp_path: Path) -> None:
+def test_saved_dataset_with_splits(tmp_path: Path) -> None:
     for name in ("train", "test"):
         save(tmp_path / "saved" / name, [[{"text": name}]])
     about = tmp_path / "saved" / "dataset_dict.json"
@@ -371,7 +369,7 @@ def test_a_dataset_with_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("F21")
-def test_folders_that_are_no_saved_dataset(tmp_path: Path) -> None:
+def test_invalid_saved_datasets_are_rejected(tmp_path: Path) -> None:
     def refused(*words: str) -> None:
         message = refusal(lambda: source(tmp_path / "saved", "huggingface"))
         assert all(word in message for word in words), message
@@ -408,7 +406,7 @@ def test_folders_that_are_no_saved_dataset(tmp_path: Path) -> None:
     refused("is not a regular file")
 
 
-def test_compressed_batches_are_refused(tmp_path: Path) -> None:
+def test_compressed_arrow_batches_are_rejected(tmp_path: Path) -> None:
     folder = save(tmp_path / "saved", [ROWS])
     [file] = folder.glob("*.arrow")
     table = pa.table({"text": ["a" * 1000] * 10_000})
@@ -419,7 +417,7 @@ def test_compressed_batches_are_refused(tmp_path: Path) -> None:
     assert str(file) in message and "compressed batches" in message
 
 
-def test_offsets_beyond_the_file_are_refused(tmp_path: Path) -> None:
+def test_arrow_offsets_beyond_file_are_rejected(tmp_path: Path) -> None:
     """They would be read from other memory."""
     folder = save(tmp_path / "saved", [[{"text": "abc"}, {"text": "defg"}]])
     [file] = folder.glob("*.arrow")
@@ -433,7 +431,7 @@ def test_offsets_beyond_the_file_are_refused(tmp_path: Path) -> None:
     assert f"{file}: row 1" in message
 
 
-def test_a_saved_dataset_is_not_read_as_a_whole(tmp_path: Path) -> None:
+def test_saved_dataset_is_not_loaded_into_memory(tmp_path: Path) -> None:
     rows = [{"text": "a" * 10_000} for _ in range(5000)]
     folder = save(tmp_path / "saved", [rows], 100)
     before = pa.total_allocated_bytes()
@@ -446,7 +444,7 @@ def test_a_saved_dataset_is_not_read_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "parquet"])
-def test_names_of_columns_that_are_no_text(kind: str, tmp_path: Path) -> None:
+def test_column_name_with_invalid_utf8_is_rejected(kind: str, tmp_path: Path) -> None:
     """A file with such names is reported when a row is read."""
     if kind == "huggingface":
         folder = save(tmp_path / "saved", [[{"text": "one", "label": 1}]])

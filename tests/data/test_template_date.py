@@ -54,7 +54,7 @@ def on(day: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", ["messages", "pairs"])
-def test_a_run_that_resumes_on_another_day(
+def test_resume_on_another_day_keeps_date(
     kind: Literal["messages", "pairs"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, ids = section(tmp_path, kind), []
@@ -73,9 +73,7 @@ def test_a_run_that_resumes_on_another_day(
     assert np.array_equal(*ids)
 
 
-def test_a_folder_that_is_prepared_on_two_days(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prepare_over_two_days_keeps_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PrepareJob(
         data=section(tmp_path),
         tokenizer=TokenizerConfig(),
@@ -104,9 +102,7 @@ def test_a_folder_that_is_prepared_on_two_days(
     assert prepare(plan, silent).startswith(f"{plan.folder} is complete")
 
 
-def test_prompts_of_a_run_have_the_date_of_its_first_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_keep_date_of_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     prompt = {"messages": said(("user", "2+2=")), "answer": "4"}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")

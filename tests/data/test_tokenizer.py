@@ -81,20 +81,20 @@ def check_contract(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(UTF8)
-def test_bytes(text: str) -> None:
+def test_byte_tokenizer_round_trip(text: str) -> None:
     tokenizer = ByteTokenizer()
     check_contract(tokenizer, text)
     assert tokenizer.encode(text).tolist() == list(text.encode())
 
 
-def test_byte_ids() -> None:
+def test_byte_tokenizer_control_ids() -> None:
     tokenizer = open_tokenizer(TokenizerConfig())
     ids = (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id, tokenizer.vocab_size)
     assert ids == (256, 257, 258, 259)
     assert tokenizer.decode([0xC3, 256, 0x61]) == "\ufffda"
 
 
-def test_byte_level_vocabulary(byte_level: Tokenizer) -> None:
+def test_byte_level_bpe_round_trip(byte_level: Tokenizer) -> None:
     """Neither truncation and padding of the file nor control tokens in the text count."""
     check_contract(byte_level, TEXT)
     check_contract(byte_level, "😀 unseen\ttext")
@@ -102,7 +102,7 @@ def test_byte_level_vocabulary(byte_level: Tokenizer) -> None:
     assert byte_level.begin_id == byte_level.end_id == byte_level.pad_id == 0
 
 
-def test_byte_fallback_vocabulary(tmp_path: Path) -> None:
+def test_byte_fallback_bpe_round_trip(tmp_path: Path) -> None:
     path = write_byte_fallback(tmp_path / "tokenizer.json")
     tokenizer = open_tokenizer(TokenizerConfig(kind="huggingface", path=path))
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.vocab_size) == (0, 1, 263)
@@ -128,7 +128,7 @@ def test_control_tokens_from_tokenizer_config(tmp_path: Path) -> None:
         open_tokenizer(config)
 
 
-def test_file_mistakes(tmp_path: Path) -> None:
+def test_missing_or_invalid_tokenizer_file_is_rejected(tmp_path: Path) -> None:
     for path, text in [("", "No such file"), (str(tmp_path), "this folder does not")]:
         with pytest.raises(ConfigError) as error:
             open_tokenizer(TokenizerConfig(kind="huggingface", path=path))
@@ -141,7 +141,9 @@ def test_file_mistakes(tmp_path: Path) -> None:
         open_tokenizer(TokenizerConfig(kind="huggingface", path=str(bad)))
 
 
-def test_package_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_tokenizers_package_suggests_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
@@ -150,7 +152,7 @@ def test_package_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert error.value.problems[0].action == "Run: pip install 'maxpipe[tokenizers]'"
 
 
-def test_a_vocabulary_fits_the_model() -> None:
+def test_fit_tokenizer_rejects_small_model_vocabulary() -> None:
     fit_tokenizer(ByteTokenizer(), 259)
     with pytest.raises(ConfigError) as error:
         fit_tokenizer(ByteTokenizer(), 258)
@@ -160,7 +162,7 @@ def test_a_vocabulary_fits_the_model() -> None:
 
 
 @pytest.mark.fault("H4")
-def test_a_tokenizer_that_panics_is_a_mistake(byte_level_file: Path, tmp_path: Path) -> None:
+def test_tokenizer_panic_raises_config_error(byte_level_file: Path, tmp_path: Path) -> None:
     """The library's Rust code ends with an exception that is no `Exception`."""
     content = json.loads(byte_level_file.read_text())
     table = base64.b64encode(b"\x10\0\0\0abcdefghijklmnopqrst").decode()
@@ -174,7 +176,7 @@ def test_a_tokenizer_that_panics_is_a_mistake(byte_level_file: Path, tmp_path: P
 
 
 @pytest.mark.fault("H4")
-def test_numbers_of_tokens_do_not_fill_the_memory(byte_level_file: Path, tmp_path: Path) -> None:
+def test_huge_token_ids_do_not_exhaust_memory(byte_level_file: Path, tmp_path: Path) -> None:
     content = json.loads(byte_level_file.read_text())
     content["added_tokens"][0]["id"] = 2**32 - 1
     content["model"]["vocab"]["<|endoftext|>"] = 2**32 - 1

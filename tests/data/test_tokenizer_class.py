@@ -90,7 +90,7 @@ NEVER = {**FIRST, "a": [A], "a</s>a": [A, END, A]}
         ({}, "llama", FILE),
     ],
 )
-def test_spaces_in_front_of_text(
+def test_leading_space_follows_tokenizer_class(
     settings: dict[str, Any], model_type: str, ids: dict[str, list[int]], tmp_path: Path
 ) -> None:
     tokenizer = opened(tmp_path, model_type, **settings)
@@ -99,7 +99,7 @@ def test_spaces_in_front_of_text(
     assert tokenizer.decode(ids["a"]) == "a"
 
 
-def test_other_ids_have_another_fingerprint(tmp_path: Path) -> None:
+def test_fingerprint_changes_with_token_ids(tmp_path: Path) -> None:
     classes = ("PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer")
     before, same, after = (
         opened(tmp_path / name, tokenizer_class=name).fingerprint() for name in classes
@@ -107,7 +107,7 @@ def test_other_ids_have_another_fingerprint(tmp_path: Path) -> None:
     assert before == same != after
 
 
-def test_ids_of_the_file_as_it_is_are_refused_with_the_way_back(
+def test_ids_prepared_without_class_are_rejected_with_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, tokens = tmp_path / "model", str(tmp_path / "tokens")
@@ -147,7 +147,7 @@ def test_ids_of_the_file_as_it_is_are_refused_with_the_way_back(
         ("LlamaTokenizer", None, False, "LlamaTokenizer"),
     ],
 )
-def test_class_of_a_folder(
+def test_tokenizer_class_of_folder(
     stated: str | None, model_type: str | None, byte_level: bool, name: str
 ) -> None:
     found = class_name(
@@ -156,7 +156,7 @@ def test_class_of_a_folder(
     assert found == name
 
 
-def test_an_end_id_of_a_padded_row_ends_text(tmp_path: Path) -> None:
+def test_eos_id_in_padded_vocabulary_is_kept(tmp_path: Path) -> None:
     opened(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 300]}))
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path)))

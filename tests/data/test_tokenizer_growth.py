@@ -47,14 +47,14 @@ PREPEND = {"type": "Prepend", "prepend": "\u2581"}
         ([charsmap(b"ab\0")], 1),
     ],
 )
-def test_growth_is_the_most_that_one_character_becomes(
+def test_growth_is_maximum_expansion_per_character(
     steps: list[dict[str, Any]], expected: float
 ) -> None:
     assert growth(steps) == expected
 
 
 @pytest.mark.parametrize("part", ["normalizer", "decoder"])
-def test_a_definition_that_explodes_is_an_error(part: str) -> None:
+def test_check_growth_rejects_excessive_expansion(part: str) -> None:
     steps = {"type": "Sequence", f"{part}s": [replace("a", "a" * 10)] * 6}
     with pytest.raises(ValueError, match=rf"the {part} can expand text by a factor of 1e\+06"):
         check_growth({part: steps})
@@ -62,12 +62,12 @@ def test_a_definition_that_explodes_is_an_error(part: str) -> None:
     check_growth({part: None})
 
 
-def test_thousands_of_steps_are_an_error() -> None:
+def test_growth_rejects_thousands_of_steps() -> None:
     with pytest.raises(ValueError, match="5,000 steps"):
         growth([PREPEND] * 5000)
 
 
-def test_a_file_that_explodes_is_not_opened(tmp_path: Path) -> None:
+def test_tokenizer_file_with_excessive_growth_is_rejected(tmp_path: Path) -> None:
     steps = {"type": "Sequence", "normalizers": [replace("a", "a" * 10)] * 6}
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({"model": {"type": "BPE"}, "normalizer": steps}))

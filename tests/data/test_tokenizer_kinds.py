@@ -68,7 +68,7 @@ def refused(config: TokenizerConfig) -> str:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_sentencepiece_models(name: str, opened: dict[str, Tokenizer]) -> None:
+def test_sentencepiece_ids_match_library(name: str, opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened[name]
     assert tokenizer.vocab_size == 421
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id) == (1, 2, 2)
@@ -82,7 +82,7 @@ def test_sentencepiece_models(name: str, opened: dict[str, Tokenizer]) -> None:
         assert counted == (len(back.encode()) + 1 if ids else 0)
 
 
-def test_ranks(opened: dict[str, Tokenizer]) -> None:
+def test_tiktoken_ids_match_library(opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened["ranks"]
     assert tokenizer.vocab_size == 435
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id) == (431, 432, 432)
@@ -94,7 +94,7 @@ def test_ranks(opened: dict[str, Tokenizer]) -> None:
         assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
 
 
-def test_a_hugging_face_folder(opened: dict[str, Tokenizer]) -> None:
+def test_hugging_face_ids_match_library(opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened["folder"]
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id) == (0, 1, 1)
     assert tokenizer.end_ids == (1, 3)  # of generation_config.json
@@ -105,7 +105,7 @@ def test_a_hugging_face_folder(opened: dict[str, Tokenizer]) -> None:
         assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
 
 
-def test_chat_is_what_transformers_makes(opened: dict[str, Tokenizer]) -> None:
+def test_chat_rendering_matches_transformers(opened: dict[str, Tokenizer]) -> None:
     tokenizer, chats = opened["folder"], EXPECTED["folder"]["chats"]
     assert tokenizer.chat
     inputs = [ChatInput(messages) for messages, _, _ in chats]
@@ -122,7 +122,7 @@ def test_chat_is_what_transformers_makes(opened: dict[str, Tokenizer]) -> None:
 @settings(max_examples=50, deadline=None)
 @given(text=UTF8)
 @pytest.mark.parametrize("name", ["bytes", *CONFIGS])
-def test_text_comes_back_and_counts(name: str, text: str, opened: dict[str, Tokenizer]) -> None:
+def test_round_trip_and_byte_counts(name: str, text: str, opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened[name]
     ids = tokenizer.encode(text)
     assert ids.dtype == np.int32 and ids.ndim == 1
@@ -138,7 +138,7 @@ def test_text_comes_back_and_counts(name: str, text: str, opened: dict[str, Toke
 LONG = "".join(f"語{i}😀 naïve é" for i in range(40)) + "\U0001f3f4\U000e0067" * 30
 
 
-def test_a_stream_gives_whole_characters(tokenizer: Tokenizer) -> None:
+def test_text_stream_yields_whole_characters(tokenizer: Tokenizer) -> None:
     flow, ids = open_text_stream(tokenizer), tokenizer.encode(LONG).tolist()
     pieces = [flow.push(i) for i in [tokenizer.begin_id, *ids, tokenizer.end_id]]
     assert all("\ufffd" not in piece for piece in pieces)
@@ -149,7 +149,7 @@ def test_a_stream_gives_whole_characters(tokenizer: Tokenizer) -> None:
 @settings(max_examples=50, deadline=None)
 @given(ids=st.lists(st.integers(0, 600), max_size=90))
 @pytest.mark.parametrize("name", ["bytes", *CONFIGS])
-def test_any_ids_are_text(name: str, ids: list[int], opened: dict[str, Tokenizer]) -> None:
+def test_decode_accepts_any_ids(name: str, ids: list[int], opened: dict[str, Tokenizer]) -> None:
     """A model says what it wants: halves of characters, control ids, ids of its padding."""
     tokenizer = opened[name]
     known = [i for i in ids if i < tokenizer.vocab_size and i not in tokenizer.special_ids]
@@ -161,7 +161,7 @@ def test_any_ids_are_text(name: str, ids: list[int], opened: dict[str, Tokenizer
     assert flow.push(tokenizer.encode("a")[-1]) == "a"
 
 
-def test_control_tokens_have_no_length(tokenizer: Tokenizer) -> None:
+def test_control_tokens_have_zero_byte_length(tokenizer: Tokenizer) -> None:
     assert tokenizer.byte_lengths.shape == (tokenizer.vocab_size,)
     assert tokenizer.byte_lengths.dtype == np.int32
     assert not tokenizer.byte_lengths[list(tokenizer.special_ids)].any()
@@ -169,7 +169,7 @@ def test_control_tokens_have_no_length(tokenizer: Tokenizer) -> None:
     assert tokenizer.end_id in tokenizer.end_ids
 
 
-def test_a_token_that_is_spelled_out_counts_its_bytes(opened: dict[str, Tokenizer]) -> None:
+def test_visible_added_token_counts_its_bytes(opened: dict[str, Tokenizer]) -> None:
     [i] = opened["folder"].encode("<think>").tolist()
     assert opened["folder"].byte_lengths[i] == len("<think>")
     assert opened["unigram"].byte_lengths[opened["unigram"].encode("<think>")].sum() == 1 + 7
@@ -179,12 +179,12 @@ def test_a_token_that_is_spelled_out_counts_its_bytes(opened: dict[str, Tokenize
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_auto_finds_out_what_a_file_is(name: str, opened: dict[str, Tokenizer]) -> None:
+def test_auto_detects_tokenizer_kind(name: str, opened: dict[str, Tokenizer]) -> None:
     config = replace(CONFIGS[name], kind="auto")
     assert open_tokenizer(config).fingerprint() == opened[name].fingerprint()
 
 
-def test_a_folder_holds_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenizer]) -> None:
+def test_folder_must_contain_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenizer]) -> None:
     auto = TokenizerConfig(kind="auto", path=str(tmp_path))
     assert "this folder does not" in refused(auto)
     shutil.copy(GOLDEN / "unigram.model", tmp_path / "tokenizer.model")
@@ -201,7 +201,7 @@ def test_a_folder_holds_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenize
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04", b"words", b"# 1\n", b"a b 1\n"])
-def test_auto_refuses_what_it_does_not_know(content: bytes, tmp_path: Path) -> None:
+def test_auto_rejects_unknown_files(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
     assert "or a folder with one of these" in refused(TokenizerConfig(kind="auto", path=str(path)))
@@ -221,7 +221,7 @@ def in_folder(folder: Path) -> TokenizerConfig:
     return TokenizerConfig(kind="huggingface", path=str(folder))
 
 
-def test_roles_from_the_map_and_ends_from_names(folder: Path) -> None:
+def test_control_tokens_from_special_tokens_map_and_names(folder: Path) -> None:
     (folder / "tokenizer_config.json").unlink()
     (folder / "generation_config.json").unlink()
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -255,14 +255,16 @@ def test_roles_from_the_map_and_ends_from_names(folder: Path) -> None:
     ],
 )
 @pytest.mark.fault("H4")
-def test_settings_that_are_wrong(name: str, content: str | bytes, rule: str, folder: Path) -> None:
+def test_invalid_tokenizer_settings_are_rejected(
+    name: str, content: str | bytes, rule: str, folder: Path
+) -> None:
     (folder / "chat_template.jinja").unlink()
     raw = content if isinstance(content, bytes) else content.encode()
     (folder / name).write_bytes(raw)
     assert rule in refused(in_folder(folder))
 
 
-def test_a_settings_file_that_is_a_folder(folder: Path) -> None:
+def test_settings_path_that_is_a_folder_is_rejected(folder: Path) -> None:
     (folder / "special_tokens_map.json").mkdir()
     assert "Is a directory" in refused(in_folder(folder))
 
@@ -293,27 +295,27 @@ BYTES = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(
     ],
 )
 @pytest.mark.fault("H4")
-def test_ranks_that_are_wrong(text: str, rule: str, tmp_path: Path) -> None:
+def test_invalid_rank_files_are_rejected(text: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_text(text)
     message = refused(replace(RANKS, path=str(path)))
     assert "must be a tiktoken rank file" in message and rule in message
 
 
-def test_a_pattern_that_is_none() -> None:
+def test_invalid_split_patterns_are_rejected() -> None:
     assert "must be a tiktoken rank file" in refused(replace(RANKS, split_pattern="(((a"))
     for leaves_out in (r"\w+", r"\S+", "a"):
         assert "must cover the entire input" in refused(replace(RANKS, split_pattern=leaves_out))
 
 
 @pytest.mark.fault("H4")
-def test_a_pattern_that_takes_for_ever() -> None:
+def test_slow_split_pattern_is_rejected() -> None:
     tokenizer = open_tokenizer(replace(RANKS, split_pattern=r"((x+)\2?)+(?!x)y|\s+|\S"))
     with pytest.raises(ConfigError, match="must be a tokenizer that can process any text"):
         tokenizer.encode("x" * 60)
 
 
-def test_ranks_need_a_pattern_and_an_end() -> None:
+def test_rank_file_requires_pattern_and_eos() -> None:
     plain = TokenizerConfig(kind="auto", path=RANKS.path)
     message = refused(plain)
     assert "has 431 ranks and no pattern" in message and "tokenizer.split_pattern" in message
@@ -321,7 +323,7 @@ def test_ranks_need_a_pattern_and_an_end() -> None:
     assert "must have an EOS token" in refused(replace(RANKS, special_tokens=["<|a|>"]))
 
 
-def test_the_preset_of_a_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matching_preset_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(PRESETS["llama3"], ranks=431, special={"<|eot_id|>": 434, "</s>": 431})
     monkeypatch.setitem(PRESETS, "llama3", small)
     assert "tokenizer.preset=llama3" in refused(TokenizerConfig(kind="auto", path=RANKS.path))
@@ -331,7 +333,7 @@ def test_the_preset_of_a_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not tokenizer.byte_lengths[431:].any()
 
 
-def test_presets() -> None:
+def test_presets_match_published_models() -> None:
     """Numbers of ids that published models have, and ids of theirs."""
     import tiktoken as library
 
@@ -361,7 +363,7 @@ def test_presets() -> None:
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 0.999])
 @pytest.mark.fault("H4")
-def test_models_that_are_cut_off(name: str, kept: float, tmp_path: Path) -> None:
+def test_truncated_models_are_rejected(name: str, kept: float, tmp_path: Path) -> None:
     raw, path = (GOLDEN / f"{name}.model").read_bytes(), tmp_path / "tokenizer.model"
     path.write_bytes(raw[: int(len(raw) * kept)])
     config = TokenizerConfig(kind="sentencepiece", path=str(path))
@@ -370,7 +372,7 @@ def test_models_that_are_cut_off(name: str, kept: float, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.fault("H4")
-def test_models_with_other_bytes_work_or_are_refused(name: str, tmp_path: Path) -> None:
+def test_corrupt_models_work_or_are_rejected(name: str, tmp_path: Path) -> None:
     raw, path = (GOLDEN / f"{name}.model").read_bytes(), tmp_path / "tokenizer.model"
     generator = np.random.default_rng(7)
     refusals = 0
@@ -389,7 +391,7 @@ def test_models_with_other_bytes_work_or_are_refused(name: str, tmp_path: Path) 
 
 
 @pytest.mark.fault("H4")
-def test_many_empty_pieces_do_not_fill_the_memory(
+def test_many_empty_pieces_do_not_exhaust_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tokenizer.model"
@@ -407,7 +409,9 @@ def test_many_empty_pieces_do_not_fill_the_memory(
 
 
 @pytest.mark.parametrize("name", ["unigram", "ranks"])
-def test_package_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tokenizer_packages_suggest_install(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = CONFIGS[name]
     monkeypatch.setitem(sys.modules, config.kind, None)
     assert "pip install 'maxpipe[tokenizers]'" in refused_action(config)
@@ -419,7 +423,7 @@ def refused_action(config: TokenizerConfig) -> str:
     return error.value.problems[0].action
 
 
-def test_ranks_are_read_without_the_loader_of_tiktoken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_files_are_read_without_tiktoken_loader(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which downloads."""
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
     monkeypatch.setitem(sys.modules, "requests", None)

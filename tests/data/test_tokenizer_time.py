@@ -85,9 +85,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"model": word_pieces(1_000_000)},
     ],
 )
-def test_a_text_that_takes_too_long_is_an_error(
-    tmp_path: Path, short: None, parts: dict[str, Any]
-) -> None:
+def test_slow_encode_is_rejected(tmp_path: Path, short: None, parts: dict[str, Any]) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, **parts))
     text = "a" * 3500 if "model" in parts else SLOW
     begin = time.monotonic()
@@ -100,19 +98,19 @@ def test_a_text_that_takes_too_long_is_an_error(
 
 
 @pytest.mark.parametrize("way", ["encode_chat", "encode_chat_offsets"])
-def test_so_is_one_of_a_chat(tmp_path: Path, short: None, way: str) -> None:
+def test_slow_encode_chat_is_rejected(tmp_path: Path, short: None, way: str) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
     with pytest.raises(ConfigError, match="of CPU time, for 560 characters"):
         getattr(tokenizer, way)(SLOW)
 
 
-def test_the_text_of_several_that_is_too_slow_is_named(tmp_path: Path, short: None) -> None:
+def test_encode_batch_names_slow_text(tmp_path: Path, short: None) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
     with pytest.raises(ConfigError, match="of CPU time, for 563 characters"):
         tokenizer.encode_batch(["one", "two", "aa " + SLOW, "three"])
 
 
-def test_the_text_of_several_that_the_library_fails_with_is_named(tmp_path: Path) -> None:
+def test_count_names_text_that_fails_in_library(tmp_path: Path) -> None:
     """The engine gives up after 0.15 s, long before the limit of time."""
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split("(a+)+$")))
     with pytest.raises(ConfigError, match="retry-limit-in-match over, for 42 characters") as caught:
@@ -120,7 +118,7 @@ def test_the_text_of_several_that_the_library_fails_with_is_named(tmp_path: Path
     assert "starting with 'baaaa" in str(caught.value)
 
 
-def test_the_record_is_named(tmp_path: Path, short: None) -> None:
+def test_slow_record_is_named(tmp_path: Path, short: None) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("one", SLOW, "two")))
@@ -130,7 +128,7 @@ def test_the_record_is_named(tmp_path: Path, short: None) -> None:
     assert f"for {source.where(1)}, 560 characters" in str(caught.value)
 
 
-def test_a_decoder_that_takes_too_long_is_an_error(tmp_path: Path, short: None) -> None:
+def test_slow_decoder_is_rejected(tmp_path: Path, short: None) -> None:
     steps = {"type": "Sequence", "decoders": [{"type": "Fuse"}, replace(EXPONENTIAL)]}
     tokenizer = HuggingFaceTokenizer(write(tmp_path, decoder=steps))
     with pytest.raises(ConfigError, match=r"exceeds the limit of 0\.2 s of CPU time"):
@@ -138,7 +136,7 @@ def test_a_decoder_that_takes_too_long_is_an_error(tmp_path: Path, short: None) 
     assert tokenizer.decode(tokenizer.encode("caa")) == "cb"
 
 
-def test_limited_and_unlimited_ids_are_the_same(tmp_path: Path) -> None:
+def test_time_limit_does_not_change_ids(tmp_path: Path) -> None:
     """The second pattern has the same matches, and is not among those that need no limit."""
     texts = ["Hello  wor1d's end\n\n ", "", "a", " x" * 1000]
     (tmp_path / "other").mkdir()
@@ -165,17 +163,17 @@ def test_limited_and_unlimited_ids_are_the_same(tmp_path: Path) -> None:
         (word_pieces(1000), True),
     ],
 )
-def test_what_needs_a_limit(part: Any, expected: bool) -> None:
+def test_needs_limit(part: Any, expected: bool) -> None:
     assert files.needs_limit(part) is expected
 
 
-def test_time_without_work_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_counts_cpu_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A suspended process, or one that waits for a processor, loses no time of its limit."""
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
     assert files.run_with_time_limit(lambda: time.sleep(0.5) or 7, seconds=0.2) == 7
 
 
-def test_the_command_ends(tmp_path: Path) -> None:
+def test_slow_tokenizer_show_exits_with_error(tmp_path: Path) -> None:
     path = write(tmp_path, pre_tokenizer=split(EXPONENTIAL))
     program = (
         "import sys\n"

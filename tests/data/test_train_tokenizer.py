@@ -38,7 +38,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_vocabulary_is_learned(kind: str, corpus: Path, capsys: Capture) -> None:
+def test_train_writes_vocabulary(kind: str, corpus: Path, capsys: Capture) -> None:
     out = corpus / "a b"
     common = ["--vocab-size", "389", "--kind", kind, "--out"]
     assert train(str(corpus / "text"), *common, str(out)) == 0
@@ -60,7 +60,7 @@ def test_a_vocabulary_is_learned(kind: str, corpus: Path, capsys: Capture) -> No
     assert {each.name for each in corpus.iterdir()} == {"text", "lines", "a b", "c"}
 
 
-def test_what_is_there_stays(corpus: Path, capsys: Capture) -> None:
+def test_train_rejects_nonempty_output_folder(corpus: Path, capsys: Capture) -> None:
     out = corpus / "out"
     out.mkdir()
     (out / "mine").write_text("mine")
@@ -73,7 +73,7 @@ def test_what_is_there_stays(corpus: Path, capsys: Capture) -> None:
     assert [each.name for each in out.iterdir()] == ["mine"]
 
 
-def test_mistakes_are_explained(corpus: Path, capsys: Capture) -> None:
+def test_train_rejects_invalid_arguments(corpus: Path, capsys: Capture) -> None:
     (corpus / "text/b.jsonl").write_text('{"text": "a"}\n')
     (corpus / "empty.jsonl").write_text('{"text": ""}\n')
     for file, size, said in [
@@ -90,21 +90,21 @@ def test_mistakes_are_explained(corpus: Path, capsys: Capture) -> None:
         assert not out.exists()
 
 
-def test_a_small_corpus_gives_fewer(corpus: Path, capsys: Capture) -> None:
+def test_train_on_small_corpus_gives_fewer_tokens(corpus: Path, capsys: Capture) -> None:
     (corpus / "a.txt").write_text("ab ab ab\n")
     out = corpus / "out"
     assert train(str(corpus / "a.txt"), "--vocab-size", "999", "--out", str(out)) == 0
     assert "too little text for 999 token IDs" in capsys.readouterr().out
 
 
-def test_a_folder_that_cannot_be_written(corpus: Path, capsys: Capture) -> None:
+def test_train_reports_unwritable_output_folder(corpus: Path, capsys: Capture) -> None:
     out = corpus / "text/a.md/out"
     assert train(str(corpus / "text"), "--vocab-size", "300", "--out", str(out)) == 74
     assert "cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_ctrl_c_leaves_nothing(corpus: Path) -> None:
+def test_interrupted_training_leaves_no_files(corpus: Path) -> None:
     text = (corpus / "text/a.md").read_text(encoding="utf-8")
     with open(corpus / "large.txt", "w", encoding="utf-8") as stream:
         stream.writelines(f"{text}{i * 7919}" for i in range(4000))
@@ -121,7 +121,7 @@ def test_ctrl_c_leaves_nothing(corpus: Path) -> None:
     assert {each.name for each in corpus.iterdir()} == {"text", "lines", "large.txt"}
 
 
-def test_progress_is_reported(corpus: Path) -> None:
+def test_train_reports_progress(corpus: Path) -> None:
     sources = train_tokenizer.open_training_files([str(corpus / "lines")], "body")
     seen: list[tuple[str, int, int]] = []
     train_tokenizer.train(sources, "bpe", 300, lambda *said: seen.append(said))
@@ -129,7 +129,7 @@ def test_progress_is_reported(corpus: Path) -> None:
     assert ("computing the vocabulary", 0, 0) in seen
 
 
-def test_show(capsys: Capture) -> None:
+def test_tokenizer_show_command(capsys: Capture) -> None:
     assert (
         main(["tokenizer", "show", str(GOLDEN / "folder"), "--text", "Hello <|end_of_text|>"]) == 0
     )
@@ -152,7 +152,7 @@ def test_show(capsys: Capture) -> None:
     assert "tokenizer.preset" in capsys.readouterr().err
 
 
-def test_a_config_and_keys_name_the_documents(corpus: Path, capsys: Capture) -> None:
+def test_train_accepts_config_and_data_keys(corpus: Path, capsys: Capture) -> None:
     common = ["--vocab-size", "389", "--out"]
     lines = corpus / "lines/a.jsonl"
     assert train(str(lines), "--field", "body", *common, str(corpus / "a")) == 0

@@ -131,7 +131,7 @@ CASES: dict[str, tuple[list[Any], str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_action_reads_the_keys(
+def test_suggested_settings_read_unread_keys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     records, settings, remark, text = CASES[name]
@@ -149,7 +149,7 @@ def test_the_action_reads_the_keys(
 
 
 @pytest.mark.parametrize("command", ["stats", "prepare"])
-def test_statistics_and_preparing_name_the_action(
+def test_stats_and_prepare_suggest_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     more = ["--out", str(tmp_path / "tokens"), "--workers", "1"] * (command == "prepare")
@@ -161,7 +161,7 @@ def test_statistics_and_preparing_name_the_action(
         assert remark in capsys.readouterr().out
 
 
-def test_responses_that_are_not_wanted() -> None:
+def test_negative_labels_suggest_removing_records() -> None:
     """TRL's form of KTO: a label says whether the completion is good."""
     records = [{"prompt": "a", "completion": "b", "label": each} for each in (True, False)]
     config = SourceConfig(source="jsonl", chat="prompt", response_field="completion")
@@ -175,13 +175,13 @@ def test_responses_that_are_not_wanted() -> None:
 @pytest.mark.parametrize(
     "labels", [(0, 1), ([0], [1]), ({"a": 1}, None), (True, "b"), (0.0, False)]
 )
-def test_labels_of_another_type_are_columns_only(labels: tuple[object, object]) -> None:
+def test_non_boolean_labels_get_no_suggestion(labels: tuple[object, object]) -> None:
     records = [{"text": "one two", "label": label} for label in labels]
     config = SourceConfig(source="jsonl", path="a")
     assert columns_not_read(Listed(records), config) == ["this column is not read: label"]
 
 
-def test_settings_are_tried_on_a_limited_amount_of_text() -> None:
+def test_suggestions_read_limited_amount_of_text() -> None:
     """Later records are not read: 32 records of 256 MiB each would not fit in memory."""
     records = [{"text": "word " * (1 << 20)}, {"text": "a b", "note": "one two"}]
     config = SourceConfig(source="jsonl", path="a")
@@ -189,13 +189,13 @@ def test_settings_are_tried_on_a_limited_amount_of_text() -> None:
     assert columns_not_read(Listed(records[::-1]), config) != []
 
 
-def test_what_the_messages_say_already_needs_no_action() -> None:
+def test_field_repeated_in_messages_gets_no_suggestion() -> None:
     records = [{"prompt": "Where is it?", "context": "Where is it?", "response": "Here."}]
     config = SourceConfig(source="jsonl", chat="prompt")
     assert suggest_settings(["context"], Listed(records), config) == ""
 
 
-def test_settings_that_fail_are_not_named() -> None:
+def test_failing_settings_are_not_suggested() -> None:
     """A system message is there already; a text is not one in all records."""
     records = [{"system": "b", "messages": said(("system", "a"), ("user", "c"))}]
     config = SourceConfig(source="jsonl", chat="messages")
@@ -208,7 +208,7 @@ def test_settings_that_fail_are_not_named() -> None:
     assert columns_not_read(Listed(records), config) == ["this column is not read: note"]
 
 
-def test_texts_without_columns_have_no_remark() -> None:
+def test_records_without_columns_have_no_remark() -> None:
     config = SourceConfig(source="jsonl")
     assert columns_not_read(Listed(["a", "b"]), config) == []
     assert columns_not_read(Listed([{"text": "a", "note": ""}]), config) == []

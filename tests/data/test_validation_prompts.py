@@ -27,7 +27,7 @@ def of(text: str, marks: str) -> ValidationPrompt | None:
     return last_turn(EncodedDocument(np.frombuffer(text.encode(), np.uint8), trained), BYTES)
 
 
-def test_the_last_trained_message_is_the_answer() -> None:
+def test_last_trained_message_is_the_answer() -> None:
     assert of("abcdef", "..xx..") == ValidationPrompt([*b"ab"], "ab", "cd")
     assert of("abcdef", ".x..xx") == ValidationPrompt([*b"abcd"], "abcd", "ef")
     assert of("abcdef", "xx..x.") == ValidationPrompt([*b"abcd"], "abcd", "e")
@@ -36,7 +36,7 @@ def test_the_last_trained_message_is_the_answer() -> None:
     assert last_turn(EncodedDocument(np.zeros(3, np.uint8)), BYTES) is None
 
 
-def test_turns_are_of_what_is_held_out(tmp_path: Path) -> None:
+def test_validation_prompts_come_from_held_out_documents(tmp_path: Path) -> None:
     """From the documents for validation, those that leave room; else from sets of their own."""
     chats = [said(("user", f"q{n}" * (1 + 9 * (n % 3))), ("assistant", f"a{n}")) for n in range(30)]
     chats[4] = said(("user", "no answer"))

@@ -76,7 +76,7 @@ def trained(sequences: WindowedSequences, order: np.ndarray) -> np.ndarray:
     return np.concatenate([each["tokens"][each["segment_ids"] > 0] for each in found])
 
 
-def test_splits_hold_every_token_once() -> None:
+def test_splits_contain_every_token_once() -> None:
     held, kept = opened("validation"), opened("train")
     tokens = [trained(each, np.arange(len(each))) for each in (held, kept)]
     documents = Numbers()
@@ -90,7 +90,7 @@ def test_splits_hold_every_token_once() -> None:
 
 
 @pytest.mark.parametrize("packing", FITTED)
-def test_whole_documents_are_once_in_a_row(packing: Packing) -> None:
+def test_packed_documents_are_in_exactly_one_row(packing: Packing) -> None:
     held, kept = opened("validation", packing=packing), opened("train", packing=packing)
     documents = Numbers()
     rows = [each.documents(number) for each in (held, kept) for number in range(len(each))]
@@ -106,7 +106,7 @@ def test_whole_documents_are_once_in_a_row(packing: Packing) -> None:
     assert targets == kept.num_targets
 
 
-def test_rows_of_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_row_counts_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = opened(packing="best_fit", cache_dir=str(tmp_path))
     read = Numbers.lengths_between
 
@@ -126,7 +126,7 @@ def test_rows_of_windows_are_counted_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_epochs_see_each_sequence_once_in_orders_of_their_own(packing: Packing) -> None:
+def test_each_epoch_has_every_sequence_once_in_new_order(packing: Packing) -> None:
     sequences = opened(packing=packing)
     count = len(sequences)
     orders = [sequences.epoch_permutation(5, 1, epoch)(np.arange(count)) for epoch in range(3)]
@@ -138,7 +138,7 @@ def test_epochs_see_each_sequence_once_in_orders_of_their_own(packing: Packing) 
     assert all(np.count_nonzero(np.diff(each)) == 2 for each in visited)  # three windows
 
 
-def test_documents_are_shuffled_inside_windows() -> None:
+def test_documents_are_shuffled_within_windows() -> None:
     sequences = opened()
     window = sequences[0]["tokens"]
     assert np.count_nonzero(np.diff(window.astype(int)) == 1) < 5
@@ -152,7 +152,7 @@ def test_documents_are_shuffled_inside_windows() -> None:
     )
 
 
-def test_no_sequence_is_outside() -> None:
+def test_sequence_index_out_of_range_raises_error() -> None:
     sequences = opened()
     for index in (-1, len(sequences)):
         with pytest.raises(IndexError):
@@ -168,7 +168,7 @@ def hundred_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_hundred_gigabytes_open_at_once(hundred_gigabytes: Path) -> None:
+def test_hundred_gigabytes_open_in_seconds(hundred_gigabytes: Path) -> None:
     """Bars: 5 s and 1 GB. By the clock: processor time would not count a wait for the disk."""
     ran = subprocess.run(
         [sys.executable, "-c", MEASURED, str(hundred_gigabytes)], capture_output=True, text=True
@@ -182,7 +182,7 @@ def test_a_hundred_gigabytes_open_at_once(hundred_gigabytes: Path) -> None:
     assert max(found["seeks"]) < 5, found
 
 
-def test_a_run_of_windows_does_not_depend_on_the_rows_it_reads(hundred_gigabytes: Path) -> None:
+def test_windowed_batches_do_not_depend_on_rows_read(hundred_gigabytes: Path) -> None:
     data = DataConfig(source="tokens", path=str(hundred_gigabytes))
     found: Datasets = build_loaders(
         data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=128
@@ -217,7 +217,7 @@ def test_windows_in_a_mixture(hundred_gigabytes: Path, tmp_path: Path) -> None:
     assert large == list(range(len(large))) and len(rows) == 24
 
 
-def test_places_and_sizes_are_those_of_the_files() -> None:
+def test_windowed_document_locations_and_sizes() -> None:
     sequences = opened()
     numbers = sequences.documents(0)
     assert [sequences.where(each) for each in numbers] == [f"document {i}" for i in numbers]
