@@ -1,7 +1,7 @@
-"""What `transformers` makes of conversations. Usage: chat_oracle.py FOLDER.
+"""Encode conversations with `transformers`. Usage: chat_oracle.py FOLDER.
 
-The folder is a tokenizer's, with jobs.json: templates by name, and conversations. Written is
-answers.json: of each template, for each conversation, its ids and which of them are trained.
+FOLDER contains a tokenizer and jobs.json, which holds templates by name and conversations. The
+script writes answers.json: token IDs and assistant masks by template and conversation.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What several tests of data read."""
+"""Fixtures shared by the data tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """24 short documents, one in each file."""
+    """Create a folder of 24 short documents, one per file."""
     path = tmp_path_factory.mktemp("texts")
     for i in range(24):
         (path / f"{i:02}.txt").write_text(f"document {i} " * (1 + i % 7))

@@ -1,4 +1,4 @@
-"""Conversations, chat templates in three public styles, and a tokenizer for tests of both."""
+"""Conversations, chat templates in three published styles, and a tokenizer for chat tests."""
 
 from __future__ import annotations
 
@@ -63,34 +63,38 @@ SPECIAL = (
 )
 
 
-def said(*turns: tuple[str, str]) -> list[dict[str, str]]:
-    """Messages of roles and contents."""
+def messages_of(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    """Build messages from (role, content) pairs."""
     return [{"role": role, "content": content} for role, content in turns]
 
 
 CONVERSATIONS = [
-    said(("user", "Where is the station?"), ("assistant", "Behind the market, on the left.")),
-    said(
+    messages_of(
+        ("user", "Where is the station?"), ("assistant", "Behind the market, on the left.")
+    ),
+    messages_of(
         ("system", "Answer in one word."),
         ("user", "Colour of grass?\n\nPlease."),
         ("assistant", "Green 🌱"),
         ("user", "And of  snow"),
         ("assistant", "White,\nmostly. "),
     ),
-    said(("user", "naïve 語 😀"), ("assistant", ""), ("user", " "), ("assistant", "é\n\n1234567")),
-    said(("user", "A question without an answer")),
+    messages_of(
+        ("user", "naïve 語 😀"), ("assistant", ""), ("user", " "), ("assistant", "é\n\n1234567")
+    ),
+    messages_of(("user", "A question without an answer")),
 ]
 
 
 def without_blocks(template: str) -> str:
-    """The template as it was before somebody marked what is trained."""
+    """Remove the generation blocks from a chat template."""
     for each in ("{%- generation %}", "{%- endgeneration %}"):
         template = template.replace(each, "")
     return template
 
 
 def make_tokenizer(folder: Path, template: str = "") -> Path:
-    """A Hugging Face folder with a byte-level vocabulary of a few merges, the same each time."""
+    """Write a Hugging Face tokenizer folder with a small, deterministic byte-level BPE."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -115,13 +119,13 @@ def make_tokenizer(folder: Path, template: str = "") -> Path:
 
 
 def write_records(path: Path, records: Sequence[Any]) -> Path:
-    """JSON lines."""
+    """Write records as JSON lines."""
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
     return path
 
 
 class Listed:
-    """A source of records in memory."""
+    """In-memory source of records."""
 
     name = "listed"
     unreadable: tuple[int, ...] = ()
@@ -148,4 +152,4 @@ class Listed:
         return {}
 
     def check_unchanged(self, moved: object = None) -> None:
-        """There are no files."""
+        """Do nothing: an in-memory source has no files."""

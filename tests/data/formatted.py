@@ -1,4 +1,4 @@
-"""The same documents in each format of files."""
+"""Write the same documents in every supported file format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORMATS += ["parquet", "huggingface", "arrayrecord"]
 
 
 def formatted(kind: str, texts: Sequence[str], folder: Path) -> DataConfig:
-    """What reads these documents, of which none is empty, from files that are written here."""
+    """Write nonempty documents in one format; return the data config that reads them."""
     folder.mkdir(exist_ok=True)
     rows = [{"text": text} for text in texts]
     lines = [json.dumps(row).encode() for row in rows]

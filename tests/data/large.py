@@ -1,4 +1,4 @@
-"""A prepared folder of 100 GB that takes 40 MB, and a program that opens it."""
+"""A sparse 100 GB prepared folder that uses 40 MB of disk, and a program that opens it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.io.typed_json import dump_checksummed
 
 SHARDS, DOCUMENTS, TOKENS = 100, 1_000_000, 500
-"""Of 100 GB: 50 billion tokens of two bytes each."""
+"""Dimensions of the 100 GB folder: 50 billion tokens of two bytes each."""
 
 
 def write_sparse(folder: Path) -> None:
-    """Every id is 0, in files without blocks on the disk. All shards share one index."""
+    """Write sparse files in which every token ID is 0. All shards share one index."""
     entries: dict[str, Any] = {}
 
     def written(suffix: str, parts: Any) -> list[int]:
@@ -112,10 +112,10 @@ for step in (10, 10_000_000, 10_000_001):
     start = time.perf_counter()
     sizes.append(found.train.batch(step)["tokens"].shape)
     times.append(time.perf_counter() - start)
-# Not getrusage: that counts the memory of the process that started this one, too.
+# Not getrusage: its peak includes the memory of the parent process.
 [peak] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")]
 peak = int(peak) * 1024
 print(json.dumps({"open": opened - begin, "first": first - opened, "seeks": times, "peak": peak,
                   "sizes": sizes, "tokens": found.train.sequences.num_tokens}))
 """
-"""Prints seconds and bytes of a process that opens the folder and reads batches."""
+"""Program that opens the folder, reads batches, and prints its times and peak memory."""

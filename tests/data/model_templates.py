@@ -1,6 +1,6 @@
-"""Chat templates with the logic of those that are published with eight model families.
+"""Chat templates with the logic of templates published with eight model families.
 
-They are written for tests, with the control tokens of `conversations.py`.
+They are written for the tests and use the control tokens of `conversations.py`.
 """
 
 from __future__ import annotations

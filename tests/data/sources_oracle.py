@@ -1,10 +1,10 @@
-"""What `transformers` makes of random conversations. Usage: sources_oracle.py FOLDER.
+"""Encode random conversations with `transformers`. Usage: sources_oracle.py FOLDER.
 
-The folder is a tokenizer's, with jobs.json: templates by name, and records. The script writes
-answers.json: ids and trained tokens of each record for each template, or null where the template
-refuses the record. Without generation blocks the trained part of a final answer is what follows
-the prompt that a model is given, which is TRL's definition. Of a prompt that opens a block which
-the answer lacks, as that of DeepSeek R1, it begins where another content would differ.
+FOLDER contains a tokenizer and jobs.json, which holds templates by name and records. The script
+writes answers.json: token IDs and trained tokens by template and record, or null if the template
+rejects the record. Without generation blocks, the trained part of a final answer follows the
+generation prompt, as in TRL. If the generation prompt opens a block that the answer lacks, as
+for DeepSeek R1, the trained part begins at the first token that depends on the answer's content.
 """
 
 import json
@@ -44,17 +44,17 @@ def answer(record, template):
         return {"ids": ids, "last": None}
     if ids[: len(asked)] == asked:
         return {"ids": ids, "last": len(asked)}
-    # A prompt may open a block of reasoning that the record lacks: the answer then begins where
-    # its content makes a difference.
+    # A generation prompt may open a reasoning block that the record lacks. The answer then begins
+    # at the first token that depends on its content.
     other = {**messages[-1], "content": "Zebra"}
     others = rendered(record, [*messages[:-1], other], template)["input_ids"]
-    begin = min(alike(asked, ids), alike(others, ids))
+    begin = min(common_prefix_length(asked, ids), common_prefix_length(others, ids))
     is_prefix = len(before) < begin and ids[: len(before)] == before
     return {"ids": ids, "last": begin if is_prefix else None}
 
 
-def alike(one, other):
-    """Number of tokens with which both begin."""
+def common_prefix_length(one, other):
+    """Return the length of the common prefix."""
     pairs = zip(one, other, strict=False)
     shorter = min(len(one), len(other))
     return next((n for n, (left, right) in enumerate(pairs) if left != right), shorter)

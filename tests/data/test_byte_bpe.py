@@ -1,4 +1,4 @@
-"""The fast way of byte-level BPE: the ids of `tokenizers`, or none."""
+"""Fast path of byte-level BPE: returns the same token IDs as `tokenizers`, or None."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ TEXTS = st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=30).map
 
 
 def silent(*_: object) -> None:
-    """Reports nothing."""
+    """Discard progress reports."""
 
 
 @pytest.fixture(scope="module")
 def definition() -> dict[str, Any]:
-    """A tokenizer.json of some hundred merges."""
+    """Train a tokenizer.json with a few hundred merges."""
     texts = [
         f"{one}{two} {one} the singing of {number}"
         for number, one in enumerate(WORDS)
@@ -56,7 +56,7 @@ Make = Callable[..., HuggingFaceTokenizer]
 
 @pytest.fixture
 def made(definition: dict[str, Any], tmp_path: Path) -> Make:
-    """Makes the tokenizer after a change to its definition."""
+    """Return a function that changes the definition and opens the resulting tokenizer."""
 
     def make(change: Callable[[dict[str, Any]], object] = silent) -> HuggingFaceTokenizer:
         copy = json.loads(json.dumps(definition))
@@ -71,14 +71,14 @@ def made(definition: dict[str, Any], tmp_path: Path) -> Make:
 def trained(
     definition: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> HuggingFaceTokenizer:
-    """The tokenizer as it is."""
+    """Open the unchanged tokenizer."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
     path.write_text(json.dumps(definition))
     return HuggingFaceTokenizer(str(path))
 
 
-def fast(tokenizer: HuggingFaceTokenizer) -> ByteBpe:
-    """The fast way, which there must be."""
+def fast_path(tokenizer: HuggingFaceTokenizer) -> ByteBpe:
+    """Return the fast path of the tokenizer, which must have one."""
     found = tokenizer._byte_bpe
     assert found is not None
     return found
@@ -88,7 +88,7 @@ def fast(tokenizer: HuggingFaceTokenizer) -> ByteBpe:
 @given(text=TEXTS)
 def test_fast_path_ids_match_tokenizers(text: str, trained: HuggingFaceTokenizer) -> None:
     expected = trained.encode(text).tolist()
-    found = fast(trained).encode(text)
+    found = fast_path(trained).encode(text)
     assert found is None or found.tolist() == expected
     batch = trained.encode_batch([text, "the"])
     assert batch[0].tolist() == expected
@@ -109,12 +109,12 @@ def test_known_patterns_match_tokenizers(pattern: str | None, made: Make) -> Non
     tokenizer = made(change)
     draw = np.random.default_rng(2)
     texts = ["".join(draw.choice(PIECES, 40)) for _ in range(200)]
-    # Every character that is in a block of letters, beside letters, digits and spaces.
+    # Characters of many Unicode blocks next to letters, digits and spaces.
     texts += [f"a{chr(i)}b 1{chr(i)}2 {chr(i)} \n{chr(i)}" for i in range(0x80, 0x3000, 5)]
     taken = 0
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert ids.tolist() == tokenizer.encode(text).tolist(), text
-        taken += fast(tokenizer).encode(text) is not None
+        taken += fast_path(tokenizer).encode(text) is not None
     assert taken > 0.9 * (len(texts) - 200)
 
 
@@ -124,7 +124,7 @@ def test_fast_path_skips_text_that_may_differ(made: Make) -> None:
             {**content["added_tokens"][0], "id": 9000, "content": "<tool>", "special": False}
         )
     )
-    found = fast(tokenizer)
+    found = fast_path(tokenizer)
     for text in ("ſ", "\u212a", "\U000e0001", "a <tool> b", "x" * (1 << 19)):
         assert found.encode(text) is None
         assert tokenizer.encode_batch([text])[0].tolist() == tokenizer.encode(text).tolist()
@@ -133,7 +133,7 @@ def test_fast_path_skips_text_that_may_differ(made: Make) -> None:
 
 
 def _unreachable(content: dict[str, Any]) -> None:
-    """A token of three bytes of which the last two are always merged first."""
+    """Add a three-byte token that is never produced: its last two bytes always merge first."""
     model = content["model"]
     second, third = model["merges"][0]
     model["vocab"] |= {f"q{second}": 8000, f"q{second}{third}": 8001}

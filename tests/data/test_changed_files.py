@@ -1,4 +1,4 @@
-"""Files that change: before training, between save and resume, and while they are read."""
+"""Data files that change before training, between save and resume, or while they are read."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ TEXTS = [f"document {number} says {number * 7919 % 1000:03} " * 12 for number in
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Digests of files that were just written are stored."""
+def cache_recent_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache the digests of recently written files, too."""
     monkeypatch.setattr(files_module, "SETTLED_SECONDS", 0.0)
     monkeypatch.setattr(digests_module, "SETTLED_SECONDS", 0.0)
 
@@ -51,7 +51,7 @@ def opened(data: DataConfig, tmp_path: Path) -> Datasets:
 
 
 def overwrite(path: Path, at: int, new: bytes) -> None:
-    """Changes bytes in place; size and time of the file stay as they are."""
+    """Change bytes in place without changing the size or modification time of the file."""
     before = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -71,7 +71,7 @@ def reads_all(found: Datasets) -> list[np.ndarray]:
 
 
 def test_digest_depends_on_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files of any size around that of a block, and as another reader gets their pieces."""
+    """Covers file sizes around the block size and content that arrives in chunks of any size."""
     monkeypatch.setattr(digests_module, "BLOCK_BYTES", 64)
     draw, path = random.Random(1), tmp_path / "a"
     seen: dict[str, bytes] = {}
@@ -96,7 +96,7 @@ def test_digest_depends_on_every_byte(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_unchanged_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again only after something was written to them, or another file is in their place."""
+    """A file is hashed again only after it was written to or replaced."""
     data, index = formatted("text", TEXTS[:3], tmp_path / "data"), str(tmp_path / ".index")
     read: list[str] = []
 
@@ -135,13 +135,13 @@ def test_unchanged_files_are_hashed_once(tmp_path: Path, monkeypatch: pytest.Mon
     for stored in Path(index).glob("digests-*.json"):
         stored.write_text(stored.read_text().replace("00001", "00003"))
     content()
-    assert len(read) == 3  # what is stored was damaged
+    assert len(read) == 3  # the cached digests are damaged
 
 
 def test_recently_written_file_is_hashed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its clock may not have moved when it changes."""
+    """Its modification time may be the same after another change."""
     monkeypatch.setattr(files_module, "SETTLED_SECONDS", 60.0)
     data = formatted("text", TEXTS[:2], tmp_path / "data")
     Digests(str(tmp_path / ".index"), keep=True).compute(find_files(data.path, ()))
@@ -152,7 +152,7 @@ def test_recently_written_file_is_hashed_again(
 
 
 def test_digests_of_deleted_files_are_dropped(tmp_path: Path) -> None:
-    """When another file is added; files that another source reads are kept."""
+    """They are dropped when another file is added; digests of other sources' files are kept."""
     folder, store = tmp_path / "data", tmp_path / "store"
     folder.mkdir()
     for name in ("a.txt", "b.txt", "c.txt"):
@@ -177,7 +177,7 @@ def test_many_files_are_grouped_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_any_changed_byte_changes_content_fingerprint(kind: str, tmp_path: Path) -> None:
-    """Also with the size and the time of before. The index of a new run is made again."""
+    """Even if size and modification time are unchanged. A new run rebuilds the index."""
     data = formatted(kind, TEXTS, tmp_path / "data")
     before = opened(data, tmp_path).train.fingerprint()
     assert compare_fingerprints(before, opened(data, tmp_path).train.fingerprint()) == []
@@ -194,7 +194,7 @@ def test_any_changed_byte_changes_content_fingerprint(kind: str, tmp_path: Path)
             assert str(tmp_path) in str(error) or "data.text_field" in str(error)
         else:
             names = [name for name, *_ in compare_fingerprints(before, now)]
-            # Many files of text are compared by groups.
+            # Text files are compared in groups if there are many.
             expected = "the content of " if kind == "text" else f"the content of {path.name}"
             assert any(name.startswith(expected) for name in names), at
         flip(path, at)
@@ -202,7 +202,7 @@ def test_any_changed_byte_changes_content_fingerprint(kind: str, tmp_path: Path)
 
 
 def test_stale_index_is_rebuilt(tmp_path: Path) -> None:
-    """In the middle of a large file, with as many tokens as before."""
+    """The change is in the middle of a large file and keeps the number of tokens."""
     texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
     data = formatted("jsonl", texts, tmp_path / "data")
     first = reads_all(opened(data, tmp_path))
@@ -228,7 +228,7 @@ def longest(data: DataConfig, tmp_path: Path) -> tuple[Datasets, Path]:
 @pytest.mark.parametrize("kind", ["text", "jsonl", "huggingface", "parquet", "arrayrecord"])
 @pytest.mark.parametrize("how", ["flip", "append", "cut", "replace"])
 def test_file_change_during_run_raises_error(kind: str, how: str, tmp_path: Path) -> None:
-    """Is noticed before a batch has any of it; a file that is cut ends no process by a signal."""
+    """No batch contains changed data, and a truncated file does not crash the process."""
     data = formatted(kind, TEXTS, tmp_path / "data")
     expected = reads_all(opened(data, tmp_path))
     found, path = longest(data, tmp_path)
@@ -250,13 +250,13 @@ def test_file_change_during_run_raises_error(kind: str, how: str, tmp_path: Path
         except MaxpipeError as error:
             raised = True
             assert error.exit_code in (2, 74) and str(tmp_path / "data") in str(error)
-    # The reader of ArrayRecord has its file open: another one in its place is not read.
+    # The ArrayRecord reader keeps its file open and does not read a replacement.
     assert raised or kind == "arrayrecord"
 
 
 @pytest.mark.parametrize("rounds", [10, pytest.param(40, marks=pytest.mark.long)])
 def test_random_file_changes_during_run(rounds: int, tmp_path: Path) -> None:
-    """Each batch is what it was, or an error."""
+    """Each batch is unchanged or raises an error."""
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     expected = reads_all(opened(data, tmp_path))
     draw, path = random.Random(3), Path(data.path)
@@ -270,13 +270,13 @@ def test_random_file_changes_during_run(rounds: int, tmp_path: Path) -> None:
                 assert (found.train.batch(step)["tokens"] == batch).all(), at
             except MaxpipeError:
                 bad += 1
-        # Each document is in few batches; a space between two keys is none's.
+        # Each document is in few batches; whitespace between keys belongs to no document.
         assert 1 <= bad <= 6 or raw[at : at + 1] in b' {}":\n', at
         overwrite(path, at, raw[at : at + 1])
 
 
 def test_prepared_block_is_verified_after_each_write(tmp_path: Path) -> None:
-    """Also one that was read before."""
+    """This includes blocks that were read before."""
     data = formatted("jsonl", TEXTS, tmp_path / "data")
     prepare(plan(data, tmp_path / "out"), silent)
     found = opened(DataConfig(source="tokens", path=str(tmp_path / "out")), tmp_path)
@@ -349,7 +349,7 @@ def test_prepare_seals_only_shards_of_unchanged_files(
         prepare(plan(data, tmp_path / "out"), silent)
     assert "--out" in str(error.value) and len(entered) == 2
     monkeypatch.undo()
-    # The changed file does not complete the folder; the file as it was does.
+    # Only the original file completes the folder.
     with pytest.raises(ConfigError, match=r"the content of a\.jsonl was"):
         prepare(plan(data, tmp_path / "out"), silent)
     flip(Path(data.path), Path(data.path).read_bytes().index(b"eocument 1 "))
@@ -357,7 +357,7 @@ def test_prepare_seals_only_shards_of_unchanged_files(
 
 
 def test_preparing_changed_data_again_changes_fingerprint(tmp_path: Path) -> None:
-    """With as many documents and tokens, and the same edges of files."""
+    """The number of documents and tokens and the first and last bytes of the file are unchanged."""
     texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
     data = formatted("jsonl", texts, tmp_path / "data")
     tokens = DataConfig(source="tokens", path=str(tmp_path / "out"))
@@ -384,7 +384,7 @@ def test_fingerprints_without_digests_are_compatible(tmp_path: Path) -> None:
 
 
 def megatron(tmp_path: Path) -> tuple[Path, DataConfig]:
-    """Files whose middle no digest of edges has."""
+    """Write files that are too large for a digest of only their first and last bytes."""
     (tmp_path / "ids").mkdir()
     documents = [[[number % 250, *[7] * 99]] for number in range(1200)]
     path = test_megatron.write(tmp_path / "ids" / "a", documents).with_suffix(".bin")

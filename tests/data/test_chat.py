@@ -1,4 +1,4 @@
-"""Chat templates: programs of strangers, bounded in what they reach, in time and in memory."""
+"""Chat templates are untrusted programs: access, time and memory are limited."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def render(template: str, tokens: dict[str, str] | None = None, prompt: bool = T
     return text
 
 
-def refused(template: str) -> str:
+def rejected_rule(template: str) -> str:
     with pytest.raises(ConfigError) as error:
         render(template)
     [problem] = error.value.problems
@@ -30,7 +30,7 @@ def refused(template: str) -> str:
 
 
 def test_template_variables_and_filters() -> None:
-    """Blocks are trimmed, JSON is not escaped for HTML, and `generation` marks plain text."""
+    """Blocks are trimmed, JSON is not HTML-escaped, and `generation` does not change the text."""
     template = """{% for message in messages %}
     {% generation %}
 {{ bos_token + message.content }}{{ message | tojson }}
@@ -69,7 +69,7 @@ def test_conversations_are_rendered_in_one_call() -> None:
     ],
 )
 def test_unsafe_or_invalid_templates_are_rejected(template: str, why: str) -> None:
-    assert why in refused(template)
+    assert why in rejected_rule(template)
 
 
 LOOP = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
@@ -81,7 +81,7 @@ def test_template_without_end_hits_time_limit(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chat, "_CPU_SECONDS", 1)
-    assert "time or memory limit" in refused(template)
+    assert "time or memory limit" in rejected_rule(template)
 
 
 @pytest.mark.fault("H8")
@@ -89,15 +89,17 @@ def test_template_without_end_hits_time_limit(
     "template", ["{{ 'a' * 10 ** 10 }}", "{{ '%09999999999d' % 1 }}", "{{ 'a' | center(10**10) }}"]
 )
 def test_template_hits_memory_limit(template: str) -> None:
-    assert "too much memory" in refused(template)
+    assert "too much memory" in rejected_rule(template)
 
 
 def test_template_output_length_is_limited() -> None:
-    assert "renders more than" in refused(f"{{{{ 'a' * {render_chat._MAX_CHARACTERS + 1} }}}}")
+    assert "renders more than" in rejected_rule(
+        f"{{{{ 'a' * {render_chat._MAX_CHARACTERS + 1} }}}}"
+    )
 
 
 def test_template_process_gets_no_environment_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a template get out of the sandbox, the process has nothing to tell."""
+    """A template that escapes the sandbox finds no secrets in its process."""
     monkeypatch.setenv("MY_SECRET", "of the user")
     seen: list[dict[str, str]] = []
     start = worker_process.subprocess.Popen

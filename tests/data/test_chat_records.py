@@ -1,4 +1,4 @@
-"""What records of conversations say beside their texts: tools, flags, ShareGPT, keys not read."""
+"""Conversation records: tools, training flags, ShareGPT format and unread keys."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from maxpipe.data.prompts import chat_of, read_conversations
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError
-from tests.data.conversations import CHATML, Listed, said, write_records
+from tests.data.conversations import CHATML, Listed, messages_of, write_records
 from tests.data.model_templates import GPT_OSS, QWEN2, QWEN3
 from tests.data.test_conversations import conversations, records_of, trained_text
 from tests.errors import raises
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 CALL = {"type": "function", "function": {"name": "look", "arguments": {"x": 1}}}
-TURNS = said(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
+TURNS = messages_of(("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"))
 MESSAGES = DataConfig(chat="messages")
 
 
@@ -36,13 +36,13 @@ def text(found: Any) -> str:
 
 
 def test_tools_and_template_kwargs_reach_template(tmp_path: Path) -> None:
-    """As a list, as its JSON, and settings of the config below those of a record."""
+    """Tools may be a list or JSON; template settings of a record override those of the config."""
     template = "{{ tools | tojson }}{{ enable_thinking }}{{ level }}|{{ messages[0].content }}"
     records = [
-        {"messages": said(("user", "a")), "tools": [TOOL]},
-        {"messages": said(("user", "a")), "tools": json.dumps([TOOL])},
+        {"messages": messages_of(("user", "a")), "tools": [TOOL]},
+        {"messages": messages_of(("user", "a")), "tools": json.dumps([TOOL])},
         {
-            "messages": said(("user", "a")),
+            "messages": messages_of(("user", "a")),
             "chat_template_kwargs": {"enable_thinking": True, "level": None},
         },
     ]
@@ -70,13 +70,13 @@ def test_invalid_tools_are_rejected(fields: dict[str, Any], rule: str) -> None:
 
 
 def test_tool_calls_without_content(tmp_path: Path) -> None:
-    """Null and absent are the same, for templates that look for either."""
+    """Null and absent content are equivalent for templates that test for either."""
     template = (
         "{% if messages[1]['content'] is none %}none{% else %}{{ 'a' + messages[1]['content'] }}"
     )
     template += "{% endif %}"
     for message in ({"tool_calls": [CALL]}, {"content": None, "tool_calls": [CALL]}):
-        record = {"messages": [*said(("user", "a")), {"role": "assistant", **message}]}
+        record = {"messages": [*messages_of(("user", "a")), {"role": "assistant", **message}]}
         assert text(conversations(template, [record], tmp_path).encode(0)) == "none"
         record["messages"].append({"role": "tool", "content": "1"})
         found = conversations(QWEN2, [record], tmp_path).encode(0)
@@ -85,7 +85,7 @@ def test_tool_calls_without_content(tmp_path: Path) -> None:
 
 
 def test_message_weight_and_train_flags(tmp_path: Path) -> None:
-    """`weight` leaves an assistant's message out; `train` decides for any role."""
+    """`weight` can exclude an assistant message; `train` decides for messages of any role."""
     flags: list[Any] = [{}, {"weight": 0}, {"train": True}, {"weight": 1}]
     messages = [{**each, **flag} for each, flag in zip(TURNS, flags, strict=True)]
     for template in (CHATML, QWEN2):
@@ -111,9 +111,9 @@ def test_sharegpt_records_match_openai_records(tmp_path: Path) -> None:
     }
     usual = {
         "messages": [
-            *said(("system", "s"), ("user", "a")),
+            *messages_of(("system", "s"), ("user", "a")),
             {"role": "assistant", "tool_calls": [CALL]},
-            *said(("tool", "1"), ("assistant", "b")),
+            *messages_of(("tool", "1"), ("assistant", "b")),
         ],
         "tools": [TOOL],
     }
@@ -127,7 +127,7 @@ def test_sharegpt_records_match_openai_records(tmp_path: Path) -> None:
 
 
 def test_rewritten_history_policies_with_reasoning(tmp_path: Path) -> None:
-    """`last` trains the answer that is not rewritten, `each_turn` each as it was given."""
+    """`last` trains on the answer that is not rewritten, `each_turn` on every original answer."""
     messages = [dict(each) for each in TURNS]
     messages[1]["reasoning_content"] = messages[3]["reasoning_content"] = "why"
     record = {"messages": messages}
@@ -153,11 +153,11 @@ def test_rewritten_history_policies_with_reasoning(tmp_path: Path) -> None:
 
 
 def test_answer_is_trained_after_rewritten_history(tmp_path: Path) -> None:
-    """GPT-OSS drops the reasoning in front of a call once there is a final answer."""
+    """GPT-OSS drops the reasoning before a tool call once a final answer exists."""
     messages = [
-        *said(("user", "a")),
+        *messages_of(("user", "a")),
         {"role": "assistant", "reasoning_content": "why", "tool_calls": [CALL]},
-        *said(("tool", "1"), ("assistant", "b")),
+        *messages_of(("tool", "1"), ("assistant", "b")),
     ]
     found = conversations(GPT_OSS, records_of([messages]), tmp_path).encode(0)
     assert trained_text(found) == ["<channel>final b<end>"] and found.marks == 8
@@ -180,7 +180,7 @@ def opened(path: Path, tmp_path: Path, length: int = 200, **settings: Any) -> Da
 def test_unread_keys_are_reported_with_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Named once, with a count: at the start, in `data show`, `data stats` and `data prepare`."""
+    """They are reported at startup and by `data show`, `data stats` and `data prepare`."""
     records = [
         {"messages": [{**each, "mood": "good", "note": None} for each in TURNS], "id": n, "x": ""}
         for n in range(3)
@@ -206,17 +206,17 @@ def test_unread_keys_are_reported_with_counts(
     assert line in capsys.readouterr().out
     data = DataConfig(source="tokens", path=str(out), validation_fraction=0)
     found = build_loaders(data, TokenizerConfig(), seed=0, batch_size=2, sequence_length=200)
-    assert found.remarks == [bare]  # the records are not there any more
+    assert found.remarks == [bare]  # the records are no longer available
     assert found.train.fingerprint() == opened(path, tmp_path).train.fingerprint()
 
 
 @pytest.mark.parametrize("policy", ["truncate", "drop", "split", "error"])
 def test_long_conversations(policy: str, tmp_path: Path) -> None:
-    """By default no answer is trained without its question."""
+    """By default, no answer is trained on without its question."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (tmp_path / "template.jinja").write_text(template)
     turns = [("q" * 5, "a" * 5), ("r" * 5, "b" * 30), ("s" * 30, "c" * 5)]
-    records = records_of([said(("user", q), ("assistant", a)) for q, a in turns])
+    records = records_of([messages_of(("user", q), ("assistant", a)) for q, a in turns])
     path = write_records(tmp_path / "a.jsonl", records)
     if policy == "error":
         with raises(
@@ -244,18 +244,22 @@ def test_long_conversations(policy: str, tmp_path: Path) -> None:
 
 
 def test_preference_pairs_support_tools(tmp_path: Path) -> None:
-    """And a prompt whose earlier answers the template rewrites."""
+    """The prompt contains an earlier answer that the template rewrites."""
     (tmp_path / "template.jinja").write_text(QWEN3)
-    prompt = [*said(("user", "a")), {**TURNS[1], "reasoning_content": "why"}, *said(("user", "c"))]
+    prompt = [
+        *messages_of(("user", "a")),
+        {**TURNS[1], "reasoning_content": "why"},
+        *messages_of(("user", "c")),
+    ]
     record = {
         "prompt": prompt,
-        "chosen": said(("assistant", "yes")),
+        "chosen": messages_of(("assistant", "yes")),
         "rejected": [{"from": "gpt", "value": "no"}],
         "tools": [TOOL],
         "id": 3,
     }
     whole = {**record, "chosen": [*prompt, *record["chosen"]]}
-    whole["rejected"] = [*prompt, *said(("assistant", "no"))]
+    whole["rejected"] = [*prompt, *messages_of(("assistant", "no"))]
     path = str(tmp_path / "template.jinja")
     config = DataConfig(chat="pairs", chat_template=path, packing="best_fit")
     made = PairEncoder(Listed([record, whole]), ByteTokenizer(), config, 900)
@@ -269,10 +273,10 @@ def test_preference_pairs_support_tools(tmp_path: Path) -> None:
 
 
 def test_prompts_support_tools(tmp_path: Path) -> None:
-    """Of `generate --chat`, samples and rollouts."""
+    """Applies to prompts of `generate --chat`, samples and rollouts."""
     records = [
-        {"messages": said(("user", "a")), "tools": [TOOL]},
-        {"prompt": said(("user", "a")), "tools": json.dumps([TOOL])},
+        {"messages": messages_of(("user", "a")), "tools": [TOOL]},
+        {"prompt": messages_of(("user", "a")), "tools": json.dumps([TOOL])},
         {"prompt": "a", "tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}},
         {"conversations": [{"from": "human", "value": "a"}], "tools": [TOOL]},
     ]
@@ -301,7 +305,7 @@ def test_prompts_support_tools(tmp_path: Path) -> None:
 def test_null_tool_arguments_in_json_lines_are_reported(
     arguments: Any, expected: tuple[str, ...] | None
 ) -> None:
-    """A template of `transformers` would write them; every source leaves them out."""
+    """`transformers` would render null arguments; every source omits them."""
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     record = {"messages": [{"role": "user", "content": "a", "name": None}, answer]}
@@ -314,7 +318,7 @@ def test_null_tool_arguments_in_json_lines_are_reported(
 
 
 def test_suggestion_includes_keys_set_to_wrong_fields() -> None:
-    """Following the suggestion reads the record."""
+    """The suggested settings read the record."""
     record = {"prompt": "a", "answer": "b"}
     config = DataConfig(
         source="jsonl", chat="prompt", prompt_field="instruction", response_field="output"

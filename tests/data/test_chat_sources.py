@@ -1,4 +1,4 @@
-"""A conversation gives the ids and the mask of transformers, the same from every source."""
+"""Every source encodes a conversation to the token IDs and mask of transformers."""
 
 from __future__ import annotations
 
@@ -33,40 +33,42 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tokenizer
     return folder, open_tokenizer(TokenizerConfig(kind="huggingface", path=str(folder)))
 
 
-def some(draw: random.Random, most: int = 4) -> str:
+def random_words(draw: random.Random, most: int = 4) -> str:
     return " ".join(draw.choices(WORDS, k=draw.randint(1, most)))
 
 
 def call(draw: random.Random) -> dict[str, Any]:
     name = draw.choice(["look", "move"])
-    arguments = {"city": some(draw, 1)} if name == "look" else {"x": draw.randint(0, 9), "y": 1}
+    arguments = (
+        {"city": random_words(draw, 1)} if name == "look" else {"x": draw.randint(0, 9), "y": 1}
+    )
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def record(draw: random.Random) -> dict[str, Any]:
-    """A conversation with keys in one order, which columnar files keep for all rows."""
+    """Draw a conversation whose keys are in a fixed order, as columnar files store them."""
     messages: list[dict[str, Any]] = []
     if draw.random() < 0.3:
-        messages.append({"role": "system", "content": some(draw)})
+        messages.append({"role": "system", "content": random_words(draw)})
     if draw.random() < 0.1:
-        messages.append({"role": "assistant", "content": some(draw)})
+        messages.append({"role": "assistant", "content": random_words(draw)})
     has_tools = draw.random() < 0.4
     for _ in range(draw.randint(1, 3)):
-        messages.append({"role": "user", "content": some(draw)})
+        messages.append({"role": "user", "content": random_words(draw)})
         if has_tools and draw.random() < 0.5:
             message: dict[str, Any] = {"role": "assistant"}
             if draw.random() < 0.3:
-                message["content"] = some(draw)
+                message["content"] = random_words(draw)
             if draw.random() < 0.3:
-                message["reasoning_content"] = some(draw)
+                message["reasoning_content"] = random_words(draw)
             messages.append({**message, "tool_calls": [call(draw)]})
-            messages.append({"role": "tool", "content": some(draw), "name": "look"})
-        message = {"role": "assistant", "content": some(draw)}
+            messages.append({"role": "tool", "content": random_words(draw), "name": "look"})
+        message = {"role": "assistant", "content": random_words(draw)}
         if draw.random() < 0.3:
-            message["reasoning_content"] = some(draw)
+            message["reasoning_content"] = random_words(draw)
         messages.append(message)
     if draw.random() < 0.1:
-        messages.append({"role": "user", "content": some(draw)})
+        messages.append({"role": "user", "content": random_words(draw)})
     found: dict[str, Any] = {"messages": messages}
     if has_tools:
         properties = {"city": {"type": "string"}} if draw.random() < 0.5 else {"x": {"type": "int"}}
@@ -127,7 +129,7 @@ KINDS: dict[str, Callable[[list[Any], Path], dict[str, str]]] = {
 def encoded(
     section: dict[str, str], template: str, tokenizer: Tokenizer, folder: Path
 ) -> list[EncodedDocument | None]:
-    """Each conversation of a source; None where the template refuses it."""
+    """Encode each conversation of a source; return None where the template rejects it."""
     path = folder / "template.jinja"
     path.write_text(template)
     config = DataConfig(**{**section, "chat": "messages", "chat_template": str(path)})  # type: ignore[arg-type]
@@ -170,9 +172,9 @@ def test_all_sources_encode_conversations_identically(
 def test_random_conversations_match_transformers(
     tokenizer: tuple[Path, Tokenizer], tmp_path: Path
 ) -> None:
-    """400 conversations, of 8 template styles, from 4 sources."""
-    there = subprocess.run([PYTHON, "-c", "import transformers"], capture_output=True, check=False)
-    if there.returncode:
+    """Compares 400 conversations in 8 template styles from 4 source formats."""
+    probe = subprocess.run([PYTHON, "-c", "import transformers"], capture_output=True, check=False)
+    if probe.returncode:
         pytest.skip("no transformers")
     draw = random.Random(11)
     records = [record(draw) for _ in range(400)]
@@ -180,8 +182,8 @@ def test_random_conversations_match_transformers(
     (folder / "jobs.json").write_text(json.dumps({"templates": STYLES, "records": records}))
     script = Path(__file__).with_name("sources_oracle.py")
     options: Any = {"env": os.environ | {"HF_HUB_OFFLINE": "1"}}
-    ran = subprocess.run([PYTHON, script, folder], capture_output=True, text=True, **options)
-    assert ran.returncode == 0, ran.stderr
+    result = subprocess.run([PYTHON, script, folder], capture_output=True, text=True, **options)
+    assert result.returncode == 0, result.stderr
     answers = json.loads((folder / "answers.json").read_text())
     sections = {kind: make(records, tmp_path) for kind, make in KINDS.items()}
     compared = dict.fromkeys(STYLES, 0)
@@ -191,7 +193,7 @@ def test_random_conversations_match_transformers(
             for number, (mine, wanted) in enumerate(zip(found, answers[style], strict=True)):
                 place = (style, kind, number)
                 if wanted is None:
-                    continue  # a template that refuses null, or null's absence
+                    continue  # a template that rejects null or absent content
                 assert mine is not None and mine.trained is not None, place
                 assert mine.ids.tolist() == wanted["ids"], place
                 if "mask" in wanted:

@@ -1,4 +1,4 @@
-"""Compressed JSON lines: the same documents as a plain loop; what is cut or a bomb is refused."""
+"""Compressed JSON lines: same documents as a plain loop; truncated files and bombs are rejected."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def documents(count: int, seed: int = 0) -> list[str]:
 
 
 def json_lines(texts: list[str]) -> bytes:
-    """With blank lines and other ends of lines between them, and none behind the last."""
+    """Encode texts with blank lines and mixed line endings, and no newline at the end."""
     ends = ["\n", "\r\n", "\n\n", "\n \t\n"]
     found = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     return "".join(line + ends[i % 4] for i, line in enumerate(found)).strip().encode()
@@ -70,7 +70,7 @@ def refusal(act: Callable[[], object]) -> str:
 def test_compressed_documents_match_plain_json_lines(kind: str, tmp_path: Path) -> None:
     texts = documents(3000)
     content = json_lines(texts)
-    half = content.index(b"\n", len(content) // 2) - 3  # members are cut anywhere
+    half = content.index(b"\n", len(content) // 2) - 3  # members may split a line
     packed = PACKED[kind](content[:half]) + PACKED[kind](content[half:])
     file = tmp_path / f"a.jsonl.{kind}"
     file.write_bytes(packed)
@@ -80,7 +80,7 @@ def test_compressed_documents_match_plain_json_lines(kind: str, tmp_path: Path) 
     order = list(range(len(found)))
     random.Random(1).shuffle(order)
     assert {i: found[i] for i in order} == dict(enumerate(plain))
-    # Of the line in the file as it is unpacked.
+    # Line numbers refer to the decompressed file.
     numbers = [i for i, line in enumerate(content.split(b"\n"), 1) if line.strip()]
     assert [found.where(i) for i in (0, 1, 2, 2999)] == [
         f"{file}:{numbers[i]}" for i in (0, 1, 2, 2999)
@@ -117,12 +117,12 @@ def test_decompressed_copy_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(lines, "decompress", pieces)
     assert [source(file, tmp_path)[i] for i in range(2)] == [first[0], first[1]] == ["a", "b"]
-    assert num_pieces[0] == 2, "each of two sources checks only the first bytes"
+    assert num_pieces[0] == 2, "each of the two sources must decompress only the first chunk"
     monkeypatch.undo()
-    # Other content under the same name is another copy.
+    # Different content under the same name gets another copy.
     file.write_bytes(gzip.compress(json_lines(["c"])))
     assert source(file, tmp_path)[0] == "c" and first[1] == "b"
-    # What was damaged there is not used.
+    # A damaged copy is not used.
     (folder / "lines.jsonl").write_bytes(b"x")
     with raises(ConfigError, "data.path", names=["lines.jsonl", "27 bytes", "1 bytes"]):
         first[1]
@@ -169,7 +169,7 @@ def test_concurrent_processes_share_one_decompressed_copy(tmp_path: Path) -> Non
     source(file, tmp_path)
     [name] = [path.name for path in folder.glob("unpacked-*[!k]")]
     shutil.rmtree(folder)
-    (folder / f"{name}.partial-x").mkdir(parents=True)  # of one that was killed
+    (folder / f"{name}.partial-x").mkdir(parents=True)  # left by a killed process
     command = [sys.executable, "-c", OPEN, str(file), str(folder)]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [each.communicate()[0] for each in started] == ["['a', 'b']\n"] * 2
@@ -204,7 +204,7 @@ def test_truncated_and_corrupt_archives_are_rejected(kind: str, tmp_path: Path) 
         file.write_bytes(garbage)
         assert f"must be a complete .{kind} file" in refusal(lambda: source(file, tmp_path))
     assert not list((tmp_path / ".index").glob("*partial*"))
-    # Padding behind the end is allowed by gzip and xz.
+    # Trailing zero padding is valid in gzip and xz.
     file.write_bytes(packed + bytes(8))
     assert len(source(file, tmp_path)) == 500
 
@@ -224,7 +224,9 @@ def test_flipped_bit_never_changes_documents(kind: str, tmp_path: Path) -> None:
             found = source(file, tmp_path)
         except ConfigError:
             continue
-        assert [found[i] for i in range(len(found))] == texts, place  # a bit of the name or time
+        assert [found[i] for i in range(len(found))] == texts, (
+            place
+        )  # a flipped bit in the name or timestamp
 
 
 @pytest.mark.parametrize(
@@ -265,7 +267,7 @@ def test_decompression_limit_applies_to_all_files_together(tmp_path: Path) -> No
         content = json_lines(["a", name])
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(content))
     source(tmp_path, tmp_path, max_decompressed_bytes=2 * size)
-    for _ in range(2):  # with copies that are there, too
+    for _ in range(2):  # the second time with existing copies
         message = refusal(lambda: source(tmp_path, tmp_path, max_decompressed_bytes=2 * size - 1))
         assert "b.jsonl.gz" in message
 
@@ -311,7 +313,7 @@ def test_line_offsets_of_large_file_are_cached(
 
 
 def test_memory_does_not_grow_with_corpus_size(tmp_path: Path) -> None:
-    """Where lines start is mapped from the disk; a line is read when it is asked for."""
+    """Line offsets are memory-mapped, and a line is read on access."""
     file = tmp_path / "a.jsonl.gz"
     with gzip.open(file, "wb", 1) as stream:
         for _ in range(64):
@@ -327,14 +329,14 @@ def test_memory_does_not_grow_with_corpus_size(tmp_path: Path) -> None:
 def test_overlong_line_is_rejected_without_full_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sparse file of 4 TB costs nothing to make, and hours to read."""
+    """A sparse 4 TB file is created instantly, but would take hours to read."""
     monkeypatch.setattr(lines, "MAX_RECORD_BYTES", 1 << 24)
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'\n{"text": "a"}\n\n')
     os.truncate(file, 1 << 42)
     message = refusal(lambda: source(file, tmp_path))
     assert f"{file}:4\n" in message and "16777216" in message
-    # Blanks are no line.
+    # Whitespace is not a record.
     file.write_bytes(b'{"text": "a"}\n' + b" " * (1 << 25))
     assert len(source(file, tmp_path)) == 1
 
@@ -393,7 +395,7 @@ def test_decompression_works_without_file_locks(
     aside = folder.rename(tmp_path / "aside")
 
     def no_lock(*_: object) -> None:
-        if is_made and aside.exists():  # by another process meanwhile
+        if is_made and aside.exists():  # created by another process in the meantime
             aside.rename(folder)
         raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 

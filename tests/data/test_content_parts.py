@@ -1,4 +1,4 @@
-"""Messages whose content is a list of texts, as OpenAI's records and those of Gemma 3 have it."""
+"""Messages whose content is a list of text parts, as in records for OpenAI and Gemma 3."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What begins and ends a text, from every file that can say it; rows that a vocabulary needs."""
+"""BOS, EOS and end-of-turn tokens from tokenizer files, and the required vocabulary size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|bos|>"]
 
 
 def folder(path: Path, post: str = "", extra: bool = False, **files: Any) -> Opened:
-    """A byte-level tokenizer with control tokens 0 to 3, and JSON files beside it."""
+    """Write a byte-level tokenizer with control tokens 0 to 3 and JSON settings files; open it."""
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

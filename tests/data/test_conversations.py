@@ -1,4 +1,4 @@
-"""Records of conversations: ids and masks are those of `transformers`, bad records are named."""
+"""Conversation records: IDs and masks match `transformers`; errors name the invalid record."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.data.conversations import (
     TEMPLATES,
     Listed,
     make_tokenizer,
-    said,
+    messages_of,
     without_blocks,
     write_records,
 )
@@ -67,7 +67,7 @@ def records_of(messages: list[Any]) -> list[Any]:
 
 
 def trained_text(found: EncodedDocument) -> list[str]:
-    """The text of each run of trained bytes, control tokens by their first letter."""
+    """Return the text of each contiguous run of trained tokens."""
     assert found.trained is not None
     names = {256: "<begin>", 257: "<end>"}
     runs = np.flatnonzero(np.diff(np.concatenate([[0], found.trained, [0]]).astype(int)))
@@ -79,8 +79,10 @@ def trained_text(found: EncodedDocument) -> list[str]:
     ]
 
 
-def refused(template: str, records: list[Any], tmp_path: Path, **settings: Any) -> tuple[str, str]:
-    """Heading and rule of the error of the last record; those before it are taken."""
+def rejection(
+    template: str, records: list[Any], tmp_path: Path, **settings: Any
+) -> tuple[str, str]:
+    """Return value and rule of the last record's error; earlier records must be valid."""
     made = conversations(template, records, tmp_path, **settings)
     for number in range(len(records) - 1):
         made.encode(number)
@@ -95,7 +97,7 @@ def refused(template: str, records: list[Any], tmp_path: Path, **settings: Any) 
 
 
 def test_ids_and_masks_match_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """What they are was written by the test below, from transformers itself."""
+    """The next test writes the golden file with transformers."""
     answers = json.loads(ANSWERS.read_text())
     assert answers.keys() == TEMPLATES.keys()
     trained = 0
@@ -115,18 +117,18 @@ def test_golden_masks_match_transformers(folder: Path, update_golden: bool) -> N
     jobs = {"templates": TEMPLATES, "conversations": CONVERSATIONS}
     (folder / "jobs.json").write_text(json.dumps(jobs))
     code = "import transformers"
-    there = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
-    if there.returncode:
-        pytest.skip(there.stderr.strip().rpartition("\n")[2])
+    probe = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
+    if probe.returncode:
+        pytest.skip(probe.stderr.strip().rpartition("\n")[2])
     script = Path(__file__).with_name("chat_oracle.py")
-    ran = subprocess.run(
+    result = subprocess.run(
         [PYTHON, script, folder],
         capture_output=True,
         text=True,
         check=False,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
-    assert ran.returncode == 0, ran.stderr
+    assert result.returncode == 0, result.stderr
     text = json.dumps(json.loads((folder / "answers.json").read_text())) + "\n"
     if update_golden:
         ANSWERS.write_text(text)
@@ -137,7 +139,7 @@ def test_golden_masks_match_transformers(folder: Path, update_golden: bool) -> N
 def test_prefix_masks_match_generation_block_masks(
     name: str, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Where a template writes nothing behind an answer that no block has."""
+    """Holds for templates that render nothing between an answer's block and the next message."""
     template = TEMPLATES[name]
     with_blocks = conversations(template, records_of(CONVERSATIONS), tmp_path, tokenizer)
     plain = conversations(without_blocks(template), records_of(CONVERSATIONS), tmp_path, tokenizer)
@@ -149,7 +151,7 @@ def test_prefix_masks_match_generation_block_masks(
 
 
 def test_trained_roles_select_messages(tmp_path: Path) -> None:
-    messages = said(("system", "Hi"), ("user", "é?"), ("assistant", "so"), ("tool", "1"))
+    messages = messages_of(("system", "Hi"), ("user", "é?"), ("assistant", "so"), ("tool", "1"))
     for roles, wanted in (
         (["assistant"], ["so<|im_end|>\n"]),
         (["tool"], ["<|im_start|>tool\n1<|im_end|>\n"]),
@@ -161,19 +163,22 @@ def test_trained_roles_select_messages(tmp_path: Path) -> None:
 
 
 def test_leading_assistant_message_is_trained(tmp_path: Path) -> None:
-    """Its content and what closes it: neither what begins every text nor its header."""
+    """Only its content and end token are trained on, not BOS or the message header."""
     template = without_blocks(LLAMA3)
-    messages = said(("assistant", "Hello"), ("user", "Hi"))
+    messages = messages_of(("assistant", "Hello"), ("user", "Hi"))
     made = conversations(template, records_of([messages]), tmp_path)
     [text] = trained_text(made.encode(0))
     assert text == "Hello<|eot_id|>"
 
 
 def test_prompt_response_records(tmp_path: Path) -> None:
-    """Texts, or lists of messages; by the names that are set."""
+    """Fields contain strings or lists of messages and may have other names."""
     records: list[Any] = [
         {"prompt": "a", "response": "b"},
-        {"prompt": said(("system", "s"), ("user", "a")), "response": said(("assistant", "b"))},
+        {
+            "prompt": messages_of(("system", "s"), ("user", "a")),
+            "response": messages_of(("assistant", "b")),
+        },
     ]
     made = conversations(PLAIN, records, tmp_path, chat="prompt")
     assert trained_text(made.encode(0)) == trained_text(made.encode(1)) == ["assistant: b<end>"]
@@ -187,7 +192,7 @@ def test_prompt_response_records(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "huggingface", "bytes"])
 def test_token_offsets_match_text(kind: str, tmp_path: Path, folder: Path) -> None:
-    """What tokens stand for is at their places, whatever kind of tokenizer they are of."""
+    """Holds for every tokenizer kind."""
     made = {
         "bytes": lambda: ByteTokenizer(),
         "huggingface": lambda: open_tokenizer(
@@ -210,7 +215,7 @@ def test_token_offsets_match_text(kind: str, tmp_path: Path, folder: Path) -> No
     for part in parts[::2]:
         if len(part):
             begin, stop = offsets[part[0], 0], offsets[part[-1], 1]
-            # Some join several spaces.
+            # Some tokenizers merge repeated spaces.
             assert made.decode(ids[part]).split() == text[begin:stop].split()
 
 
@@ -251,7 +256,7 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
     )
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- rejected records ----------------------------------------------------------------------------
 
 
 @pytest.mark.fault("H8")
@@ -269,7 +274,7 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
         ({"messages": []}, "", "at least one message"),
         ({"messages": [{"content": "a"}]}, "message 1 without role", "data.chat_roles: system"),
         (
-            {"messages": said(("user", "a"), ("asistant", "b"))},
+            {"messages": messages_of(("user", "a"), ("asistant", "b"))},
             "role asistant of message 2",
             "data.chat_roles",
         ),
@@ -281,15 +286,15 @@ def _tiktoken(tmp_path: Path) -> Tokenizer:
         ),
         ({"messages": [{"role": "user", "content": 3}]}, "message 1", "of type int"),
         ({"messages": [{"role": "user", "content": [b"a"]}]}, "", "written as JSON"),
-        ({"messages": said(("user", "a" * (1 << 24)))}, "", "at most 16777216 are allowed"),
-        ({"messages": said(("user", ""))}, "", "renders no text"),
+        ({"messages": messages_of(("user", "a" * (1 << 24)))}, "", "at most 16777216 are allowed"),
+        ({"messages": messages_of(("user", ""))}, "", "renders no text"),
     ],
 )
 def test_invalid_records_are_rejected(record: Any, given: str, rule: str, tmp_path: Path) -> None:
-    """A role that is misspelled would be trained on, or not, without a word."""
+    """A misspelled role, for example, would silently change the trained tokens."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    good = {"messages": said(("user", "a"))}
-    found = refused(template, [good, record], tmp_path)
+    good = {"messages": messages_of(("user", "a"))}
+    found = rejection(template, [good, record], tmp_path)
     assert given in found[0] and rule in found[1]
 
 
@@ -316,26 +321,26 @@ LOOP = "{% for a in range(9999) %}" * 4 + "{% endfor %}" * 4
 def test_template_limits_name_offending_record(
     template: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Limits are of a record: others before it take none of its time, and it is named."""
+    """Limits apply per record; the time of earlier records does not count."""
     monkeypatch.setattr(chat, "_CPU_SECONDS", 1)
     bad = (
         "{% if messages[0].content == 'bad' %}" + template + "{% endif %}{{ messages[0].content }}"
     )
-    records = records_of([said(("user", "a")), said(("user", "bad"))])
-    assert rule in refused(bad, records, tmp_path)[1]
+    records = records_of([messages_of(("user", "a")), messages_of(("user", "bad"))])
+    assert rule in rejection(bad, records, tmp_path)[1]
 
 
 def test_time_limit_applies_per_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together these take longer than one may."""
+    """Together, the records take longer than the limit."""
     monkeypatch.setattr(chat, "_CPU_SECONDS", 1)
     template = "{% for a in range(99999) %}{% for a in range(30) %}{% endfor %}{% endfor %}a"
-    made = conversations(template, records_of([said(("user", "a"))]), tmp_path)
+    made = conversations(template, records_of([messages_of(("user", "a"))]), tmp_path)
     for _ in range(12):
         assert len(made.encode(0).ids) == 1
 
 
 def test_killed_template_process_is_replaced(tmp_path: Path) -> None:
-    made = conversations(PLAIN, records_of([said(("user", "a"))]), tmp_path)
+    made = conversations(PLAIN, records_of([messages_of(("user", "a"))]), tmp_path)
     before = made.encode(0)
     [process] = made._idle
     process._process._process.kill()
@@ -349,7 +354,7 @@ def test_killed_template_process_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        # As some templates do: what was said before loses something.
+        # As in some templates, earlier messages are rendered differently.
         (
             "{% for m in messages %}{{ m.content if loop.last else 'x' }}{% endfor %}",
             "first messages differently",
@@ -361,9 +366,9 @@ def test_killed_template_process_is_replaced(tmp_path: Path) -> None:
     ],
 )
 def test_template_that_rewrites_history(template: str, why: str, tmp_path: Path) -> None:
-    messages = said(("user", "a"), ("assistant", "b"), ("user", "c"))
+    messages = messages_of(("user", "a"), ("assistant", "b"), ("user", "c"))
     records = records_of([messages])
-    _, rule = refused(template, records, tmp_path, rewritten_history="error")
+    _, rule = rejection(template, records, tmp_path, rewritten_history="error")
     assert "message by message" in rule and why in rule
     if "raise" not in template:
         found = conversations(template, records, tmp_path).encode(0)
@@ -371,13 +376,13 @@ def test_template_that_rewrites_history(template: str, why: str, tmp_path: Path)
 
 
 def test_generation_block_inside_macro_is_rejected(tmp_path: Path) -> None:
-    """Its text goes elsewhere than it is written: where is not known."""
+    """The position of a macro's output in the rendered text is unknown."""
     template = (
         "{% macro one(m) %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endmacro %}"
         "{% for m in messages %}{{ one(m) }}{% endfor %}"
     )
-    messages = said(("user", "abc"), ("assistant", "def"))
-    assert "macro" in refused(template, records_of([messages]), tmp_path)[1]
+    messages = messages_of(("user", "abc"), ("assistant", "def"))
+    assert "macro" in rejection(template, records_of([messages]), tmp_path)[1]
 
 
 def test_missing_chat_template_is_rejected() -> None:
@@ -393,7 +398,7 @@ def test_unreadable_template_file_is_rejected(tmp_path: Path) -> None:
     assert error.value.problems[0].where == "data.chat_template"
 
 
-# --- as documents --------------------------------------------------------------------------------
+# --- documents ----------------------------------------------------------------------------------
 
 
 def test_index_counts_trained_tokens(tmp_path: Path) -> None:
@@ -408,7 +413,7 @@ def test_index_counts_trained_tokens(tmp_path: Path) -> None:
     assert index.trained[-1] == 0 < index.trained.sum() < index.lengths.sum()
     text = "".join(ByteTokenizer().decode(each.ids[each.trained]) for each in found)
     assert index.byte_counts.sum() == len(text.encode())
-    # From the cache, which another template does not take.
+    # The cache is used again, but not for another template.
     made.encode = None  # type: ignore[assignment]
     again = build_chat_index(made, str(tmp_path / "index"))
     assert again.trained is not None and again.trained.tolist() == index.trained.tolist()
@@ -417,13 +422,13 @@ def test_index_counts_trained_tokens(tmp_path: Path) -> None:
 
 
 def test_records_without_trained_tokens_are_rejected(tmp_path: Path) -> None:
-    made = conversations(CHATML, records_of([said(("user", "a"))]), tmp_path)
+    made = conversations(CHATML, records_of([messages_of(("user", "a"))]), tmp_path)
     with pytest.raises(ConfigError, match="no token of 1 conversation is marked"):
         build_chat_index(made, None)
 
 
 def test_loss_mask_of_packed_conversations(tmp_path: Path) -> None:
-    """The mask of a batch is that of the targets, and a document's first token is none."""
+    """The mask applies to targets, and the first token of a document is never a target."""
     records = records_of(CONVERSATIONS * 5)
     path = write_records(tmp_path / "records.jsonl", records)
     (tmp_path / "template.jinja").write_text(CHATML)
@@ -444,7 +449,7 @@ def test_loss_mask_of_packed_conversations(tmp_path: Path) -> None:
     documents = ChatDocuments(made, build_chat_index(made, None))
     order = split_documents(len(records), 0, seed)[0].tolist()
     ids = np.concatenate([documents[i].ids for i in order])
-    # No token is predicted by another document's.
+    # No token is predicted from another document's tokens.
     trained = np.concatenate([np.append(False, documents[i].trained[1:]) for i in order])  # type: ignore[index]
     total = 0
     for step in range(found.train.num_batches):

@@ -1,4 +1,4 @@
-"""Files of each format with flipped bits: the documents as they were, or a file that is named."""
+"""Flipped bits in every file format: documents are unchanged, or an error names the file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxpipe.errors import ConfigError
 from tests.data.formatted import FORMATS, formatted
 
 TEXTS = [f"document {number} " * (1 + number * number % 40) for number in range(120)]
-# Their formats have no checksums: what is wrong in the text itself cannot be known.
+# These formats have no checksums: damage to the text itself cannot be detected.
 UNCHECKED = ("text", "jsonl", "huggingface")
 
 
@@ -50,7 +50,7 @@ def test_damaged_record_is_named(tmp_path: Path) -> None:
     data = formatted("arrayrecord", TEXTS, tmp_path)
     path = Path(data.path)
     raw = bytearray(path.read_bytes())
-    raw[300] ^= 1  # behind what says where records are
+    raw[300] ^= 1  # after the record offsets
     path.write_bytes(raw)
     source = open_source(data, 0)
     broken = []
@@ -66,7 +66,7 @@ def test_damaged_record_is_named(tmp_path: Path) -> None:
 def test_record_location_without_readable_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reason is given also where the index of the file is gone meanwhile."""
+    """An error can be located even if the file's index was overwritten."""
     data = formatted("arrayrecord", TEXTS, tmp_path)
     source = open_source(data, 0)
     Path(data.path).write_bytes(b"x" * 1000)

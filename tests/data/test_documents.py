@@ -1,4 +1,4 @@
-"""Documents as ids: counted once, kept on disk, read again where that is damaged."""
+"""Encoded documents: the index is built once, cached on disk, and rebuilt if damaged."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_damaged_cache_is_rebuilt(
     build_index(source, ByteTokenizer(), str(tmp_path))
     [path] = tmp_path.iterdir()
     raw = path.read_bytes()
-    middle = raw.index(b"NUMPY") + 128  # in the first array, behind its header
+    middle = raw.index(b"NUMPY") + 128  # in the first array, after its header
     flipped = raw[:middle] + bytes([raw[middle] ^ 1]) + raw[middle + 1 :]
     path.write_bytes({"cut": raw[:100], "flipped": flipped, "empty": b"", "other": b"text"}[damage])
     assert build_index(source, ByteTokenizer(), str(tmp_path)).lengths.tolist() == [5, 4]
@@ -83,7 +83,7 @@ def test_document_changed_after_indexing_raises_error() -> None:
 def test_document_cache_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ids of 259 take two bytes; the limit holds three of the four documents."""
+    """A token ID takes two bytes; the limit holds three of the four documents."""
     monkeypatch.setattr(documents, "_CACHED_BYTES", 3 * 2 * 10)
     source = Texts(["a" * 8] * 4)
     index = build_index(source, ByteTokenizer(), None)

@@ -1,4 +1,4 @@
-"""Where documents end: read again, the end of the run, or no run; of one source or a mixture."""
+"""End of the data: repeat, stop or fail, for a single source or a mixture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maxpipe.data.loader import Loader, build_loaders
 from maxpipe.data.mixture import BLOCK, Mixture, QuotaStage, compute_quotas
 from maxpipe.errors import ConfigError
 from maxpipe.train.data_end import check_enough_data, last_step
-from tests.data.test_mixture import LENGTH, NAMES, RAMPS, folders, taken
+from tests.data.test_mixture import LENGTH, NAMES, RAMPS, folders, read_rows
 from tests.errors import raises
 
 assert folders  # a fixture
@@ -42,7 +42,7 @@ def quotas_of(weights: list[int]) -> tuple[int, ...]:
 
 
 def mixture_of(all_weights: list[list[int]], lengths: list[int]) -> Mixture:
-    """Stages that differ from the one before."""
+    """Build a mixture, merging consecutive stages with equal quotas."""
     firsts = itertools.accumulate([0, *lengths])
     stages: list[QuotaStage] = []
     for first, weights in zip(firsts, all_weights, strict=False):
@@ -77,7 +77,7 @@ def test_samples_to_reach_matches_samples_before(mixture: Mixture, source: int, 
     st.integers(0, 120),
 )
 def test_each_source_stops_at_its_limit(mixture: Mixture, limits: list[int], since: int) -> None:
-    """Against a walk over all samples, which knows of each only how many it has read."""
+    """Compared with a loop over all samples that only counts samples per source."""
     before = mixture.samples_before(since)
     found = mixture.with_limits(limits, since)
     end = found.end
@@ -87,14 +87,14 @@ def test_each_source_stops_at_its_limit(mixture: Mixture, limits: list[int], sin
     for number, (source, sample) in enumerate(
         zip(sources[:end].tolist(), samples[:end].tolist(), strict=True)
     ):
-        assert sample == read[source], "in order, none left out"
-        assert number < since or read[source] < limits[source], "none beyond its limit"
+        assert sample == read[source], "samples of a source must be consecutive"
+        assert number < since or read[source] < limits[source], "a source must not exceed its limit"
         read[source] += 1
-    # All that are read at the end have ended.
+    # All sources of the last stage are exhausted.
     for source, quota in enumerate(mixture.stages[-1].quotas):
         if quota and mixture.stages[-1].first <= end:
             assert read[source] == max(limits[source], before[source])
-    # What was in front of it has not changed, nor what is in front of the first end.
+    # Samples before `since` and before the first exhausted source are unchanged.
     ends = [
         mixture.samples_to_reach(n, limit) for n, limit in enumerate(limits) if before[n] < limit
     ]
@@ -128,7 +128,7 @@ def test_resumed_mixture_matches_uninterrupted_mixture(
 def test_extending_epochs_after_end_loses_no_samples(
     mixture: Mixture, other: Mixture, limits: list[int], data: st.DataObject
 ) -> None:
-    """The rows that the last batch had no samples for are of no source: none is lost."""
+    """Padding rows of the last batch belong to no source, so no sample is lost."""
     found = mixture.with_limits(limits, 0)
     assert found.end is not None
     position = found.end + data.draw(st.integers(0, 7))
@@ -155,7 +155,7 @@ def test_exhausted_source_quota_is_shared_by_weight() -> None:
 
 
 def loader_of(folders: dict[str, str], ramp: BatchRamp, **keys: Any) -> Loader:
-    """Of a mixture with these keys by source, or of the text of one source."""
+    """Open a mixture; a tuple in `keys` has one value per source."""
     mixture = {
         name: MixedSourceConfig(
             source="text",
@@ -192,7 +192,7 @@ def test_run_reads_every_source_to_its_end(
     temperature: float,
     processes: int,
 ) -> None:
-    """With other weights when it goes on, to the end: the multiset of samples is the plan."""
+    """Weights change on each resume; every source still yields the planned multiset of samples."""
     more = {"end": "stop", "mixture_stages": stages, "mixture_temperature": temperature}
     saved, at, seen = None, 0, Counter[tuple[str, int]]()
     loader = loader_of(folders, ramp, **more)
@@ -207,8 +207,8 @@ def test_run_reads_every_source_to_its_end(
         last = loader.num_batches if stop is None else min(stop, loader.num_batches)
         for step in range(at, last):
             rows = loader.sequence_origins(step)
-            assert rows, "a batch without a row is none"
-            texts = taken(loader, step, processes)[: len(rows)]
+            assert rows, "a batch must have at least one row"
+            texts = read_rows(loader, step, processes)[: len(rows)]
             for row, text in zip(rows, texts, strict=False):
                 if len(rows) == loader.ramp.position_of(step)[1]:
                     part = loader.stream.part(row.source)
@@ -250,7 +250,7 @@ def test_single_source_with_end_stop_is_read_once(folders: dict[str, str]) -> No
     with stopped.batches(stopped.num_batches - 2) as batches:
         assert len(list(batches)) == 2
     stopped.close()
-    # The fingerprint is that of before: the end may change when a run goes on.
+    # The fingerprint does not depend on data.end, which may change on resume.
     assert stopped.fingerprint() == repeated.fingerprint()
 
 
@@ -266,7 +266,7 @@ def test_last_step() -> None:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_insufficient_data_is_rejected(mixed: bool, folders: dict[str, str]) -> None:
-    """By the first step that would read a sequence again, and not one step before."""
+    """The first step that would repeat a sequence is rejected; the step before is accepted."""
     if mixed:
         loader = loader_of(folders, BatchRamp((), 4), weight=(3, 1, 1), end="fail")
         section = "data.mixture.books"
@@ -302,7 +302,7 @@ def test_data_end_accepts_three_values() -> None:
 def test_mixture_shares_until_first_source_ends(
     folders: dict[str, str], epochs: tuple[float, ...]
 ) -> None:
-    """With epochs all sources end at about the same time: shares are in proportion to them."""
+    """With epochs, shares are proportional to epochs and all sources end at about the same time."""
     given = {"epochs": epochs} if epochs else {"weight": (1, 1, 1)}
     stopped = loader_of(folders, BatchRamp((), 4), **given, end="stop")
     assert stopped.stream.mixture is not None and stopped.ending is not None

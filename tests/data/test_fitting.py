@@ -1,4 +1,4 @@
-"""Rows of whole documents: nothing lost, nothing too long, and what the textbook's loops make."""
+"""Packing of whole documents: complete, within capacity, and equal to the reference algorithms."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Piece = tuple[int, int, int]
 
 
 def rows_of(plan: PackingPlan, lengths: np.ndarray, sequence_length: int) -> list[list[Piece]]:
-    """(document, begin, end) of each row's pieces."""
+    """Return (document, begin, end) of each piece by row."""
     found = []
     for first, last in zip(plan.starts[:-1], plan.starts[1:], strict=True):
         row = []
@@ -34,7 +34,7 @@ def rows_of(plan: PackingPlan, lengths: np.ndarray, sequence_length: int) -> lis
 
 
 def whole_pieces(lengths: np.ndarray, order: np.ndarray, sequence_length: int) -> list[Piece]:
-    """As the module's docstring has it, one after the other."""
+    """Split documents into pieces as the docstring of `packing` defines."""
     found = []
     for document in order.tolist():
         begin = 0
@@ -92,9 +92,9 @@ def test_every_target_is_in_exactly_one_row(
     assert targets == Counter((d, i) for d, length in enumerate(lengths) for i in range(1, length))
     # Only a piece's first token is repeated: it is the last one of the piece before.
     assert all(b % sequence_length == 0 for row in rows for _, b, _ in row)
-    # A row of any pieces holds its inputs and one more token.
+    # A row holds sequence_length inputs and one more token.
     assert all(1 <= sum(e - b for _, b, e in row) <= sequence_length + 1 for row in rows)
-    # A document is only cut where it has to be.
+    # A document is split into as few pieces as possible.
     pieces = Counter(d for row in rows for d, _, _ in row)
     fewest = -(-np.maximum(lengths - 1, 0) // sequence_length)
     assert [pieces[document] for document in range(len(lengths))] == fewest.tolist()
@@ -142,7 +142,7 @@ def test_documents_within_row_keep_their_order(strategy: Strategy) -> None:
 
 
 def lengths_like_text(count: int) -> np.ndarray:
-    """Many short documents, and a few that are a hundred times as long."""
+    """Draw log-normal document lengths: many short and a few very long documents."""
     return np.exp(np.random.default_rng(2).normal(6, 1.2, count)).astype(np.int64) + 2
 
 
@@ -157,17 +157,17 @@ def test_packing_rows_are_nearly_full(strategy: Strategy) -> None:
 
 @pytest.mark.parametrize("strategy", ["first_fit", "best_fit"])
 def test_document_lengths_are_spread_evenly_over_rows(strategy: Strategy) -> None:
-    """The first rows of a plan, all of an evaluation of few batches, are like the others."""
+    """The first rows, which a short evaluation uses, are representative of all rows."""
     lengths = lengths_like_text(50_000)
     plan = pack_documents(lengths, shuffled(lengths), 1024, strategy)
     pieces = np.diff(plan.starts)
     tenths = [each.mean() for each in np.array_split(pieces, 10)]
-    # The standard error of a tenth's mean, five times.
+    # Ten standard errors of the mean of one tenth.
     assert np.ptp(tenths) < 10 * pieces.std() / np.sqrt(len(pieces) / 10)
 
 
 def test_packing_plan_never_changes() -> None:
-    """A position in a checkpoint names a row: what these were made of may never change."""
+    """Checkpoints store row positions, so the plan must never change."""
     lengths = np.array([9, 2, 5, 30, 3, 3, 4, 8, 1, 0, 6])
     order = np.array([4, 1, 10, 8, 0, 3, 9, 2, 7, 6, 5])
     found = {each: pack_documents(lengths, order, 9, each) for each in STRATEGIES}

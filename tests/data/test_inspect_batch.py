@@ -1,4 +1,4 @@
-"""`maxpipe data show` and `find`: the rows that a step gets, as text that a terminal may have."""
+"""`maxpipe data show` and `data find`: the rows of a step as text that is safe for terminals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = ("train.batch_size=4", "train.sequence_length=64", "pipeline.microbatche
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Inputs of documents that are long and short, with what a terminal must not get."""
+    """Write documents, some with terminal control sequences; return CLI arguments."""
     monkeypatch.chdir(tmp_path)
     texts = [f"document {i} " * (1 + i * 5 % 11) for i in range(40)]
     texts[7::6] = ["\x1b]0;title\x07\x1b[31mred \u202egnp.exe\r\n\ttab \x9b5m"] * 6
@@ -39,22 +39,22 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 # --- pieces --------------------------------------------------------------------------------------
 
 
-def cut(text: str, trained: str) -> list[tuple[str, bool]]:
-    """Pieces of a text's bytes; `trained` has 1 for each that is."""
+def spans_of(text: str, trained: str) -> list[tuple[str, bool]]:
+    """Split the bytes of a text into spans; `trained` has a 1 for each trained byte."""
     ids = ByteTokenizer().encode(text)
     mask = np.array([each == "1" for each in trained])
     return [each[:2] for each in iterate_text_spans(ByteTokenizer(), ids, mask)]
 
 
 def test_text_spans_split_where_mask_changes() -> None:
-    assert cut("abcdef", "001100") == [("ab", False), ("cd", True), ("ef", False)]
-    assert cut("abc", "111") == [("abc", True)]
+    assert spans_of("abcdef", "001100") == [("ab", False), ("cd", True), ("ef", False)]
+    assert spans_of("abc", "111") == [("abc", True)]
     assert list(iterate_text_spans(ByteTokenizer(), np.zeros(0, int), np.zeros(0, bool))) == []
 
 
 def test_text_spans_never_split_a_character() -> None:
-    """It is where its last byte is; one that never ends is shown as that."""
-    assert cut("aéb", "0011") == [("a", False), ("éb", True)]
+    """A character belongs to the span of its last byte; an incomplete one is shown as U+FFFD."""
+    assert spans_of("aéb", "0011") == [("a", False), ("éb", True)]
     ids = np.array([97, 0xC3, 257, 0xC3])
     found = list(iterate_text_spans(ByteTokenizer(), ids, np.ones(4, bool)))
     texts = [("a\ufffd", False), ("<end>", True), ("\ufffd", False)]
@@ -72,7 +72,7 @@ def test_text_that_spells_control_token_is_not_control() -> None:
 
 
 def test_inspected_rows_match_training_batches(run: list[str]) -> None:
-    """Segments, ids, mask and documents, of many rows."""
+    """Compares segments, mask and documents of many rows."""
     datasets = build_datasets(load(run).config, lambda: None)
     found, whole = datasets.train, 0
     tokenizer = datasets.tokenizer
@@ -100,7 +100,7 @@ def test_inspected_rows_match_training_batches(run: list[str]) -> None:
 
 
 def test_data_show_redirected_output(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """The text of three rows, without colours and without anything that a terminal obeys."""
+    """Prints three rows without colors or control sequences."""
     out = printed(capsys, "show", *run)
     heads = [line for line in out.split("\n") if line.startswith("=== ")]
     assert [each[: each.index(":")] for each in heads] == [f"=== step 1 row {i}" for i in range(3)]
@@ -131,7 +131,7 @@ def test_data_show_terminal_output(
 
 
 def test_data_show_validation_split(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Each of its documents once, and no row of padding."""
+    """Prints each validation document once and no padding rows."""
     out = printed(capsys, "show", *run, "--split", "validation", "-n", "1000")
     numbers = {line.split()[2] for line in out.split("\n") if line.startswith("--- document")}
     assert len(numbers) == 4
@@ -181,7 +181,7 @@ def test_data_show_accepts_maximum_step(run: list[str], capsys: pytest.CaptureFi
 def test_data_find_names_files_and_lines(
     run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the events of a bad step name documents, and in the order of the row."""
+    """Documents are named as in events of bad steps, in row order."""
     first, *rest = run
     found: dict[str, Any] = json.loads(printed(capsys, "find", first, "6", "2", *rest, "--json"))
     datasets = build_datasets(load(run).config, lambda: None)
@@ -200,7 +200,7 @@ def test_data_find_names_files_and_lines(
 def test_data_find_uses_run_config_and_rollbacks(
     run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its own config, and without the batches that it left out."""
+    """Uses the run's config and accounts for batches skipped by rollbacks."""
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
     config = printed_config(capsys, run)
@@ -210,7 +210,7 @@ def test_data_find_uses_run_config_and_rollbacks(
     for name in ("mine", "runs/mine", str(folder)):
         found = json.loads(printed(capsys, "find", name, "9", "1", "--json"))
         assert found == wanted
-    for event in ("roll_back", "rollback"):  # the first is of earlier releases
+    for event in ("roll_back", "rollback"):  # the first name is from earlier releases
         (folder / "events.jsonl").write_text(f'{{"event": "{event}", "step": 5, "to": 2}}\n')
         found = json.loads(printed(capsys, "find", "mine", "6", "1", "--json"))
         assert found == wanted | {"step": 6}
@@ -225,7 +225,7 @@ def printed_config(capsys: pytest.CaptureFixture[str], inputs: list[str]) -> str
 def test_file_name_with_line_break_is_escaped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A file's name cannot look like lines of another document."""
+    """A file name cannot imitate the heading of another document."""
     name = "a\n--- document 7.txt"
     (tmp_path / name).write_text("some text " * 40)
     inputs = ["quickstart", "data.source=text", f"data.path={tmp_path}", f"run.dir={tmp_path}/runs"]

@@ -1,6 +1,6 @@
-"""Conversations whose fields are templates over several columns, with system messages, or in turns.
+"""Conversations from field templates over several columns, system fields, or lists of turns.
 
-Every text is written out, with what of it is trained.
+Expected messages are written out in full.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from maxpipe.data.chat_records import conversation_of
 from maxpipe.data.formats.record_text import BadRecord
 from maxpipe.data.pairs import pair_of
 from maxpipe.data.prompts import chat_of
-from tests.data.conversations import said
+from tests.data.conversations import messages_of
 from tests.errors import contains
 
 ALPACA = {"prompt_field": r"{instruction}\n{input}", "response_field": "output"}
 
 
 def turns(record: Any, chat: Any = "prompt", **settings: Any) -> list[tuple[str, str]]:
-    """(role, content) of each message."""
+    """Return (role, content) of each message."""
     found = conversation_of(record, SourceConfig(chat=chat, source="jsonl", **settings))
     return [(each["role"], each["content"]) for each in found.messages]
 
@@ -86,7 +86,7 @@ def test_system_field_is_prepended_to_messages() -> None:
     assert turns(record, system_field="system_prompt") == [SYSTEM, *said_]
     assert unread(record, system_field="system_prompt") == ()
     assert turns({**record, "system_prompt": None}, system_field="system_prompt") == said_
-    listed = {"system": "Be brief.", "messages": said(*said_)}
+    listed = {"system": "Be brief.", "messages": messages_of(*said_)}
     assert turns(listed, "messages") == said_ and unread(listed, "messages") == ("system",)
     assert turns(listed, "messages", system_field="system") == [SYSTEM, *said_]
     with pytest.raises(BadRecord, match="string in data.system_field; the value is of type list"):
@@ -94,7 +94,7 @@ def test_system_field_is_prepended_to_messages() -> None:
 
 
 def test_existing_system_message_is_kept() -> None:
-    """Another one of the record is not read."""
+    """The record's system field is not read in that case."""
     record = {"system": "Be long.", "conversations": [{"from": "system", "value": "Be brief."}]}
     assert turns(record, "messages") == [SYSTEM] and unread(record, "messages") == ("system",)
     same = {**record, "system": "Be brief."}
@@ -105,8 +105,11 @@ def test_pairs_support_system_field() -> None:
     config = SourceConfig(chat="pairs", system_field="system", prompt_field="question")
     record = {"system": "Be brief.", "question": "Hi", "chosen": "Ho", "rejected": "No"}
     pair = pair_of(record, config)
-    assert pair.prompt == said(SYSTEM, ("user", "Hi"))
-    assert (pair.chosen, pair.rejected) == (said(("assistant", "Ho")), said(("assistant", "No")))
+    assert pair.prompt == messages_of(SYSTEM, ("user", "Hi"))
+    assert (pair.chosen, pair.rejected) == (
+        messages_of(("assistant", "Ho")),
+        messages_of(("assistant", "No")),
+    )
     assert pair.template_input.unread == ()
     assert pair_of({**record, "system": ""}, config).prompt == "Hi"
 
@@ -118,21 +121,21 @@ def test_pairs_support_prompt_templates() -> None:
 
 
 def test_prompt_repeated_in_pair_conversations_is_rejected() -> None:
-    """It would be in the sequence twice: the message says how to read them."""
-    whole = [said(SYSTEM, ("user", "Hi"), ("assistant", each)) for each in ("Ho", "No")]
+    """The prompt would be in the sequence twice; the error suggests the correct setting."""
+    whole = [messages_of(SYSTEM, ("user", "Hi"), ("assistant", each)) for each in ("Ho", "No")]
     record = {"prompt": "Hi ", "chosen": whole[0], "rejected": whole[1]}
     with pytest.raises(BadRecord) as error:
         pair_of(record, SourceConfig(chat="pairs"))
     assert error.value.action == "Set data.prompt_field=''."
     pair = pair_of(record, SourceConfig(chat="pairs", prompt_field=""))
-    assert pair.prompt == said(SYSTEM, ("user", "Hi"))
-    assert pair.chosen == said(("assistant", "Ho"))
-    assert pair.rejected == said(("assistant", "No"))
+    assert pair.prompt == messages_of(SYSTEM, ("user", "Hi"))
+    assert pair.chosen == messages_of(("assistant", "Ho"))
+    assert pair.rejected == messages_of(("assistant", "No"))
 
 
 def test_prompts_include_sharegpt_system_message() -> None:
     record = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}]}
-    assert chat_of(record).messages == said(SYSTEM, ("user", "Hi"))
+    assert chat_of(record).messages == messages_of(SYSTEM, ("user", "Hi"))
 
 
 def test_messages_as_alternating_turns() -> None:

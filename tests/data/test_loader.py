@@ -1,4 +1,4 @@
-"""Loader: what a step gets depends on seed and data alone, and nothing hangs."""
+"""Loader: batches depend only on seed and data, and threads end."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def test_only_empty_documents_are_rejected(source: Any, tmp_path: Path) -> None:
     else:
         write_records(path, [line.encode()] * 50)
     data = DataConfig(source=source, path=str(path))
-    for _ in range(2):  # the second time from the index that is kept
+    for _ in range(2):  # the second time from the cached index
         with pytest.raises(ConfigError) as error:
             build_loaders(
                 data,
@@ -281,7 +281,7 @@ SCRIPT = """
 import sys
 from maxpipe.config.schema import DataConfig, TokenizerConfig
 from maxpipe.data.loader import build_loaders
-assert not {"jax", "grain"} & sys.modules.keys(), "imported before they are needed"
+assert not {"jax", "grain"} & sys.modules.keys(), "jax and grain must be imported lazily"
 data = DataConfig(source="text", path=sys.argv[1])
 datasets = build_loaders(data, TokenizerConfig(), seed=0, batch_size=4, sequence_length=16)
 batches = datasets.train.batches(0)
@@ -298,12 +298,12 @@ if sys.argv[2] == "raise":
 )
 def test_process_exits_with_open_iterators(how: str, code: int, folder: str) -> None:
     command = [sys.executable, "-W", "error", "-c", SCRIPT, folder, how]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (code, "")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stderr) == (code, "")
 
 
 def test_first_read_reports_progress(tmp_path: Path) -> None:
-    """Else a long first reading looks like one that hangs."""
+    """Without progress, a long first read would look like a hang."""
     (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 46_000)
     data = DataConfig(source="jsonl", path=str(tmp_path), validation_fraction=0.2)
     moves: list[None] = []
@@ -321,9 +321,9 @@ def test_first_read_reports_progress(tmp_path: Path) -> None:
         ).close()
         return len(moves)
 
-    # Lines are found in two parts of a MiB, and the documents are read in one.
+    # Line offsets are found in two chunks of 1 MiB; the documents are read in one batch.
     assert moves_of_a_build() == 3
-    assert moves_of_a_build() == 2  # what was read is kept
+    assert moves_of_a_build() == 2  # the index is cached
 
 
 def test_loader_state_and_fingerprint(folder: str, datasets: Datasets) -> None:
@@ -365,7 +365,7 @@ def test_default_corpus_with_cache(tmp_path: Path) -> None:
 
 
 def test_batch_order_never_changes() -> None:
-    """A change here changes the data of every run that resumes: raise _ORDER_VERSION."""
+    """A change here changes the data of every resumed run: increment _ORDER_VERSION."""
     datasets = build_loaders(
         DataConfig(source="synthetic"),
         TokenizerConfig(),

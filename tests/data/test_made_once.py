@@ -1,4 +1,4 @@
-"""What takes long is made by one process of those that share a folder, and any may be killed."""
+"""One of the processes that share a folder builds an index, and any of them may be killed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from maxpipe.data.tokenizer import ByteTokenizer
 from tests.data.texts import Texts
 from tests.data.test_made_once import TEXTS
 
-documents._PASS_CHARACTERS = 1  # it moves with each document
+documents._PASS_CHARACTERS = 1  # reports progress after each document
 folder, log, seconds = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 
 class Slow(Texts):
@@ -61,7 +61,7 @@ print(index.lengths.sum(), index.digests.sum(), len(moves), flush=True)
 def processes(
     folders: Sequence[Path], tmp_path: Path, seconds: float
 ) -> Iterator[tuple[list[subprocess.Popen[str]], list[Path]]]:
-    """Processes that index documents, each with what it reads in a file of its own."""
+    """Start processes that index documents; each logs the documents it reads to its own file."""
     logs = [tmp_path / f"{number}.log" for number in range(len(folders))]
     started = [
         subprocess.Popen(
@@ -87,7 +87,7 @@ def processes(
 
 
 def answer(process: subprocess.Popen[str]) -> tuple[int, int, int]:
-    """Tokens, sum of digests, and how often it has moved."""
+    """Return number of tokens, sum of digests, and number of progress reports."""
     out, _ = process.communicate(timeout=60)
     tokens, digests, moves = map(int, out.split())
     return tokens, digests, moves
@@ -108,7 +108,7 @@ def test_only_one_of_several_processes_builds_index(tmp_path: Path) -> None:
         found = [answer(each) for each in started]
     assert {each[:2] for each in found} == {expected()}
     assert sorted(map(read_by, logs)) == [0, 0, len(TEXTS)]
-    # Those that wait move as it does, and tell so.
+    # Waiting processes report progress, too.
     assert all(moves > 0 for *_, moves in found)
     assert [path.suffix for path in folder.iterdir()] == [".npz"]
 
@@ -122,7 +122,7 @@ def test_processes_with_separate_folders_each_build_index(tmp_path: Path) -> Non
 
 @pytest.mark.fault("F23")
 def test_index_is_rebuilt_if_building_process_is_killed(tmp_path: Path) -> None:
-    """Another one does it then, and removes what was half written."""
+    """Another process rebuilds the index and removes partially written files."""
     folder = tmp_path / ".index"
     folder.mkdir()
     with processes([folder] * 3, tmp_path, 0.05) as (started, logs):
@@ -143,7 +143,7 @@ def test_index_is_rebuilt_if_building_process_is_killed(tmp_path: Path) -> None:
 def test_lock_waiter_reports_stalled_holder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says which that is."""
+    """The waiter names the process that holds the lock."""
     monkeypatch.setattr(disk_cache, "_POLL_SECONDS", 0.02)
     monkeypatch.setattr(disk_cache, "_HEARTBEAT_SECONDS", 0.0)
     monkeypatch.setattr(disk_cache, "_LOG_SECONDS", 0.3)
@@ -160,7 +160,9 @@ def test_lock_waiter_reports_stalled_holder(
             for count in range(4):
                 wait_until(lambda count=count: len(moves) > count)  # type: ignore[misc]
                 assert len(moves) == count + 1
-                time.sleep(0.01)  # a sign is a time of the file, of some milliseconds
+                time.sleep(
+                    0.01
+                )  # a heartbeat is a modification time with a resolution of milliseconds
                 moved()
             wait_until(lambda: len(moves) > 4)
             count = len(moves)
@@ -216,7 +218,7 @@ def test_removed_lock_files_are_exclusive(tmp_path: Path) -> None:
 
 
 def test_lock_file_content_is_sanitized(tmp_path: Path) -> None:
-    """Other users of a folder may have written it."""
+    """Other users of a folder may have written the lock file."""
     path = tmp_path / "x.lock"
     with path.open("w+b", buffering=0) as file:
         for raw in (b"", b"\xff\x1b[31m", b"host", b"a b c d e", b"x " * 5000):

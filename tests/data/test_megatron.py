@@ -1,4 +1,4 @@
-"""Megatron's token files that were made elsewhere: every type of ids, and files that are wrong."""
+"""Token files written by Megatron: every token dtype, and invalid files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def write(
     code: int = 8,
     **changes: Any,
 ) -> Path:
-    """A pair of files as Megatron's builder writes it; each document is a list of sequences.
+    """Write a pair of files as Megatron's builder does; each document is a list of sequences.
 
     Changes replace `lengths`, `pointers`, `bounds`, `count`, `num_bounds`, `magic`, `version`,
     `code`, `more` bytes at the end, or `ids`.
@@ -92,7 +92,7 @@ def test_multiple_megatron_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert found.lengths_between(1, 4).tolist() == found.lengths[1:4].tolist()
     assert MegatronDocuments(str(tmp_path / "a.idx"), ByteTokenizer()).num_documents == 2
     assert found.where(3).endswith("b.bin: document 1")
-    monkeypatch.setattr(megatron, "_ENTRIES", 2)  # tables are looked through in parts
+    monkeypatch.setattr(megatron, "_ENTRIES", 2)  # tables are scanned in parts
     monkeypatch.setattr(megatron, "SPAN_DOCUMENTS", 2)
     parts = MegatronDocuments(str(tmp_path), ByteTokenizer())
     assert parts.num_tokens == found.num_tokens
@@ -100,7 +100,7 @@ def test_multiple_megatron_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_index_without_document_bounds(tmp_path: Path) -> None:
-    """Without ends of documents there is one bound, 0: each sequence is a document."""
+    """If the only bound is 0, each sequence is a document."""
     path = write(tmp_path / "a", [[[1, 2], [3]]], bounds=[0], num_bounds=1)
     found = MegatronDocuments(str(path), ByteTokenizer())
     assert [found[i].ids[1:-1].tolist() for i in range(found.num_documents)] == [[1, 2], [3]]
@@ -154,7 +154,7 @@ def test_truncated_index_is_rejected(size: int, tmp_path: Path) -> None:
 
 
 def test_random_index_damage_raises_error_or_reads(tmp_path: Path) -> None:
-    """A changed byte is refused, or it is in the ids, which nothing can tell."""
+    """Most changed bytes of the index are detected."""
     path = write(tmp_path / "a", DOCUMENTS).with_suffix(".idx")
     whole = path.read_bytes()
     draw = np.random.default_rng(1)
@@ -183,7 +183,7 @@ def test_ids_outside_vocabulary_are_rejected(code: int, bad: int, tmp_path: Path
 
 
 def test_ids_without_embedding_row_are_rejected(tmp_path: Path) -> None:
-    """A device would take the last row of the embedding."""
+    """A device would silently read the last embedding row."""
     tokenizer = ByteTokenizer().with_control()
     tokenizer.embedding_rows = 258
     found = MegatronDocuments(str(write(tmp_path / "a", [[[1]]] * 70 + [[[2, 258]]])), tokenizer)
@@ -249,7 +249,7 @@ def test_folder_name_with_glob_characters(tmp_path: Path) -> None:
 
 
 def test_split_without_tokens_is_rejected(tmp_path: Path) -> None:
-    """Begin and end are stored, and all but one of the documents are without any."""
+    """BOS and EOS are stored, and all but one of the documents are empty."""
     path = write(tmp_path / "a", [[[256, 5, 257]], [[]], [[]]])
     data = DataConfig(source="megatron", path=str(path), validation_fraction=0.4)
     for seed in range(4):

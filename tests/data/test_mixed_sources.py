@@ -1,4 +1,4 @@
-"""Sources of every kind in a mixture: same samples as alone, own keys in messages, own names."""
+"""Sources of every format in a mixture: same samples as alone, and errors that name their keys."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sources of several kinds, `tokens` prepared from the JSON lines."""
+    """Write sources in several formats."""
     root = tmp_path_factory.mktemp("kinds")
     write_texts(root / "files", [f"file {i} " * (1 + i % 4) for i in range(30)])
     lines = [{"head": f"h{i}", "body": f"line {i} " * (1 + i % 5)} for i in range(25)]
@@ -108,7 +108,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) 
 def test_prepared_folders_match_text_in_mixture(
     here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same batches; and the fingerprint is that of the text, so that a run may go on."""
+    """Batches and fingerprint match those of the text, so a run can be resumed with either."""
     inputs = overrides(here)
     more = []
     for name in ("files", "lines", "talks"):
@@ -128,7 +128,7 @@ def test_prepared_folders_match_text_in_mixture(
         for step in (0, 3, 7):
             pair = one.batch(step), other.batch(step)
             assert all(np.array_equal(pair[0][key], pair[1][key]) for key in pair[0])
-    # Megatron's files are the same folder, read as that.
+    # The prepared folder can also be read as Megatron files.
     megatron = ["data.mixture.files.source=megatron", f"data.mixture.files.path={tmp_path}/files"]
     mixed = opened(load([*inputs, *more, *megatron]).config.data)
     assert mixed.unigram_entropy is None

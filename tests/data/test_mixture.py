@@ -1,4 +1,4 @@
-"""Mixtures: shares, places in constant time, and no sample lost or repeated, whatever changes."""
+"""Mixtures: shares, constant-time seeks, and no lost or repeated sample after any change."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_source_samples_are_numbered_without_gaps(mixed: Mixture, at: list[int])
         mine = samples[sources == source]
         assert np.array_equal(mine, np.arange(len(mine)))
         assert mixed.samples_before(last)[source] == len(mine)
-    for number in at:  # and any of them alone
+    for number in at:  # and looked up individually
         [source], [sample] = mixed.locate(np.array([number]))
         if number < last:
             assert (source, sample) == (sources[number], samples[number])
@@ -79,7 +79,7 @@ def test_changed_weights_keep_source_positions(
         mine = samples[sources == source]
         assert np.array_equal(mine, np.arange(len(mine)))
     assert Mixture.from_metadata(found.metadata(), 3).stages == found.stages
-    # What is in force goes on: a run that resumes with the same weights is as one that does not.
+    # Switching to the same weights changes nothing.
     assert found.switched_to(third, later + 1).stages == found.stages
 
 
@@ -92,7 +92,7 @@ def test_evaluations_read_each_sequence_once(sizes: list[int]) -> None:
     sources, samples = found.locate(np.arange(end))
     for source, size in enumerate([*sizes, 100_000]):
         assert np.array_equal(samples[sources == source], np.arange(size))
-    # In proportion: a part of them has the sources that the whole has.
+    # Sources are spread evenly: half of the samples have half of the large source.
     large = (sources == len(sizes))[: end // 2].sum()
     assert abs(large - 50_000) < 0.02 * 50_000
 
@@ -112,7 +112,7 @@ def test_mixture_shares_with_temperature() -> None:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Three sources of unlike size; each text says of which it is."""
+    """Write three sources of different sizes; each text names its source."""
     root = tmp_path_factory.mktemp("sources")
     return {
         name: write_texts(root / name, [f"{name} {i} " * (2 + i % 5) for i in range(count)])
@@ -138,8 +138,8 @@ def loader_of(
     ).train
 
 
-def taken(loader: Loader, step: int, processes: int) -> list[bytes]:
-    """The rows of one step, each read by one of the processes, in the order of the batch."""
+def read_rows(loader: Loader, step: int, processes: int) -> list[bytes]:
+    """Return the rows of one step in batch order, each read by one of the processes."""
     count = loader.ramp.position_of(step)[1]
     parts = [loader.batch(step, range(rank, count, processes)) for rank in range(processes)]
     ids = np.concatenate([part["example_ids"] for part in parts])
@@ -166,7 +166,7 @@ def test_no_sample_is_lost_or_repeated_across_resumes(
     attempts: list[tuple[int, list[int]]],
     processes: list[int],
 ) -> None:
-    """A run that stops at random steps, and goes on with other weights and processes."""
+    """The run stops at random steps and resumes with other weights and process counts."""
     edges = [0, *sorted(step for step, _ in attempts)]
     saved: dict[str, Any] | None = None
     seen: Counter[tuple[str, int]] = Counter()
@@ -179,7 +179,7 @@ def test_no_sample_is_lost_or_repeated_across_resumes(
             assert compare_fingerprints(saved, loader.fingerprint(), start) == []
             loader.resume_mixture(saved, start)
         for step in range(start, stop):
-            rows, read = loader.sequence_origins(step), taken(loader, step, count)
+            rows, read = loader.sequence_origins(step), read_rows(loader, step, count)
             for row, text in zip(rows, read, strict=True):
                 part = {p.name: p for p in loader.stream.parts}[row.source]
                 assert part.sequences[row.sequence]["tokens"].tobytes() == text
@@ -188,7 +188,7 @@ def test_no_sample_is_lost_or_repeated_across_resumes(
         saved = loader.state(stop)["fingerprint"]
     for part in loader_of(folders, ramp).stream.parts:
         count, total = len(part.sequences), len(order[part.name])
-        # Of each source the multiset is that of whole epochs and the begin of another.
+        # Each source yields whole epochs and the beginning of another.
         each = [seen[part.name, number] for number in range(count)]
         assert sum(each) == total and set(each) <= {total // count, -(-total // count)}
         for begin in range(0, total, count):
@@ -201,7 +201,7 @@ def test_rows_do_not_depend_on_process_count(folders: dict[str, str], processes:
     ramp = BatchRamp((), 8)
     one, other = loader_of(folders, ramp), loader_of(folders, ramp)
     for step in (0, 17, 10_000_000):
-        assert taken(one, step, 1) == taken(other, step, processes)
+        assert read_rows(one, step, 1) == read_rows(other, step, processes)
 
 
 def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
@@ -210,7 +210,7 @@ def test_shares_over_ten_thousand_steps(folders: dict[str, str]) -> None:
     found = np.bincount(sources) / len(sources)
     for share, wanted in zip(found, (1 / 8, 2 / 8, 5 / 8), strict=True):
         assert abs(share - wanted) < 3 * (wanted * (1 - wanted) / len(sources)) ** 0.5
-    # Within a stretch, too: the sources do not come one after the other.
+    # The shares also hold within short intervals.
     for stretch in np.split(sources, 100):
         for source, wanted in enumerate((1 / 8, 2 / 8, 5 / 8)):
             deviation = (wanted * (1 - wanted) / len(stretch)) ** 0.5
@@ -372,7 +372,7 @@ def test_share_that_rounds_to_zero_is_rejected(folders: dict[str, str]) -> None:
 
 
 def test_stages_beyond_maximum_sequence_are_rejected(folders: dict[str, str]) -> None:
-    """Their counts would be other numbers, silently."""
+    """Sample counts would silently overflow."""
     long = MixtureStageConfig(weights={"code": 1}, steps=10**17)
     loader = loader_of(folders, BatchRamp((), 8), mixture_stages=[long] * 2)
     assert loader.stream.samples_before(16 * 10**17 - 1)["code"] == 16 * 10**17 - 1

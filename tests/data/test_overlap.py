@@ -1,4 +1,4 @@
-"""Documents for evaluation that are also trained on: found by text, whatever form both are in."""
+"""Evaluation documents that are also in the training data, in any combination of formats."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def found(datasets: Datasets) -> dict[str, tuple[int, int]]:
     return {each.name: (each.count, each.total) for each in all_of(datasets)}
 
 
-def missed(datasets: Datasets, *, large: bool) -> list[str]:
+def uncompared(datasets: Datasets, *, large: bool) -> list[str]:
     train, sets = corpora_of(datasets)
     return [section for section, _ in uncompared_sources([train, *sets.values()], large=large)]
 
@@ -82,7 +82,7 @@ def test_overlap_is_found_in_every_format(form: str, tmp_path: Path) -> None:
 
 
 def test_duplicates_across_splits_are_found(tmp_path: Path) -> None:
-    # Each text twice: of a text that is held out once, the other copy is trained on.
+    # Every text occurs twice: if one copy is held out, the other may be trained on.
     trained = lines(tmp_path / "trained.jsonl", TRAINED * 2)
     datasets = opened(trained, validation_fraction=0.25)
     held_out = corpora_of(datasets)[0].indexed[0].numbers("validation", 0.25)
@@ -110,11 +110,11 @@ def test_sources_without_digests_are_listed(tmp_path: Path) -> None:
     sets = {"old": SourceConfig(source="megatron", path=folder.path)}
     datasets = opened(folder, validation=sets)
     assert found(datasets) == {}
-    assert missed(datasets, large=True) == ["data.validation.old"]
+    assert uncompared(datasets, large=True) == ["data.validation.old"]
 
 
 def test_windowed_documents_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too many to be shuffled as a whole: a part of each split at a time."""
+    """Documents in windows are compared one part of a split at a time."""
     many = [f"{i}" for i in range(3000)]
     folder = prepared(lines(tmp_path / "a.jsonl", many), tmp_path / "ids")
     assert WINDOW_SPANS > 2
@@ -122,14 +122,14 @@ def test_windowed_documents_are_compared(tmp_path: Path, monkeypatch: pytest.Mon
     sets = {"some": lines(tmp_path / "some", ["5", "x", "2999"])}
     datasets = opened(folder, validation=sets, validation_fraction=0)
     assert found(datasets) == {"some": (2, 3)}
-    assert missed(datasets, large=True) == []
-    # Not at each start, as all digests would be read.
-    assert all_of(datasets, large=False) == [] and missed(datasets, large=False) == ["data"]
+    assert uncompared(datasets, large=True) == []
+    # Not at every start, because all digests would be read.
+    assert all_of(datasets, large=False) == [] and uncompared(datasets, large=False) == ["data"]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_overlap_counts_match_text_sets(seed: int, tmp_path: Path) -> None:
-    """Against the texts themselves, with many copies, empty ones and both splits."""
+    """Compared with sets of the texts, which include many duplicates and empty texts."""
     draw = np.random.default_rng(seed)
     trained, held = (
         ["" if n < 9 else str(n) for n in draw.integers(0, 400, 300).tolist()] for _ in range(2)
@@ -152,7 +152,7 @@ def test_overlap_counts_match_text_sets(seed: int, tmp_path: Path) -> None:
 
 def test_index_stores_document_digests(tmp_path: Path) -> None:
     source = Texts(["abc", "", "é", "abc"])
-    for _ in range(2):  # read, and from the cache
+    for _ in range(2):  # built, then read from the cache
         index = build_index(source, ByteTokenizer(), str(tmp_path))
         assert index.digests[0] == index.digests[3] and len(set(index.digests.tolist())) == 3
     assert source.reads == 4
@@ -165,7 +165,7 @@ def test_validation_sets_do_not_change_training(tmp_path: Path) -> None:
     assert alone.train.fingerprint() == beside.train.fingerprint()
     assert list(beside.eval_loaders()) == ["", "a", "b"]
     assert alone.fingerprint() != beside.fingerprint()
-    # Every token of a set once.
+    # Every token of a validation set is evaluated once.
     seen = [
         beside.validation_sets["b"].batch(step)
         for step in range(beside.validation_sets["b"].num_batches)

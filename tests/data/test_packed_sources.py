@@ -1,4 +1,4 @@
-"""Every packing of every kind of source: the same targets, batches by step alone, and figures."""
+"""Every packing strategy with every source format: targets, batches by step, and statistics."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def equal(a: Batch, b: Batch) -> bool:
 
 
 def rows_of_an_epoch(loader: Loader, epoch: int = 0) -> list[bytes]:
-    """Tokens, documents and mask of each row."""
+    """Return tokens, targets and mask of each row as bytes."""
     count = len(loader.sequences)
     found = []
     for number in range(epoch * count, (epoch + 1) * count):
@@ -86,7 +86,7 @@ def rows_of_an_epoch(loader: Loader, epoch: int = 0) -> list[bytes]:
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_epoch_has_every_target_once(kind: str, packing: Packing, here: Path) -> None:
-    """Counted as pairs of a token and the next one, of both splits, beside a loop over texts."""
+    """Compares counts of (token, next token) pairs of both splits with a loop over the texts."""
     found = opened(here, kind, packing)
     assert found.validation is not None
     seen: Counter[tuple[int, int]] = Counter()
@@ -102,7 +102,7 @@ def test_an_epoch_has_every_target_once(kind: str, packing: Packing, here: Path)
         ids, first = [256, *text_of(number).encode(), 257], 1
         if kind == "chat":
             ids = list(f"user: say {number}\nassistant: {text_of(number)}\n".encode())
-            # What the role's turn writes is trained.
+            # The assistant turn is trained on, including its header.
             first = len(f"user: say {number}\n")
         expected.update(zip(ids[first - 1 : -1], ids[first:], strict=True))
     assert seen == expected
@@ -209,14 +209,14 @@ def test_packing_in_windows(
     )
     assert len(names) == count and set(names.values()) == {1}
     kept = sorted(path.name.partition("-")[0] for path in (tmp_path / "index").iterdir())
-    # Two windows for training, one of a single span for validation.
+    # Two windows for training and one single-span window for validation.
     assert kept == ["plan"] * (3 if packing != "pad" else 0) + ["rows"] * 2
     again, _ = go()
     assert equal(found.batch(10**7), again.batch(10**7))
     assert len(list((tmp_path / "index").iterdir())) == len(kept)
 
 
-# --- what the commands say -----------------------------------------------------------------------
+# --- command output ------------------------------------------------------------------------------
 
 
 def stats(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def test_data_stats_match_training_packing(
         options: Any = {"seed": 0, "batch_size": ROWS, "sequence_length": LENGTH}
         whole = build_loaders(data, TokenizerConfig(), **options).train
         assert found["packing"] == packing
-        # In another order of documents first fit has other rows.
+        # First fit gives other rows for another order of documents.
         slack = 2 if packing == "first_fit" else 0
         assert abs(found["sequences"] - len(whole.sequences)) <= slack
         assert found["packing_efficiency"] == pytest.approx(

@@ -1,4 +1,4 @@
-"""Packing: every token once, documents apart, the same sequence for the same number."""
+"""Packing: every token once, separate documents, and deterministic sequences."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_inputs_match_token_stream(texts: list[str], length: int) -> None:
     assert sequences.num_tokens == len(stream)
     examples = [sequences[i] for i in range(len(sequences))]
     inputs = np.concatenate([e["tokens"][e["segment_ids"] > 0] for e in examples])
-    # Only the last token may be missing: it is a target, and has none itself.
+    # Only the last token may be missing: it is a target but has no target itself.
     assert inputs.tolist() == stream[: len(inputs)] and len(inputs) >= len(stream) - 1
     for i, example in enumerate(examples):
         targets = example["targets"][: len(stream) - 1 - i * length]
         assert targets.tolist() == stream[i * length + 1 :][:length]
         assert example["loss_mask"].any()
-    # A cut costs no target: all but the first token of each document is one.
+    # Splitting a document loses no targets: every token but its first is a target.
     assert sum(e["loss_mask"].sum() for e in examples) == len(stream) - len(texts)
 
 
@@ -124,14 +124,14 @@ def test_permutation_does_not_depend_on_block_size(monkeypatch: pytest.MonkeyPat
 
 
 def test_permutation_never_changes() -> None:
-    """A change here changes the data of every run that resumes."""
+    """A change here changes the data of every resumed run."""
     assert Permutation(10, 1, 2)(np.arange(10)).tolist() == [0, 7, 3, 4, 1, 9, 5, 2, 8, 6]
     large = Permutation(1_000_003, -5, 2)(np.arange(5))
     assert large.tolist() == [321092, 420657, 179093, 503537, 877009]
 
 
 def test_permutation_is_uniform() -> None:
-    """Each of the 24 orders of four things is about equally likely, and neighbours part."""
+    """All 24 permutations of four items are about equally likely, and neighbors are separated."""
     seen = [tuple(Permutation(4, seed)(np.arange(4)).tolist()) for seed in range(2400)]
     counts = [seen.count(order) for order in set(seen)]
     assert len(counts) == 24 and min(counts) > 60 and max(counts) < 140
@@ -176,7 +176,7 @@ def test_concurrent_threads_read_same_sequences(monkeypatch: pytest.MonkeyPatch)
 
 
 class Masked:
-    """Two documents, of which some tokens are not trained."""
+    """Two documents in which some tokens are not trained on."""
 
     lengths = np.array([5, 4])
     pad_id = 9
@@ -193,5 +193,5 @@ class Masked:
 def test_untrained_targets_are_masked() -> None:
     sequences = ConcatenatedSequences(Masked(), np.array([0, 1]), 4)
     masks = np.concatenate([sequences[i]["loss_mask"] for i in range(len(sequences))])
-    # Of each document all tokens but the first are targets, the last place has none.
+    # Every token but the first of a document is a target; the last position has no target.
     assert masks.tolist()[:8] == [0, 1, 1, 0, 0, 1, 0, 1]

@@ -1,4 +1,4 @@
-"""Records of preferences: what of them is trained, and how pairs lie in rows."""
+"""Preference records: trained tokens, truncation, and packing of pairs into rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from maxpipe.errors import ConfigError
 from tests.data.conversations import (
     CHATML,
     Listed,
-    said,
+    messages_of,
     without_blocks,
     write_records,
 )
@@ -48,7 +48,7 @@ def encoded(record: Any, tmp_path: Path, room: int = 1000, **keys: Any) -> Encod
 
 
 def halves(found: EncodedDocument) -> list[tuple[str, str]]:
-    """(text, what of it is trained) of each half; begin and end as ^ and $."""
+    """Return (text, trained text) of each response, with BOS and EOS as ^ and $."""
     assert found.trained is not None
     shown = {BEGIN: "^", END: "$"}
     parts = []
@@ -76,20 +76,20 @@ def test_empty_response_contains_only_eos(tmp_path: Path) -> None:
     assert halves(encoded(record("a", "", "b"), tmp_path)) == [("^a$", "$"), ("^ab$", "b$")]
 
 
-ASKED = said(("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"))
+ASKED = messages_of(("system", "Be brief."), ("user", "One?"), ("assistant", "1"), ("user", "Two?"))
 
 
 @pytest.mark.parametrize("template", [CHATML, without_blocks(CHATML)], ids=["blocks", "prefixes"])
 def test_message_pairs_use_chat_template(template: str, tmp_path: Path) -> None:
-    """What the assistant said in the prompt is not trained on."""
-    pair = record(ASKED, said(("assistant", "2")), said(("assistant", "Two!")))
+    """Assistant messages in the prompt are not trained on."""
+    pair = record(ASKED, messages_of(("assistant", "2")), messages_of(("assistant", "Two!")))
     found = encoded(pair, tmp_path, template=template)
     (chosen, mine), (rejected, other) = halves(found)
     start = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nOne?<|im_end|>\n"
     assert chosen.startswith(start) and rejected.startswith(start)
     newline = "" if "generation %}" in template.replace("add_generation", "") else "\n"
     assert (mine, other) == (f"2<|im_end|>{newline}", f"Two!<|im_end|>{newline}")
-    # The same as whole conversations, and with a text as the only answer.
+    # Whole conversations and plain-text responses are encoded identically.
     whole = {"chosen": [*ASKED, *pair["chosen"]], "rejected": [*ASKED, *pair["rejected"]]}
     forms: list[tuple[Any, dict[str, Any]]] = [(whole, {"prompt_field": ""})]
     for other_record, keys in [*forms, (record(ASKED, "2", "Two!"), {})]:
@@ -102,8 +102,8 @@ def test_message_pairs_use_chat_template(template: str, tmp_path: Path) -> None:
 
 
 def test_multi_message_response_trains_assistant_turns(tmp_path: Path) -> None:
-    chosen = said(("assistant", "Which?"), ("user", "This."), ("assistant", "Yes"))
-    pair = record(said(("user", "Is it?")), chosen, said(("assistant", "No")))
+    chosen = messages_of(("assistant", "Which?"), ("user", "This."), ("assistant", "Yes"))
+    pair = record(messages_of(("user", "Is it?")), chosen, messages_of(("assistant", "No")))
     (_, mine), _ = halves(encoded(pair, tmp_path, template=CHATML))
     assert mine == "Which?<|im_end|>Yes<|im_end|>"
 
@@ -111,7 +111,7 @@ def test_multi_message_response_trains_assistant_turns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
-        ("Say: yes", "Say: no", "Say:"),  # a space belongs to the word behind it
+        ("Say: yes", "Say: no", "Say:"),  # a space belongs to the following word
         ("ab", "ac", "a"),
         ("x", "y", ""),
         ("same start", "same", "same"),
@@ -127,7 +127,7 @@ def test_common_prefix_is_used_as_prompt(
 
 def test_identical_responses_are_marked(tmp_path: Path) -> None:
     assert encoded(record("a", "b", "b"), tmp_path).marks == IDENTICAL
-    whole = [*ASKED, *said(("assistant", "2"))]
+    whole = [*ASKED, *messages_of(("assistant", "2"))]
     pair = {"chosen": whole, "rejected": whole}
     found = encoded(pair, tmp_path, template=CHATML, prompt_field="")
     assert found.marks == IDENTICAL and halves(found)[0][1] == "2<|im_end|>"
@@ -151,7 +151,7 @@ def test_identical_responses_are_marked(tmp_path: Path) -> None:
 def test_longer_response_is_truncated_first(
     sizes: tuple[int, int], room: int, kept: tuple[int, int], tmp_path: Path
 ) -> None:
-    """Sizes with a begin and one letter of a prompt."""
+    """Sizes include BOS, EOS and a prompt of one character."""
     chosen, rejected = "c" * (sizes[0] - 3), "r" * (sizes[1] - 3)
     found = encoded(record("p", chosen, rejected), tmp_path, room)
     assert (found.second_half_start, len(found.ids) - found.second_half_start) == kept
@@ -178,7 +178,7 @@ def test_long_pair_with_error_policy_is_rejected(tmp_path: Path) -> None:
     encoded(record("pppp", "c", "r"), tmp_path, 14, long_pairs="error")
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- rejected records --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -190,16 +190,20 @@ def test_long_pair_with_error_policy_is_rejected(tmp_path: Path) -> None:
         ("just a text", {}, "must be an object if data.chat="),
         (record("a", 3, "b"), {}, "data.chosen_field"),
         (record(None, "b", "c"), {}, "data.prompt_field"),
-        (record([], [], said(("assistant", "b"))), {}, "chosen has no message"),
-        (record("a", said(("robot", "b")), "c"), {}, "data.chat_roles"),
-        (record(said(("user", "a")), "b", "c"), {"template": ""}, "chat template"),
+        (record([], [], messages_of(("assistant", "b"))), {}, "chosen has no message"),
+        (record("a", messages_of(("robot", "b")), "c"), {}, "data.chat_roles"),
+        (record(messages_of(("user", "a")), "b", "c"), {"template": ""}, "chat template"),
         ({"chosen": "ab", "rejected": "ab"}, {"prompt_field": ""}, "they are identical"),
         (
-            record(said(("user", "a")), said(("user", "b")), "c"),
+            record(messages_of(("user", "a")), messages_of(("user", "b")), "c"),
             {},
             "chosen has no token to train on",
         ),
-        ({"chosen": [], "rejected": said(("user", "a"))}, {"prompt_field": ""}, "no message"),
+        (
+            {"chosen": [], "rejected": messages_of(("user", "a"))},
+            {"prompt_field": ""},
+            "no message",
+        ),
         ({"chosen": 1, "rejected": 2}, {"prompt_field": ""}, "data.chosen_field"),
     ],
 )
@@ -282,7 +286,7 @@ def test_both_responses_are_in_same_row(packing: str, tmp_path: Path) -> None:
                 inside = numbers == half + 1
                 pair = words_of(30)[document]
                 text = f"{pair['prompt']}{pair['chosen' if half % 2 == 0 else 'rejected']}"
-                response = len(text) - len(pair["prompt"]) + 1  # and the end
+                response = len(text) - len(pair["prompt"]) + 1  # and EOS
                 assert batch["positions"][at][inside].tolist() == list(range(inside.sum()))
                 ids = batch["tokens"][at][inside].tolist()
                 assert [BEGIN, *text.encode(), END][: len(ids)] == ids
@@ -303,7 +307,7 @@ def test_padding_rows_have_no_pairs(tmp_path: Path) -> None:
 
 def test_pair_settings_change_fingerprint(tmp_path: Path) -> None:
     one = datasets(tmp_path).train.fingerprint()
-    assert one["pairs_per_row"] == 3  # the entry of checkpoints keeps its first name
+    assert one["pairs_per_row"] == 3  # checkpoints keep the original name of this entry
     changes: list[dict[str, Any]] = [{"long_pairs": "drop"}, {"max_pairs_per_sequence": 4}]
     for keys in changes:
         other = datasets(tmp_path, **keys).train.fingerprint()
@@ -361,7 +365,7 @@ def test_no_remaining_pairs_is_rejected(
     assert rule in problem.rule and action in problem.action
 
 
-# --- looked at ---------------------------------------------------------------------------------
+# --- commands ----------------------------------------------------------------------------------
 
 
 def test_data_show_labels_chosen_and_rejected(

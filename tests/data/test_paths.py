@@ -1,4 +1,4 @@
-"""Paths of sources: lists, folders and patterns, here and in a bucket, read by ranges."""
+"""Source paths: lists, folders and patterns, local or in a bucket, with range reads."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_missing_gcsfs_suggests_install(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_run_and_prepared_folders_are_not_read(tmp_path: Path) -> None:
-    """With `data.path=.` the records of a run, and what was prepared, are below the documents."""
+    """With `data.path=.`, run folders and prepared folders are inside the data folder."""
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / "manifest.json").write_text("{}")
@@ -171,7 +171,7 @@ def test_run_and_prepared_folders_are_not_read(tmp_path: Path) -> None:
             (tmp_path / folder / name).write_text("{}\n")
     found = find_files(str(tmp_path), (".jsonl",))
     assert [file.name for file in found] == ["a.jsonl", "below/b.jsonl"]
-    [own] = find_files(str(tmp_path / "part"), (".jsonl",))  # that was named itself
+    [own] = find_files(str(tmp_path / "part"), (".jsonl",))  # a folder given explicitly is read
     assert own.name == "e.jsonl"
 
 

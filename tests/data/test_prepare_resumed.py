@@ -1,4 +1,4 @@
-"""`data prepare` that is stopped, attacked or changed meanwhile: the same files, or a reason."""
+"""`data prepare` after interruption, damage or data changes: the same files or an error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TEXTS = [f"document {number} naïve 語 " * (1 + number % 7) for number in range
 
 
 class Stopped(Exception):
-    """In place of a kill."""
+    """Simulates a kill."""
 
 
 def plan(path: str, folder: Path, **changes: Any) -> PrepareJob:
@@ -72,7 +72,7 @@ def whole(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepares a part of the folder."""
+    """Prepare the first shards of the folder, then stop."""
     entered = 0
 
     def enter(journal: Any, line: Any, before: Any = prepare_module.append_journal) -> None:
@@ -90,7 +90,7 @@ def stopped(path: Path, folder: Path, shards: int, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_opened_source_is_pickled_to_workers(kind: str, tmp_path: Path) -> None:
-    """A process that looked through all files again would unpack and index them again."""
+    """A worker that opened the source itself would decompress and index all files again."""
     data = formatted(kind, TEXTS, tmp_path)
     source = open_source(data, 0)
     source[0]
@@ -128,7 +128,7 @@ def test_cached_line_offsets_are_not_pickled(
 
 
 def test_compressed_files_are_decompressed_once(tmp_path: Path) -> None:
-    """Into the folder where training looks for them; no process makes a copy of its own."""
+    """They are decompressed to the folder that training uses, and workers make no copies."""
     data = formatted("jsonl.gz", TEXTS, tmp_path / "files")
     (tmp_path / "temporary").mkdir()
     command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
@@ -144,7 +144,7 @@ def test_compressed_files_are_decompressed_once(tmp_path: Path) -> None:
 def test_prepare_recovers_from_damaged_journal(
     count: int, path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line that is not what was written, and all behind it, is done again."""
+    """The work of a damaged journal line and of all later lines is repeated."""
     stopped(path, tmp_path / "part", 4, monkeypatch)
     raw = (tmp_path / "part" / JOURNAL).read_bytes()
     draw = np.random.default_rng(2)
@@ -154,7 +154,7 @@ def test_prepare_recovers_from_damaged_journal(
         flipped = bytearray(raw)
         flipped[int(draw.integers(len(raw)))] ^= 1 << int(draw.integers(8))
         if number == 0:
-            flipped = bytearray(raw[:-1])  # all but the end of the last line
+            flipped = bytearray(raw[:-1])  # without the final newline
         (folder / JOURNAL).write_bytes(flipped)
         prepare(plan(str(path), folder), silent)
         assert digests(folder) == digests(whole), number
@@ -163,7 +163,7 @@ def test_prepare_recovers_from_damaged_journal(
 def test_resume_rejects_changed_documents(
     path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where names, sizes and edges of the files are what they were."""
+    """This holds even if names, sizes and first and last bytes of the files are unchanged."""
     changed = tmp_path / "a.jsonl"
     texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
     write(changed, texts)
@@ -179,7 +179,7 @@ def test_resume_rejects_changed_documents(
 def test_resume_rejects_changed_documents_without_file_digests(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The journal of an earlier release has none."""
+    """Journals of earlier releases contain no file digests."""
     changed = tmp_path / "a.jsonl"
     texts = ["x" * 70_000, *TEXTS, "y" * 70_000]
     write(changed, texts)
@@ -194,7 +194,7 @@ def test_resume_rejects_changed_documents_without_file_digests(
 def test_resume_depends_only_on_document_content(
     path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another path, or with another seed, it goes on; and what is complete stays so."""
+    """Resume works with another path or seed, and a complete folder stays complete."""
     folder = tmp_path / "out"
     stopped(path, folder, 3, monkeypatch)
     monkeypatch.chdir(path.parent)
@@ -210,7 +210,7 @@ def test_resume_depends_only_on_document_content(
 def test_prepare_accepts_folder_completed_by_other_process(
     path: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the look into the folder and its lock another process may have written all of it."""
+    """Another process may complete the folder after it was inspected and before it is locked."""
     folder = tmp_path / "out"
     locked = prepare_module.lock_journal
 
@@ -226,7 +226,7 @@ def test_prepare_accepts_folder_completed_by_other_process(
 def test_large_documents_are_encoded_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a process holds at a time does not grow with the size of documents."""
+    """Memory use of a worker does not grow with the size of a batch of documents."""
     texts = ["a" * size for size in (5, 900, 30, 2000, 2000, 2000, *[10] * 200, 1500, 1)]
     write(tmp_path / "a.jsonl", texts)
     prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "expected"), silent)
@@ -242,14 +242,14 @@ def test_large_documents_are_encoded_one_at_a_time(
         assert len(found.ids) == found.lengths.sum() and len(found.meta) == counts[-1]
         first += counts[-1]
     assert counts[:4] == [4, 1, 1, 64]
-    # In this process, where the limit holds, as in others.
+    # Encode in this process, where the patched limit applies.
     monkeypatch.setattr(prepare_module, "ProcessPoolExecutor", Here)
     prepare(plan(str(tmp_path / "a.jsonl"), tmp_path / "out", workers=2), silent)
     assert digests(tmp_path / "out") == digests(tmp_path / "expected")
 
 
 class Here:
-    """Pieces in this process, when they are asked for."""
+    """Process pool that runs each call in this process when its result is requested."""
 
     def __init__(self, workers: int, *, initargs: tuple[Any, ...], **_: Any):
         writer._Worker.encoder = writer.build_shard_encoder(initargs[3], ByteTokenizer(), None)
@@ -263,7 +263,7 @@ class Here:
         return Done()
 
     def shutdown(self, **_: Any) -> None:
-        """Nothing runs."""
+        """Do nothing: no process is running."""
 
 
 @pytest.mark.parametrize(
@@ -277,10 +277,10 @@ class Here:
 def test_signal_during_worker_start_exits_cleanly(
     number: signal.Signals, code: ExitCode, tmp_path: Path
 ) -> None:
-    """A terminal sends Ctrl-C, and its end, to all processes: those that start say nothing."""
+    """A terminal signals all processes of its group: starting workers must not print tracebacks."""
     write(tmp_path / "a.jsonl", ["abc " * 200] * 30_000)
     (tmp_path / "slow").mkdir()
-    # Processes take a while to start, and tell that they do.
+    # Workers start slowly and create a file when they do.
     (tmp_path / "slow" / "sitecustomize.py").write_text(
         "import pathlib, sys, time\n"
         "if 'spawn_main' in ' '.join(sys.orig_argv):\n"
@@ -311,7 +311,7 @@ def test_signal_during_worker_start_exits_cleanly(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_signal_during_imports_exits_cleanly(number: signal.Signals, tmp_path: Path) -> None:
-    """Among its imports: the code says to start it again."""
+    """The exit code requests a restart."""
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text(
         "import importlib.abc, pathlib, sys, time\n"

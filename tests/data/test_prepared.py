@@ -1,4 +1,4 @@
-"""Prepared documents: the ids of a plain loop, whatever happened meanwhile; no damage unseen."""
+"""Prepared documents: correct IDs after any interruption, and every damage is detected."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ NUM_DOCUMENTS = 331
 
 
 def silent(*_: object) -> None:
-    """Reports nothing."""
+    """Discard progress reports."""
 
 
 def text_of(number: int) -> str:
-    """Of some length, with bytes of several kinds; one in 19 is empty."""
+    """Return a document of varying length with non-ASCII characters; one in 19 is empty."""
     return "" if number % 19 == 7 else f"document {number} naïve 語 " * (1 + number * number % 13)
 
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Documents as JSON lines."""
+    """Write the documents as JSON lines."""
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     texts = (json.dumps({"text": text_of(number)}) for number in range(NUM_DOCUMENTS))
     path.write_text("\n".join(texts) + "\n")
@@ -58,14 +58,14 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def tokens(lines: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """They prepared, by two processes."""
+    """Prepare the documents with two workers."""
     folder = tmp_path_factory.mktemp("prepared") / "tokens"
     prepare(plan(lines, folder, workers=2), silent)
     return folder
 
 
 def plan(path: str, folder: Path, workers: int = 1, **changes: Any) -> PrepareJob:
-    """Of JSON lines as bytes."""
+    """Return a job that prepares JSON lines with the byte tokenizer."""
     section = DataConfig(source="jsonl", path=path)
     found = PrepareJob(
         data=section,
@@ -79,7 +79,7 @@ def plan(path: str, folder: Path, workers: int = 1, **changes: Any) -> PrepareJo
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of each file."""
+    """Return the SHA-256 digest of each file."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
 
@@ -112,7 +112,7 @@ def test_prepared_metadata_matches_texts(tokens: Path) -> None:
 
 
 def test_files_have_megatron_format(tokens: Path) -> None:
-    """Megatron's own way to read an index, written again: bare numpy on the whole file."""
+    """Read the index with plain numpy, as Megatron does."""
     raw = (tokens / f"shard-00001{IDX}").read_bytes()
     assert raw[:9] == b"MMIDIDX\x00\x00" and raw[9:17] == (1).to_bytes(8, "little")
     assert raw[17] == 8  # uint16
@@ -163,7 +163,7 @@ def test_resume_after_kill_gives_identical_files(lines: str, tokens: Path, tmp_p
     command += [f"data.path={lines}", "--out", str(folder), "--shard-tokens", str(SHARD_TOKENS)]
     slowed = tmp_path / "slow"
     slowed.mkdir()
-    # Each document takes a while, so that the kill comes in the middle.
+    # Reading each document is slowed down so that the process is killed midway.
     (slowed / "sitecustomize.py").write_text(
         "import importlib.abc, sys\n"
         "def slow():\n"
@@ -192,35 +192,35 @@ def test_resume_after_kill_gives_identical_files(lines: str, tokens: Path, tmp_p
             break
         killed += 1
         assert not (folder / MANIFEST_FILE).exists()
-        until_gone(workers)
+        wait_until_exited(workers)
     assert killed >= 2
     assert digests(folder) == digests(tokens)
 
 
 def journal(folder: Path) -> list[str]:
-    """The lines of what is done."""
+    """Return the journal's lines."""
     path = folder / JOURNAL
     return path.read_text().splitlines() if path.exists() else []
 
 
 def children(pid: int) -> set[int]:
-    """Processes that a process has started."""
+    """Return the IDs of a process's children."""
     try:
         return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except OSError:
         return set()
 
 
-def until_gone(processes: set[int]) -> None:
-    """Waits for processes that have lost their parent."""
+def wait_until_exited(processes: set[int]) -> None:
+    """Wait until processes whose parent was killed have exited."""
     end = time.monotonic() + 30
     while any(is_alive(each) for each in processes):
-        assert time.monotonic() < end, "a process outlived the one that started it"
+        assert time.monotonic() < end, "a worker is still running after its parent was killed"
         time.sleep(0.02)
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it is there and no zombie, which is collected elsewhere."""
+    """Return True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -252,7 +252,7 @@ def test_stopped_prepare_prints_resume_hint(number: signal.Signals, tmp_path: Pa
 
 
 def test_prepare_resumes_from_truncated_journal(lines: str, tokens: Path, tmp_path: Path) -> None:
-    """Half a line, or a shard that has lost its end, is done again."""
+    """A shard whose journal line is truncated is written again."""
     folder = tmp_path / "cut"
     prepare(plan(lines, folder), silent)
     manifest = read_manifest(str(folder))
@@ -325,7 +325,7 @@ def test_different_tokenizer_is_rejected(tokens: Path, tmp_path: Path) -> None:
 
 
 def test_ids_without_embedding_row_are_rejected(tokens: Path) -> None:
-    """As of a control token that a padded vocabulary does not have."""
+    """For example, a control token beyond the model's vocabulary."""
     tokenizer = ByteTokenizer().with_control()
     tokenizer.embedding_rows = 257
     found = PreparedDocuments(str(tokens), tokenizer)
@@ -345,7 +345,7 @@ def test_unprepared_folders_are_rejected(tmp_path: Path) -> None:
 
 
 def all_ids(folder: Path) -> list[list[int]]:
-    """What training would read."""
+    """Return all tokens and targets as training would read them."""
     data = DataConfig(source="tokens", path=str(folder))
     loader, _ = build_single_pass(
         data, TokenizerConfig(), "all", seed=0, batch_size=8, sequence_length=64
@@ -359,7 +359,7 @@ def all_ids(folder: Path) -> list[list[int]]:
 @pytest.mark.fault("F22")
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.long)])
 def test_every_flipped_bit_is_detected(count: int, tokens: Path, tmp_path: Path) -> None:
-    """Flips over all files in turn: none is trained on, and all are found by `verify`."""
+    """Bits of every file are flipped: none is trained on, and `verify` detects all of them."""
     expected = all_ids(tokens)
     paths = sorted(tokens.iterdir())
     draw = np.random.default_rng(5)
@@ -378,7 +378,7 @@ def test_every_flipped_bit_is_detected(count: int, tokens: Path, tmp_path: Path)
         except (StorageError, ConfigError):
             assert path.name == MANIFEST_FILE
         try:
-            # Training reads no metadata.
+            # Training does not read .meta files.
             assert all_ids(folder) == expected and path.suffix == ".meta", path
         except (StorageError, ConfigError) as error:
             assert "damaged" in str(error) or "format" in str(error)
@@ -446,18 +446,18 @@ def test_bucket_reads_match_local_reads(tokens: Path, monkeypatch: pytest.Monkey
             "assert not verify('gs://bucket/tokens', silent).damage\n"
             "print('same')\n"
         )
-        ran = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code, str(tokens)], capture_output=True, text=True, timeout=120
         )
-        assert ran.stdout == "same\n", ran.stderr
+        assert result.stdout == "same\n", result.stderr
         raw = bytearray(bucket.objects[f"tokens/shard-00000{BIN}"])
         raw[100] ^= 1
         bucket.put(f"tokens/shard-00000{BIN}", bytes(raw))
         code = "from tests.data.test_prepared import all_ids; all_ids('gs://bucket/tokens')"
-        ran = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
         )
-        assert "is damaged" in ran.stderr
+        assert "is damaged" in result.stderr
 
 
 def test_encode_batch_matches_encode() -> None:
@@ -481,7 +481,7 @@ def test_crcs_do_not_depend_on_write_sizes(tmp_path: Path) -> None:
 
 
 def test_prepare_text_files(tmp_path: Path) -> None:
-    """Documents of text files, which a source gives by itself."""
+    """Prepare text files, one document per file."""
     for number in range(5):
         (tmp_path / f"{number}.txt").write_text(text_of(number))
     data = DataConfig(source="text", path=str(tmp_path / "*.txt"))
@@ -495,7 +495,7 @@ def test_prepare_text_files(tmp_path: Path) -> None:
 
 
 def changed(tokens: Path, folder: Path, keys: tuple[Any, ...], value: Any) -> None:
-    """A copy whose manifest says something else, with a digest that fits."""
+    """Copy a prepared folder and change its manifest, with a valid digest."""
     shutil.copytree(tokens, folder, dirs_exist_ok=True)
     manifest = json.loads((tokens / MANIFEST_FILE).read_text())
     del manifest["sha256"]
@@ -565,7 +565,7 @@ def test_reordered_shards_are_rejected(tokens: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("pointer", [-2, 3, 1 << 20, 1 << 62, -(1 << 63)])
 def test_index_with_wrong_pointer_is_rejected(pointer: int, tokens: Path, tmp_path: Path) -> None:
-    """Of a folder whose CRCs and digests fit what is wrong."""
+    """The CRCs and digests of the folder match the wrong index."""
     shutil.copytree(tokens, tmp_path, dirs_exist_ok=True)
     manifest = json.loads((tokens / MANIFEST_FILE).read_text())
     del manifest["sha256"]
@@ -594,7 +594,7 @@ def test_index_with_wrong_pointer_is_rejected(pointer: int, tokens: Path, tmp_pa
 def test_slow_bucket_failures_are_not_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its library has tried for a while itself."""
+    """The storage library has already retried for some time."""
     now = [0.0]
     monkeypatch.setattr(range_reader.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(range_reader.time, "sleep", lambda seconds: None)

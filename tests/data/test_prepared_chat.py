@@ -1,4 +1,4 @@
-"""Conversations that were prepared: ids and masks of their records, and no damage unseen."""
+"""Prepared conversations: IDs and masks match the records, and every damage is detected."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.typed_json import dump_checksummed
-from tests.data.conversations import TEMPLATES, said, without_blocks, write_records
+from tests.data.conversations import TEMPLATES, messages_of, without_blocks, write_records
 from tests.data.test_prepared import digests, silent
 
 NUM_RECORDS = 41
 SHARD_TOKENS = 509
-"""No whole number of bytes of masks."""
+"""Not a multiple of 8, so that masks do not end at a byte boundary."""
 
 
 def conversation(number: int) -> list[dict[str, str]]:
-    """Of some length: now and then without an answer."""
+    """Return a conversation of varying length, sometimes without an answer."""
     turns = [("user", f"question {number} naïve 語 " * (1 + number % 3))]
     if number % 5:
         turns += [("assistant", f"answer {number} " * (number % 4))]
     if number % 7 == 3 and number % 5:
         turns += [("user", "and?"), ("assistant", "é\n")]
-    return said(*turns)
+    return messages_of(*turns)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def section(records: Path, template: str, **changes: Any) -> DataConfig:
-    """`data` of the records, with a template beside them."""
+    """Return the data config of the records, with the template in their folder."""
     path = records.with_name(f"{abs(hash(template))}.jinja")
     path.write_text(template)
     settings = {"chat": "messages", "chat_template": str(path), "validation_fraction": 0.2}
@@ -95,7 +95,7 @@ def opened_from(data: DataConfig, length: int = 33) -> Datasets:
 def test_prepared_batches_match_record_batches(
     name: str, packing: Any, records: Path, tmp_path: Path
 ) -> None:
-    """Ids, masks, bytes, facts: a run goes from records to tokens and back."""
+    """Fingerprints match, too, so a run can switch between records and tokens."""
     template = TEMPLATES.get(name) or without_blocks(TEMPLATES["llama3"])
     policy, length = ("split", 33) if packing == "concatenate" else ("truncate", 150)
     direct = section(records, template, packing=packing, long_conversations=policy)
@@ -151,7 +151,7 @@ def test_files_do_not_depend_on_workers_or_interruption(
     data = section(records, TEMPLATES["chatml"])
 
     class Stopped(Exception):
-        """In place of a kill."""
+        """Simulates a kill."""
 
     entered = 0
 
@@ -167,14 +167,14 @@ def test_files_do_not_depend_on_workers_or_interruption(
         with pytest.raises(Stopped):
             prepare(plan(data, tmp_path / "again"), silent)
     assert not (tmp_path / "again" / MANIFEST_FILE).exists()
-    monkeypatch.setattr(writer, "_MAX_TOKENS", 50)  # pieces of one or two conversations
+    monkeypatch.setattr(writer, "_MAX_TOKENS", 50)  # batches of one or two conversations
     prepare(plan(data, tmp_path / "again"), silent)
     assert digests(tmp_path / "again") == digests(tokens)
 
 
 @pytest.mark.long
 def test_resume_after_kill_gives_identical_files(records: Path, tmp_path: Path) -> None:
-    """`kill -9` in the middle, from outside."""
+    """The process is killed with SIGKILL midway."""
     template = records.with_name("slow.jinja")
     template.write_text(TEMPLATES["chatml"])
     command = [sys.executable, "-m", "maxpipe", "data", "prepare", "data.source=jsonl"]
@@ -198,7 +198,7 @@ def read_all(folder: Path) -> list[tuple[list[int], list[bool]]]:
 
 @pytest.mark.fault("F22")
 def test_flipped_mask_bits_are_detected(tokens: Path) -> None:
-    """Any of them, by reading and by `verify`, before anything is trained on it."""
+    """Reading and `verify` both detect them."""
     paths = sorted(tokens.glob(f"*{MASK_FILE}"))
     whole = read_all(tokens)
     draw = np.random.default_rng(5)
@@ -263,14 +263,14 @@ def test_changed_template_or_roles_are_rejected(
 
 @pytest.mark.parametrize("what", ["nothing", "roles", "broken"])
 def test_prepare_errors_match_direct_errors(what: str, tmp_path: Path) -> None:
-    """The error of a run from the records, word for word."""
+    """`prepare` reports the same error as a run that reads the records directly."""
     talks = [conversation(1), conversation(2)]
     path = write_records(tmp_path / "a.jsonl", [{"messages": each} for each in talks])
     changes: dict[str, Any] = {}
     if what == "nothing":
         changes["trained_roles"] = ["tool"]
     elif what == "roles":
-        write_records(path, [{"messages": talks[0]}, {"messages": said(("me", "x"))}])
+        write_records(path, [{"messages": talks[0]}, {"messages": messages_of(("me", "x"))}])
     else:
         path.write_text(path.read_text() + '{"messages": [\n')
     data = section(path, TEMPLATES["chatml"], **changes)
@@ -284,7 +284,7 @@ def test_prepare_errors_match_direct_errors(what: str, tmp_path: Path) -> None:
 def test_data_show_and_stats_match_records(
     records: Path, tokens: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the commands, also in a mixture."""
+    """Compares the output of both commands for records and for prepared tokens."""
     data = section(records, TEMPLATES["chatml"])
     chat = [f"data.chat_template={data.chat_template}", "data.chat=messages"]
     of_records = ["data.source=jsonl", f"data.path={records}", *chat]
@@ -302,7 +302,7 @@ def test_data_show_and_stats_match_records(
 
 
 def test_template_process_ignores_ctrl_c(records: Path) -> None:
-    """A terminal sends it to a whole group: a conversation would be blamed for it."""
+    """A terminal signals the whole process group, which must not look like a template error."""
     code = (
         "import os, signal, sys\n"
         "from maxpipe.data.tokenizers.chat import ChatTemplate\n"
@@ -314,7 +314,7 @@ def test_template_process_ignores_ctrl_c(records: Path) -> None:
         "    print(process.render(ChatInput([{'role': 'user', 'content': 'still here'}])).text)\n"
     )
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    ran = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
@@ -322,14 +322,14 @@ def test_template_process_ignores_ctrl_c(records: Path) -> None:
         check=False,
     )
     signal.signal(signal.SIGINT, before)
-    assert ran.stdout == "still here\n" * 3, ran.stderr
+    assert result.stdout == "still here\n" * 3, result.stderr
 
 
 @pytest.mark.parametrize("policy", ["truncate", "drop"])
 def test_long_conversations_in_windows_are_reported(
     policy: Any, records: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As without windows; a second start reads no conversation to count them."""
+    """Counts match those without windows; a second start reads them from the cache."""
     prepare(plan(section(records, TEMPLATES["llama3"]), tmp_path / "out"), silent)
     data = DataConfig(source="tokens", path=str(tmp_path / "out"), long_conversations=policy)
     whole = opened_from(data, 150).remarks

@@ -1,4 +1,4 @@
-"""Prompts by the number of a sample: order, groups, position, and files that are refused."""
+"""Prompts of a training step: order, groups, position, and invalid files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maxpipe.data.loader import Datasets
 from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import ConfigError
-from tests.data.conversations import TEMPLATES, said
+from tests.data.conversations import TEMPLATES, messages_of
 
 GROUP, ROWS, COUNT = 4, 8, 7
 
@@ -48,7 +48,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def numbers(found: Datasets, step: int) -> list[int]:
-    """Which prompt each row of a step has."""
+    """Return the prompt index of each row of a step."""
     return [row.documents[0] for row in found.train.sequence_origins(step)]
 
 
@@ -56,7 +56,7 @@ def test_groups_stay_together_and_epochs_are_complete(prompts: Path) -> None:
     found = opened(prompts)
     groups = np.reshape([numbers(found, step) for step in range(2 * COUNT)], (-1, GROUP))
     assert (groups == groups[:, :1]).all()
-    # 28 rows are an epoch: it ends in the middle of a step, between two groups.
+    # An epoch has 28 rows and ends within a step, between two groups.
     order = groups[:, 0]
     epochs = order.reshape(-1, COUNT)
     assert all(sorted(epoch) == list(range(COUNT)) for epoch in epochs)
@@ -138,7 +138,7 @@ def test_each_conversation_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(prompts_module, "chat_of", lambda each: seen.append(each) or chat_of(each))
     template = tmp_path / "template.jinja"
     template.write_text(TEMPLATES["chatml"])
-    messages = [said(("user", f"question {number}")) for number in range(COUNT)]
+    messages = [messages_of(("user", f"question {number}")) for number in range(COUNT)]
     path = tmp_path / "chats.jsonl"
     path.write_text("".join(json.dumps({"messages": each}) + "\n" for each in messages))
     data = DataConfig(chat="messages", chat_template=str(template))
@@ -159,7 +159,7 @@ def test_each_conversation_is_parsed_once(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def fields(records: list[Any], tmp_path: Path, **settings: Any) -> tuple[list[str], dict[str, Any]]:
-    """The text of each prompt with begin as ^, and the facts of the run."""
+    """Return the text of each prompt and the fingerprint of the data."""
     path = tmp_path / "fields.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in records))
     template = tmp_path / "template.jinja"
@@ -184,7 +184,7 @@ def fields(records: list[Any], tmp_path: Path, **settings: Any) -> tuple[list[st
 
 
 def test_prompts_from_several_fields(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The log names what is in no prompt, with settings that put it there."""
+    """The log names unused keys and suggests settings that include them in the prompt."""
     records = [
         {"instruction": "Sort.", "input": "3 1", "system": "Be brief.", "answer": "1 3"},
         {"instruction": "Name a cat.", "input": "", "answer": "Tom"},

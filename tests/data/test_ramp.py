@@ -1,4 +1,4 @@
-"""Batches that grow: their sizes, their places in the data, and rules on both."""
+"""Batch-size ramps: batch sizes, positions in the data, and config rules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ramp_of(stages: list[tuple[int, int]], rows: int) -> BatchRamp:
 
 
 def sizes(ramp: BatchRamp, count: int) -> list[int]:
-    """One by one, as the config says it."""
+    """List the batch sizes of the first steps."""
     each = [rows for rows, steps in ramp.stages for _ in range(steps)]
     return [*each, *[ramp.batch_size] * count][:count]
 
@@ -86,9 +86,9 @@ def loader_of(folder: str, ramp: BatchRamp) -> Iterator[Loader]:
 def test_no_row_is_lost_or_repeated_across_resumes(
     folder: str, stages: list[tuple[int, int]], rows: int, stops: list[int], processes: int
 ) -> None:
-    """However often the run stops, and however many processes share the rows."""
+    """Holds for any number of stops and processes."""
     ramp, last = ramp_of(stages, rows), 22
-    processes = min(processes, *sizes(ramp, last))  # each has a row
+    processes = min(processes, *sizes(ramp, last))  # each process has a row
     for loader in loader_of(folder, ramp):
         seen: list[bytes] = []
         edges = [0, *sorted(stops), last]
@@ -160,7 +160,7 @@ def test_invalid_batch_ramps_are_rejected(ramp: str, more: list[str], said: str)
 
 
 def test_lr_phases_use_total_steps_with_batch_ramp(tmp_path: Path) -> None:
-    """A run in tokens whose ramp is in tokens: its rate ends with it."""
+    """Run length and ramp are both given in tokens."""
     given = (
         "train.batch_ramp=[{batch_size: 4, tokens: 5000}]",
         "train.steps=0",

@@ -1,4 +1,4 @@
-"""Records of conversations where another format is read: the message has the settings to use."""
+"""Records in a format other than the configured one: the error suggests the right settings."""
 
 import json
 import shlex
@@ -61,7 +61,7 @@ RECORDS = {
         "train.objective=preference data.chat=pairs",
     ),
 }
-"""A record, and the settings that read it."""
+"""Records and the settings that read them."""
 
 
 def show(folder: Path, record: object, *settings: str) -> int:
@@ -122,7 +122,7 @@ def test_unknown_record_format_gets_generic_suggestion(
 def test_error_suggests_text_field_for_plain_records(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    """Texts of several words come first; the action reads them."""
+    """Fields with several words are suggested first."""
     record = {"id": "0" * 40, "title": "Two words", "body": {"text": "These are more words"}}
     assert show(tmp_path, record) == 2
     assert "  Set data.text_field=body.text.\n" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The text of records: columns, templates, and what is done with records that cannot be read."""
+"""Text of records: columns, templates, and unreadable records."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_template_is_filled_from_record(template: str, text: str) -> None:
         ("{no}", "is of type NoneType"),
         ("{many}", "is of type list"),
         ("{a}", "is of type dict"),
-        # No format, conversion, index or attribute of str.format.
+        # Formats, conversions, indices and attributes of str.format are not supported.
         ("{n:>1000000000}", "column n:>1000000000 of"),
         ("{n!r}", "column n!r of"),
         ("{many[0]}", "column many[0] of"),
@@ -162,7 +162,7 @@ def test_unreadable_files_are_never_skipped(tmp_path: Path) -> None:
 
 
 def test_prepare_skips_and_counts_bad_records(tmp_path: Path) -> None:
-    """Processes count together, and what is skipped is in the manifest."""
+    """Workers share one count, and skipped records are listed in the manifest."""
     texts = [json.dumps({"text": f"document {i} " * 9}).encode() for i in range(400)]
     broken = dict(zip(range(5, 400, 67), BROKEN.values(), strict=True))
     file = tmp_path / "a.jsonl"
@@ -180,7 +180,7 @@ def test_prepare_skips_and_counts_bad_records(tmp_path: Path) -> None:
     for keys in ({}, {"bad_records": "skip", "max_bad_records": 5}):
         with pytest.raises(ConfigError):
             run("tokens", **keys)
-    # What is done is kept, and a limit is not another source.
+    # Completed shards are kept, and a changed limit does not change the source.
     assert "(6 unreadable, written as empty)" in run("tokens", bad_records="skip")
     found = PreparedDocuments(str(tmp_path / "tokens"), ByteTokenizer())
     assert found.unreadable == 6
@@ -197,12 +197,12 @@ def test_prepare_skips_and_counts_bad_records(tmp_path: Path) -> None:
 
 def test_index_stores_skipped_records(tmp_path: Path) -> None:
     file = broken_lines(tmp_path)
-    for _ in range(2):  # read, and from the cache
+    for _ in range(2):  # built, then read from the cache
         source = open_source(config(file, bad_records="skip"), 0)
         index = build_index(source, ByteTokenizer(), str(tmp_path / "cache"))
         assert index.unreadable.tolist() == sorted(BROKEN) == list(source.unreadable)
         assert index.lengths[sorted(BROKEN)].tolist() == [2] * len(BROKEN)
-    # An index that was made with records skipped does not let them pass where that is refused.
+    # An index built with skipped records does not bypass stricter settings.
     for keys in ({}, {"bad_records": "skip", "max_bad_records": 2}):
         with pytest.raises(ConfigError, match=f"{file}:"):
             source = open_source(config(file, **keys), 0)
@@ -210,7 +210,7 @@ def test_index_stores_skipped_records(tmp_path: Path) -> None:
 
 
 def test_skipping_does_not_change_other_documents(tmp_path: Path) -> None:
-    """Batches are those of a file in which the broken lines are empty documents."""
+    """Batches match those of a file in which the unreadable lines are empty documents."""
     file = broken_lines(tmp_path)
     (tmp_path / "other").mkdir()
     other = tmp_path / "other" / "a.jsonl"
@@ -233,7 +233,7 @@ def test_skipping_does_not_change_other_documents(tmp_path: Path) -> None:
 
 
 def test_record_damaged_after_indexing_raises_error(tmp_path: Path) -> None:
-    """It had text when it was indexed: as an empty document it would change what follows."""
+    """Treating the record as empty after indexing would change all later batches."""
     file = broken_lines(tmp_path)
     datasets = build_loaders(
         config(file, bad_records="skip", validation_fraction=0.0),
@@ -252,7 +252,7 @@ def test_record_damaged_after_indexing_raises_error(tmp_path: Path) -> None:
 def test_control_characters_in_records_are_escaped_in_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Logs go there as they are, of a command as of a process that encodes."""
+    """Log messages are printed to terminals without further escaping."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "one"}\n{"te\x1b]0;title\x07\u202exx\n')
     source = open_source(

@@ -1,4 +1,4 @@
-"""Sequences as `data.packing` says: what is in a row, and plans that are kept."""
+"""Sequences of each `data.packing` strategy: row contents and cached plans."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAD = 3
 
 
 class Ids:
-    """Documents whose ids name themselves: document d has d * 100 + 10, d * 100 + 11, ..."""
+    """Documents with recognizable IDs: document d has d * 100 + 10, d * 100 + 11, ..."""
 
     pad_id = PAD
 
@@ -99,7 +99,7 @@ def test_rows_contain_pieces_and_padding(packing: Packing, lengths: list[int], l
         for segment, document in enumerate(names, 1):
             [places] = np.nonzero(segments == segment)
             begin = row["tokens"][places[0]] - document * 100 - 10
-            # A piece is as long as it can be, and its first token is the last of the one before.
+            # A piece is as long as possible and begins with the last token of the previous piece.
             assert begin % length == 0
             size = min(length + 1, lengths[document] - begin)
             assert len(places) in (size, size - 1)
@@ -111,7 +111,7 @@ def test_rows_contain_pieces_and_padding(packing: Packing, lengths: list[int], l
 
 
 def test_documents_that_fit_are_not_split() -> None:
-    """No document that fits is cut, and the mask stays where it was in the document."""
+    """Every document that fits is in exactly one row."""
     lengths = np.random.default_rng(5).integers(2, 65, 200).tolist()
     documents = Ids(lengths, masked=True)
     for packing in FITTED:
@@ -148,7 +148,7 @@ def test_documents_without_targets_give_no_sequences() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Few documents are many. What was planned."""
+    """Lower the cache threshold; return the list of computed plans."""
     monkeypatch.setattr(packing_module, "_MIN_CACHED_DOCUMENTS", 10)
     planned, pack_documents = [], packing_module.pack_documents
 
@@ -169,13 +169,13 @@ def test_packing_plans_are_cached(tmp_path: Path, small: list[str]) -> None:
             row["tokens"].tolist() for row in rows(expected)
         ]
     assert small == ["best_fit"] and len(list(tmp_path.iterdir())) == 1
-    # Whatever is another argument is another plan.
+    # Every changed argument gives another plan.
     packed(documents, 17, "best_fit", cache_dir=str(tmp_path))
     packed(documents, 16, "first_fit", cache_dir=str(tmp_path))
     packed(Ids(list(range(3, 41))), 16, "best_fit", cache_dir=str(tmp_path))
     Packer("best_fit", 16, str(tmp_path))(documents, np.arange(38))
     assert len(small) == 5 and len(list(tmp_path.iterdir())) == 5
-    # Few documents, or no folder, or one that is not written to.
+    # No plan is cached for few documents, without a folder, or with a read-only cache.
     packed(Ids([4] * 9), 16, "best_fit", cache_dir=str(tmp_path))
     packed(documents, 15, "best_fit")
     packed(documents, 15, "best_fit", cache_dir=str(tmp_path), keep=False)
@@ -183,7 +183,7 @@ def test_packing_plans_are_cached(tmp_path: Path, small: list[str]) -> None:
 
 
 def test_cache_names_of_earlier_releases_are_kept(tmp_path: Path) -> None:
-    """The file has the name that it had while the packing was called `cut`."""
+    """The file name is unchanged since the packing strategy was called `cut`."""
     packer = Packer("concatenate", 16, str(tmp_path), key="documents")
     plan = packing_module.pack_documents(np.array([3]), np.array([0]), 16, "pad")
     packer.load_or_compute("rows", [3], lambda _: plan, lambda _: plan)

@@ -1,4 +1,4 @@
-"""Sources: every kind gives the same text for the same number; mistakes are explained."""
+"""Sources: every format returns the same text for the same index; errors are actionable."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ assert "tensorflow" not in sys.modules
 
 @pytest.fixture(scope="module")
 def tfds_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A dataset prepared in another process: the module that defines it must not be here."""
+    """Prepare a dataset in another process, so that its builder class is unknown in this one."""
     folder = tmp_path_factory.mktemp("tfds")
     script = folder / "code" / "prepare.py"
     script.parent.mkdir()
@@ -165,7 +165,7 @@ def test_synthetic_text_depends_on_seed_and_index() -> None:
     assert a[5] != other[5] and a[5] != a[6]
     assert a.fingerprint() == b.fingerprint() != other.fingerprint()
     assert len({len(a[i]) for i in range(20)}) > 10
-    # A change here changes the data of every run that resumes.
+    # A change here changes the data of every resumed run.
     assert a[0].split()[:3] == GOLDEN_WORDS
     with pytest.raises(IndexError):
         a[len(a)]
@@ -177,7 +177,9 @@ def test_unpaired_surrogate_is_replaced(tmp_path: Path) -> None:
     assert open_source(DataConfig(source="jsonl", path=str(path)), 0)[0] == "a?b"
 
 
-def explained(error: pytest.ExceptionInfo[ConfigError], where: str, given: str, text: str) -> None:
+def assert_problem(
+    error: pytest.ExceptionInfo[ConfigError], where: str, given: str, text: str
+) -> None:
     [problem] = error.value.problems
     assert where in problem.where
     assert given in problem.value
@@ -189,10 +191,10 @@ def explained(error: pytest.ExceptionInfo[ConfigError], where: str, given: str, 
 def test_missing_path_is_rejected(kind: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source=kind, path=f"{tmp_path}/none"), 0)
-    explained(error, "data.path", "none", "0 files")
+    assert_problem(error, "data.path", "none", "0 files")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source=kind), 0)
-    explained(error, "data.path", '""', "must name a file")
+    assert_problem(error, "data.path", '""', "must name a file")
 
 
 def test_path_to_irregular_file_is_rejected(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_path_to_irregular_file_is_rejected(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError) as error:
             open_source(DataConfig(source="text", path=str(path)), 0)
-        explained(error, "data.path", str(path), text)
+        assert_problem(error, "data.path", str(path), text)
         assert "0 files" not in str(error.value)
 
 
@@ -223,10 +225,10 @@ def test_only_empty_files_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="text", path=f"{tmp_path}/*.txt"), 0)
-    explained(error, "data.path", str(tmp_path), "1 file, all empty")
+    assert_problem(error, "data.path", str(tmp_path), "1 file, all empty")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="jsonl", path=f"{tmp_path}/a.jsonl"), 0)
-    explained(error, "data.path", "a.jsonl", "1 file without lines")
+    assert_problem(error, "data.path", "a.jsonl", "1 file without lines")
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_invalid_json_line_is_named(line: str, text: str, tmp_path: Path) -> Non
     source = open_source(DataConfig(source="jsonl", path=str(path)), 0)
     with pytest.raises(ConfigError) as error:
         source[1]
-    explained(error, f"{path}:3", "", text)
+    assert_problem(error, f"{path}:3", "", text)
     if "body" in line:
         assert error.value.problems[0].action == "Set data.text_field=body."
 
@@ -260,7 +262,7 @@ def test_invalid_utf8_text_is_rejected(tmp_path: Path) -> None:
     source = open_source(DataConfig(source="text", path=str(path)), 0)
     with pytest.raises(ConfigError) as error:
         source[0]
-    explained(error, str(path), "byte 0xe9 at offset 3", "must be UTF-8")
+    assert_problem(error, str(path), "byte 0xe9 at offset 3", "must be UTF-8")
 
 
 @pytest.mark.fault("F21")
@@ -269,7 +271,7 @@ def test_deleted_file_raises_error(tmp_path: Path) -> None:
     os.unlink(tmp_path / "0.txt")
     with pytest.raises(ConfigError) as error:
         source[0]
-    explained(error, "data.path", "0.txt", "No such file")
+    assert_problem(error, "data.path", "0.txt", "No such file")
 
 
 def test_invalid_array_record_file_is_rejected(tmp_path: Path) -> None:
@@ -277,7 +279,7 @@ def test_invalid_array_record_file_is_rejected(tmp_path: Path) -> None:
     path.write_text("plain text")
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="arrayrecord", path=str(path)), 0)
-    explained(error, "data.path", str(path), "must be ArrayRecord")
+    assert_problem(error, "data.path", str(path), "must be ArrayRecord")
 
 
 @pytest.mark.fault("F21")
@@ -287,10 +289,10 @@ def test_invalid_array_record_is_named(tmp_path: Path) -> None:
     assert source[0] == "a"
     with pytest.raises(ConfigError) as error:
         source[1]
-    explained(error, "record 1", "b", "must be a JSON object like record 0")
+    assert_problem(error, "record 1", "b", "must be a JSON object like record 0")
     with pytest.raises(ConfigError) as error:
         source[2]
-    explained(error, "record 2", "body", "which is missing")
+    assert_problem(error, "record 2", "body", "which is missing")
 
 
 def test_suggested_tfds_command_prepares_dataset(tmp_path: Path) -> None:
@@ -310,9 +312,9 @@ def test_suggested_tfds_command_prepares_dataset(tmp_path: Path) -> None:
     file = tmp_path / "code" / "prepare.py"
     file.parent.mkdir()
     file.write_text(script)
-    ran = subprocess.run([sys.executable, file, "", *TEXTS], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split()[-1] == str(len(TEXTS))
+    result = subprocess.run([sys.executable, file, "", *TEXTS], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-1] == str(len(TEXTS))
 
 
 @pytest.mark.parametrize(
@@ -329,7 +331,7 @@ def test_suggested_tfds_command_prepares_dataset(tmp_path: Path) -> None:
 def test_unprepared_tfds_dataset_is_rejected(name: str, action: str, tfds_dir: str) -> None:
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="tfds", path=name, tfds_dir=tfds_dir), 0)
-    explained(error, "data.path", name, "must be prepared as ArrayRecord")
+    assert_problem(error, "data.path", name, "must be prepared as ArrayRecord")
     assert action in error.value.problems[0].action
 
 
@@ -337,13 +339,13 @@ def test_non_text_tfds_field_is_rejected(tfds_dir: str) -> None:
     config = DataConfig(source="tfds", path="tiny:1.0.0", tfds_dir=tfds_dir, text_field="id")
     with pytest.raises(ConfigError) as error:
         open_source(config, 0)[0]
-    explained(error, "example 0", "fields id, text", "is of type int")
+    assert_problem(error, "example 0", "fields id, text", "is of type int")
 
 
 def test_tfds_without_dataset_name_is_rejected() -> None:
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(source="tfds"), 0)
-    explained(error, "data.path", '""', "must name a dataset")
+    assert_problem(error, "data.path", '""', "must name a dataset")
 
 
 def test_missing_tfds_package_suggests_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +361,7 @@ def test_missing_standard_library_is_rejected(
     monkeypatch.setattr(text_module.sysconfig, "get_path", lambda _: str(tmp_path))
     with pytest.raises(ConfigError) as error:
         open_source(DataConfig(), 0)
-    explained(error, "data.source", "corpus", str(tmp_path))
+    assert_problem(error, "data.source", "corpus", str(tmp_path))
 
 
 def test_long_passes_log_progress(

@@ -1,4 +1,4 @@
-"""`maxpipe data stats`: counts that a plain loop confirms, in bounded memory, and pictures."""
+"""`maxpipe data stats`: counts compared with a plain loop, bounded memory, and output files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from tests.data.texts import Texts
 QUIET = lambda task, done, total: None  # noqa: E731
 
 
-def of(texts: list[str], sequence_length: int = 16, packing: Packing = "concatenate") -> Statistics:
+def stats_of(
+    texts: list[str], sequence_length: int = 16, packing: Packing = "concatenate"
+) -> Statistics:
     source, packer = Texts(texts), Packer(packing, sequence_length)
     return compute_statistics(
         "texts", measure_texts(source, ByteTokenizer()), len(texts), packer, QUIET
@@ -46,7 +48,7 @@ def texts(seed: int, count: int) -> list[str]:
 def test_statistics_match_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "_PASS_CHARACTERS", 100)
     made = texts(seed, 300)
-    found = of(made)
+    found = stats_of(made)
     lengths = [len(each.encode()) + 2 for each in made]
     assert found.lengths.tolist() == lengths and found.tokens == found.trained == sum(lengths)
     assert found.num_bytes == sum(len(each.encode()) for each in made)
@@ -65,32 +67,32 @@ def test_statistics_match_plain_loop(seed: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sequence_counts_match_packing() -> None:
-    made = ["a" * length for length in (14, 3, 9, 1, 29, 0)]  # with begin and end 16, 5, 11, 3 ...
+    made = ["a" * length for length in (14, 3, 9, 1, 29, 0)]  # 16, 5, 11, 3, ... with BOS and EOS
     targets = 15 + 4 + 10 + 2 + 30 + 1
     for packing, rows in {"concatenate": 5, "first_fit": 5, "best_fit": 5, "pad": 7}.items():
-        found = of(made, packing=packing)  # type: ignore[arg-type]
+        found = stats_of(made, packing=packing)  # type: ignore[arg-type]
         assert found.num_sequences == rows and found.efficiency == targets / (16 * rows)
         assert found.to_dict()["packing"] == packing
         assert found.to_dict()["longer_than_a_sequence"] == found.too_long == 1
 
 
 def test_duplicates_are_estimated_in_bounded_memory() -> None:
-    """40,000 contents twice each, of which 1000 digests fit."""
+    """40,000 distinct contents, each twice; the counter keeps at most 1000 digests."""
     contents, draw = DuplicateCounter(1000), random.Random(1)
     for digest in [draw.getrandbits(64) for _ in range(40_000)] * 2:
         contents.add(digest, 7)
         assert len(contents._digests) <= 1000
     repeated, tokens = contents.repeated()
     assert contents.shift == 7 and tokens == 7 * repeated
-    # Of a Poisson number of about 312 contents: four standard deviations.
+    # Four standard deviations of a Poisson count of about 312 contents.
     assert abs(repeated / 40_000 - 1) < 4 / np.sqrt(312)
 
 
 def test_statistics_without_documents() -> None:
-    found = of([])
+    found = stats_of([])
     assert found.tokens == found.num_sequences == found.duplicates == 0
     assert found.to_dict()["bytes_per_token"] is None and found.histogram() == []
-    assert of([""]).to_dict()["empty"] == 1
+    assert stats_of([""]).to_dict()["empty"] == 1
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -103,7 +105,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Files of text, one of them no UTF-8 and one with U+FFFD."""
+    """Write text files, one with invalid UTF-8 and one with U+FFFD; return CLI arguments."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "texts"
     folder.mkdir()
@@ -127,7 +129,7 @@ def test_data_stats_json_output(run: list[str], capsys: pytest.CaptureFixture[st
 def test_stats_report_unreadable_records_if_skipped(
     run: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With `skip` training takes them for empty documents, and a prepared folder has these."""
+    """If skipped, they are empty documents in training and in a prepared folder."""
     found: dict[str, Any] = json.loads(printed(capsys, *run, "--json"))
     skip = [*run, "data.bad_records=skip"]
     assert json.loads(printed(capsys, *skip, "--json")) == found
@@ -156,7 +158,7 @@ def test_data_stats_text_output(run: list[str], capsys: pytest.CaptureFixture[st
 
 
 def test_data_stats_html_output(run: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """One file with nothing from elsewhere, the same each time."""
+    """The page is self-contained and deterministic."""
     printed(capsys, *run, "--out", "a.html")
     page = Path("a.html").read_text()
     assert page.startswith("<!doctype html>") and "<svg" in page and "78.12%" in page

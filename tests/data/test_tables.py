@@ -1,4 +1,4 @@
-"""Parquet and saved Hugging Face datasets: the same rows as a plain loop; hostile files."""
+"""Parquet files and saved Hugging Face datasets: correct rows, and hostile files."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_row_with_invalid_utf8_is_rejected(tmp_path: Path) -> None:
 
 
 def test_repeated_long_string_does_not_exhaust_memory(tmp_path: Path) -> None:
-    """As text it would take 100 GB, in the file it is there once."""
+    """The column would take 100 GB in memory, but the file stores the string once."""
     texts = pa.array(["a" * (1 << 20)])
     column = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), texts)
     file = tmp_path / "a.parquet"
@@ -185,16 +185,16 @@ def test_repeated_long_string_does_not_exhaust_memory(tmp_path: Path) -> None:
 
 SAME = ["a" * (1 << 18)]
 MANY = 5000
-"""As often as this that text takes more than a GiB."""
+"""Number of repetitions at which the string takes more than 1 GiB."""
 
 
 def repeated() -> Any:
-    """A long text many times, held once."""
+    """Return a column that repeats one long string but stores it once."""
     return pa.DictionaryArray.from_arrays(pa.array([0] * MANY, pa.int32()), pa.array(SAME))
 
 
 def test_repeated_strings_in_nested_columns_are_stored_once(tmp_path: Path) -> None:
-    """In parts of a column, and in lists, whatever of them is read."""
+    """Holds for struct fields and lists, and for single columns and whole records."""
     inner = pa.StructArray.from_arrays([repeated(), pa.array(range(MANY))], ["content", "id"])
     ones = pa.ListArray.from_arrays(pa.array(range(MANY + 1), pa.int32()), inner)
     file = tmp_path / "a.parquet"
@@ -242,13 +242,13 @@ def test_delta_encoded_strings_do_not_exhaust_memory(
     message = refusal(lambda: found[0])
     assert f"{file}: row group 0 = 500 rows" in message and "67108864" in message
     assert pa.default_memory_pool().bytes_allocated() - before < 1 << 28  # of 500 MiB
-    # In lists a single row may have all of them.
+    # A single row may contain all strings in a list.
     name = "messages.list.element"
     lists = pa.table({"messages": pa.ListArray.from_arrays(pa.array([0, 500], pa.int32()), long)})
     pq.write_table(lists, file, column_encoding={name: "DELTA_BYTE_ARRAY"}, **coded)
     message = refusal(lambda: source(file).record(0))
     assert f"{file}: row group 0 = 1 rows" in message and "may need more" in message
-    # What fits is read, however it is coded.
+    # Columns within the limit are read in any encoding.
     texts = [f"a common beginning {i}" * (i % 4) for i in range(50)]
     monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 10_000)
     pq.write_table(
@@ -297,7 +297,7 @@ def test_missing_pyarrow_suggests_install(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 def save(folder: Path, parts: Sequence[Any], batch_rows: int = 8) -> Path:
-    """What `Dataset.save_to_disk` writes."""
+    """Write a dataset as `Dataset.save_to_disk` does."""
     folder.mkdir(parents=True)
     names = [f"data-{i:05}-of-{len(parts):05}.arrow" for i in range(len(parts))]
     for name, rows in zip(names, parts, strict=True):
@@ -335,7 +335,7 @@ def test_saved_dataset_rows_match_written_rows(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("datasets") is None, reason="needs datasets")
 def test_dataset_saved_by_datasets_library_is_read(tmp_path: Path) -> None:
-    # Fingerprints are given: to make them pickles the table, which not every pyarrow allows.
+    # Explicit fingerprints: computing them pickles the table, which some pyarrow versions reject.
     code = (
         "import json, sys, datasets, pyarrow\n"
         "rows = [dict(text=f'document {i}', n=i, part=dict(a=str(i))) for i in range(30)]\n"
@@ -348,9 +348,9 @@ def test_dataset_saved_by_datasets_library_is_read(tmp_path: Path) -> None:
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", code, str(tmp_path / "saved")]
-    ran = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert ran.returncode == 0, ran.stderr
-    rows = json.loads(ran.stdout.splitlines()[-1])
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout.splitlines()[-1])
     found = source(tmp_path / "saved", "huggingface")
     assert [found.record(i) for i in range(30)] == rows
     assert [found[i] for i in range(30)] == [row["text"] for row in rows]
@@ -418,7 +418,7 @@ def test_compressed_arrow_batches_are_rejected(tmp_path: Path) -> None:
 
 
 def test_arrow_offsets_beyond_file_are_rejected(tmp_path: Path) -> None:
-    """They would be read from other memory."""
+    """Such offsets would read unrelated memory."""
     folder = save(tmp_path / "saved", [[{"text": "abc"}, {"text": "defg"}]])
     [file] = folder.glob("*.arrow")
     content = file.read_bytes()
@@ -445,7 +445,7 @@ def test_saved_dataset_is_not_loaded_into_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["huggingface", "parquet"])
 def test_column_name_with_invalid_utf8_is_rejected(kind: str, tmp_path: Path) -> None:
-    """A file with such names is reported when a row is read."""
+    """The error is raised when a row is read."""
     if kind == "huggingface":
         folder = save(tmp_path / "saved", [[{"text": "one", "label": 1}]])
         [file] = folder.glob("*.arrow")

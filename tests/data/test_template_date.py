@@ -1,6 +1,6 @@
-"""Templates that write the current date, such as those of Llama 3.2 and GPT-OSS.
+"""Chat templates that render the current date, such as those of Llama 3.2 and GPT-OSS.
 
-The date is that of the day on which documents were indexed, or prepared, whenever they are read.
+The date is the day on which documents were indexed or prepared, whenever they are read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from maxpipe.data.prepared.prepare import PrepareJob, prepare
 from maxpipe.data.sources import open_source
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.errors import UserInterrupt
-from tests.data.conversations import said, write_records
+from tests.data.conversations import messages_of, write_records
 from tests.data.test_prepared import digests, silent
 
 TEMPLATE = """\
@@ -41,15 +41,15 @@ TOKENIZER = ByteTokenizer()
 def section(tmp_path: Path, kind: Literal["messages", "pairs"] = "messages") -> DataConfig:
     template = tmp_path / "t.jinja"
     template.write_text(TEMPLATE)
-    asked, answered = said(("user", "hi")), said(("assistant", "yes"))
+    asked, answered = messages_of(("user", "hi")), messages_of(("assistant", "yes"))
     record = {"messages": [*asked, *answered]}
     if kind == "pairs":
-        record = {"prompt": asked, "chosen": answered, "rejected": said(("assistant", "no"))}
+        record = {"prompt": asked, "chosen": answered, "rejected": messages_of(("assistant", "no"))}
     path = write_records(tmp_path / "a.jsonl", [record] * 40)
     return DataConfig(source="jsonl", path=str(path), chat=kind, chat_template=str(template))
 
 
-def on(day: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def set_today(day: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat, "today", lambda: day)
 
 
@@ -59,7 +59,7 @@ def test_resume_on_another_day_keeps_date(
 ) -> None:
     data, ids = section(tmp_path, kind), []
     for day in (FIRST, LATER):
-        on(day, monkeypatch)
+        set_today(day, monkeypatch)
         source = open_source(data, 0)
         if kind == "pairs":
             pairs = PairEncoder(source, TOKENIZER, data, 256)
@@ -82,7 +82,7 @@ def test_prepare_over_two_days_keeps_date(tmp_path: Path, monkeypatch: pytest.Mo
         workers=1,
         shard_tokens=500,
     )
-    on(FIRST, monkeypatch)
+    set_today(FIRST, monkeypatch)
     prepare(plan, silent)
     whole = digests(plan.folder)
     assert read_manifest(str(plan.folder))["source"].get("day") == FIRST
@@ -96,7 +96,7 @@ def test_prepare_over_two_days_keeps_date(tmp_path: Path, monkeypatch: pytest.Mo
         patch.setattr(prepare_module, "_check_files_unchanged", stopped)
         prepare(plan, silent)
     assert not (plan.folder / MANIFEST_FILE).exists()
-    on(LATER, monkeypatch)
+    set_today(LATER, monkeypatch)
     prepare(plan, silent)
     assert digests(plan.folder) == whole
     assert prepare(plan, silent).startswith(f"{plan.folder} is complete")
@@ -104,7 +104,7 @@ def test_prepare_over_two_days_keeps_date(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_prompts_keep_date_of_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "t.jinja").write_text(TEMPLATE)
-    prompt = {"messages": said(("user", "2+2=")), "answer": "4"}
+    prompt = {"messages": messages_of(("user", "2+2=")), "answer": "4"}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(prompt) + "\n")
     config = load(
         [
@@ -128,13 +128,13 @@ def test_prompts_keep_date_of_first_start(tmp_path: Path, monkeypatch: pytest.Mo
         datasets = build_datasets(config, lambda: None)
         return datasets.tokenizer.decode(datasets.train.batch(0)["tokens"][0].tolist())
 
-    on(FIRST, monkeypatch)
+    set_today(FIRST, monkeypatch)
     assert prompt_of_today().startswith("Today: 31 Jan 2026\n[user]2+2=")
     (tmp_path / "first").mkdir()
     (tmp_path / "first" / EVENTS_FILE).write_text("")
-    on(LATER, monkeypatch)
+    set_today(LATER, monkeypatch)
     assert prompt_of_today().startswith("Today: 31 Jan 2026\n")
-    template = load_run_chat_template(config, TOKENIZER)  # of samples and questions
+    template = load_run_chat_template(config, TOKENIZER)  # for samples and evaluation questions
     assert template is not None and template.day == FIRST
     shutil.rmtree(tmp_path / "first")  # another run
     assert prompt_of_today().startswith("Today: 01 Feb 2026\n")

@@ -1,4 +1,4 @@
-"""Tokenizers: text comes back, control ids stay apart, mistakes are explained."""
+"""Tokenizers: round trip, separate control IDs, and actionable errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train_byte_level(path: Path, special: list[str]) -> str:
 
 
 def write_byte_fallback(path: Path) -> str:
-    """A vocabulary of the SentencePiece kind: the rest of the text is spelled in bytes."""
+    """Write a SentencePiece-style vocabulary with byte fallback."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = {"<s>": 0, "</s>": 1, "<unk>": 2}
@@ -95,7 +95,7 @@ def test_byte_tokenizer_control_ids() -> None:
 
 
 def test_byte_level_bpe_round_trip(byte_level: Tokenizer) -> None:
-    """Neither truncation and padding of the file nor control tokens in the text count."""
+    """Truncation and padding settings of the file and control tokens in the text are ignored."""
     check_contract(byte_level, TEXT)
     check_contract(byte_level, "😀 unseen\ttext")
     assert len(byte_level.encode(TEXT)) < len(TEXT.encode())
@@ -163,7 +163,7 @@ def test_fit_tokenizer_rejects_small_model_vocabulary() -> None:
 
 @pytest.mark.fault("H4")
 def test_tokenizer_panic_raises_config_error(byte_level_file: Path, tmp_path: Path) -> None:
-    """The library's Rust code ends with an exception that is no `Exception`."""
+    """A Rust panic raises an exception that is not a subclass of `Exception`."""
     content = json.loads(byte_level_file.read_text())
     table = base64.b64encode(b"\x10\0\0\0abcdefghijklmnopqrst").decode()
     content["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": table}

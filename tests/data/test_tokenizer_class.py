@@ -1,4 +1,4 @@
-"""Parts of a tokenizer that a class of transformers replaces, and which class a folder has."""
+"""Tokenizer components that a transformers class replaces, and the class of a folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PUBLISHED = {
         {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
     ],
 }
-"""The normalizer in the file that was published with Llama 2."""
+"""The normalizer published with Llama 2."""
 DECODER = {
     "type": "Sequence",
     "decoders": [
@@ -124,7 +124,7 @@ def test_ids_prepared_without_class_are_rejected_with_fix(
     )
     assert setting is not None and setting[3] == str(folder), problem.action
     PreparedDocuments(tokens, opened(folder, **{setting[1]: setting[2]}))
-    # Of a type whose own class counts first, the same setting would change nothing.
+    # The setting has no effect for model types with their own tokenizer class.
     for kind in ("qwen2", "llama"):
         other = opened(tmp_path / kind, model_type=kind, tokenizer_class="LlamaTokenizer")
         assert isinstance(other, HuggingFaceTokenizer)

@@ -1,4 +1,4 @@
-"""The bound on how much longer a tokenizer makes a text."""
+"""Limit on how much a tokenizer can expand a text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tokenizers of files of others: the ids of their own libraries, and mistakes explained.
+"""Third-party tokenizer files: the same IDs as the original libraries, and actionable errors.
 
-What is expected was written by those libraries: `tests/golden/tokenizers/make.py`.
+Those libraries wrote the expected results: see `tests/golden/tokenizers/make.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def tokenizer(request: pytest.FixtureRequest, opened: dict[str, Tokenizer]) -> T
     return opened[request.param]
 
 
-def refused(config: TokenizerConfig) -> str:
+def rejection(config: TokenizerConfig) -> str:
     with pytest.raises(ConfigError) as error:
         open_tokenizer(config)
     [problem] = error.value.problems
@@ -64,7 +64,7 @@ def refused(config: TokenizerConfig) -> str:
     return str(problem)
 
 
-# --- the same as the libraries ------------------------------------------------------------------
+# --- comparison with the libraries --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -77,7 +77,7 @@ def test_sentencepiece_ids_match_library(name: str, opened: dict[str, Tokenizer]
         assert tokenizer.encode(text).tolist() == ids
         assert tokenizer.decode(ids) == back
         assert list(tokenizer.count([text, text])) == [len(ids)] * 2
-        # The space that the model puts before a text counts; several in a row are one.
+        # The space that the model prepends counts; repeated spaces are merged.
         counted = tokenizer.byte_lengths[ids].sum()
         assert counted == (len(back.encode()) + 1 if ids else 0)
 
@@ -97,7 +97,7 @@ def test_tiktoken_ids_match_library(opened: dict[str, Tokenizer]) -> None:
 def test_hugging_face_ids_match_library(opened: dict[str, Tokenizer]) -> None:
     tokenizer = opened["folder"]
     assert (tokenizer.begin_id, tokenizer.end_id, tokenizer.pad_id) == (0, 1, 1)
-    assert tokenizer.end_ids == (1, 3)  # of generation_config.json
+    assert tokenizer.end_ids == (1, 3)  # from generation_config.json
     assert tokenizer.special_ids == {0, 1, 2, 3}
     for text, ids in EXPECTED["folder"]["texts"].items():
         assert tokenizer.encode(text).tolist() == ids
@@ -116,7 +116,7 @@ def test_chat_rendering_matches_transformers(opened: dict[str, Tokenizer]) -> No
         assert not set(tokenizer.encode(text).tolist()) & tokenizer.special_ids
 
 
-# --- what all of them promise ---------------------------------------------------------------------
+# --- contract of all tokenizers -------------------------------------------------------------------
 
 
 @settings(max_examples=50, deadline=None)
@@ -128,7 +128,7 @@ def test_round_trip_and_byte_counts(name: str, text: str, opened: dict[str, Toke
     assert ids.dtype == np.int32 and ids.ndim == 1
     assert not set(ids.tolist()) & tokenizer.special_ids
     back = tokenizer.decode(ids)
-    if name not in MODELS:  # these have their own rules for spaces
+    if name not in MODELS:  # these normalize spaces
         assert back == text
         assert tokenizer.byte_lengths[ids].sum() == len(text.encode())
     flow = open_text_stream(tokenizer)
@@ -143,14 +143,14 @@ def test_text_stream_yields_whole_characters(tokenizer: Tokenizer) -> None:
     pieces = [flow.push(i) for i in [tokenizer.begin_id, *ids, tokenizer.end_id]]
     assert all("\ufffd" not in piece for piece in pieces)
     assert "".join(pieces) + flow.finish() == tokenizer.decode(ids) == LONG
-    assert sum(map(bool, pieces)) > len(ids) // 8  # as they come, and not at the end
+    assert sum(map(bool, pieces)) > len(ids) // 8  # streamed incrementally, not only at the end
 
 
 @settings(max_examples=50, deadline=None)
 @given(ids=st.lists(st.integers(0, 600), max_size=90))
 @pytest.mark.parametrize("name", ["bytes", *CONFIGS])
 def test_decode_accepts_any_ids(name: str, ids: list[int], opened: dict[str, Tokenizer]) -> None:
-    """A model says what it wants: halves of characters, control ids, ids of its padding."""
+    """A model may generate incomplete characters, control IDs and padded vocabulary IDs."""
     tokenizer = opened[name]
     known = [i for i in ids if i < tokenizer.vocab_size and i not in tokenizer.special_ids]
     assert tokenizer.decode(ids) == tokenizer.decode(known)
@@ -175,7 +175,7 @@ def test_visible_added_token_counts_its_bytes(opened: dict[str, Tokenizer]) -> N
     assert opened["unigram"].byte_lengths[opened["unigram"].encode("<think>")].sum() == 1 + 7
 
 
-# --- which file --------------------------------------------------------------------------------
+# --- file detection ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -186,13 +186,13 @@ def test_auto_detects_tokenizer_kind(name: str, opened: dict[str, Tokenizer]) ->
 
 def test_folder_must_contain_one_tokenizer(tmp_path: Path, opened: dict[str, Tokenizer]) -> None:
     auto = TokenizerConfig(kind="auto", path=str(tmp_path))
-    assert "this folder does not" in refused(auto)
+    assert "this folder does not" in rejection(auto)
     shutil.copy(GOLDEN / "unigram.model", tmp_path / "tokenizer.model")
     (tmp_path / "other.model").write_bytes(b"\x80no tokenizer")
     assert open_tokenizer(auto).fingerprint() == opened["unigram"].fingerprint()
-    assert "this folder does not" in refused(replace(auto, kind="tiktoken", preset="llama3"))
+    assert "this folder does not" in rejection(replace(auto, kind="tiktoken", preset="llama3"))
     shutil.copy(GOLDEN / "bpe.model", tmp_path / "b.model")
-    message = refused(auto)
+    message = rejection(auto)
     assert "b.model, tokenizer.model" in message
     assert f"Set tokenizer.path={tmp_path / 'b.model'}, or" in message
     shutil.copy(GOLDEN / "folder/tokenizer.json", tmp_path)
@@ -204,7 +204,9 @@ def test_folder_must_contain_one_tokenizer(tmp_path: Path, opened: dict[str, Tok
 def test_auto_rejects_unknown_files(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
-    assert "or a folder with one of these" in refused(TokenizerConfig(kind="auto", path=str(path)))
+    assert "or a folder with one of these" in rejection(
+        TokenizerConfig(kind="auto", path=str(path))
+    )
 
 
 # --- settings of a folder ------------------------------------------------------------
@@ -261,12 +263,12 @@ def test_invalid_tokenizer_settings_are_rejected(
     (folder / "chat_template.jinja").unlink()
     raw = content if isinstance(content, bytes) else content.encode()
     (folder / name).write_bytes(raw)
-    assert rule in refused(in_folder(folder))
+    assert rule in rejection(in_folder(folder))
 
 
 def test_settings_path_that_is_a_folder_is_rejected(folder: Path) -> None:
     (folder / "special_tokens_map.json").mkdir()
-    assert "Is a directory" in refused(in_folder(folder))
+    assert "Is a directory" in rejection(in_folder(folder))
 
 
 # --- rank files ----------------------------------------------------------------------------------
@@ -298,14 +300,14 @@ BYTES = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(
 def test_invalid_rank_files_are_rejected(text: str, rule: str, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_text(text)
-    message = refused(replace(RANKS, path=str(path)))
+    message = rejection(replace(RANKS, path=str(path)))
     assert "must be a tiktoken rank file" in message and rule in message
 
 
 def test_invalid_split_patterns_are_rejected() -> None:
-    assert "must be a tiktoken rank file" in refused(replace(RANKS, split_pattern="(((a"))
+    assert "must be a tiktoken rank file" in rejection(replace(RANKS, split_pattern="(((a"))
     for leaves_out in (r"\w+", r"\S+", "a"):
-        assert "must cover the entire input" in refused(replace(RANKS, split_pattern=leaves_out))
+        assert "must cover the entire input" in rejection(replace(RANKS, split_pattern=leaves_out))
 
 
 @pytest.mark.fault("H4")
@@ -317,24 +319,24 @@ def test_slow_split_pattern_is_rejected() -> None:
 
 def test_rank_file_requires_pattern_and_eos() -> None:
     plain = TokenizerConfig(kind="auto", path=RANKS.path)
-    message = refused(plain)
+    message = rejection(plain)
     assert "has 431 ranks and no pattern" in message and "tokenizer.split_pattern" in message
-    assert "128000" in refused(replace(plain, preset="llama3"))
-    assert "must have an EOS token" in refused(replace(RANKS, special_tokens=["<|a|>"]))
+    assert "128000" in rejection(replace(plain, preset="llama3"))
+    assert "must have an EOS token" in rejection(replace(RANKS, special_tokens=["<|a|>"]))
 
 
 def test_matching_preset_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
     small = replace(PRESETS["llama3"], ranks=431, special={"<|eot_id|>": 434, "</s>": 431})
     monkeypatch.setitem(PRESETS, "llama3", small)
-    assert "tokenizer.preset=llama3" in refused(TokenizerConfig(kind="auto", path=RANKS.path))
+    assert "tokenizer.preset=llama3" in rejection(TokenizerConfig(kind="auto", path=RANKS.path))
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=RANKS.path, preset="llama3"))
     assert (tokenizer.vocab_size, tokenizer.end_ids) == (435, (431, 434))
-    assert tokenizer.decode([432, 433, 5000]) == ""  # stand for nothing
+    assert tokenizer.decode([432, 433, 5000]) == ""  # unused IDs decode to nothing
     assert not tokenizer.byte_lengths[431:].any()
 
 
 def test_presets_match_published_models() -> None:
-    """Numbers of ids that published models have, and ids of theirs."""
+    """Vocabulary sizes and IDs of published models."""
     import tiktoken as library
 
     sizes = {name: max(each.special.values()) + 1 for name, each in PRESETS.items()}
@@ -367,7 +369,7 @@ def test_truncated_models_are_rejected(name: str, kept: float, tmp_path: Path) -
     raw, path = (GOLDEN / f"{name}.model").read_bytes(), tmp_path / "tokenizer.model"
     path.write_bytes(raw[: int(len(raw) * kept)])
     config = TokenizerConfig(kind="sentencepiece", path=str(path))
-    assert "must be a SentencePiece .model file" in refused(config)
+    assert "must be a SentencePiece .model file" in rejection(config)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -398,11 +400,11 @@ def test_many_empty_pieces_do_not_exhaust_memory(
     path.write_bytes(b"\n\0" * 1001)
     config = TokenizerConfig(kind="sentencepiece", path=str(path))
     monkeypatch.setattr(sentencepiece, "_MAX_FIELDS", 1000)
-    assert "1000" in refused(config)
+    assert "1000" in rejection(config)
     path.write_bytes(b"\n\xff\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
-    assert "more than 64 bits" in refused(config)
+    assert "more than 64 bits" in rejection(config)
     path.write_bytes(b"\n" + b"\xff" * 8)
-    assert "truncated" in refused(config)
+    assert "truncated" in rejection(config)
 
 
 # --- packages ------------------------------------------------------------------------------------
@@ -424,7 +426,7 @@ def refused_action(config: TokenizerConfig) -> str:
 
 
 def test_rank_files_are_read_without_tiktoken_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which downloads."""
+    """The loader of tiktoken would download files."""
     monkeypatch.setitem(sys.modules, "tiktoken.load", None)
     monkeypatch.setitem(sys.modules, "requests", None)
     assert tiktoken.parse_ranks(Path(RANKS.path).read_bytes())

@@ -1,4 +1,4 @@
-"""The limit on the processor time that a tokenizer takes for a text."""
+"""Limit on the CPU time that a tokenizer spends on one text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from maxpipe.errors import ConfigError
 
 EXPONENTIAL = "(a|aa)+$"
 SLOW = ("a" * 27 + "!") * 20
-"""Each run takes a tenth of a second; no match reaches the limit of the regex engine."""
+"""Each repetition takes 0.1 s; no match reaches the retry limit of the regex engine."""
 
 
 def regex(pattern: str) -> dict[str, str]:
@@ -65,12 +65,12 @@ def write(folder: Path, **parts: Any) -> str:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def short_time_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setattr(files, "SECONDS", 0.2)
     monkeypatch.setattr(files, "_SINGLE_TEXT_SECONDS", 0.2)
     yield
-    for each in threading.enumerate():  # what is given up uses the time of the next test
+    for each in threading.enumerate():  # abandoned threads would use CPU time of the next test
         if each.name == "tokenizer":
             each.join()
 
@@ -85,7 +85,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"model": word_pieces(1_000_000)},
     ],
 )
-def test_slow_encode_is_rejected(tmp_path: Path, short: None, parts: dict[str, Any]) -> None:
+def test_slow_encode_is_rejected(
+    tmp_path: Path, short_time_limit: None, parts: dict[str, Any]
+) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, **parts))
     text = "a" * 3500 if "model" in parts else SLOW
     begin = time.monotonic()
@@ -98,27 +100,27 @@ def test_slow_encode_is_rejected(tmp_path: Path, short: None, parts: dict[str, A
 
 
 @pytest.mark.parametrize("way", ["encode_chat", "encode_chat_offsets"])
-def test_slow_encode_chat_is_rejected(tmp_path: Path, short: None, way: str) -> None:
+def test_slow_encode_chat_is_rejected(tmp_path: Path, short_time_limit: None, way: str) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
     with pytest.raises(ConfigError, match="of CPU time, for 560 characters"):
         getattr(tokenizer, way)(SLOW)
 
 
-def test_encode_batch_names_slow_text(tmp_path: Path, short: None) -> None:
+def test_encode_batch_names_slow_text(tmp_path: Path, short_time_limit: None) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
     with pytest.raises(ConfigError, match="of CPU time, for 563 characters"):
         tokenizer.encode_batch(["one", "two", "aa " + SLOW, "three"])
 
 
 def test_count_names_text_that_fails_in_library(tmp_path: Path) -> None:
-    """The engine gives up after 0.15 s, long before the limit of time."""
+    """The regex engine gives up after 0.15 s, long before the time limit."""
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split("(a+)+$")))
     with pytest.raises(ConfigError, match="retry-limit-in-match over, for 42 characters") as caught:
         tokenizer.count(["one", "b" + "a" * 40 + "!"])
     assert "starting with 'baaaa" in str(caught.value)
 
 
-def test_slow_record_is_named(tmp_path: Path, short: None) -> None:
+def test_slow_record_is_named(tmp_path: Path, short_time_limit: None) -> None:
     tokenizer = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(EXPONENTIAL)))
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"text": each}) + "\n" for each in ("one", SLOW, "two")))
@@ -128,7 +130,7 @@ def test_slow_record_is_named(tmp_path: Path, short: None) -> None:
     assert f"for {source.where(1)}, 560 characters" in str(caught.value)
 
 
-def test_slow_decoder_is_rejected(tmp_path: Path, short: None) -> None:
+def test_slow_decoder_is_rejected(tmp_path: Path, short_time_limit: None) -> None:
     steps = {"type": "Sequence", "decoders": [{"type": "Fuse"}, replace(EXPONENTIAL)]}
     tokenizer = HuggingFaceTokenizer(write(tmp_path, decoder=steps))
     with pytest.raises(ConfigError, match=r"exceeds the limit of 0\.2 s of CPU time"):
@@ -137,7 +139,7 @@ def test_slow_decoder_is_rejected(tmp_path: Path, short: None) -> None:
 
 
 def test_time_limit_does_not_change_ids(tmp_path: Path) -> None:
-    """The second pattern has the same matches, and is not among those that need no limit."""
+    """The second pattern has the same matches but is not on the list of safe patterns."""
     texts = ["Hello  wor1d's end\n\n ", "", "a", " x" * 1000]
     (tmp_path / "other").mkdir()
     plain = HuggingFaceTokenizer(write(tmp_path, pre_tokenizer=split(PUBLISHED[0])))
@@ -168,7 +170,7 @@ def test_needs_limit(part: Any, expected: bool) -> None:
 
 
 def test_time_limit_counts_cpu_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspended process, or one that waits for a processor, loses no time of its limit."""
+    """A process that is suspended or waits for a CPU does not use up its limit."""
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
     assert files.run_with_time_limit(lambda: time.sleep(0.5) or 7, seconds=0.2) == 7
 
@@ -183,9 +185,9 @@ def test_slow_tokenizer_show_exits_with_error(tmp_path: Path) -> None:
         "sys.exit(main(sys.argv[1:]))"
     )
     arguments = ["tokenizer", "show", path, "--text", SLOW]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.startswith(f"tokenizer.path = {path}\n")
-    assert "remove the offending text" in done.stderr
+    assert result.returncode == 2, result.stderr
+    assert result.stderr.startswith(f"tokenizer.path = {path}\n")
+    assert "remove the offending text" in result.stderr

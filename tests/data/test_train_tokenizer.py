@@ -1,4 +1,4 @@
-"""`maxpipe tokenizer`: a vocabulary of one's own, the same each time, whole or not at all."""
+"""`maxpipe tokenizer`: training is deterministic and writes complete output or none."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def train(*arguments: str) -> int:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    """Text in a file, and the same as JSON lines."""
+    """Write a corpus as a text file and as JSON lines."""
     text = (DOCS / "data.md").read_text(encoding="utf-8") + "naïve café\n" * 9
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.md").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Keys and columns that are not read are named with settings that read them, which are followed."""
+"""Unread keys and columns are reported with settings that read them, and the settings work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.unread_keys import columns_not_read, suggest_settings
-from tests.data.conversations import Listed, said, write_records
+from tests.data.conversations import Listed, messages_of, write_records
 
 TEMPLATE = (
     "{% for each in tools or [] %}[{{ each.name }}]{% endfor %}"
@@ -24,7 +24,7 @@ ALPACA = [
     {"instruction": "Name a cat.", "input": "", "output": "Tom", "id": 2},
 ]
 PROMPT = "data.chat=prompt data.prompt_field=instruction data.response_field=output"
-TURNS = said(("user", "Hi"), ("assistant", "Ho"))
+TURNS = messages_of(("user", "Hi"), ("assistant", "Ho"))
 
 
 def show(folder: Path, records: Sequence[Any], *settings: str, command: str = "show") -> int:
@@ -42,7 +42,7 @@ def show(folder: Path, records: Sequence[Any], *settings: str, command: str = "s
 
 
 def settings_in(remark: str) -> list[str]:
-    """The settings that a remark names, as a shell gives them to a command."""
+    """Return the settings that a remark suggests, parsed as by a shell."""
     found = re.search(r" Set ((?:(?:data|train)\.\w+=(?:'[^']*'|\S*) ?)+)", remark)
     assert found is not None, remark
     return shlex.split(found[1])
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[list[Any], str, str, str]] = {
             {
                 "messages": TURNS,
                 "chosen": TURNS,
-                "rejected": said(("user", "Hi"), ("assistant", "No")),
+                "rejected": messages_of(("user", "Hi"), ("assistant", "No")),
             }
         ],
         "data.chat=messages",
@@ -127,7 +127,7 @@ CASES: dict[str, tuple[list[Any], str, str, str]] = {
         "⟦<user>Hi</s>⟧<assistant>Ho</s>",
     ),
 }
-"""Records, settings that do not read all of them, the remark, and the text after its action."""
+"""Records, settings that miss some keys, the remark, and the text with suggested settings."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -162,7 +162,7 @@ def test_stats_and_prepare_suggest_settings(
 
 
 def test_negative_labels_suggest_removing_records() -> None:
-    """TRL's form of KTO: a label says whether the completion is good."""
+    """KTO records of TRL have a label that marks good completions."""
     records = [{"prompt": "a", "completion": "b", "label": each} for each in (True, False)]
     config = SourceConfig(source="jsonl", chat="prompt", response_field="completion")
     line = "Responses whose label is false are also trained on: remove these records."
@@ -182,7 +182,7 @@ def test_non_boolean_labels_get_no_suggestion(labels: tuple[object, object]) -> 
 
 
 def test_suggestions_read_limited_amount_of_text() -> None:
-    """Later records are not read: 32 records of 256 MiB each would not fit in memory."""
+    """Reading all records could exceed memory: 32 records of 256 MiB each."""
     records = [{"text": "word " * (1 << 20)}, {"text": "a b", "note": "one two"}]
     config = SourceConfig(source="jsonl", path="a")
     assert columns_not_read(Listed(records), config) == []
@@ -196,8 +196,8 @@ def test_field_repeated_in_messages_gets_no_suggestion() -> None:
 
 
 def test_failing_settings_are_not_suggested() -> None:
-    """A system message is there already; a text is not one in all records."""
-    records = [{"system": "b", "messages": said(("system", "a"), ("user", "c"))}]
+    """For example, a system message already exists, or a field is not a string in all records."""
+    records = [{"system": "b", "messages": messages_of(("system", "a"), ("user", "c"))}]
     config = SourceConfig(source="jsonl", chat="messages")
     assert suggest_settings(["system"], Listed(records), config) == ""
     records = [{"prompt": "a", "context": each, "response": "b"} for each in ("two words", ["c"])]

@@ -1,4 +1,4 @@
-"""Conversations up to their last answer."""
+"""Validation prompts: held-out conversations up to their last answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxpipe.data.documents import EncodedDocument
 from maxpipe.data.loader import build_loaders
 from maxpipe.data.tokenizer import ByteTokenizer
 from maxpipe.train.samples import ValidationPrompt, last_turn, load_validation_prompts
-from tests.data.conversations import said, write_records
+from tests.data.conversations import messages_of, write_records
 
 BYTES = ByteTokenizer()
 TEMPLATE = (
@@ -22,24 +22,27 @@ TEMPLATE = (
 )
 
 
-def of(text: str, marks: str) -> ValidationPrompt | None:
+def last_turn_of(text: str, marks: str) -> ValidationPrompt | None:
     trained = np.array([mark == "x" for mark in marks])
     return last_turn(EncodedDocument(np.frombuffer(text.encode(), np.uint8), trained), BYTES)
 
 
 def test_last_trained_message_is_the_answer() -> None:
-    assert of("abcdef", "..xx..") == ValidationPrompt([*b"ab"], "ab", "cd")
-    assert of("abcdef", ".x..xx") == ValidationPrompt([*b"abcd"], "abcd", "ef")
-    assert of("abcdef", "xx..x.") == ValidationPrompt([*b"abcd"], "abcd", "e")
-    assert of("abcdef", "......") is None and of("abcdef", "xx....") is None
-    assert of("abcdef", "xxxxxx") is None
+    assert last_turn_of("abcdef", "..xx..") == ValidationPrompt([*b"ab"], "ab", "cd")
+    assert last_turn_of("abcdef", ".x..xx") == ValidationPrompt([*b"abcd"], "abcd", "ef")
+    assert last_turn_of("abcdef", "xx..x.") == ValidationPrompt([*b"abcd"], "abcd", "e")
+    assert last_turn_of("abcdef", "......") is None and last_turn_of("abcdef", "xx....") is None
+    assert last_turn_of("abcdef", "xxxxxx") is None
     assert last_turn(EncodedDocument(np.zeros(3, np.uint8)), BYTES) is None
 
 
 def test_validation_prompts_come_from_held_out_documents(tmp_path: Path) -> None:
-    """From the documents for validation, those that leave room; else from sets of their own."""
-    chats = [said(("user", f"q{n}" * (1 + 9 * (n % 3))), ("assistant", f"a{n}")) for n in range(30)]
-    chats[4] = said(("user", "no answer"))
+    """Prompts come from the validation split or from validation sets and must fit the context."""
+    chats = [
+        messages_of(("user", f"q{n}" * (1 + 9 * (n % 3))), ("assistant", f"a{n}"))
+        for n in range(30)
+    ]
+    chats[4] = messages_of(("user", "no answer"))
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     path = write_records(tmp_path / "c.jsonl", [{"messages": each} for each in chats])
     shared: dict[str, Any] = {"source": "jsonl", "path": str(path), "chat": "messages"}

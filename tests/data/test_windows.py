@@ -1,4 +1,4 @@
-"""Documents that are too many to shuffle as a whole: windows, seeks, and a start without a pass."""
+"""Windowed shuffling of large datasets: windows, seeks, and a start without a full pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LENGTH = 50
 
 
 class Numbers:
-    """Documents that hold nothing but their own number, once or several times."""
+    """Documents that contain only their own index, repeated one to five times."""
 
     pad_id = 0
     num_documents = NUM_DOCUMENTS
@@ -54,7 +54,7 @@ class Numbers:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two spans a window."""
+    """Use two spans per window."""
     monkeypatch.setattr(reader, "WINDOW_SPANS", 2)
 
 
@@ -71,7 +71,7 @@ def opened(
 
 
 def trained(sequences: WindowedSequences, order: np.ndarray) -> np.ndarray:
-    """Tokens that sequences have as inputs, in this order."""
+    """Return the input tokens of sequences in the given order."""
     found = [sequences[i] for i in order.tolist()]
     return np.concatenate([each["tokens"][each["segment_ids"] > 0] for each in found])
 
@@ -81,7 +81,7 @@ def test_splits_contain_every_token_once() -> None:
     tokens = [trained(each, np.arange(len(each))) for each in (held, kept)]
     documents = Numbers()
     counts = np.bincount(np.concatenate(tokens), minlength=NUM_DOCUMENTS)
-    # The last token of a window is only ever a target, as the last of all documents is.
+    # The last token of a window is only a target, never an input.
     missing = documents.lengths - counts
     assert missing.min() >= 0 and missing.sum() <= 2 + 4
     assert not set(tokens[0]) & set(tokens[1])
@@ -95,7 +95,7 @@ def test_packed_documents_are_in_exactly_one_row(packing: Packing) -> None:
     documents = Numbers()
     rows = [each.documents(number) for each in (held, kept) for number in range(len(each))]
     found = np.concatenate(rows)
-    # Every fifth document has one token, which is no target and follows none.
+    # Every fifth document has a single token and therefore no target.
     assert sorted(found.tolist()) == np.flatnonzero(documents.lengths > 1).tolist()
     assert held.num_targets + kept.num_targets == (documents.lengths - 1).sum()
     for number in (0, len(kept) - 1):
@@ -111,7 +111,7 @@ def test_window_row_counts_are_cached(tmp_path: Path, monkeypatch: pytest.Monkey
     read = Numbers.lengths_between
 
     def refused(self: Numbers, first: int, stop: int) -> np.ndarray:
-        raise AssertionError("a start reads lengths")
+        raise AssertionError("a second start must not read lengths")
 
     monkeypatch.setattr(Numbers, "lengths_between", refused)
     again = opened(packing="best_fit", cache_dir=str(tmp_path))
@@ -162,23 +162,23 @@ def test_sequence_index_out_of_range_raises_error() -> None:
 
 @pytest.fixture(scope="module")
 def hundred_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of `write_sparse`."""
+    """Write the sparse folder of `write_sparse`."""
     folder = tmp_path_factory.mktemp("large")
     write_sparse(folder)
     return folder
 
 
 def test_hundred_gigabytes_open_in_seconds(hundred_gigabytes: Path) -> None:
-    """Bars: 5 s and 1 GB. By the clock: processor time would not count a wait for the disk."""
-    ran = subprocess.run(
+    """Limits: 5 s of wall-clock time, which includes disk waits, and 1 GB of memory."""
+    result = subprocess.run(
         [sys.executable, "-c", MEASURED, str(hundred_gigabytes)], capture_output=True, text=True
     )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
     assert found["tokens"] == pytest.approx(0.95 * 50e9, rel=1e-3)
     assert found["sizes"] == [[8, 2048]] * 4
     assert found["open"] < 5 and found["peak"] < 1e9, found
-    # A seek opens another window at most; it does not depend on the step.
+    # A seek opens at most one other window, independent of the step.
     assert max(found["seeks"]) < 5, found
 
 
@@ -196,7 +196,7 @@ def test_windowed_batches_do_not_depend_on_rows_read(hundred_gigabytes: Path) ->
 
 
 def test_windows_in_a_mixture(hundred_gigabytes: Path, tmp_path: Path) -> None:
-    """A source of windows beside one of a few texts, in training and in evaluation."""
+    """Mixes a windowed source with a small text source, in training and evaluation."""
     few = write_texts(tmp_path / "few", [f"text {i} " * 20 for i in range(30)])
     mixture = {
         "large": MixedSourceConfig(source="tokens", path=str(hundred_gigabytes), weight=3),
@@ -211,7 +211,7 @@ def test_windows_in_a_mixture(hundred_gigabytes: Path, tmp_path: Path) -> None:
         assert names == [row.source for row in rows] and batch["loss_mask"].any(axis=1).all()
     held_out = found.validation
     assert held_out is not None
-    # Each source in its own order: windows are read one after the other.
+    # Each source is read in its own order, window by window.
     rows = [row for step in range(3) for row in held_out.sequence_origins(step)]
     large = [row.sequence for row in rows if row.source == "large"]
     assert large == list(range(len(large))) and len(rows) == 24

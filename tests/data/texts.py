@@ -1,4 +1,4 @@
-"""Sources for tests of data."""
+"""Sources for the data tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 class Texts:
-    """A source in memory that counts how often it is read."""
+    """In-memory source that counts reads."""
 
     name = "texts"
     unreadable: tuple[int, ...] = ()
@@ -36,11 +36,11 @@ class Texts:
         return {}
 
     def check_unchanged(self, moved: object = None) -> None:
-        """There are no files."""
+        """Do nothing: an in-memory source has no files."""
 
 
 def write_texts(folder: Path, texts: Sequence[str]) -> str:
-    """A folder with a document in each file, for `data.source=text`."""
+    """Write one file per document; return the folder's path for `data.source=text`."""
     folder.mkdir()
     for number, text in enumerate(texts):
         (folder / f"{number:04}.txt").write_text(text)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import FAST_COMPILE
-from tests.data.conversations import MISTRAL, make_tokenizer, said
+from tests.data.conversations import MISTRAL, make_tokenizer, messages_of
 from tests.huggingface.test_oracle import answered, asked, job_of, reason
 from tests.huggingface.test_oracle_sft import VOCAB
 from tests.train.runs import records
@@ -33,9 +33,9 @@ def pair(number: int) -> dict[str, Any]:
     """Prompts and responses of several lengths."""
     chosen = ("Yes, it is. " if number % 2 else "No. ") * (1 + number % 3)
     return {
-        "prompt": said(("user", f"Is {number} odd?{' Say more.' * (number % 3)}")),
-        "chosen": said(("assistant", chosen.strip())),
-        "rejected": said(("assistant", f"{'Perhaps ' * (number % 4)}so")),
+        "prompt": messages_of(("user", f"Is {number} odd?{' Say more.' * (number % 3)}")),
+        "chosen": messages_of(("assistant", chosen.strip())),
+        "rejected": messages_of(("assistant", f"{'Perhaps ' * (number % 4)}so")),
     }
 
 

@@ -22,7 +22,13 @@ from maxpipe.parallel.mesh import build_mesh
 from maxpipe.restore.initial_weights import read_folder_params
 from maxpipe.step.build import steps_from_config
 from tests.conftest import FAST_COMPILE
-from tests.data.conversations import CHATML, CONVERSATIONS, make_tokenizer, said, write_records
+from tests.data.conversations import (
+    CHATML,
+    CONVERSATIONS,
+    make_tokenizer,
+    messages_of,
+    write_records,
+)
 from tests.huggingface.test_finetune import logits as _logits
 from tests.huggingface.test_oracle import PYTHON, asked, job_of, reason
 from tests.huggingface.test_oracle_runs import close
@@ -41,8 +47,8 @@ LAYOUTS = {
 }
 RECORDS = [
     *CONVERSATIONS,
-    *(said(("user", f"Count to {n}."), ("assistant", "word " * n)) for n in (1, 2, 7, 19)),
-    said(("user", "Say much to me, and hear little " * 3), ("assistant", "No")),
+    *(messages_of(("user", f"Count to {n}."), ("assistant", "word " * n)) for n in (1, 2, 7, 19)),
+    messages_of(("user", "Say much to me, and hear little " * 3), ("assistant", "No")),
 ]
 
 
