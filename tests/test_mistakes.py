@@ -300,7 +300,7 @@ MISTAKES = [
             "!data show first/run.yml data.source=text data.path=nowhere",
             "data.path = nowhere",
             "must be a file, a folder or a glob pattern",
-            "or data.source=corpus data.path='' for a trial.",
+            "or use data.source=corpus data.path='' for a trial run.",
             "!data show first/run.yml data.source=corpus data.path=",
         ),
         (

@@ -50,7 +50,7 @@ def test_a_file_replaces_the_documents_of_a_config(here: Path, capsys) -> None:
     out, _ = _run(capsys, "stats", "mine.yml", "docs.jsonl", "--json")
     assert json.loads(out)["documents"] == 6
     _, err = _run(capsys, "stats", "docs.jsonl", *mixed[:1], "data.path=x", code=2)
-    assert "selects the documents to read, but data.path also selects documents." in err
+    assert "conflicts with data.path: both select the documents to read." in err
 
 
 def test_a_prepared_folder_is_read_with_its_tokenizer(here: Path, capsys) -> None:

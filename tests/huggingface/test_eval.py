@@ -107,7 +107,7 @@ MISTAKES = {
     "hf data.path=texts": "is ignored with data.source=corpus",
     "hf --data nowhere": "command line: --data = nowhere\n  must be a file, a folder or a glob",
     "hf --data .": "must contain files of one format",
-    "hf --data texts data.path=other": "data.path=other also selects documents",
+    "hf --data texts data.path=other": "conflicts with data.path=other: both select documents",
     "hf --data texts model.num_layers=2": "the value in the checkpoint",
 }
 
