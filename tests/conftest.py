@@ -11,11 +11,9 @@ import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,7 +23,8 @@ import hypothesis
 import jaxtyping
 import pytest
 
-import tests.signatures  # noqa: F401  what the import hook below calls
+import tests.signatures
+import tests.times
 from tests.bucket import Bucket, served, variables
 from tests.fork_server import ForkServer, running_servers
 
@@ -46,12 +45,6 @@ CHECKED = (
     "maxpipe.step.step",
 )
 GOLDEN = Path(__file__).parent / "golden"
-TIMES = Path(__file__).parent / "times.json"
-"""Times of the tests of one run on two cores. `make test-times` updates them."""
-SLOW_SECONDS, MEDIUM_SECONDS = 2.0, 0.1
-"""Tests that take longer are in `make test-slow`, and not in `make test-fast`, respectively."""
-ENGINE = ("tests/nn/", "tests/parallel/", "tests/pipeline/", "tests/schedule/", "tests/step/")
-"""Folders in which the fastest case of each test function is never slow."""
 
 # On a busy machine any example may take long, once.
 hypothesis.settings.register_profile("busy", deadline=None)
@@ -74,7 +67,8 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     FAST_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 CACHE = Path.home() / ".cache" / "maxpipe" / "test"
-"""Python's compiled modules, from one session to the next."""
+"""Compiled Python modules, including those that pytest rewrites; later runs start much faster."""
+sys.pycache_prefix, sys.dont_write_bytecode = str(CACHE), False
 
 
 def environment_of_command() -> dict[str, str]:
@@ -141,98 +135,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def recorded_times() -> dict[str, float]:
-    """Return the time in seconds of each test in `times.json`, keyed by node ID."""
-    files = json.loads(TIMES.read_text(encoding="utf-8"))
-    return {f"{path}::{name}": t for path, tests in files.items() for name, t in tests.items()}
-
-
-# Marks are added before pytest selects by them; every Nth test is taken afterwards.
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> Iterator[None]:
-    times = recorded_times()
-    fastest: dict[str, tuple[float, str]] = {}
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        case = times.get(item.nodeid, 0.0), item.nodeid
-        fastest[function] = min(fastest.get(function, case), case)
-    for item in items:
-        seconds = times.get(item.nodeid, 0.0)
-        function = item.nodeid.partition("[")[0]
-        is_kept = function.startswith(ENGINE) and fastest[function][1] == item.nodeid
-        if seconds >= SLOW_SECONDS and not is_kept:
-            item.add_marker("slow")
-        elif seconds >= MEDIUM_SECONDS:
-            item.add_marker("medium")
-    yield
-    every, part = int(config.getoption("--every") or 1), int(config.getoption("--part") or 0)
-    kept = items[part % every :: every]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
-
-
-_SETUP = pytest.StashKey[list[tuple[str, str]]]()
-"""Shared fixtures that were set up since the last report."""
-_shared: dict[tuple[str, str], float] = {}
-"""Seconds to set up each fixture that several tests share, keyed by its place and name."""
-_measured: dict[str, float] = {}
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Iterator[None]:
-    start = time.perf_counter()
-    result = yield
-    if fixturedef.scope != "function":
-        key = fixturedef.baseid, fixturedef.argname
-        _shared[key] = time.perf_counter() - start
-        request.node.session.stash.setdefault(_SETUP, []).append(key)
-    return result
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the seconds of a test, with all of each shared fixture that it uses.
-
-    Without them, the first test that uses a fixture would be the slow one; without this test, the
-    next one.
-    """
-    report = yield
-    names = set(getattr(item, "fixturenames", ()))
-    seconds = call.duration
-    if call.when == "setup":
-        seconds -= sum(_shared[key] for key in item.session.stash.get(_SETUP, []))
-        item.session.stash[_SETUP] = []
-        seconds += sum(
-            t
-            for (base, name), t in _shared.items()
-            if name in names and item.nodeid.startswith(base)
-        )
-    report.user_properties += [("seconds", seconds)]
-    return report
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    seconds = dict(report.user_properties).get("seconds", 0.0)
-    _measured[report.nodeid] = _measured.get(report.nodeid, 0.0) + float(str(seconds))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Replace the files of this run in `times.json`, in the process that starts the workers."""
-    if not session.config.getoption("--record-times") or hasattr(session.config, "workerinput"):
-        return
-    run = {test.partition("::")[0] for test in _measured}  # renamed tests are dropped
-    times = {test: t for test, t in recorded_times().items() if test.partition("::")[0] not in run}
-    times |= {test: t for test, t in _measured.items() if t >= MEDIUM_SECONDS}
-    files: dict[str, dict[str, float]] = {}
-    for test, seconds in sorted(times.items()):
-        path, _, name = test.partition("::")
-        files.setdefault(path, {})[name] = round(seconds, 1)
-    TIMES.write_text(json.dumps(files, indent=1) + "\n", encoding="utf-8")
+def pytest_configure(config: pytest.Config) -> None:
+    # Hooks of a conftest are not called for fixtures of the whole session; those of a plugin are.
+    config.pluginmanager.register(tests.times)
 
 
 @pytest.fixture

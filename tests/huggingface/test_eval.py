@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import shutil
@@ -25,6 +24,7 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.restore.open_model import open_address_or_folder
 from maxpipe.step.build import steps_from_config
 from tests.huggingface import maker
+from tests.times import shared
 from tests.train.runs import SAME, is_explained
 
 TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@functools.cache
+@shared
 def by_text(folder: Path) -> list[tuple[float, int]]:
     """Nats and targets of each of the documents."""
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))

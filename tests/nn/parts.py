@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from maxpipe.nn.decoder import init_params
 from maxpipe.nn.module import LayerContext
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
+from tests.times import shared
 
 RULES = AxisRules.from_config(MeshConfig())
 
@@ -28,7 +28,7 @@ def with_values(module: Any, **values: Any) -> dict[str, np.ndarray]:
     return {name: np.asarray(value, np.float64) for name, value in found.items()}
 
 
-@functools.cache
+@shared
 def _initial_values(part: Any) -> dict[str, jax.Array]:
     draw = jax.jit(lambda key: init_params(part.params, key, jnp.dtype("float32")))
     return draw(jax.random.key(0))

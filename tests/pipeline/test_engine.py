@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -23,9 +22,10 @@ from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.orders import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.conftest import GOLDEN
+from tests.times import shared
 
 
-@functools.cache
+@shared
 def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
     """Initial parameters, and the plain loop's summed objective of one row with its gradients.
 

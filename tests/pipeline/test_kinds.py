@@ -28,6 +28,7 @@ from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import balance_layers
 from tests.cases import TOLERANCE, keeping
+from tests.times import shared
 
 D, V, T = 6, 12, 5
 WEIGHTS = {"size": 0.7, "spread": 0.3}
@@ -125,7 +126,7 @@ def norm(params: Any, x: Any) -> Any:
     return x * params["scale"]
 
 
-@functools.cache
+@shared
 def parameters(kinds: tuple[str, ...]) -> Any:
     random = np.random.default_rng(3)
     draw = lambda *shape: (0.5 * random.standard_normal(shape)).astype(np.float32)  # noqa: E731

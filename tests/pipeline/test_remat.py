@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from maxpipe.pipeline.remat import (
     differentiate_layer,
 )
 from tests.cases import MODEL
+from tests.times import shared
 
 # Wide enough that matmuls dominate the operations.
 CONFIG = replace(MODEL, d_model=128, head_dim=16, d_mlp=256)
@@ -36,7 +36,7 @@ KEEPS = [
 ]
 
 
-@cache
+@shared
 def arguments() -> tuple[Any, jax.Array, Any, jax.Array]:
     """Weights, input, constants and cotangent."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -86,7 +86,7 @@ class Run(NamedTuple):
     flops: dict[str, float]
 
 
-@cache
+@shared
 def run_pieces(keep: RematPolicy) -> Run:
     """Each piece is compiled once for all tests."""
     weights, x, constants, cotangent = arguments()
@@ -103,7 +103,7 @@ def run_pieces(keep: RematPolicy) -> Run:
     return Run(output, whole, (run("weight_grad", later, constants), half_x), costs)
 
 
-@cache
+@shared
 def whole_layer() -> Any:
     """Output, and gradients of weights and input, by automatic differentiation."""
     weights, x, constants, cotangent = arguments()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import defaultdict
@@ -22,6 +21,7 @@ from maxpipe.plan.traffic import step_traffic
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GEMMA, GEMMA2, GROUPED, NEXT, QWEN2, QWEN3, ROOM, V2, V3
+from tests.times import shared
 
 ROOM4 = replace(ROOM, num_experts=4)
 CASES = [
@@ -116,7 +116,7 @@ class Compiled:
         return sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
-@functools.cache
+@shared
 def compiled(split: str, **pipeline: Any) -> Compiled:
     return Compiled(config_of(split, **pipeline))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from maxpipe.models.moe import MoeConfig
 from maxpipe.models.spec import Follows
 from maxpipe.step.step import balance_step
 from tests.cases import Case, batch_of, keeping, steps_of
+from tests.times import shared
 
 RATE = 0.03
 OWN = MoeConfig(
@@ -45,7 +45,7 @@ def biases(saved: Any) -> np.ndarray:
     return np.concatenate([np.asarray(each["router_bias"]) for each in parts])
 
 
-@functools.cache
+@shared
 def run(number: int) -> tuple[list[Any], Any]:
     """What is saved after each step of a case, and the steps."""
     case = CASES[number]

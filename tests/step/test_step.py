@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from dataclasses import replace
@@ -25,6 +24,7 @@ from tests.cases import (
     steps_of,
     with_rare,
 )
+from tests.times import shared
 
 ROWS = 24
 
@@ -149,7 +149,7 @@ def nan_of(empty: jax.Array) -> jax.Array:
     return mark_varying(full)
 
 
-@functools.cache
+@shared
 def compiled(case: Case, rows: int) -> Any:
     """The train step; several tests look at the same program."""
     return steps_of(case, rows).compile_train()

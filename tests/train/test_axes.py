@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.moe import MoeConfig
 from tests.cases import TOLERANCE, Case, keeping
 from tests.step.test_step import loss_curve
+from tests.times import shared
 
 MODELS = {
     "dense": Case(layers=4, length=24, width=48, dropout=0.1),
@@ -43,7 +43,7 @@ def _curve(case: Case) -> list[float]:
     return loss_curve(case, num_steps=4, rows=ROWS)
 
 
-@functools.cache
+@shared
 def _one_device(model: str) -> list[float]:
     return _curve(MODELS[model])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.step.step import Steps
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_engine import plain_gradients
+from tests.times import shared
 
 ROWS = 16
 LAYOUTS = [
@@ -54,7 +54,7 @@ def trained(case: Case) -> tuple[Steps, list[dict[str, Any]]]:
     return steps, found
 
 
-@functools.cache
+@shared
 def one_device() -> list[dict[str, Any]]:
     return trained(Case(1, 1, 1, layers=8))[1]
 
