@@ -62,11 +62,11 @@ def refused(text: str, where: str = "", runs: str = "") -> list[str]:
         ("gs://b/a@c", "gs://b/a@c", None, ""),
     ],
 )
-def test_what_is_named(text: str, run_dir: str, step: Step, parent: str):
+def test_parse_address_of_runs_and_steps(text: str, run_dir: str, step: Step, parent: str):
     assert named(text) == (run_dir, step, parent)
 
 
-def test_inside_the_folder_of_checkpoints(here: Path, monkeypatch: pytest.MonkeyPatch):
+def test_address_relative_to_checkpoints_folder(here: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(here / "runs/quick/checkpoints")
     folder = str(here / "runs/quick")
     assert named("120") == (folder, 120, folder)
@@ -74,7 +74,7 @@ def test_inside_the_folder_of_checkpoints(here: Path, monkeypatch: pytest.Monkey
     assert named("..") == ("..", None, "")
 
 
-def test_names_that_hold_an_at_sign(here: Path):
+def test_run_name_containing_at_sign_is_ambiguous(here: Path):
     (here / "runs/quick@120/checkpoints").mkdir(parents=True)
     where, rule, action = refused("quick@120")
     assert where == "command line: quick@120"
@@ -92,7 +92,7 @@ def test_names_that_hold_an_at_sign(here: Path):
     assert named("slow@x") == ("runs/slow@x", None, "")
 
 
-def test_two_runs_of_one_name(here: Path):
+def test_same_run_name_in_two_folders_is_ambiguous(here: Path):
     (here / "quick/checkpoints").mkdir(parents=True)
     _, rule, action = refused("quick@7")
     assert rule.startswith("is ambiguous: quick and runs/quick ")
@@ -107,7 +107,7 @@ def test_two_runs_of_one_name(here: Path):
     assert named("linked")[0] == "linked"
 
 
-def test_a_run_whose_name_is_a_number_or_checkpoints(here: Path):
+def test_run_named_checkpoints_or_with_numeric_name(here: Path):
     (here / "checkpoints/120/checkpoints/3").mkdir(parents=True)
     (here / "runs/checkpoints/checkpoints").mkdir(parents=True)
     assert named("checkpoints/120") == ("checkpoints/120", None, "")
@@ -115,7 +115,7 @@ def test_a_run_whose_name_is_a_number_or_checkpoints(here: Path):
     assert named("runs/checkpoints") == ("runs/checkpoints", None, "")
 
 
-def test_unknown_runs_are_guessed(here: Path):
+def test_unknown_run_suggests_similar_names(here: Path):
     where, rule, action = refused("quikc@120")
     assert where == "command line: quikc@120"
     assert rule.startswith("is not a run: ") and "runs/quikc" in rule
@@ -153,19 +153,19 @@ def test_unknown_runs_are_guessed(here: Path):
         ("runs/quick/config.yml", "is a file"),
     ],
 )
-def test_what_names_nothing(text: str, rule: str, here: Path):
+def test_invalid_addresses_are_rejected(text: str, rule: str, here: Path):
     (here / "runs/quick/config.yml").write_text("")
     assert rule in refused(text)[1]
 
 
-def test_some_commands_take_a_whole_run():
+def test_parse_run_address_rejects_steps():
     assert parse_run_address("quick").run_dir == "runs/quick"
     for text in ("quick@120", "runs/quick/checkpoints/120"):
         with pytest.raises(ConfigError, match=r"names a step.*\n  Give runs/quick\."):
             parse_run_address(text)
 
 
-def test_addresses_of_other_steps():
+def test_address_at_other_step():
     assert parse_address("quick@120").address_at(7) == "runs/quick@7"
     assert Address("x", "runs/a", parent="/saved/a").address_at(7) == "/saved/a@7"
     assert run_names("nowhere") == []
@@ -180,7 +180,7 @@ def test_addresses_of_other_steps():
         ("curves", "quick", "--out", "OUT.svg"),
     ],
 )
-def test_nothing_is_written_among_checkpoints(
+def test_output_inside_checkpoints_folder_is_rejected(
     command: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -111,7 +111,7 @@ def run(capsys: Capture, *arguments: object) -> str:
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_commands_on_records(kind: str, tmp_path: Path, capsys: Capture):
+def test_goodput_on_hostile_event_logs(kind: str, tmp_path: Path, capsys: Capture):
     plant(tmp_path / "events.jsonl", kind)
     run(capsys, "goodput", tmp_path)
     run(capsys, "goodput", tmp_path, "--json")
@@ -119,7 +119,7 @@ def test_commands_on_records(kind: str, tmp_path: Path, capsys: Capture):
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
+def test_commands_on_hostile_configs(kind: str, tmp_path: Path, capsys: Capture):
     path = tmp_path / "config.yml"
     plant(path, kind)
     run(capsys, "config", "print", path)
@@ -133,7 +133,7 @@ def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("name", ["config.yml", "manifest.json", "facts/metadata"])
 @pytest.mark.parametrize("kind", SOME_FIRST)
-def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Capture):
+def test_commands_on_hostile_checkpoint_files(name: str, kind: str, copy: Path, capsys: Capture):
     plant(copy / name if name == "config.yml" else copy / CHECKPOINTS_FOLDER / "6" / name, kind)
     run(capsys, "checkpoints", "list", copy)
     run(capsys, "checkpoints", "verify", copy)
@@ -145,7 +145,7 @@ def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Captu
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", ["empty", "deep", "binary", "pipe", "lists", "gigantic"])
-def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
+def test_hostile_orbax_metadata_without_manifest(kind: str, copy: Path, capsys: Capture):
     """Nothing vouches for its files, and orbax reads them."""
     (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
     (copy / CHECKPOINTS_FOLDER / "6" / "commit_success.txt").touch()
@@ -155,7 +155,7 @@ def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_an_index_of_arrays_that_is_gigantic(has_manifest: bool, copy: Path) -> None:
+def test_verify_reports_gigantic_array_index(has_manifest: bool, copy: Path) -> None:
     """A failed allocation of tensorstore would end the process with SIGABRT."""
     step = copy / CHECKPOINTS_FOLDER / "6"
     if not has_manifest:
@@ -170,7 +170,7 @@ def test_an_index_of_arrays_that_is_gigantic(has_manifest: bool, copy: Path) -> 
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_a_start_reads(kind: str, tmp_path: Path):
+def test_start_survives_hostile_log_files(kind: str, tmp_path: Path):
     """Records lost or warned of, at most; nothing hangs, and nothing is written elsewhere."""
     plant(tmp_path / "metrics.jsonl", kind)
     plant(tmp_path / "events.jsonl", kind)
@@ -183,7 +183,9 @@ def test_what_a_start_reads(kind: str, tmp_path: Path):
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hostile_hardware_measurements_are_rejected(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     plant(tmp_path / "x.yml", kind)
     monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
     hardware.known_hardware.cache_clear()
@@ -196,7 +198,7 @@ def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("name", ["a" * 300, "a\nb\x1b[31m", "\udcff", "x" * 5000, ""])
-def test_names_of_folders(name: str, tmp_path: Path, capsys: Capture):
+def test_commands_on_hostile_folder_names(name: str, tmp_path: Path, capsys: Capture):
     for command in ("goodput", "checkpoints list", "checkpoints verify", "config print"):
         run(capsys, *command.split(), f"{tmp_path}/{name}")
     run(capsys, "config", "print", f"{tmp_path}/{name}.yml")
@@ -207,7 +209,7 @@ def test_names_of_folders(name: str, tmp_path: Path, capsys: Capture):
 
 @pytest.mark.fault("H2")
 @pytest.mark.parametrize("kind", ["dangling link", "pipe", "link"])
-def test_logs_are_not_written_through_what_is_there(kind: str, tmp_path: Path):
+def test_process_log_is_not_written_through_links_or_pipes(kind: str, tmp_path: Path):
     mine, log = tmp_path / "mine", tmp_path / "logs" / "process-0.log"
     mine.write_text("mine\n")
     log.parent.mkdir()
@@ -234,7 +236,7 @@ def _by_link(own: Path, other: Path) -> None:
 
 @pytest.mark.fault("H3")
 @pytest.mark.parametrize("lead", [_by_config, _by_link])
-def test_prune_stays_in_the_folder_that_was_named(
+def test_prune_of_redirected_checkpoints_requires_elsewhere(
     lead: Callable[[Path, Path], None], saved: Path, copy: Path, tmp_path: Path, capsys: Capture
 ):
     """A run folder from elsewhere leads to the checkpoints of another run."""
@@ -250,7 +252,7 @@ def test_prune_stays_in_the_folder_that_was_named(
 
 
 @pytest.mark.fault("H3")
-def test_prune_deletes_a_link_and_not_what_it_leads_to(copy: Path, tmp_path: Path, capsys: Capture):
+def test_prune_deletes_link_but_not_its_target(copy: Path, tmp_path: Path, capsys: Capture):
     outside = Path(shutil.copytree(copy / CHECKPOINTS_FOLDER / "3", tmp_path / "outside"))
     before = sorted(outside.rglob("*"))
     shutil.rmtree(copy / CHECKPOINTS_FOLDER / "3")
@@ -261,7 +263,7 @@ def test_prune_deletes_a_link_and_not_what_it_leads_to(copy: Path, tmp_path: Pat
 
 
 @pytest.mark.fault("H1")
-def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capture):
+def test_cyclic_links_are_not_followed(copy: Path, capsys: Capture):
     """Two of them made 2 to the 40 paths."""
     for name in ("a", "b"):
         (copy / CHECKPOINTS_FOLDER / "6" / name).symlink_to(copy / CHECKPOINTS_FOLDER / "6")
@@ -274,7 +276,7 @@ def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capt
 
 
 @pytest.mark.fault("H1")
-def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
+def test_goodput_skips_malformed_records(tmp_path: Path):
     good = [
         {"event": "begin", "uptime": 0.0},
         {"event": "start", "uptime": 2.0, "step": 0, "seconds": {"compiling": 2.0}},
@@ -289,7 +291,7 @@ def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
     assert re.search(r"productive steps", goodput.format_goodput(goodput.read_goodput(tmp_path)))
 
 
-def test_a_year_of_records_takes_seconds(tmp_path: Path):
+def test_goodput_of_long_event_log_is_fast(tmp_path: Path):
     """It took time in the square of their number."""
     with (tmp_path / "events.jsonl").open("w") as file:
         file.write(json.dumps({"time": TIME, "event": "begin", "uptime": 0.0}) + "\n")

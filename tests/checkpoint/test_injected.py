@@ -117,7 +117,7 @@ def before_seal(monkeypatch: pytest.MonkeyPatch, harm: Damage, times: int = 1) -
 
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("harm", DAMAGES.values(), ids=DAMAGES)
-def test_what_turns_between_memory_and_disk_makes_the_save_fail(
+def test_save_fails_if_data_changes_between_memory_and_disk(
     harm: Damage, copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """It is tried again, and what was wrong is gone."""
@@ -131,7 +131,9 @@ def test_what_turns_between_memory_and_disk_makes_the_save_fail(
 
 
 @pytest.mark.fault("K1")
-def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_manifest_is_never_written_for_repeated_corruption(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
     before_seal(monkeypatch, DAMAGES["flipped"], 99)
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError, match="9: cannot be"):
         put(checkpoints, 9, last=True)
@@ -146,9 +148,7 @@ def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest
 
 
 @pytest.mark.fault("K1")
-def test_host_copies_that_turn_while_they_are_written_are_noticed(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_host_copy_corrupted_during_write_is_detected(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """The digest is of what orbax was given; what it writes differs in one bit, once."""
     real, left = digests.digest_host_copies, [1]
 
@@ -172,9 +172,7 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
 
 
 @pytest.mark.fault("K1")
-def test_a_bit_that_turns_while_files_are_listed_is_noticed(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_bit_flip_while_writing_manifest_is_detected(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """Else a good checkpoint would look damaged for ever."""
     real, left = manifest._digest, [1]
 
@@ -192,7 +190,9 @@ def test_a_bit_that_turns_while_files_are_listed_is_noticed(
     assert told == ["checkpoint_failed", "checkpoint"] and resume(copy) == (9, [])
 
 
-def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_digests_read_the_host_copy_that_orbax_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Digests are of the memory that orbax writes, not of equal arrays."""
     written: list[Any] = []
     seen: list[Any] = []
@@ -220,7 +220,7 @@ def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.fault("K7")
-def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, caplog: Logs):
+def test_step_without_manifest_is_verified_by_recorded_digests(copy: Path, caplog: Logs):
     step = copy / CHECKPOINTS_FOLDER / "6"
     (step / "manifest.json").unlink()
     assert resume(copy) == (6, [])
@@ -241,7 +241,7 @@ def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, capl
 
 @pytest.mark.fault("K2")
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
+def test_bit_flip_while_reading_arrays_is_detected(
     times: int, copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logs
 ):
     """Once, it is read again. Twice, the step is not what was saved."""
@@ -264,7 +264,7 @@ def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
 
 
 @pytest.mark.fault("K2")
-def test_a_file_that_is_read_wrong_once_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_transient_read_corruption_is_not_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     real, left = manifest._digest, [1]
 
     def digest_of(path: Any, *options: bool) -> manifest.ManifestFile:
@@ -311,7 +311,9 @@ def fails(monkeypatch: pytest.MonkeyPatch, reader: str, error: Exception, times:
 
 @pytest.mark.fault("K5")
 @pytest.mark.parametrize("number", NUMBERS)
-def test_storage_that_fails_loses_nothing(number: int, copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_storage_errors_do_not_change_checkpoints(
+    number: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+):
     """It is asked three times, whatever is read; then the run stops and nothing is changed."""
     in_words = ValueError(f"UNKNOWN: Error reading x: it fails [os_error_code='{number}']")
     for reader in READERS:
@@ -328,7 +330,7 @@ def test_storage_that_fails_loses_nothing(number: int, copy: Path, monkeypatch: 
     assert resume(copy) == (6, [])
 
 
-def test_memory_that_is_full_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_is_not_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     fails(monkeypatch, "arrays", error, 99)
     with pytest.raises((StorageError, jax.errors.JaxRuntimeError)):
@@ -337,7 +339,7 @@ def test_memory_that_is_full_is_no_damage(copy: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.fault("K8")
-def test_one_damaged_step_of_several_is_renamed_two_are_not(tmp_path: Path):
+def test_one_damaged_step_is_renamed_but_two_are_not(tmp_path: Path):
     save(tmp_path, 1, 2, 3)
     before = digests_of_files(tmp_path)
     for step in ("2", "3"):
@@ -377,7 +379,7 @@ def spoiled(step: int, value: float = np.nan) -> Tree:
 @pytest.mark.fault("K3")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("last", [True, False])
-def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, copy: Path):
+def test_non_finite_state_is_not_saved(value: float, last: bool, copy: Path):
     settings = CheckpointConfig(on_failure="continue")
     with (
         pytest.raises(DivergenceError) as refused,
@@ -395,7 +397,7 @@ def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, cop
 
 @pytest.mark.fault("K4")
 @pytest.mark.parametrize("release", ["this", "older"])
-def test_a_checkpoint_that_is_not_finite_is_damaged(
+def test_non_finite_checkpoint_is_damaged(
     release: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patch:
@@ -435,7 +437,7 @@ def collected(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.fault("K9")
-def test_verify_decodes_and_names_the_array(copy: Path):
+def test_verify_decodes_arrays_and_names_damaged_ones(copy: Path):
     step = copy / CHECKPOINTS_FOLDER / "6"
     other = save(copy.parent / "other", 7) / CHECKPOINTS_FOLDER / "7"
     shutil.rmtree(step / "state")
@@ -453,7 +455,7 @@ def test_verify_decodes_and_names_the_array(copy: Path):
 
 
 @pytest.mark.parametrize("kind", [TypeError, IndexError, AttributeError, KeyError, OverflowError])
-def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
+def test_orbax_metadata_error_counts_as_failed_save(
     kind: type[Exception], copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def harm(folder: Path) -> None:
@@ -472,7 +474,7 @@ def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
     assert resume(copy) == (12, [])  # complete: only its manifest could not be written
 
 
-def test_a_step_whose_metadata_no_run_saves_is_skipped(copy: Path, caplog: Logs):
+def test_step_with_invalid_metadata_is_skipped(copy: Path, caplog: Logs):
     def accept(facts: CheckpointMetadata) -> None:
         if facts.step == 6:
             raise storage.DamagedError("facts/metadata does not describe a run")

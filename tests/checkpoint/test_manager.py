@@ -36,7 +36,7 @@ Logs = pytest.LogCaptureFixture
 # --- saving and restoring -------------------------------------------------------------------
 
 
-def test_restored_is_what_was_saved(saved: Path):
+def test_restore_returns_saved_state(saved: Path):
     with open_run(saved) as checkpoints:
         assert checkpoints.steps() == [3, 6]
         for step in (3, 6):
@@ -49,9 +49,7 @@ def test_restored_is_what_was_saved(saved: Path):
                 assert isinstance(array, np.ndarray)
 
 
-def test_large_arrays_are_cut_into_chunks_of_one_layer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_large_arrays_are_chunked_by_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """But not those whose sizes would leave single rows."""
     monkeypatch.setattr(writer, "_CHUNK_BYTES", 20_000)
     draw = np.random.default_rng(5)
@@ -77,7 +75,7 @@ def test_large_arrays_are_cut_into_chunks_of_one_layer(
     assert tree_digest(restore(tmp_path, 1)) == tree_digest(state)
 
 
-def test_chunks_are_parts_of_what_a_device_holds(
+def test_chunks_subdivide_device_shards(
     tmp_path: Path, devices: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(writer, "_CHUNK_BYTES", 3_000)
@@ -94,7 +92,7 @@ def test_chunks_are_parts_of_what_a_device_holds(
     assert tree_digest(restore(tmp_path, 1)) == tree_digest(state)
 
 
-def test_restored_is_placed_as_the_reader_asks(saved: Path, devices: list[Any]):
+def test_restore_uses_requested_sharding(saved: Path, devices: list[Any]):
     mesh = jax.make_mesh((2,), ("x",), devices=devices[:2])
     spec = jax.sharding.PartitionSpec
     split = jax.sharding.NamedSharding(mesh, spec("x"))
@@ -110,7 +108,7 @@ def test_restored_is_placed_as_the_reader_asks(saved: Path, devices: list[Any]):
     assert tree_digest(state) == tree_digest(tree(6))
 
 
-def test_state_may_change_as_soon_as_save_returns(tmp_path: Path):
+def test_state_can_be_deleted_after_save_returns(tmp_path: Path):
     state = tree(1)
     with CheckpointManager(tmp_path) as checkpoints:
         checkpoints.save(1, lambda: state, config(1), data(1))
@@ -118,7 +116,7 @@ def test_state_may_change_as_soon_as_save_returns(tmp_path: Path):
     assert tree_digest(restore(tmp_path, 1)) == tree_digest(tree(1))
 
 
-def test_only_the_newest_are_kept_and_a_later_start_goes_on(tmp_path: Path):
+def test_only_newest_checkpoints_are_kept_across_restarts(tmp_path: Path):
     save(tmp_path, 1, 2, 3, keep=2)
     assert sorted(path.name for path in (tmp_path / CHECKPOINTS_FOLDER).iterdir()) == ["2", "3"]
     save(tmp_path, 4, keep=2)
@@ -126,14 +124,14 @@ def test_only_the_newest_are_kept_and_a_later_start_goes_on(tmp_path: Path):
     assert tree_digest(restore(tmp_path, 3)) == tree_digest(tree(3))
 
 
-def test_due_counts_from_the_first_step(tmp_path: Path):
+def test_should_save_at_multiples_of_every(tmp_path: Path):
     with CheckpointManager(tmp_path / "some", CheckpointConfig(every=3)) as checkpoints:
         assert [step for step in range(1, 10) if checkpoints.should_save(step)] == [3, 6, 9]
     with CheckpointManager(tmp_path / "none", CheckpointConfig(every=0)) as checkpoints:
         assert not any(checkpoints.should_save(step) for step in range(1, 10))
 
 
-def test_run_that_is_stopped_before_its_first_step_is_saved(tmp_path: Path):
+def test_run_stopped_before_first_step_saves_step_0(tmp_path: Path):
     with CheckpointManager(tmp_path) as checkpoints:
         assert checkpoints.restore_newest(abstract()) is None
         put(checkpoints, 0, last=True)
@@ -150,7 +148,7 @@ def test_saved_step_is_never_overwritten(copy: Path):
 
 
 @pytest.mark.fault("F2")
-def test_unfinished_save_is_no_checkpoint(copy: Path, caplog: Logs):
+def test_unfinished_save_is_not_a_checkpoint(copy: Path, caplog: Logs):
     unfinished = copy / CHECKPOINTS_FOLDER / "9.orbax-checkpoint-tmp"
     shutil.copytree(copy / CHECKPOINTS_FOLDER / "6", unfinished)
     with open_run(copy) as checkpoints:
@@ -162,7 +160,7 @@ def test_unfinished_save_is_no_checkpoint(copy: Path, caplog: Logs):
     assert tree_digest(restore(copy, 9)) == tree_digest(tree(9))
 
 
-def test_reader_leaves_no_trace(saved: Path, tmp_path: Path, capsys: Capture):
+def test_reader_does_not_modify_files(saved: Path, tmp_path: Path, capsys: Capture):
     before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
     assert list(format_checkpoint_list(parse_address(str(saved)), None)) and list(
         describe_checkpoint(parse_address(str(saved)))
@@ -178,7 +176,7 @@ def test_reader_leaves_no_trace(saved: Path, tmp_path: Path, capsys: Capture):
 # --- faults ---------------------------------------------------------------------------------
 
 
-def test_every_damaged_file_is_noticed(copy: Path, saved: Path):
+def test_damage_to_any_file_is_detected(copy: Path, saved: Path):
     """Each file of the newest step is removed, cut in half and emptied, in turn."""
     step = copy / CHECKPOINTS_FOLDER / "6"
     for name in files(step)[:-1]:
@@ -196,14 +194,14 @@ def test_every_damaged_file_is_noticed(copy: Path, saved: Path):
     assert tree_digest(restore(copy, 6)) == tree_digest(tree(6))
 
 
-def test_oldest_checkpoint_damaged(tmp_path: Path):
+def test_damaged_oldest_checkpoint_is_reported(tmp_path: Path):
     save(tmp_path, 2)
     shutil.rmtree(tmp_path / CHECKPOINTS_FOLDER / "2" / "state")
     with pytest.raises(StorageError, match="the oldest checkpoint"):
         restore(tmp_path, 2)
 
 
-def test_other_shape_than_saved(copy: Path):
+def test_shape_mismatch_is_rejected_but_not_damage(copy: Path):
     """No damage: the step is refused, and stays where it is."""
     wanted = abstract()
     wanted["params"]["embedding"] = jax.ShapeDtypeStruct((30, 16), "float32")
@@ -216,7 +214,7 @@ def test_other_shape_than_saved(copy: Path):
     assert names(copy) == ["3", "6"]
 
 
-def test_checkpoint_of_a_later_release(copy: Path):
+def test_checkpoint_of_newer_release_is_rejected_but_not_damage(copy: Path):
     """No damage either: going back to an older step would lose work."""
     facts = copy / CHECKPOINTS_FOLDER / "6" / "facts" / "metadata"
     facts.write_text(facts.read_text().replace(f'"format": {FORMAT}', '"format": 7'))
@@ -226,7 +224,7 @@ def test_checkpoint_of_a_later_release(copy: Path):
     assert names(copy) == ["3", "6"]
 
 
-def test_folder_that_cannot_be_written_is_reported_at_once(tmp_path: Path):
+def test_unwritable_folder_is_reported_at_start(tmp_path: Path):
     (tmp_path / CHECKPOINTS_FOLDER).write_text("in the way")
     with pytest.raises(StorageError, match="cannot be written"):
         CheckpointManager(tmp_path)
@@ -274,7 +272,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, error: OSError, times: int) -> None:
     monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
 
 
-def test_storage_that_does_not_answer_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unreachable_storage_is_not_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     fails(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), 1000)
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as told:
         checkpoints.restore_newest(abstract())
@@ -282,12 +280,12 @@ def test_storage_that_does_not_answer_is_no_damage(copy: Path, monkeypatch: pyte
     assert names(copy) == ["3", "6"]
 
 
-def test_a_disk_that_cannot_read_is_asked_again(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_errors_are_retried(copy: Path, monkeypatch: pytest.MonkeyPatch):
     fails(monkeypatch, OSError(errno.EIO, "Input/output error"), 2)
     assert resume(copy)[0] == 6
 
 
-def test_a_sealed_step_that_cannot_be_decoded_is_damaged(
+def test_step_with_manifest_that_fails_to_decode_is_damaged(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its files are what an older release has listed, after a bit had turned."""
@@ -304,7 +302,7 @@ def test_a_sealed_step_that_cannot_be_decoded_is_damaged(
 
 
 @pytest.mark.fault("F11")
-def test_damaged_step_is_quarantined_and_the_one_before_taken(copy: Path, caplog: Logs):
+def test_damaged_step_is_quarantined_and_previous_step_restored(copy: Path, caplog: Logs):
     arrays = next((copy / CHECKPOINTS_FOLDER / "6" / "state" / "d").iterdir())
     content = bytearray(arrays.read_bytes())
     content[len(content) // 2] ^= 4
@@ -329,7 +327,7 @@ def test_damaged_step_is_quarantined_and_the_one_before_taken(copy: Path, caplog
     )
 
 
-def test_reader_goes_without_a_damaged_step_and_leaves_it(copy: Path):
+def test_reader_skips_damaged_step_without_renaming_it(copy: Path):
     (copy / CHECKPOINTS_FOLDER / "6" / "_CHECKPOINT_METADATA").write_text("{}")
     with open_run(copy) as checkpoints:
         found = checkpoints.restore_newest(abstract())
@@ -339,7 +337,7 @@ def test_reader_goes_without_a_damaged_step_and_leaves_it(copy: Path):
 
 @pytest.mark.fault("F14", "K8")
 @pytest.mark.parametrize("steps", [["6"], ["3", "6"]])
-def test_all_damaged_is_never_a_new_start(steps: list[str], copy: Path):
+def test_run_does_not_restart_if_all_checkpoints_are_damaged(steps: list[str], copy: Path):
     """Nor is any of them renamed: several at once are trouble of the storage."""
     for step in ("3", "6"):
         shutil.rmtree(copy / CHECKPOINTS_FOLDER / step / ("facts" if step in steps else "."))
@@ -367,7 +365,7 @@ def test_all_damaged_is_never_a_new_start(steps: list[str], copy: Path):
 
 
 @pytest.mark.fault("F13")
-def test_step_under_another_number_is_damaged(copy: Path):
+def test_step_renamed_to_other_number_is_damaged(copy: Path):
     (copy / CHECKPOINTS_FOLDER / "6").rename(copy / CHECKPOINTS_FOLDER / "9")
     step, (told,) = resume(copy)
     assert (
@@ -390,7 +388,7 @@ def test_step_under_another_number_is_damaged(copy: Path):
     assert step == 3 and "8: the saved state belongs to step 6" in told
 
 
-def test_step_without_manifest_is_read_completely_and_gets_one(copy: Path, caplog: Logs):
+def test_step_without_manifest_is_verified_and_manifest_written(copy: Path, caplog: Logs):
     """A kill between orbax's commit and ours."""
     (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
     assert resume(copy) == (6, [])
@@ -407,7 +405,7 @@ def test_step_without_manifest_is_read_completely_and_gets_one(copy: Path, caplo
 
 
 @pytest.mark.fault("F13")
-def test_what_is_no_checkpoint_is_ignored(copy: Path, caplog: Logs):
+def test_entries_that_are_not_checkpoints_are_ignored(copy: Path, caplog: Logs):
     folder = copy / CHECKPOINTS_FOLDER
     for name in ("30", "40/notes", "007", "best", "50.orbax-checkpoint-tmp/state", "20.deleting"):
         (folder / name).mkdir(parents=True)
@@ -424,7 +422,7 @@ def test_what_is_no_checkpoint_is_ignored(copy: Path, caplog: Logs):
     assert "40.foreign" in names(copy) and "30.foreign" in names(copy)
 
 
-def test_processes_agree_with_the_one_that_finds_damage(copy: Path):
+def test_all_processes_skip_step_if_one_finds_damage(copy: Path):
     """Process 1 of 2 reads the file that is damaged: this one, which reads others, hears of it."""
     asked: list[str] = []
 
@@ -440,7 +438,7 @@ def test_processes_agree_with_the_one_that_finds_damage(copy: Path):
     assert asked == ["0 6", "", "", "", "", "0 3", "", "", "", "done"]
 
 
-def test_config_is_looked_at_before_anything_is_read(copy: Path):
+def test_config_mismatch_is_raised_before_reading_arrays(copy: Path):
     def accept(facts: Any) -> None:
         raise ConfigError.one("model.d_model", 3, "must be 4.", "Set it.")
 
@@ -489,7 +487,7 @@ IO_ERROR = OSError(5, "Input/output error")
 FULL = OSError(28, "No space left on device")
 
 
-def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
+def test_moved_checkpoints_are_reported(tmp_path: Path):
     """The same command needs them, so nothing else may be suggested."""
     with CheckpointManager(tmp_path, CheckpointConfig(every=4, retries=0)) as checkpoints:
         train(checkpoints, range(1, 5))
@@ -505,7 +503,7 @@ def test_checkpoints_that_were_moved_are_asked_back(tmp_path: Path):
     assert (tmp_path / "away" / "4").is_dir()
 
 
-def test_failure_is_reported_at_the_next_step(tmp_path: Path, broken_writes: Any):
+def test_save_failure_is_raised_at_next_step(tmp_path: Path, broken_writes: Any):
     broken_writes(FULL, 9)
     with CheckpointManager(tmp_path, CheckpointConfig(every=4)) as checkpoints:
         train(checkpoints, range(1, 5))
@@ -517,7 +515,7 @@ def test_failure_is_reported_at_the_next_step(tmp_path: Path, broken_writes: Any
 
 
 @pytest.mark.fault("F6", "F18")
-def test_passing_failure_is_tried_again_at_the_next_steps(tmp_path: Path, broken_writes: Any):
+def test_transient_save_failure_is_retried_at_next_steps(tmp_path: Path, broken_writes: Any):
     tried, told = broken_writes(IO_ERROR, 2), []
     record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
     with CheckpointManager(tmp_path, CheckpointConfig(every=4), record=record) as checkpoints:
@@ -528,7 +526,7 @@ def test_passing_failure_is_tried_again_at_the_next_steps(tmp_path: Path, broken
     assert tree_digest(restore(tmp_path, 8)) == tree_digest(tree(8))
 
 
-def test_lasting_failure_stops_after_its_attempts(tmp_path: Path, broken_writes: Any):
+def test_persistent_save_failure_stops_run_after_retries(tmp_path: Path, broken_writes: Any):
     tried = broken_writes(IO_ERROR, 99)
     settings = CheckpointConfig(every=4, retries=2)
     refused = pytest.raises(StorageError, match="Input/output error")
@@ -537,7 +535,7 @@ def test_lasting_failure_stops_after_its_attempts(tmp_path: Path, broken_writes:
     assert len(tried) == 3
 
 
-def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: Any):
+def test_training_continues_with_on_failure_continue(tmp_path: Path, broken_writes: Any):
     tried, told = broken_writes(FULL, 2), []
     record = lambda event, **fields: told.append((event, fields["step"]))  # noqa: E731
     settings = CheckpointConfig(every=4, on_failure="continue")
@@ -548,7 +546,7 @@ def test_training_may_go_on_without_checkpoints(tmp_path: Path, broken_writes: A
 
 
 @pytest.mark.fault("F6")
-def test_last_save_is_tried_again_at_once_and_must_succeed(tmp_path: Path, broken_writes: Any):
+def test_final_save_is_retried_immediately_and_must_succeed(tmp_path: Path, broken_writes: Any):
     tried = broken_writes(IO_ERROR, 3)
     with CheckpointManager(tmp_path / "a", CheckpointConfig(on_failure="continue")) as checkpoints:
         put(checkpoints, 7, last=True)
@@ -563,7 +561,7 @@ def test_last_save_is_tried_again_at_once_and_must_succeed(tmp_path: Path, broke
         put(checkpoints, 7, last=True)
 
 
-def test_last_save_that_failed_in_another_process_is_tried_again_here(
+def test_final_save_is_retried_if_another_process_failed(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
@@ -584,9 +582,7 @@ def test_last_save_that_failed_in_another_process_is_tried_again_here(
 
 
 @pytest.mark.fault("L2")
-def test_a_file_that_is_not_on_the_disk_is_never_asked_for_again(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_failed_fsync_is_never_repeated_on_same_file(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """A second fsync says that all is well of what the first one gave up: the attempt failed."""
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
     real, left, told = os.fsync, iter([IO_ERROR]), []
@@ -604,7 +600,7 @@ def test_a_file_that_is_not_on_the_disk_is_never_asked_for_again(
 
 
 @pytest.mark.fault("F19")
-def test_a_process_that_is_gone_is_no_trouble_of_the_storage(
+def test_lost_process_during_save_is_not_a_storage_error(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """jax tells it in the midst of a save; who it was, others say."""
@@ -623,7 +619,7 @@ def test_a_process_that_is_gone_is_no_trouble_of_the_storage(
     assert caught.value is lost and not told
 
 
-def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_save_is_retried_after_manifest_write_failure(copy: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
     real, tried = manifest._flush, []
 
@@ -641,9 +637,7 @@ def test_attempt_whose_manifest_failed_is_replaced(copy: Path, monkeypatch: pyte
     assert resume(copy) == (9, [])
 
 
-def test_too_little_space_is_known_before_anything_is_written(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_free_space_is_checked_before_writing(copy: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(CheckpointFolder, "free_bytes", lambda folder: 1000)
     needed = sum(array.nbytes for _, array in iter_named_arrays(tree(9)))
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as refused:
@@ -653,7 +647,7 @@ def test_too_little_space_is_known_before_anything_is_written(
     assert names(copy) == ["3", "6"]
 
 
-def test_failed_save_leaves_nothing_behind(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_save_leaves_no_files(copy: Path, monkeypatch: pytest.MonkeyPatch):
     """A disk that is full in the middle of an array."""
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -669,7 +663,7 @@ def test_failed_save_leaves_nothing_behind(copy: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.fault("F18")
-def test_saving_does_not_wait_for_the_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_save_does_not_block_on_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     go_on, real = threading.Event(), manifest.verify_and_write_manifest
 
     def slow(folder: Any, step: int) -> int:
@@ -686,7 +680,7 @@ def test_saving_does_not_wait_for_the_digests(tmp_path: Path, monkeypatch: pytes
         assert checkpoints.steps() == [1]
 
 
-def test_run_that_lost_its_lock_saves_nothing(tmp_path: Path):
+def test_save_fails_after_lock_is_lost(tmp_path: Path):
     with RunLock(tmp_path) as lock, CheckpointManager(tmp_path, locks=[lock]) as checkpoints:
         put(checkpoints, 1, last=True)
         lock.path.write_text("{}")
@@ -699,7 +693,7 @@ def test_run_that_lost_its_lock_saves_nothing(tmp_path: Path):
 # --- retention and tiers --------------------------------------------------------------------
 
 
-def test_rules_and_the_best_by_loss(tmp_path: Path):
+def test_retention_rules_and_best_by_loss(tmp_path: Path):
     settings = CheckpointConfig(keep=1, keep_every_steps=4, keep_best=1)
     with CheckpointManager(tmp_path, settings) as checkpoints:
         for step, loss in ((2, 3.0), (3, 1.0), (4, 2.0), (5, 2.5), (6, 2.5)):
@@ -707,7 +701,7 @@ def test_rules_and_the_best_by_loss(tmp_path: Path):
     assert names(tmp_path) == ["3", "4", "6"]
 
 
-def test_deletion_that_was_interrupted_leaves_no_half_checkpoint(
+def test_interrupted_deletion_leaves_no_partial_checkpoint(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder = CheckpointFolder(copy / CHECKPOINTS_FOLDER)
@@ -718,7 +712,7 @@ def test_deletion_that_was_interrupted_leaves_no_half_checkpoint(
     assert resume(copy) == (6, []) and names(copy) == ["6"]
 
 
-def test_newest_of_both_tiers_is_taken(tmp_path: Path):
+def test_resume_uses_newest_checkpoint_of_both_tiers(tmp_path: Path):
     run, local = tmp_path / "runs" / "run", tmp_path / "fast"
     options: dict[str, Any] = {"every": 6, "local_dir": str(local), "local_every": 2}
     with CheckpointManager(run, CheckpointConfig(**options)) as checkpoints:

@@ -33,7 +33,9 @@ def refusal(run_dir: Path, folder: str | Path) -> str:
         ("RUN/checkpoints", "Set checkpoint.dir='',"),
     ],
 )
-def test_a_folder_of_the_same_name_elsewhere(saved_in: str, setting: str, tmp_path: Path) -> None:
+def test_checkpoint_folder_other_than_recorded_is_rejected(
+    saved_in: str, setting: str, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     saved_in = saved_in.replace("RUN", str(run_dir))
     events(run_dir, (4, "/zero/run/checkpoints"), (8, saved_in))
@@ -42,7 +44,7 @@ def test_a_folder_of_the_same_name_elsewhere(saved_in: str, setting: str, tmp_pa
     assert setting in text and "saved there" not in text
 
 
-def test_the_same_folder_in_other_words(tmp_path: Path) -> None:
+def test_equivalent_checkpoint_paths_are_recognized(tmp_path: Path) -> None:
     run_dir, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(tmp_path)
     events(run_dir, (8, str(link / "run" / "checkpoints")))

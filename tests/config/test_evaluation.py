@@ -23,7 +23,7 @@ def refused(*given: str, to_train: bool = True) -> dict[str, str]:
     return {}
 
 
-def test_answers_need_documents_that_say_which_they_are() -> None:
+def test_sft_requires_chat_sources() -> None:
     [(key, words)] = refused("train.objective=sft").items()
     assert key == "data.chat" and "data.source=corpus" in words and "data.chat=messages" in words
     assert refused("train.objective=sft", *CHATS) == {}
@@ -37,7 +37,7 @@ def test_answers_need_documents_that_say_which_they_are() -> None:
     assert refused("train.objective=sft", to_train=False) == {}
 
 
-def test_tasks_name_files() -> None:
+def test_eval_tasks_require_a_path() -> None:
     assert [*refused("eval.tasks.sums.separator=,")] == ["eval.tasks.sums.path"]
     assert [*refused("eval.tasks.sums.separator=,", to_train=False)] == ["eval.tasks.sums.path"]
     assert refused(TASK) == {}
@@ -61,18 +61,18 @@ def test_tasks_name_files() -> None:
         ("eval.min_delta=-1", "eval.min_delta", "from 0 to"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(given: str, key: str, words: str) -> None:
+def test_invalid_eval_settings_are_rejected(given: str, key: str, words: str) -> None:
     found = refused(*given.split())
     assert [*found] == [key] and words in found[key]
 
 
-def test_evaluations_without_documents_compare_by_their_tasks() -> None:
+def test_best_metric_without_eval_batches_must_be_task_metric() -> None:
     given = ["eval.batches=0", "eval.every=5", "eval.patience=2", TASK, LARGEST]
     assert refused(*given, "checkpoint.best_metric=eval/sums/accuracy_by_bytes") == {}
     assert [*refused(*given, "checkpoint.best_metric=eval/loss")] == ["checkpoint.best_metric"]
 
 
-def test_metrics_are_those_of_what_is_evaluated() -> None:
+def test_metrics_of_lists_all_evaluated_metrics() -> None:
     sets = ["data.validation.book.source=text", "data.validation.book.path=book"]
     mixed = [f"data.mixture.a.{each.removeprefix('data.')}" for each in CHATS]
     config = load(["tiny", "train.steps=3", *sets, *mixed, TASK]).config
@@ -88,7 +88,7 @@ def test_metrics_are_those_of_what_is_evaluated() -> None:
     }
 
 
-def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
+def test_metrics_of_preference_objective() -> None:
     pairs = ["train.objective=preference", "data.chat=pairs", "data.packing=best_fit"]
     given = ["tiny", "train.steps=3", "data.source=jsonl", "data.path=a.jsonl", *pairs]
     found = metrics_of(load([*given, "data.validation_fraction=0.2"]).config)
@@ -98,7 +98,7 @@ def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
     assert load([*kept, "checkpoint.best_mode=max"]).config.checkpoint.best_mode == "max"
 
 
-def test_what_a_run_evaluates_does_not_bind_other_commands() -> None:
+def test_eval_rules_do_not_apply_to_other_commands() -> None:
     """`maxpipe eval` reads the section with other documents, and no checkpoint keys."""
     given = ["eval.patience=2", "eval.every=5", "eval.batches=0", "eval.sample_conversations=2"]
     assert refused(*given, to_train=False) == {}

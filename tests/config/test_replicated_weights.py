@@ -25,7 +25,7 @@ def told(*given: str) -> list[str]:
     return [each.where for each in find_warnings(load([*SMALL, *given]).config)]
 
 
-def test_sizes_that_leave_a_divided_weight_whole_are_an_error() -> None:
+def test_weight_replicated_along_sharding_axis_is_rejected() -> None:
     wrong = ["mesh.ici_expert=4", *EXPERTS, "mesh.axis_rules.embed=[fsdp]", TINY]
     with pytest.raises(ConfigError) as caught:
         load([*SMALL, *wrong])
@@ -38,7 +38,7 @@ def test_sizes_that_leave_a_divided_weight_whole_are_an_error() -> None:
     load([*SMALL, *wrong, "mesh.axis_rules.embed=[fsdp,expert,context]"])
 
 
-def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
+def test_unsharded_weights_above_size_limit_are_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=700"])
     message = str(caught.value)
@@ -48,7 +48,7 @@ def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
     load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=0"])
 
 
-def test_what_a_rule_keeps_whole_is_reported() -> None:
+def test_weights_replicated_by_axis_rule_give_a_warning() -> None:
     whole = ["mesh.ici_fsdp=4", "mesh.axis_rules.embed=[]"]
     assert told(*whole, TINY) == ["mesh.axis_rules.embed"]
     assert told(*whole) == [] == told(*whole, "mesh.max_replicated_bytes=0")
@@ -59,7 +59,7 @@ def test_what_a_rule_keeps_whole_is_reported() -> None:
     assert told("mesh.ici_data=4", TINY) == []
 
 
-def test_the_plan_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_warns_about_replicated_weights(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", *SMALL, "mesh.ici_fsdp=4", "mesh.axis_rules.embed=[]", TINY]
     for options in ([], ["--shardings"]):
         assert main([*given, "--topology", "cpu:4", *options]) == 0
@@ -70,6 +70,6 @@ def test_the_plan_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "name", [name for name, each in bundled_configs().items() if each.kind == "model"]
 )
-def test_no_shipped_model_is_refused(name: str) -> None:
+def test_shipped_models_have_no_replicated_weights(name: str) -> None:
     config = load([name, "train.steps=1", "mesh.ici_fsdp=2", "train.batch_size=2"]).config
     assert list(find_replicated_weights(config)) == []

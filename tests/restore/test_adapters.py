@@ -28,7 +28,7 @@ STEPS = 100
 
 
 @pytest.mark.layouts
-def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
+def test_base_is_unchanged_and_run_resumes_on_other_layout() -> None:
     steps = steps_of(HERE, ROWS, STEPS + 4)
     run, names = steps.compile_train(), trained(steps.param_layout.decoder.model)
     plain = steps_of(Case(2, 2, 2, fsdp=2, layers=5), ROWS)
@@ -58,7 +58,7 @@ def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
     np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
 
 
-def test_step_0_is_the_base() -> None:
+def test_initial_adapter_model_equals_base() -> None:
     """Bit for bit: factors add zeros, and lengths are the norms of the base."""
     plain, *adapted = (
         steps_of(Case(layers=2, adapter=each), ROWS).param_layout.decoder
@@ -81,7 +81,7 @@ def test_step_0_is_the_base() -> None:
 
 
 @pytest.mark.long
-def test_the_page(tmp_path: Path) -> None:
+def test_adapters_page_commands_run(tmp_path: Path) -> None:
     """docs/adapters.md: an adapter learns what its base does not know."""
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
