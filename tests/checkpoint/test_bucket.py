@@ -1,4 +1,4 @@
-"""What holds of checkpoints in folders holds in a bucket, against a server on 127.0.0.1."""
+"""Checkpoints and locks in a bucket, tested with a fake server on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -136,9 +136,9 @@ def test_read_only_bucket_is_reported_at_start(saved: str, empty: Bucket):
         lambda: RunLock(saved, key="checkpoint.dir").__enter__(),
         lambda: CheckpointManager(saved),
     ):
-        with pytest.raises(StorageError) as refused:
+        with pytest.raises(StorageError) as caught:
             begin()
-        where, rule, action = str(refused.value).splitlines()
+        where, rule, action = str(caught.value).splitlines()
         assert where.startswith(saved) and where.endswith(": cannot be written")
         assert "Forbidden" in rule and "Object User" in action
     assert names(empty) == {"3", "6"} and names(empty, "runs/a/") == {CHECKPOINTS_FOLDER}
@@ -185,11 +185,11 @@ def test_checkpoints_commands_on_bucket(saved: str, empty: Bucket, capsys: Captu
     assert names(empty) == {"9"} and names(empty, "runs/a/") == {CHECKPOINTS_FOLDER}
 
 
-# --- one run per place ----------------------------------------------------------------------
+# --- lock -----------------------------------------------------------------------------------
 
 
 def leave_behind(bucket: Bucket, age: float, **values: object) -> str:
-    """The lock of a run that could not remove it."""
+    """Write the lock of a run that ended without removing it."""
     locks._write(RunLock("gs://bucket/runs/a").path, "dead")
     name = f"runs/a/{FILE}"
     bucket.objects[name] = json.dumps(json.loads(bucket.objects[name]) | values).encode()
@@ -201,9 +201,9 @@ def leave_behind(bucket: Bucket, age: float, **values: object) -> str:
 def test_second_run_is_rejected_and_names_the_holder(empty: Bucket):
     with RunLock("gs://bucket/runs/a"):
         before = dict(empty.objects)
-        with pytest.raises(StorageError) as refused, RunLock("gs://bucket/runs/a"):
+        with pytest.raises(StorageError) as caught, RunLock("gs://bucket/runs/a"):
             pass
-        where, rule, action = str(refused.value).splitlines()
+        where, rule, action = str(caught.value).splitlines()
         assert where == "gs://bucket/runs/a: is in use by another run"
         assert "run a on host" in rule and "run.name" in action
         assert empty.objects == before
@@ -250,28 +250,28 @@ def test_lost_lock_is_reported_and_left_untouched(empty: Bucket):
         with raises(StorageError, "gs://bucket/runs/a/lock.json", names=["150 s"]):
             slept.check()
         time.sleep(0.3)
-        assert empty.generation == after, "its heart beats for another one"
+        assert empty.generation == after, "the old holder renewed the lock of another run"
     assert set(empty.objects) == {name}
 
 
 def test_stale_lock_is_taken_over_by_exactly_one_run(empty: Bucket):
     run_dir = leave_behind(empty, 1000, host="other")
-    start, held, refused = threading.Barrier(4), [], []
+    start, held, rejected = threading.Barrier(4), [], []
 
-    def grab() -> None:
+    def acquire() -> None:
         mine = RunLock(run_dir)
         start.wait()
         try:
             held.append(mine.__enter__())
         except StorageError as error:
-            refused.append(error)
+            rejected.append(error)
 
-    threads = [threading.Thread(target=grab) for _ in range(4)]
+    threads = [threading.Thread(target=acquire) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(held) == 1 and len(refused) == 3, refused
+    assert len(held) == 1 and len(rejected) == 3, rejected
     held[0].__exit__()
     assert not empty.objects
 

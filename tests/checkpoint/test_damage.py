@@ -1,4 +1,4 @@
-"""What an error of reading says: damage, or a storage that fails."""
+"""Read errors are classified as damage or as storage failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maxpipe.errors import exception_chain
 
 
 def chained(*errors: BaseException) -> BaseException:
-    """The first, raised from the second, and so on."""
+    """Return the first error with each error's `__cause__` set to the next one."""
     for error, cause in pairwise(errors):
         error.__cause__ = cause
     return errors[0]

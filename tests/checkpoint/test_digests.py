@@ -1,4 +1,4 @@
-"""Digests of arrays do not depend on how these are cut, and notice what changes in them."""
+"""Array digests are independent of how arrays are partitioned, and detect any change in them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_digest_is_independent_of_block_size(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_digest_values_are_stable_across_releases():
-    """They are compared with those in old manifests."""
+    """Saved manifests contain these values."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     assert f"{digest_array(array).value:016x}" == "d077fd947d000000"
     assert f"{digest_array(np.array([2**40 + 1])).value:016x}" == "7363a95f44a83a8f"
@@ -102,14 +102,16 @@ def test_permuted_zeroed_or_sign_flipped_elements_change_digest():
         cut = array.copy()
         cut[begin:] = 0
         changed.append(cut)
-    for i, j in itertools.combinations(range(0, 64 * 48, 300), 2):  # two signs
+    for i, j in itertools.combinations(range(0, 64 * 48, 300), 2):  # two sign bits
         words = array.reshape(-1).view(np.uint32).copy()
         words[[i, j]] ^= 1 << 31
         changed.append(words.view(np.float32).reshape(array.shape))
     wide = values((8, 8), "float64")
     signs = wide.copy()
     signs[0, 1], signs[3, 2] = -signs[0, 1], -signs[3, 2]
-    assert digest_array(signs) != digest_array(wide), "not even where the sign is the 64th bit"
+    assert digest_array(signs) != digest_array(wide), (
+        "two flipped signs cancel out in the digest of a float64 array"
+    )
     assert before not in [digest_array(each).value for each in changed]
 
 

@@ -1,7 +1,7 @@
-"""Checkpoints of every release are read by this one.
+"""This release restores the checkpoints of every earlier release.
 
-`pytest --update-golden tests/checkpoint/test_golden.py` saves one of this release, if there is
-none yet: do so when the format has changed, and before a release.
+If there is no checkpoint of this release yet, `pytest --update-golden
+tests/checkpoint/test_golden.py` saves one. Run it after a format change and before a release.
 """
 
 from __future__ import annotations

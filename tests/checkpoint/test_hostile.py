@@ -1,4 +1,4 @@
-"""Run folders that another user wrote: whatever is in them is an explained error, or left out."""
+"""Run folders with hostile content, which is either skipped or reported with a clear error."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ TEXTS = _texts()
 ODD = ("pipe", "folder", "dangling link", "link to itself", "device", "gigantic")
 HOSTILE = (*TEXTS, *ODD)
 SOME = ("binary", "deep", "numbers as objects", "infinite", "control characters", "pipe")
-"""Each of which once was a traceback or a wait; the rest takes its time in `make test-faults`."""
+"""Cases that once caused a traceback or a hang. The others run in `make test-faults` only."""
 SOME_FIRST = [*SOME, *(pytest.param(k, marks=pytest.mark.faults) for k in HOSTILE if k not in SOME)]
 
 
 def plant(path: Path, kind: str) -> None:
-    """Puts something hostile in the place of a file."""
+    """Replace a file with hostile content of this kind."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
@@ -87,7 +87,7 @@ def plant(path: Path, kind: str) -> None:
 @contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
     def late(*_: object) -> None:
-        raise AssertionError(f"it hangs: nothing came of it within {seconds} s")
+        raise AssertionError(f"the call did not return within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -99,7 +99,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def run(capsys: Capture, *arguments: object) -> str:
-    """What a command prints, which ends in time, with a code that explains itself."""
+    """Return a command's output; it must end in time with a documented exit code, no traceback."""
     with at_most(60):
         code = main([str(each) for each in arguments])
     printed = "".join(capsys.readouterr())
@@ -146,7 +146,7 @@ def test_commands_on_hostile_checkpoint_files(name: str, kind: str, copy: Path, 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", ["empty", "deep", "binary", "pipe", "lists", "gigantic"])
 def test_hostile_orbax_metadata_without_manifest(kind: str, copy: Path, capsys: Capture):
-    """Nothing vouches for its files, and orbax reads them."""
+    """Without a manifest, orbax reads files that were not verified."""
     (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
     (copy / CHECKPOINTS_FOLDER / "6" / "commit_success.txt").touch()
     plant(copy / CHECKPOINTS_FOLDER / "6" / "state" / "_METADATA", kind)
@@ -156,22 +156,25 @@ def test_hostile_orbax_metadata_without_manifest(kind: str, copy: Path, capsys: 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_verify_reports_gigantic_array_index(has_manifest: bool, copy: Path) -> None:
-    """A failed allocation of tensorstore would end the process with SIGABRT."""
+    """Without a size check, a failed allocation in tensorstore would abort the process."""
     step = copy / CHECKPOINTS_FOLDER / "6"
     if not has_manifest:
         (step / "manifest.json").unlink()
         (step / "commit_success.txt").touch()
     plant(step / "state" / "manifest.ocdbt", "gigantic")
     command = [sys.executable, "-m", "maxpipe", "checkpoints", "verify", str(copy)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 74, ran
-    assert "Traceback" not in ran.stderr and "state/manifest.ocdbt" in ran.stdout + ran.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode == 74, completed
+    assert (
+        "Traceback" not in completed.stderr
+        and "state/manifest.ocdbt" in completed.stdout + completed.stderr
+    )
 
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_start_survives_hostile_log_files(kind: str, tmp_path: Path):
-    """Records lost or warned of, at most; nothing hangs, and nothing is written elsewhere."""
+    """Records may be lost or warned about, but nothing hangs or is written through a link."""
     plant(tmp_path / "metrics.jsonl", kind)
     plant(tmp_path / "events.jsonl", kind)
     with at_most(20):
@@ -204,7 +207,7 @@ def test_commands_on_hostile_folder_names(name: str, tmp_path: Path, capsys: Cap
     run(capsys, "config", "print", f"{tmp_path}/{name}.yml")
 
 
-# --- what is written and deleted --------------------------------------------------------------
+# --- writing and deleting ---------------------------------------------------------------------
 
 
 @pytest.mark.fault("H2")
@@ -239,13 +242,13 @@ def _by_link(own: Path, other: Path) -> None:
 def test_prune_of_redirected_checkpoints_requires_elsewhere(
     lead: Callable[[Path, Path], None], saved: Path, copy: Path, tmp_path: Path, capsys: Capture
 ):
-    """A run folder from elsewhere leads to the checkpoints of another run."""
+    """A config or link in an untrusted run folder refers to the checkpoints of another run."""
     other = tmp_path / "other"
     shutil.copytree(saved, other)
     lead(copy, other)
     for dry in ([], ["--dry-run"]):
-        said = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
-        assert f"are in {other / CHECKPOINTS_FOLDER}" in said and "--elsewhere" in said
+        output = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
+        assert f"are in {other / CHECKPOINTS_FOLDER}" in output and "--elsewhere" in output
     assert sorted(os.listdir(other / CHECKPOINTS_FOLDER)) == ["3", "6"]
     run(capsys, "checkpoints", "prune", copy, "--keep", 1, "--elsewhere")
     assert os.listdir(other / CHECKPOINTS_FOLDER) == ["6"]
@@ -264,7 +267,7 @@ def test_prune_deletes_link_but_not_its_target(copy: Path, tmp_path: Path, capsy
 
 @pytest.mark.fault("H1")
 def test_cyclic_links_are_not_followed(copy: Path, capsys: Capture):
-    """Two of them made 2 to the 40 paths."""
+    """Following two links to their own folder would produce 2**40 paths."""
     for name in ("a", "b"):
         (copy / CHECKPOINTS_FOLDER / "6" / name).symlink_to(copy / CHECKPOINTS_FOLDER / "6")
     with at_most(10):
@@ -292,7 +295,7 @@ def test_goodput_skips_malformed_records(tmp_path: Path):
 
 
 def test_goodput_of_long_event_log_is_fast(tmp_path: Path):
-    """It took time in the square of their number."""
+    """The time used to be quadratic in the number of records."""
     with (tmp_path / "events.jsonl").open("w") as file:
         file.write(json.dumps({"time": TIME, "event": "begin", "uptime": 0.0}) + "\n")
         for step in range(1, 20_001):

@@ -1,4 +1,4 @@
-"""What the commands say about checkpoints, and what `prune` does to them."""
+"""The commands `maxpipe checkpoints list`, `show`, `verify`, `prune`, `delete` and `diff`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(capsys: Capture, *args: object, code: int = 0) -> list[str]:
-    """The lines of `maxpipe checkpoints`; of a failure those of its message too."""
+    """Run `maxpipe checkpoints` and return the lines of its output and error message."""
     assert main(["checkpoints", *map(str, args)]) == code
     out, err = capsys.readouterr()
     assert bool(err) == (code not in (0, 1)) and "Traceback" not in err
@@ -46,7 +46,7 @@ def damage(run_dir: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 to 6, of which the even ones were evaluated, 4 as the best. Not to be changed."""
+    """Steps 1 to 6; even steps have a loss, lowest at 4. Tests must not modify this folder."""
     run_dir = tmp_path_factory.mktemp("evaluated")
     with CheckpointManager(run_dir, CheckpointConfig(keep=9)) as checkpoints:
         for step in range(1, 7):
@@ -160,7 +160,7 @@ def test_verify_names_each_damaged_file(six: Path, capsys: Capture):
     assert len(run(capsys, "verify", f"{six}@5")) == 1
     assert run(capsys, "verify", f"{six}@4", code=74)[-3].endswith("1 of 1 checkpoints are damaged")
     run(capsys, "verify", f"{six}@40", code=2)
-    assert steps(six) == list("123456"), "verify changes nothing"
+    assert steps(six) == list("123456"), "verify must not change any file"
 
 
 # --- prune -----------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ def test_delete_of_newest_intact_checkpoint_requires_force(six: Path, capsys: Ca
     assert "--force" in action
     damage(six, 6)
     assert "the newest intact checkpoint" in run(capsys, "delete", f"{six}@5", code=2)[1]
-    run(capsys, "delete", f"{six}@newest")  # the damaged one is no loss
+    run(capsys, "delete", f"{six}@newest")  # allowed because it is damaged
     (six / CHECKPOINTS_FOLDER / "5" / "manifest.json").unlink()
-    run(capsys, "delete", f"{six}@5", code=2)  # may be good: it is unknown
+    run(capsys, "delete", f"{six}@5", code=2)  # may be intact: it has no manifest
     assert steps(six) == list("12345")
     run(capsys, "delete", f"{six}@5", "--force")
     for step in (1, 2, 3):
@@ -228,7 +228,7 @@ def test_delete_of_newest_intact_checkpoint_requires_force(six: Path, capsys: Ca
 
 
 def test_delete_outside_run_folder_requires_elsewhere(six: Path, tmp_path: Path, capsys: Capture):
-    """A config.yml of another user, or a link, may lead to another run's checkpoints."""
+    """An untrusted config.yml or a link may refer to another run's checkpoints."""
     foreign, linked = tmp_path / "foreign", tmp_path / "linked"
     for folder in (foreign, linked):
         folder.mkdir()
@@ -247,8 +247,8 @@ def test_delete_outside_run_folder_requires_elsewhere(six: Path, tmp_path: Path,
 
 def test_delete_rejects_locked_run(six: Path, capsys: Capture):
     with RunLock(six):
-        said = run(capsys, "delete", f"{six}@1", "--force", code=74)
-        assert "is in use by another run" in said[0]
+        output = run(capsys, "delete", f"{six}@1", "--force", code=74)
+        assert "is in use by another run" in output[0]
     assert steps(six) == list("123456")
 
 
@@ -260,7 +260,7 @@ def test_best_selects_smallest_loss(six: Path, saved: Path, capsys: Capture):
     _, rule, action = run(capsys, "best", six, "--metric", "eval/los", code=2)
     assert "no checkpoint with metric eval/los; the recorded metrics are eval/loss." in rule
     assert action == "  Use --metric eval/loss."
-    damage(six, 4)  # of damaged facts nothing is believed; 2 and 6 are equal
+    damage(six, 4)  # damaged metadata is ignored; steps 2 and 6 have equal losses
     assert run(capsys, "best", six) == [f"{six}@6  eval/loss 3.5"]
     _, rule, action = run(capsys, "best", saved, code=2)
     assert "no saved step was evaluated" in rule
@@ -277,7 +277,7 @@ def test_quarantined_step_is_reported_as_damaged(six: Path, capsys: Capture):
 def test_checkpoint_path_overrides_checkpoint_dir_in_config(
     six: Path, tmp_path: Path, capsys: Capture
 ):
-    """Whatever the run's config.yml says, which leads elsewhere."""
+    """A path inside `checkpoints` is used as given, even if config.yml refers to another folder."""
     model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
     elsewhere = f"checkpoint: {{dir: {tmp_path}/elsewhere}}\nrun: {{name: six}}\n"
     (six / "config.yml").write_text(f"{model}\n{elsewhere}train: {{steps: 6}}\n")
@@ -362,7 +362,7 @@ def test_stdout_write_error_is_not_a_storage_error(
         patched.setattr("sys.stdout", Output())
         code = main(["checkpoints", "prune", str(six), "--keep", "2"])
     written = capsys.readouterr().err
-    if has_gone:  # all that was asked for is done
+    if has_gone:  # the reader closed the pipe, but the command completed
         assert (code, written, steps(six)) == (0, "", ["5", "6"])
     else:
         assert code == 74

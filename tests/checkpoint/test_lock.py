@@ -1,4 +1,4 @@
-"""A run folder has one writer, and a dead one does not keep it."""
+"""The lock of a run folder allows one writer, and the lock of a dead run is taken over."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.waiting import wait_until
 
 
 def rewrite(path: Path, **values: object) -> None:
-    """Change what a lock says, keeping its heartbeat."""
+    """Change the content of a lock without changing the time of its last heartbeat."""
     stat = path.stat()
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     os.utime(path, (stat.st_atime, stat.st_mtime))
 
 
 def silence(path: Path, seconds: float) -> None:
-    """As if the heart had last beaten so long ago."""
+    """Set the time of the last heartbeat to `seconds` ago."""
     then = time.time() - seconds
     os.utime(path, (then, then))
 
 
 def leave_behind(run_dir: Path, age: float = 0.0, **values: object) -> Path:
-    """The lock of a run that could not remove it, silent for `age` seconds."""
+    """Write the lock of a run that ended without removing it, `age` seconds after a heartbeat."""
     run_dir.mkdir(exist_ok=True)
     module._write(run_dir / FILE, "dead")
     rewrite(run_dir / FILE, **values)
@@ -51,11 +51,11 @@ def test_second_run_is_rejected_and_names_the_holder(tmp_path: Path):
         content = held.path.read_text()
         assert json.loads(content)["pid"] == os.getpid() and not held.note
         with (
-            raises(StorageError, tmp_path, suggests="run.name") as refused,
+            raises(StorageError, tmp_path, suggests="run.name") as caught,
             RunLock(tmp_path),
         ):
             pass
-        where, rule, action = str(refused.value).splitlines()
+        where, rule, action = str(caught.value).splitlines()
         assert str(tmp_path) in where and f"process {os.getpid()}" in rule
         assert json.loads(content)["host"] in rule and "last heartbeat 0 s ago" in rule
         assert action.startswith("  Stop that run")
@@ -176,7 +176,7 @@ def test_live_holder_with_fast_clock_keeps_lock(tmp_path: Path):
 def test_clock_jump_during_wait_does_not_expire_live_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The file system's time is an hour ahead all at once; then the holder gives a sign."""
+    """The file system's clock jumps ahead by an hour; then the holder's heartbeat arrives."""
     path = leave_behind(tmp_path, host="other")
     threading.Timer(0.3, os.utime, [path]).start()
     real = module._heartbeat_stamp
@@ -198,7 +198,7 @@ def test_clock_jump_during_wait_does_not_expire_live_lock(
 def test_suspended_start_rechecks_heartbeat_before_takeover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It slept for longer than a lock may be silent; the holder beat meanwhile."""
+    """The start is suspended for longer than the limit; meanwhile, the holder renews the lock."""
     path, slept = leave_behind(tmp_path, host="other"), 0.0
 
     def sleep(seconds: float) -> None:
@@ -219,7 +219,7 @@ def test_suspended_start_rechecks_heartbeat_before_takeover(
 def test_heartbeat_works_if_mtime_cannot_be_set(
     refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Some file systems refuse, others accept and forget: the lock grows instead."""
+    """If the file system rejects or ignores utime, each heartbeat appends a byte to the lock."""
 
     def set_time(path: Path, *times: object) -> None:
         if refuses:
@@ -272,10 +272,10 @@ def test_invalid_lock_file_types_are_rejected_immediately(
 ):
     make(tmp_path / FILE)
     begin = time.monotonic()
-    with pytest.raises(StorageError) as refused, RunLock(tmp_path):
+    with pytest.raises(StorageError) as caught, RunLock(tmp_path):
         pass
     assert time.monotonic() - begin < 10
-    where, _, action = str(refused.value).splitlines()
+    where, _, action = str(caught.value).splitlines()
     assert where.startswith(f"{tmp_path / FILE}: is") and "emove" in action
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
@@ -308,7 +308,7 @@ def test_lock_content_is_shown_without_control_characters(tmp_path: Path):
         assert "run a?b on host ?[2Jxx" in held.note and len(held.note) < 600
 
 
-# A folder that is not the run's any more.
+# Run folders that are moved, replaced or deleted.
 
 
 def move(run_dir: Path) -> None:
@@ -316,13 +316,13 @@ def move(run_dir: Path) -> None:
 
 
 def replace(run_dir: Path) -> None:
-    """A copy, lock and all, in the place of the folder."""
+    """Move the folder and put a copy of it, including the lock, in its place."""
     move(run_dir)
     shutil.copytree(run_dir.with_name("moved"), run_dir)
 
 
 def delete_and_make_again(run_dir: Path) -> None:
-    """No other folder gets the inode of one that is open."""
+    """Delete the folder and create an empty one, which cannot reuse the inode of an open folder."""
     shutil.rmtree(run_dir)
     run_dir.mkdir()
 
@@ -396,7 +396,7 @@ def test_lock_check_tolerates_unreachable_storage(tmp_path: Path, monkeypatch: p
                 held.check()
                 patch.setattr(module.os, "stat", away)
                 held.check()
-        os.utime(held.path, (0, 0))  # times say nothing about who holds it
+        os.utime(held.path, (0, 0))  # the file's time does not affect who holds the lock
         held.check()
     assert list(tmp_path.iterdir()) == []
 
@@ -404,22 +404,22 @@ def test_lock_check_tolerates_unreachable_storage(tmp_path: Path, monkeypatch: p
 def test_stale_lock_is_taken_over_by_exactly_one_run(tmp_path: Path):
     for _ in range(10):
         leave_behind(tmp_path, age=1000, host="other")
-        start, held, refused = threading.Barrier(8), [], []
+        start, held, rejected = threading.Barrier(8), [], []
 
-        def grab(start: threading.Barrier, held: list, refused: list) -> None:
+        def acquire(start: threading.Barrier, held: list, rejected: list) -> None:
             mine = RunLock(tmp_path)
             start.wait()
             try:
                 held.append(mine.__enter__())
             except StorageError as error:
-                refused.append(error)
+                rejected.append(error)
 
-        threads = [threading.Thread(target=grab, args=(start, held, refused)) for _ in range(8)]
+        threads = [threading.Thread(target=acquire, args=(start, held, rejected)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(held) == 1 and len(refused) == 7
+        assert len(held) == 1 and len(rejected) == 7
         held[0].__exit__()
         assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""A manifest notices every change of every file."""
+"""A manifest detects every change to the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_verify_files_names_each_damaged_file(damage: str, step: Path):
 
 @pytest.mark.fault("F12")
 def test_every_flipped_bit_in_array_files_is_detected(step: Path):
-    """200 bits, anywhere in the files with arrays; orbax alone notices about one of them."""
+    """Of 200 random bit flips in array files, orbax alone would detect about one."""
     chance = random.Random(5)
     arrays = [name for name in files(step) if name.parent.name == "d"]
     for _ in range(200):
@@ -123,7 +123,7 @@ Cut = Callable[[dict[str, Any]], object]
 
 
 @pytest.mark.parametrize(
-    ("cut", "told"),
+    ("cut", "message"),
     [
         (lambda content: content.pop("arrays"), "lists no arrays"),
         (lambda content: content["arrays"].clear(), "lists no arrays"),
@@ -138,19 +138,19 @@ Cut = Callable[[dict[str, Any]], object]
     ],
 )
 @pytest.mark.fault("K6")
-def test_incomplete_manifest_is_rejected(cut: Cut, told: str | None, step: Path):
-    """Though its own digest is right."""
+def test_incomplete_manifest_is_rejected(cut: Cut, message: str | None, step: Path):
+    """The digest of the manifest itself is correct."""
     path = step / "manifest.json"
     content = json.loads(path.read_text())
     del content["sha256"]
     cut(content)
     path.write_text(dump_checksummed(content))
     found = faults(step)
-    if told is None:  # only who knows the arrays can say
+    if message is None:  # only a comparison with the expected arrays detects it
         expected = manifest.read_expected_digests(epath.Path(step), STEP)
         found = manifest.verify_arrays(epath.Path(step), STEP, expected)
-        told = "array params.embedding was not saved"
-    assert len(found) == 1 and told in found[0]
+        message = "array params.embedding was not saved"
+    assert len(found) == 1 and message in found[0]
 
 
 def _array_file(content: dict[str, Any]) -> str:

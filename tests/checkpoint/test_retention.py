@@ -1,4 +1,4 @@
-"""Which checkpoints stay, rule by rule and together."""
+"""Retention rules for checkpoints, one by one and combined."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ def test_retention_always_keeps_newest_and_is_idempotent(
     ]
     stay = select_retained(saved, rules)
     assert {one.step for one in saved[-rules.newest :]} <= stay.keys() <= {s.step for s in saved}
-    # What is kept now is kept after the rest is deleted: pruning twice changes nothing.
+    # Pruning is idempotent: the remaining checkpoints are all retained the next time.
     left = [one for one in saved if one.step in stay]
     assert select_retained(left, rules).keys() == stay.keys()

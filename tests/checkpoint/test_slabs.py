@@ -1,4 +1,4 @@
-"""Checkpoints that are written slab by slab."""
+"""Checkpoints whose arrays are read and written in slabs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_slab_read_error_is_raised_unchanged(folder: CheckpointFolder, kind: typ
     with pytest.raises(kind, match="while it was read"):
         writer.save(folder, FACTS, state(a=read))
     assert not folder.steps()
-    assert threading.active_count() <= begun + 1  # nothing writes any more
+    assert threading.active_count() <= begun + 1  # no writer threads remain
 
 
 def test_non_finite_slabs_are_rejected(folder: CheckpointFolder) -> None:
@@ -124,19 +124,19 @@ def test_run_in_threads_stops_after_first_error() -> None:
     assert len(done) < 20
 
 
-# --- files that are digested while others are written ---------------------------------------
+# --- digests that are computed during the save ----------------------------------------------
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_SCAN_EVERY", 1)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 def test_files_are_digested_while_others_are_written(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then once more, as each file is."""
+    """Each file is digested once more when the manifest is written."""
     real, early, later = manifest._digest, list[str](), list[str]()
     done = False
 
@@ -158,13 +158,13 @@ def test_files_are_digested_while_others_are_written(
     assert not manifest.verify_files(folder / 4, 4)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name != "names"])
 def test_data_changed_after_early_digest_fails_the_save(
     name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for a damage to names that are not here."""
+    """The damage `names` is left out, because it renames an array that this state lacks."""
 
     def seal(step: Any, number: int, ahead: Any) -> int:
         assert ahead
@@ -177,7 +177,7 @@ def test_data_changed_after_early_digest_fails_the_save(
     assert not manifest.has_manifest(folder / 4)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.fault("K1")
 def test_corrupted_early_digest_fails_the_save(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
@@ -197,12 +197,12 @@ def test_corrupted_early_digest_fails_the_save(
     assert not manifest.has_manifest(folder / 4)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.parametrize("name", ["_flush", "_digest", "_drop", "_flush_folder"])
 def test_disk_error_in_background_digest_fails_the_save(
     name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second fsync would succeed: the kernel reports what it could not write once."""
+    """There is no retry: after a failed fsync, a second one succeeds although data was lost."""
     begun, failed = threading.active_count(), [0]
     real, most = getattr(manifest, name), storage.ATTEMPTS if name == "_digest" else 1
 
@@ -220,7 +220,7 @@ def test_disk_error_in_background_digest_fails_the_save(
     assert threading.active_count() <= begun + 1
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 def test_file_is_digested_after_its_writers_finish(tmp_path: Path) -> None:
     with (
         manifest.BackgroundDigester(epath.Path(tmp_path)) as ahead,

@@ -1,4 +1,4 @@
-"""A run's checkpoints are found where its config put them."""
+"""Locations of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.checkpoint.cases import put, tree
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """The folder of run `a`, which has saved steps 3 and 6 elsewhere."""
+    """The folder of run `a`, whose checkpoints of steps 3 and 6 are in another folder."""
     run_dir, config = tmp_path / "runs" / "a", CheckpointConfig(dir=str(tmp_path / "saved"))
     with CheckpointManager(run_dir, config) as checkpoints:
         for step in (3, 6):
@@ -87,9 +87,9 @@ def test_unsupported_or_unreachable_storage_is_reported(monkeypatch: pytest.Monk
         raise ImportError
 
     monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
-    with pytest.raises(StorageError) as refused:
+    with pytest.raises(StorageError) as caught:
         to_epath("gs://bucket/run")
-    where, rule, action = str(refused.value).splitlines()
+    where, rule, action = str(caught.value).splitlines()
     assert where == "gs://bucket/run: cannot be reached" and "gcsfs" in rule
     assert action == "  Run: pip install 'maxpipe[gcs]'"
 

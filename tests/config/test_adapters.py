@@ -1,4 +1,4 @@
-"""Rules on adapters: each says where, what was given, and one action that works."""
+"""Validation rules for adapters."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_invalid_adapter_settings_are_rejected(
 
 
 def test_adapter_training_requires_base_checkpoint() -> None:
-    load(["tiny", "train.steps=1", RANK])  # a forecast needs none
+    load(["tiny", "train.steps=1", RANK])  # a prediction needs no base
     with pytest.raises(ConfigError, match="adapter.rank"):
         load(["tiny", "train.steps=1", RANK], to_train=True)
     load(["tiny", "train.steps=1", RANK, "checkpoint.restore_from=hf:base"], to_train=True)

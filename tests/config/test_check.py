@@ -36,7 +36,7 @@ def problems(overrides: list[str]) -> list[Problem]:
 
 
 def suggestion(problem: Problem) -> str:
-    """The first `key=value` of the action."""
+    """Return the first `key=value` in a problem's action."""
     found = SUGGESTION.search(problem.action)
     assert found, problem.action
     return found[1].rstrip(",.")
@@ -44,7 +44,7 @@ def suggestion(problem: Problem) -> str:
 
 GRPO = "train.objective=grpo grpo.prompts=prompts.jsonl"
 
-# (overrides that break one rule, key to blame, what the message says)
+# (overrides that break one rule, the key that the error names, part of the message)
 BROKEN: list[tuple[str, str, str]] = [
     ("run.name=a/b", "run.name", "letters, digits"),
     ("run.name=..", "run.name", "letters, digits"),
@@ -267,7 +267,7 @@ def test_broken_rule_is_reported_with_working_suggestion(overrides: str, key: st
     assert problem.value and problem.rule.endswith(".") and problem.action.endswith(".")
     after = problems([*given, suggestion(problem)])
     assert problem.where not in [p.where for p in after]
-    # The action breaks nothing else.
+    # The action causes no other error.
     assert len(after) == len(found) - 1, "\n".join(map(str, after))
 
 
@@ -377,11 +377,11 @@ def test_message_names_file_or_default_as_origin(tmp_path: Path):
 
 
 _FAMILY = {"model.family", "model.own", "model.adapter"}
-"""Which keys there are, not a value; and what is filled from other sections."""
+"""Keys that no rule declares: the family selects which keys exist; others are derived."""
 
 
 class _Spy:
-    """A config, or a section, that records the full keys read from it."""
+    """Proxy of a config or section that records the full name of every key that is read."""
 
     def __init__(self, value: Any, read: set[str], prefix: str = ""):
         self._spied = value, read, prefix
@@ -397,7 +397,7 @@ class _Spy:
 
 
 def _config(overrides: str) -> Config:
-    """The config with these values, broken rules or not."""
+    """Return the config with these overrides, without checking any rules."""
     config = load(BASE).config
     for override in overrides.split():
         key, _, text = override.partition("=")
@@ -410,7 +410,7 @@ def _config(overrides: str) -> Config:
 
 
 def test_rules_declare_the_keys_they_read():
-    """A rule is left out when one of its keys is wrong, so that it must name them all."""
+    """A rule is skipped if one of its keys is invalid, so it must declare every key it reads."""
     configs = [_config(o) for o, _, _ in BROKEN if "axis_rules" not in o and " b:1" not in o] + [
         load(BASE).config
     ]
@@ -512,11 +512,11 @@ def test_warning_if_optimizer_settings_prevent_learning(overrides: list[str], ke
 @pytest.mark.parametrize(("warmup", "is_reported"), [(99, False), (100, True), (5000, True)])
 def test_warning_if_warmup_exceeds_run_length(warmup: int, is_reported: bool):
     config = load([BASE[0], "train.steps=100", f"optim.warmup_steps={warmup}"]).config
-    told = [each for each in check.find_warnings(config) if each.where == "optim.warmup_steps"]
-    assert bool(told) == is_reported
-    if told:
-        assert "100 steps" in told[0].rule
-        assert "optim.warmup_steps=10" in told[0].action
+    warnings = [each for each in check.find_warnings(config) if each.where == "optim.warmup_steps"]
+    assert bool(warnings) == is_reported
+    if warnings:
+        assert "100 steps" in warnings[0].rule
+        assert "optim.warmup_steps=10" in warnings[0].action
 
 
 @pytest.mark.parametrize(
@@ -600,9 +600,9 @@ def test_freezing_all_parameters_reports_only_model_frozen() -> None:
 
 @pytest.mark.parametrize("key", ["optim.beta1", "optim.beta2"])
 def test_betas_that_round_to_one_in_float32_are_rejected(key: str) -> None:
-    for value, is_refused in ((1 - 2.0**-24, False), (1 - 2.0**-25, True), (1 - 1e-12, True)):
-        assert (np.float32(value) == 1) == is_refused
-        assert bool(problems([f"{key}={value!r}"])) == is_refused
+    for value, is_rejected in ((1 - 2.0**-24, False), (1 - 2.0**-25, True), (1 - 1e-12, True)):
+        assert (np.float32(value) == 1) == is_rejected
+        assert bool(problems([f"{key}={value!r}"])) == is_rejected
         assert not problems([f"{key}={value!r}", "optim.name=lion"])
 
 
@@ -626,7 +626,7 @@ def test_warning_for_lr_phases_beyond_run_length(texts: str, words: str | None) 
 
 
 def test_frozen_patterns_match_checkpoint_names_first() -> None:
-    """A kind of layers may be called like a part of it."""
+    """A layer type may have the same name as one of its sublayers."""
     given = ["tiny-moe", "train.steps=1", "model.frozen=[layers.experts.*]"]
     for dense, trained in ((1, {"head", "layers.dense.mlp.up"}), (0, {"layers.attention.query"})):
         model = describe(load([*given, f"model.moe.num_dense_layers={dense}"]).config.model)

@@ -1,4 +1,4 @@
-"""Rules of the section `data`: paths and templates."""
+"""Validation rules for the config section `data`: paths and templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 
 
-def said(*given: str) -> str:
+def error_text(*given: str) -> str:
     with pytest.raises(ConfigError) as error:
         load(["tiny", "train.steps=1", *given])
     return str(error.value)
@@ -33,7 +33,7 @@ def said(*given: str) -> str:
     ],
 )
 def test_invalid_data_settings_are_rejected(given: str, key: str, words: str) -> None:
-    message = said(*given.split())
+    message = error_text(*given.split())
     assert key in message and words in message
 
 
@@ -50,4 +50,4 @@ def test_data_paths_and_templates_are_loaded(source: str, tmp_path: Path) -> Non
 
 
 def test_list_in_data_path_suggests_data_paths() -> None:
-    assert "data.paths" in said("data.source=jsonl", "data.path=[a,b]")
+    assert "data.paths" in error_text("data.source=jsonl", "data.path=[a,b]")

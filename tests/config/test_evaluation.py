@@ -1,4 +1,4 @@
-"""What fine-tuning and evaluation beside training ask of a config."""
+"""Config rules for fine-tuning and for evaluation during training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TASK = "eval.tasks.sums.path=sums.jsonl"
 LARGEST = "checkpoint.best_mode=max"
 
 
-def refused(*given: str, to_train: bool = True) -> dict[str, str]:
-    """Rule and action of each key that a run is refused for."""
+def rejected_keys(*given: str, to_train: bool = True) -> dict[str, str]:
+    """Return the rule and action of each key for which the config is rejected."""
     try:
         load(["tiny", "train.steps=3", *given], to_train=to_train)
     except ConfigError as error:
@@ -24,23 +24,25 @@ def refused(*given: str, to_train: bool = True) -> dict[str, str]:
 
 
 def test_sft_requires_chat_sources() -> None:
-    [(key, words)] = refused("train.objective=sft").items()
+    [(key, words)] = rejected_keys("train.objective=sft").items()
     assert key == "data.chat" and "data.source=corpus" in words and "data.chat=messages" in words
-    assert refused("train.objective=sft", *CHATS) == {}
+    assert rejected_keys("train.objective=sft", *CHATS) == {}
     mixed = [f"data.mixture.a.{each.removeprefix('data.')}" for each in CHATS]
     mixed += ["data.mixture.b.source=text", "data.mixture.b.path=book"]
-    assert [*refused("train.objective=sft", *mixed)] == ["data.mixture.b.chat"]
-    assert refused("train.objective=sft", *mixed, "data.mixture.b.source=jsonl")
+    assert [*rejected_keys("train.objective=sft", *mixed)] == ["data.mixture.b.chat"]
+    assert rejected_keys("train.objective=sft", *mixed, "data.mixture.b.source=jsonl")
     sets = ["data.validation.book.source=text", "data.validation.book.path=book"]
-    assert refused("train.objective=sft", *CHATS, *sets) == {}
-    # Forecasts and `maxpipe eval` read no answers.
-    assert refused("train.objective=sft", to_train=False) == {}
+    assert rejected_keys("train.objective=sft", *CHATS, *sets) == {}
+    # Predictions and `maxpipe eval` do not read training targets.
+    assert rejected_keys("train.objective=sft", to_train=False) == {}
 
 
 def test_eval_tasks_require_a_path() -> None:
-    assert [*refused("eval.tasks.sums.separator=,")] == ["eval.tasks.sums.path"]
-    assert [*refused("eval.tasks.sums.separator=,", to_train=False)] == ["eval.tasks.sums.path"]
-    assert refused(TASK) == {}
+    assert [*rejected_keys("eval.tasks.sums.separator=,")] == ["eval.tasks.sums.path"]
+    assert [*rejected_keys("eval.tasks.sums.separator=,", to_train=False)] == [
+        "eval.tasks.sums.path"
+    ]
+    assert rejected_keys(TASK) == {}
 
 
 @pytest.mark.parametrize(
@@ -62,14 +64,16 @@ def test_eval_tasks_require_a_path() -> None:
     ],
 )
 def test_invalid_eval_settings_are_rejected(given: str, key: str, words: str) -> None:
-    found = refused(*given.split())
+    found = rejected_keys(*given.split())
     assert [*found] == [key] and words in found[key]
 
 
 def test_best_metric_without_eval_batches_must_be_task_metric() -> None:
     given = ["eval.batches=0", "eval.every=5", "eval.patience=2", TASK, LARGEST]
-    assert refused(*given, "checkpoint.best_metric=eval/sums/accuracy_by_bytes") == {}
-    assert [*refused(*given, "checkpoint.best_metric=eval/loss")] == ["checkpoint.best_metric"]
+    assert rejected_keys(*given, "checkpoint.best_metric=eval/sums/accuracy_by_bytes") == {}
+    assert [*rejected_keys(*given, "checkpoint.best_metric=eval/loss")] == [
+        "checkpoint.best_metric"
+    ]
 
 
 def test_metrics_of_lists_all_evaluated_metrics() -> None:
@@ -99,6 +103,6 @@ def test_metrics_of_preference_objective() -> None:
 
 
 def test_eval_rules_do_not_apply_to_other_commands() -> None:
-    """`maxpipe eval` reads the section with other documents, and no checkpoint keys."""
+    """`maxpipe eval` uses the section with other documents and ignores checkpoint keys."""
     given = ["eval.patience=2", "eval.every=5", "eval.batches=0", "eval.sample_conversations=2"]
-    assert refused(*given, to_train=False) == {}
+    assert rejected_keys(*given, to_train=False) == {}

@@ -1,4 +1,4 @@
-"""Keys of one model family: a section below `model`, which no other family reads."""
+"""Keys of a model family are in a section of `model` that other families reject."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def test_renamed_key_loads_with_a_warning(in_file: bool, tmp_path: Path) -> None
     assert "model.llama.rope_factor" in caution.rule + caution.action
     file.write_text("model:\n  llama: {rope_scaling: 4}\n  rope_scaling: 3\n")
     twice = f"{file}:3: model.rope_scaling = 3\n  was renamed to model.llama.rope_factor"
-    assert twice in (told := problem(*LLAMA, str(file))) and f"also set ({file}:2)" in told
-    # What a run of an earlier release has saved is not to be changed.
+    assert twice in (message := problem(*LLAMA, str(file))) and f"also set ({file}:2)" in message
+    # A saved config of an earlier release loads without a warning.
     saved: dict[str, Any] = to_dict(load(LLAMA).config)
     saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_factor"]
     again = load([], saved, "config.yml")
@@ -139,7 +139,7 @@ def test_flatten_names_each_value_by_its_full_key() -> None:
 
 
 def test_renamed_keys_in_saved_configs_and_named_sections() -> None:
-    """A saved config holds the keys and values of the release that wrote it."""
+    """A saved config contains the keys and values of the release that wrote it."""
     assert upgrade_setting("data.mixture.web.unreadable", "skip") == (
         "data.mixture.web.bad_records",
         "skip",
@@ -156,7 +156,7 @@ def test_renamed_keys_in_saved_configs_and_named_sections() -> None:
 
 
 def test_saved_configs_of_earlier_releases_are_upgraded() -> None:
-    """The config in a checkpoint's metadata, which a resumed run is compared with."""
+    """On resume, the config in a checkpoint's metadata is compared with the run's config."""
     source = {"source": "corpus", "weight": 1.0, "unreadable": "skip"}
     saved = {
         "optim": {"average_decay": 0.9, "name": "adamw"},

@@ -234,7 +234,7 @@ def test_saved_configs_use_mappings_for_items(key: str) -> None:
     assert from_dict(saved) == from_dict(former) == config
     printed = yaml.safe_load(to_yaml(config))
     assert from_dict(printed) == config
-    # Without the warning of a file, because the user did not write the texts.
+    # No warning, because the user did not write the saved config.
     assert not load([], former, "the checkpoint").warnings
     assert getattr(getattr(from_dict(former), section), name) == items
 

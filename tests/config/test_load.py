@@ -23,7 +23,7 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """`write(text)`: path of a config file with this text."""
+    """`write(text)`: write a config file with this text and return its path."""
 
     def write(text: str, name: str = "run.yml") -> str:
         path = tmp_path / name
@@ -105,7 +105,7 @@ def test_empty_file_is_rejected(write: Write):
     assert f"{empty}\n  is empty" in str(caught.value)
 
 
-# --- text to values ----------------------------------------------------------------
+# --- parsing of values ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["on", "no", "007", "1_000", "1e3", "null", "2024-01-01", "~x"])
@@ -196,7 +196,7 @@ def test_invalid_booleans_are_rejected(text: str):
     assert_error(message, "log.tensorboard", names=names, suggests="log.tensorboard=true")
 
 
-# --- mistakes ------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What is said of names that are not ours: each leads to one that works, or to a reason."""
+"""Names of other trainers produce an error with a working suggestion or a reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from maxpipe.schedule.catalog import SCHEDULES
 TINY = str(Path(__file__).parents[2] / "configs/model/tiny.yml")
 
 
-def said(*arguments: str) -> str:
-    """The one problem."""
+def error_text(*arguments: str) -> str:
+    """Return the message of the only problem."""
     with pytest.raises(ConfigError) as caught:
         load([TINY, "train.steps=1", *arguments])
     assert len(caught.value.problems) == 1
@@ -93,14 +93,14 @@ def said(*arguments: str) -> str:
     ],
 )
 def test_foreign_key_or_value_suggests_our_setting(given: str, answer: str) -> None:
-    assert answer in said(given)
+    assert answer in error_text(given)
 
 
 def test_list_in_data_path_suggests_glob_pattern(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text("data:\n  source: jsonl\n  path: [a.jsonl, b.jsonl]\n")
-    assert "must be a string, not a list." in said(str(file))
-    assert "'data/*.jsonl'" in said(str(file))
+    assert "must be a string, not a list." in error_text(str(file))
+    assert "'data/*.jsonl'" in error_text(str(file))
 
 
 def test_settings_in_suggestions_are_valid() -> None:
@@ -147,7 +147,7 @@ def test_foreign_names_are_unique_and_differ_from_our_keys() -> None:
     written = [normalize_name(name) for name in " ".join(names).split() if "*" not in name]
     assert len(written) == len(set(written)), {n for n in written if written.count(n) > 1}
     ours = {normalize_name(key.rpartition(".")[2]) for key in KEYS}
-    assert ours & set(written) == {"project"}  # of trackers, and of Google Cloud
+    assert ours & set(written) == {"project"}  # used by experiment trackers and by Google Cloud
 
 
 def test_did_you_mean_prefers_match_ignoring_case_and_separators() -> None:

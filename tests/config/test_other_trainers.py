@@ -1,4 +1,4 @@
-"""Whole files of other trainers: one table of lines, then only what these lines lack."""
+"""Config files of other trainers: one error translates the file; others cover what is missing."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def lines_of(problem: Problem) -> str:
     return textwrap.dedent(problem.action.partition("\n")[2]) + "\n"
 
 
-def table(tmp_path: Path, content: dict[str, Any]) -> tuple[Problem, dict[str, Any]]:
+def translate_file(tmp_path: Path, content: dict[str, Any]) -> tuple[Problem, dict[str, Any]]:
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(content))
     first, *_ = problems_of([str(path)])
@@ -122,7 +122,7 @@ def test_axolotl_file_is_translated_completely(tmp_path: Path):
 
 @pytest.mark.parametrize("content", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
 def test_launcher_configs_are_translated_completely(content: dict[str, Any], tmp_path: Path):
-    problem, lines = table(tmp_path, content)
+    problem, lines = translate_file(tmp_path, content)
     assert "unknown names" not in problem.action
     assert "num_processes" not in lines.get("runtime", {}) and "platform" not in str(lines)
     assert lines.get("optim", {}).get("offload_state", False) == (content is DEEPSPEED)
@@ -130,7 +130,7 @@ def test_launcher_configs_are_translated_completely(content: dict[str, Any], tmp
 
 def test_alpaca_dataset_includes_input_field(tmp_path: Path):
     content = AXOLOTL | {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}
-    data = table(tmp_path, content)[1]["data"]
+    data = translate_file(tmp_path, content)[1]["data"]
     assert data["chat"] == "prompt" and data["response_field"] == "output"
     assert data["prompt_field"] == r"{instruction}\n{input}"
 
@@ -160,7 +160,7 @@ def test_errors_after_translation_refer_to_translated_settings(tmp_path: Path):
     )
     first, *others = problems_of([str(path)], to_train=False)
     assert "model: llama3-8b" in first.action and "load_dataset('c4'" in first.action
-    # The model that the lines name has 32 heads and 8 of keys, which 3 does not divide.
+    # The translated model has 32 query heads and 8 KV heads, which are not divisible by 3.
     assert others and all("the tensor size" in each.rule for each in others)
     assert all(each.where.startswith("shipped config llama3-8b") for each in others)
 

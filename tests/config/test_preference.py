@@ -1,4 +1,4 @@
-"""Rules on preferences."""
+"""Validation rules for preference training."""
 
 from __future__ import annotations
 

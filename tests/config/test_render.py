@@ -81,7 +81,7 @@ def test_config_page_in_docs_is_up_to_date():
     page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
     assert page == render.markdown(), "run: maxpipe config docs"
     assert all(f"\n## {section}\n" in page for section in SECTIONS)
-    # Each table row has as many cells as its head.
+    # Each table row has as many cells as its header.
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4, 5}
 
@@ -141,7 +141,7 @@ def test_model_file_header_matches_its_config(path: Path, monkeypatch: pytest.Mo
 
 
 def test_section_docs_do_not_end_after_abbreviations():
-    """`e.g.` does not end one."""
+    """The abbreviation `e.g.` does not end a sentence."""
     text = render.explain("data")
     assert "the name of a dataset, e.g. `c4/en:3.1.0`. (default" in " ".join(text.split())
     for section in SECTIONS:

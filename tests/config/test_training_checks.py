@@ -1,4 +1,4 @@
-"""Models for real text are not trained on what is built in."""
+"""Shipped models of realistic size require a tokenizer and data other than the built-in ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def keys(*arguments: str) -> list[str]:
-    """The keys that a run with these arguments is refused for."""
+    """Return the keys for which training with these arguments is rejected."""
     try:
         load([*arguments, STEPS], to_train=True)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""A path that the source does not read: missing files are named first."""
+"""Errors for a data path that does not exist or that the data source does not read."""
 
 from __future__ import annotations
 

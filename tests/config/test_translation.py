@@ -1,4 +1,4 @@
-"""Every key of MaxText, torchtitan and `TrainingArguments`, with its default, is answered."""
+"""Every key of MaxText, torchtitan and `TrainingArguments` is translated with its default."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from maxpipe.errors import ConfigError, Problem
 TRAINERS: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "foreign_keys.json").read_text()
 )
-"""Trainer to the names of its keys, with their defaults as text."""
+"""For each trainer, its keys and their default values as strings."""
 
 BASE = ["tiny", "train.steps=100"]
 MODEL_OF = {"deepseek": "deepseek-v2-lite", "gemma2": "gemma2-2b", "moe": "tiny-moe"}
-"""A shipped model of a family that needs more than its name."""
+"""Shipped models of families that require keys in addition to `model.family`."""
 NEEDS = {
     "data.source": ["data.path=c4/en:3.1.0"],
     "model.num_kv_heads": ["model.num_heads=16"],
     "tokenizer.kind": ["tokenizer.path=tokenizer.model"],
 }
-"""Keys of which the value needs another one, as the next message would say."""
+"""Keys whose value requires other settings, which the next error message would request."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +41,8 @@ def context() -> TranslationContext:
     return TranslationContext({key: values[key] for key in CONTEXT_KEYS})
 
 
-def follow(found: Translation) -> None:
-    """A run with the settings of an answer is checked without a complaint."""
+def check_loads(found: Translation) -> None:
+    """Check that a config with the suggested settings loads."""
     settings = [f"{key}={text}" for key, text in found.settings]
     family = dict(found.settings).get(FAMILY, "")
     needs = [each for key, _ in found.settings for each in NEEDS.get(key, [])]
@@ -65,7 +65,7 @@ def test_every_foreign_key_translates_to_valid_settings(trainer: str):
         assert found.is_exact, name
         assert bool(found.settings) != bool(found.action and not found.settings), name
         if found.settings and found not in followed:
-            follow(found)
+            check_loads(found)
             followed.add(found)
     assert len(followed) >= 15
 
@@ -107,11 +107,15 @@ def test_foreign_file_translates_to_loadable_file(trainer: str, tmp_path: Path):
     assert head.endswith(f"and use it instead of {path}:") and len(body.splitlines()) < 450
     assert "unknown names" not in body
     assert max(map(len, body.splitlines())) < 160
-    assert "family: deepseek" not in body  # of which there are keys with defaults
+    assert (
+        "family: deepseek" not in body
+    )  # although the file contains keys of that family, all with defaults
     translated.write_text(textwrap.dedent(body) + "\n")
     try:
         load(["tiny", "train.steps=100", str(translated)])
-    except ConfigError as error:  # relations between defaults of theirs, never a name or a value
+    except (
+        ConfigError
+    ) as error:  # the defaults may conflict with each other, but every name and value is valid
         for each in error.problems:
             assert "is not a" not in each.rule and "must be one of" not in each.rule, each
             assert "must be an integer" not in each.rule, each
@@ -228,7 +232,7 @@ def test_file_that_only_names_a_config_suggests_that_config(
     path.write_text(NAMES_A_CONFIG[name])
     with pytest.raises(ConfigError) as caught:
         load([*base, str(path)])
-    [problem] = caught.value.problems  # no list of the keys that are missing
+    [problem] = caught.value.problems  # and no error for missing keys
     assert problem.where == str(path) and "job.config_file" in problem.rule
     assert problem.action == f"Use x.toml instead of {path}."
 

@@ -1,4 +1,4 @@
-"""YAML of strangers is read in bounded time, or is an error that names the bound."""
+"""Untrusted YAML is read in bounded time, or raises an error that names the limit."""
 
 from __future__ import annotations
 

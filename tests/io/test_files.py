@@ -1,4 +1,4 @@
-"""Files that are written whole, or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers with units, and sentences of help texts."""
+"""Formatting of numbers with units and of help texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Secrets are taken out by form, by name and by what the environment holds; nothing else is."""
+"""Secrets are redacted by format, by name and by environment variable; other text is kept."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_overlapping_secrets_are_redacted(value: str, monkeypatch: pytest.Monkey
 
 def test_multiline_secret_in_message_is_redacted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "first line\nsecond line")
-    said = str(ConfigError.one("run.name", "first line\nsecond line", "is wrong.", "Correct it."))
-    assert redact.redact_for_terminal(said).splitlines()[0] == f"run.name = {REDACTED}"
+    output = str(ConfigError.one("run.name", "first line\nsecond line", "is wrong.", "Correct it."))
+    assert redact.redact_for_terminal(output).splitlines()[0] == f"run.name = {REDACTED}"
 
 
 def test_redact_value_of_nested_containers():
@@ -129,7 +129,7 @@ def test_redact_value_preserves_config_type():
 
 
 def test_no_config_key_is_a_secret_name():
-    """A value would be taken away for its key: what a resume compares must stay."""
+    """Otherwise the value would be redacted, and a resumed run could not compare it."""
     assert not [key for key in KEYS if redact.is_secret_name(key)]
     config = load(TINY).config
     assert redact.redact_value(config) == config
@@ -142,7 +142,7 @@ def test_redact_argv():
 
 
 def test_redaction_time_is_linear_in_text_length():
-    """Eight times the text takes about eight times as long, not 64 times."""
+    """A text of eight times the length takes about eight times as long, not 64 times."""
 
     def seconds(word: str, length: int) -> float:
         taken = []
@@ -164,7 +164,7 @@ def test_error_messages_are_redacted(capsys: Capture):
     err = capsys.readouterr().err
     assert TOKEN not in err and "model.num_layers = <redacted>" in err
     assert "--<redacted>" in err and "<redacted>.yml" in err
-    # Known by its name alone.
+    # Recognized as a secret only by the name of its key.
     assert main(["train", *TINY, "data.api_key=hunter22", "api_key=hunter22"]) == 2
     err = capsys.readouterr().err
     assert "hunter22" not in err and "data.api_key = <redacted>" in err
@@ -215,8 +215,8 @@ def test_messages_do_not_repeat_secrets_from_command_line(
 ):
     argv = [TINY[0] if word == "TINY" else word for word in arguments.split()]
     assert main(argv) == 2
-    said = "".join(capsys.readouterr())
-    assert "hunter2x" not in said and "Traceback" not in said
+    output = "".join(capsys.readouterr())
+    assert "hunter2x" not in output and "Traceback" not in output
 
 
 @pytest.mark.fault("H7")

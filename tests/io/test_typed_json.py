@@ -1,4 +1,4 @@
-"""Values from outside are of the type that they must be, or an error that says where."""
+"""Untrusted JSON has the declared types, or raises an error that names the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs with adapters: the base keeps its bits, and a run goes on anywhere."""
+"""Adapter training leaves the base weights unchanged, and resumes on other layouts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_base_is_unchanged_and_run_resumes_on_other_layout() -> None:
     saved = steps.to_saved(state)
     for tree in (saved["params"], *saved["optimizer"].values(), steps.abstract_saved["params"]):
         assert leaves_by_name(tree).keys() == names
-    # What was saved and the base are all that there is: bit for bit here, elsewhere alike.
+    # The saved state and the base restore the run: bitwise on this layout, closely on another.
     saved = jax.device_get(saved)
     again = steps.from_saved(saved, state.guard, base)
     assert not [name for name, same in same_bits(again, state).items() if not same]
@@ -59,7 +59,7 @@ def test_base_is_unchanged_and_run_resumes_on_other_layout() -> None:
 
 
 def test_initial_adapter_model_equals_base() -> None:
-    """Bit for bit: factors add zeros, and lengths are the norms of the base."""
+    """Equality is bitwise: LoRA factors add zero, and DoRA lengths equal the norms of the base."""
     plain, *adapted = (
         steps_of(Case(layers=2, adapter=each), ROWS).param_layout.decoder
         for each in (None, AdapterConfig(rank=2), AdapterConfig(rank=2, kind="dora"))
@@ -82,7 +82,7 @@ def test_initial_adapter_model_equals_base() -> None:
 
 @pytest.mark.long
 def test_adapters_page_commands_run(tmp_path: Path) -> None:
-    """docs/adapters.md: an adapter learns what its base does not know."""
+    """The commands in docs/adapters.md train an adapter that lowers the loss of its base."""
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     outputs = []
