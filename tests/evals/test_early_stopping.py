@@ -35,7 +35,7 @@ def waited(patience: EarlyStopping) -> tuple[int, int, float | None]:
     return found["waited"], found.get("best_step", 0), found.get("best")
 
 
-def test_evaluations_without_a_gain_are_counted() -> None:
+def test_evaluations_without_improvement_are_counted() -> None:
     assert waited(counting([3.0, 2.0, 2.0, 2.5])) == (2, 10, 2.0)
     assert waited(counting([3.0, 2.0, 2.5, 1.9, 4.0])) == (1, 20, 1.9)
     assert waited(counting([3.0, 2.8, 2.6, 2.4], min_delta=0.5)) == (0, 20, 2.4)
@@ -43,20 +43,20 @@ def test_evaluations_without_a_gain_are_counted() -> None:
     assert not counting([3.0] * 9, patience=0).should_stop
 
 
-def test_accuracy_is_better_when_larger() -> None:
+def test_max_mode_counts_larger_metric_as_improvement() -> None:
     largest = {"best_metric": "eval/sums/accuracy", "best_mode": "max"}
     assert waited(counting([0.2, 0.5, 0.5, 0.4], **largest)) == (2, 10, 0.5)
     assert waited(counting([0.2, 0.5, 0.54, 0.56], min_delta=0.05, **largest)) == (0, 20, 0.56)
 
 
-def test_what_is_no_number_is_no_gain() -> None:
+def test_non_finite_metric_is_not_an_improvement() -> None:
     assert waited(counting([math.nan, 3.0, math.nan])) == (1, 10, 3.0)
     assert waited(counting([math.nan, math.inf])) == (2, 0, None)
     assert counting([math.nan] * 3).should_stop
     assert "no evaluation returned a finite value" in counting([math.nan] * 3).message()
 
 
-def test_only_evaluations_that_are_asked_for_count_and_each_once() -> None:
+def test_only_scheduled_evaluations_count_once_each() -> None:
     patience = counting([3.0, 4.0])
     for step in (5, 10, 12):  # before, again, and the last step of a run
         assert not patience.update(step, {"eval/loss": 5.0})
@@ -68,7 +68,7 @@ def test_only_evaluations_that_are_asked_for_count_and_each_once() -> None:
     )
 
 
-def test_counts_go_on_where_they_were_saved() -> None:
+def test_patience_count_resumes_from_saved_state() -> None:
     losses = [3.0, 2.0, 2.5, 1.9, 4.0, 1.95, 2.0]
     unbroken = counting(losses)
     assert unbroken.should_stop
@@ -84,7 +84,7 @@ def test_counts_go_on_where_they_were_saved() -> None:
     assert waited(other) == (0, 0, None) and not other.should_stop
 
 
-def test_better_reads_what_runs_have_saved() -> None:
+def test_best_metric_reads_saved_config() -> None:
     assert BestMetric.of({}) == BestMetric() == BestMetric.of(CheckpointConfig())
     assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_mode": "max"}).is_largest
 
@@ -98,7 +98,7 @@ def stopped(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 @pytest.mark.long
-def test_a_run_ends_and_stays_ended(
+def test_early_stopped_run_does_not_train_when_restarted(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     folder, output = stopped
@@ -120,7 +120,7 @@ def test_a_run_ends_and_stays_ended(
     assert "stopped early after step 8" in more
 
 
-def test_a_resumed_run_ends_where_an_unbroken_one_does(
+def test_resumed_run_stops_at_same_step_as_uninterrupted_run(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     """From a checkpoint at an evaluation."""
@@ -132,7 +132,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
 
 
 @pytest.mark.long
-def test_what_has_had_enough_can_start_others(
+def test_new_run_can_start_from_early_stopped_run(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     start = f"checkpoint.restore_from={stopped[0]}@best"

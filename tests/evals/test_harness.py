@@ -50,7 +50,7 @@ def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the harness's own packages
-def test_the_harness_finds_the_same_accuracy(
+def test_harness_accuracy_equals_own_accuracy(
     model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import lm_eval  # pyright: ignore[reportMissingImports]
@@ -81,7 +81,7 @@ def test_the_harness_finds_the_same_accuracy(
         assert theirs == pytest.approx(mine["loglikelihoods"], rel=SAME)
 
 
-def test_requests_and_chats(model: Any) -> None:
+def test_rolling_loglikelihood_generation_and_chat_requests(model: Any) -> None:
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 
     def asked(kind: str, *arguments: Any) -> list[Any]:

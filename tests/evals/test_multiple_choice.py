@@ -89,7 +89,7 @@ def logprob(decoder: Any, params: Any, context: str, choice: str) -> float:
     keeping([*((name, MODEL) for name in LAYOUTS), ("context 2 x data 2", MOE)], 1),
     ids=[*LAYOUTS, "experts"],
 )
-def test_choices_are_as_likely_as_the_plain_loop_says(
+def test_choice_loglikelihoods_equal_unpipelined_loop(
     layout: str, model: dict[str, Any], questions: Path
 ) -> None:
     task, (decoder, plain), params = made(questions, model, LAYOUTS[layout])
@@ -108,7 +108,7 @@ def test_choices_are_as_likely_as_the_plain_loop_says(
     assert answered is not None and np.isnan(answered["accuracy"])
 
 
-def test_files_that_are_none_are_named(tmp_path: Path, questions: Path) -> None:
+def test_missing_or_invalid_task_file_is_reported(tmp_path: Path, questions: Path) -> None:
     for content, words in (
         (None, "eval.tasks.q.path"),
         ('{"context": 1}\n', "questions.jsonl:1"),
@@ -119,12 +119,12 @@ def test_files_that_are_none_are_named(tmp_path: Path, questions: Path) -> None:
             made(questions, MODEL, [])
 
 
-def test_what_users_say_needs_a_template(questions: Path) -> None:
+def test_chat_task_requires_chat_template(questions: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval.tasks.q.chat\n  requires a chat template"):
         made(questions, MODEL, ["eval.tasks.q.chat=true"])
 
 
-def test_contexts_as_a_template_writes_them(questions: Path, tmp_path: Path) -> None:
+def test_chat_template_formats_contexts(questions: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}A: {% endfor %}")
     chats = ["data.source=jsonl", "data.path=x", "data.chat=messages"]
@@ -137,7 +137,7 @@ def test_contexts_as_a_template_writes_them(questions: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_accuracy_is_that_of_eval_and_chooses_the_best(
+def test_accuracy_equals_eval_command_and_selects_best_checkpoint(
     questions: Path, tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     """In a run of four stages; the file goes away meanwhile."""

@@ -56,7 +56,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0))
-def test_stages_give_the_tokens_of_one(case: str) -> None:
+def test_pipeline_stages_decode_same_tokens_as_one_device(case: str) -> None:
     model, mesh, cut = CASES[case]
     decoding, params = decoding_of(model, DRAWN)
     wanted, nats = followed(decoding, params, PROMPTS, range(5))

@@ -22,18 +22,18 @@ def pieces(tokenizer: Tokenizer, ids: Any, prompt: tuple[int, ...] = ()) -> tupl
     return [stream.add(int(token)) for token in ids], stream.flush()
 
 
-def test_characters_wait_until_they_are_complete() -> None:
+def test_multibyte_characters_are_emitted_when_complete() -> None:
     found, rest = pieces(BYTES, TEXT.encode())
     assert "".join(found) == TEXT and rest == "" and "\ufffd" not in "".join(found)
     assert [piece for piece in found if piece] == list(TEXT)
 
 
-def test_an_incomplete_character_is_replaced_at_the_end_only() -> None:
+def test_incomplete_character_is_replaced_only_at_end() -> None:
     found, rest = pieces(BYTES, "a🎉".encode()[:-1])
     assert found == ["a", "", "", ""] and rest == "\ufffd"
 
 
-def test_bytes_that_never_become_a_character_do_not_hold_up_the_rest() -> None:
+def test_invalid_bytes_do_not_delay_following_text() -> None:
     found, rest = pieces(BYTES, b"\xff" * 9 + b"ok")
     assert "".join(found) == "\ufffd" * 9 + "ok" and rest == ""
     assert "".join(found[:9]) == "\ufffd" * 6  # three may still be one character
@@ -71,7 +71,7 @@ def spaced(tmp_path: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(str(tmp_path / "tokenizer.json"))
 
 
-def test_spaces_between_prompt_and_text_stay(spaced: HuggingFaceTokenizer) -> None:
+def test_space_between_prompt_and_completion_is_kept(spaced: HuggingFaceTokenizer) -> None:
     one, two, first = 2, 3, 4
     found, _ = pieces(spaced, [two, one, two, two, one, two], (one,))
     assert "".join(found) == " two one two two one two"
@@ -107,7 +107,7 @@ def stopped(text: str, stops: list[str], cuts: tuple[int, ...]) -> tuple[str, bo
         ("no stop he", ["here"], ("no stop he", False)),
     ],
 )
-def test_stop_strings_are_found_however_the_text_is_cut(
+def test_stop_strings_match_across_any_chunk_boundaries(
     text: str, stops: list[str], wanted: tuple[str, bool]
 ) -> None:
     for count in range(len(text)):
@@ -120,7 +120,7 @@ def test_stop_strings_are_found_however_the_text_is_cut(
                 assert found == wanted
 
 
-def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
+def test_text_ends_before_multibyte_stop_string() -> None:
     row = CompletionText(BYTES, [], ["字🎉"])
     ids = "漢字🎉 more".encode()
     given = []
@@ -132,7 +132,7 @@ def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
     assert len(given) == len("漢字🎉".encode())
 
 
-def test_what_waited_is_given_at_the_end() -> None:
+def test_withheld_text_is_flushed_at_end() -> None:
     row = CompletionText(BYTES, [], ["stop"])
     assert [row.add(token) for token in b"a sto"] == ["a", " ", "", "", ""]
     assert row.end() == "sto" and row.text == "a sto"

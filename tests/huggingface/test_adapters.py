@@ -86,7 +86,7 @@ def of_folder(folder: Path) -> np.ndarray:
     ],
     ids=str,
 )
-def test_a_merged_export_equals_adapters_on_their_base(
+def test_merged_export_equals_base_with_adapters(
     overrides: list[str], base: Path, adapted: Made, tmp_path: Path
 ) -> None:
     run = made(base, tmp_path, *overrides) if overrides else adapted
@@ -99,9 +99,7 @@ def test_a_merged_export_equals_adapters_on_their_base(
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_files_for_peft_are_the_change_of_a_merged_export(
-    kind: str, base: Path, tmp_path: Path
-) -> None:
+def test_peft_export_reproduces_merged_export(kind: str, base: Path, tmp_path: Path) -> None:
     run = made(base, tmp_path, f"adapter.kind={kind}", "adapter.targets=[layers.attention.*]")
     export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
     export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
@@ -126,7 +124,7 @@ def test_files_for_peft_are_the_change_of_a_merged_export(
         assert np.abs(new - after[name]).max() < TOLERANCE * np.abs(new).max()
 
 
-def test_adapters_on_an_imported_base_name_the_folder_for_peft(base: Path, tmp_path: Path) -> None:
+def test_peft_config_names_original_folder_of_imported_base(base: Path, tmp_path: Path) -> None:
     import_folder(str(base), str(tmp_path / "imported"), quiet)
     run = made(base, tmp_path, f"checkpoint.restore_from={tmp_path / 'imported'}")
     export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
@@ -134,13 +132,13 @@ def test_adapters_on_an_imported_base_name_the_folder_for_peft(base: Path, tmp_p
     assert config["base_model_name_or_path"] == str(base)
 
 
-def test_snapshots_of_the_hub_have_its_id() -> None:
+def test_hub_id_of_snapshot_folder() -> None:
     cache = Path("/c/hub/models--meta-llama--Llama-3.2-1B/snapshots")
     assert hub_id(cache / ("4e" * 20)) == "meta-llama/Llama-3.2-1B"
     assert hub_id(cache / "main") is None and hub_id(Path("/models/llama")) is None
 
 
-def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Path) -> None:
+def test_adapter_run_resumes_with_moved_but_not_changed_base(base: Path, tmp_path: Path) -> None:
     """On another mesh, and with the folder moved; but not beside other weights."""
     own = tmp_path / "own"
     maker.write(own, *maker.llama("F32"))
@@ -184,7 +182,7 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
+def test_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
     folder = shutil.copytree(adapted.folder, tmp_path / "adapted")
     (step,) = (path for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
     for path in (step / "state" / "d").iterdir():
@@ -194,7 +192,9 @@ def test_a_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
     assert not (tmp_path / "alone").exists()
 
 
-def test_other_adapters_are_refused(base: Path, adapted: Made, tmp_path: Path) -> None:
+def test_resume_with_different_adapter_config_is_rejected(
+    base: Path, adapted: Made, tmp_path: Path
+) -> None:
     shutil.copytree(adapted.folder, tmp_path / "adapted")
     for changed, words in (
         (["adapter.rank=3"], "must be 2, the value in step 1"),

@@ -51,7 +51,7 @@ V2 = ["DeepseekV2ForCausalLM"]
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
-def test_latent_attention_and_groups_are_checked(
+def test_invalid_deepseek_config_is_rejected(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
@@ -95,7 +95,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> 
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_nextn_predict_layers": 2}])
-def test_layers_that_predict_further_ahead_come_in_and_go_out_bit_for_bit(
+def test_mtp_layers_round_trip_bitwise(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIG | changes
@@ -117,7 +117,7 @@ def test_layers_that_predict_further_ahead_come_in_and_go_out_bit_for_bit(
     assert wide == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in layers}
 
 
-def test_copies_may_be_missing_and_of_a_tied_table_are_both_the_embedding(
+def test_mtp_table_copies_may_be_missing_from_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIG | {"tie_word_embeddings": True}
@@ -133,7 +133,7 @@ def test_copies_may_be_missing_and_of_a_tied_table_are_both_the_embedding(
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_copy_that_differs_is_refused(
+def test_mtp_table_copy_that_differs_is_rejected(
     copy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = drawn(tmp_path / "x", CONFIG)
@@ -150,7 +150,7 @@ def test_a_copy_that_differs_is_refused(
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_layers_further_ahead_than_config_says_are_left_out_but_no_layer_of_the_network(
+def test_mtp_layers_beyond_config_are_omitted_but_not_decoder_layers(
     count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = drawn(tmp_path / "x", CONFIG | {"num_nextn_predict_layers": 3})
@@ -167,7 +167,7 @@ def test_layers_further_ahead_than_config_says_are_left_out_but_no_layer_of_the_
     assert "has 3 layers of weights, but config.json sets num_hidden_layers = 2" in told
 
 
-def test_a_folder_without_the_layers_that_it_says_of_starts_without(
+def test_declared_mtp_layers_may_be_missing_from_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = drawn(tmp_path / "x", CONFIG)

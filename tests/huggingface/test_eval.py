@@ -79,7 +79,7 @@ def expected(folder: Path, *, has_empty: bool) -> tuple[float, int]:
     return sum(nats), sum(targets)
 
 
-def test_loss_of_a_folder_on_named_text(
+def test_eval_loss_equals_unpipelined_loop(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a folder with texts, and of the same weights imported with JSON lines."""
@@ -113,7 +113,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_mistakes_are_explained(
+def test_eval_rejects_invalid_arguments(
     arguments: str,
     folder: Path,
     capsys: pytest.CaptureFixture[str],

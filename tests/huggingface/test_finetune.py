@@ -121,7 +121,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Loop:
 
 
 @pytest.mark.long
-def test_the_loop_of_the_page(written: Loop) -> None:
+def test_finetune_page_commands(written: Loop) -> None:
     has_learnt(written)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
     found = logits(written.folder, "tuned", tokens)
@@ -136,7 +136,7 @@ def test_the_loop_of_the_page(written: Loop) -> None:
 
 
 @pytest.mark.long
-def test_the_example_of_conversations(tmp_path: Path) -> None:
+def test_sft_example_learns_and_stops_early(tmp_path: Path) -> None:
     """A model that knows learns to answer; the run ends early, and is drawn."""
     done = ran(tmp_path, "sft", {})
     chat = tmp_path / "runs" / "chat"
@@ -158,7 +158,7 @@ def test_the_example_of_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_the_loop_between_two_ends_of_transformers(tmp_path: Path) -> None:
+def test_finetune_page_from_and_to_transformers(tmp_path: Path) -> None:
     """Made by transformers, and loaded there again as on the page."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")

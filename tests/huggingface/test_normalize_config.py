@@ -208,7 +208,7 @@ def config(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_the_statement_of_transformers_counts_and_both_are_named(
+def test_conflicting_values_resolve_as_in_transformers_and_are_reported(
     case: Case, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config(case)))
@@ -223,7 +223,7 @@ def test_the_statement_of_transformers_counts_and_both_are_named(
 
 
 @pytest.mark.parametrize("family", sorted({each.family for each in CASES}))
-def test_the_same_statement_twice_is_no_difference(family: str, tmp_path: Path) -> None:
+def test_equal_duplicate_values_are_not_reported(family: str, tmp_path: Path) -> None:
     local = {"rope_type": "default", "rope_theta": 1e4}
     content: dict[str, Any] = {"dtype": "float32", "torch_dtype": "float32", "rope_theta": 1e4}
     content["rope_parameters"] = {LOCAL: local, WHOLE: local} if "gemma3" in family else local
@@ -235,7 +235,7 @@ def test_the_same_statement_twice_is_no_difference(family: str, tmp_path: Path) 
 
 
 @pytest.mark.oracle
-def test_transformers_uses_the_same(tmp_path: Path) -> None:
+def test_transformers_uses_same_values(tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     jobs = [{"config": config(case), "path": case.theirs.split(".")} for case in CASES]

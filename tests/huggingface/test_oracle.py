@@ -382,7 +382,7 @@ ATTENTION = [(name, "xla") for name in NAMES] + [
 
 
 @pytest.mark.parametrize(("name", "backend"), ATTENTION)
-def test_imported_logits_are_those_of_transformers(
+def test_imported_logits_equal_transformers(
     name: str, backend: str, folders, exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import jax
@@ -426,12 +426,12 @@ def test_imported_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exported_models_have_the_same_logits_in_transformers(name: str, folders, exported) -> None:
+def test_exported_models_have_same_logits_in_transformers(name: str, folders, exported) -> None:
     close(np.load(exported[1][name]["logits"]), np.load(folders[name]["logits"]))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
+def test_import_and_export_preserve_every_bit(name: str, folders, exported) -> None:
     before, after = open_folder(folders[name]["folder"]), open_folder(exported[1][name]["folder"])
     assert before.dtypes == after.dtypes
     assert before.description.section == after.description.section
@@ -440,7 +440,7 @@ def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
         assert bits[0].tobytes() == bits[1].tobytes()
 
 
-def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
+def test_suggested_dequantization_command_works(tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     job = {

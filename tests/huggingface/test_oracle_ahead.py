@@ -47,9 +47,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_logits_and_losses_ahead_are_those_of_transformers(
-    number: int, jobs: list[dict[str, Any]]
-) -> None:
+def test_mtp_logits_and_losses_equal_transformers(number: int, jobs: list[dict[str, Any]]) -> None:
     job = jobs[number]
     source = open_folder(job["folder"])
     config = dataclasses.replace(source.config, compute_dtype="float32")
@@ -85,7 +83,7 @@ def test_logits_and_losses_ahead_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_exports_have_the_same_bits_and_the_same_logits_ahead_in_transformers(
+def test_exported_mtp_weights_and_logits_are_unchanged(
     number: int, jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     job = jobs[number]

@@ -43,7 +43,7 @@ OBJECTIVES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_from_a_folder_to_a_folder(objective: str, tmp_path: Path) -> None:
+def test_import_train_export_loads_in_transformers(objective: str, tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers: {why}")
     records, keys = OBJECTIVES[objective]

@@ -77,7 +77,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np
 
 
 @pytest.mark.parametrize("loss", BETAS)
-def test_a_run_is_that_of_trl(loss: str, wanted: tuple[Path, dict[str, np.ndarray]]) -> None:
+def test_preference_run_equals_trl(loss: str, wanted: tuple[Path, dict[str, np.ndarray]]) -> None:
     base, theirs = wanted
     command = [
         *("train", "start/config.yml", "train.objective=preference"),

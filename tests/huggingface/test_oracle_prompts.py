@@ -115,7 +115,7 @@ def messages(text: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prompts_have_the_ids_of_transformers(name: str, answers) -> None:
+def test_prompt_ids_equal_transformers(name: str, answers) -> None:
     folder, wanted = answers[name]
     tokenizer = open_model(folder, []).tokenizer
     assert [tokenizer.encode_prompt(text) for text in PROMPTS] == wanted["texts"]
@@ -127,7 +127,7 @@ def test_prompts_have_the_ids_of_transformers(name: str, answers) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     name: str, answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, wanted = answers[name]

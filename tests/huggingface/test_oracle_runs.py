@@ -135,7 +135,7 @@ def trained(jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", TRAINED)
-def test_training_is_that_of_torch(kind: str, layout: str, jobs, trained: Path) -> None:
+def test_trained_weights_equal_torch(kind: str, layout: str, jobs, trained: Path) -> None:
     with jax.default_matmul_precision("highest"):
         steps, state = steps_at(jobs[kind], layout)
         step = steps.compile_train()
@@ -177,9 +177,7 @@ def asked_of(job: dict[str, Any], action: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", CLASSES)
-def test_packed_and_padded_rows_have_the_losses_of_rows_apart(
-    kind: str, layout: str, jobs, answered
-) -> None:
+def test_packed_and_padded_loss_equals_transformers(kind: str, layout: str, jobs, answered) -> None:
     texts = asked_of(jobs[kind], "losses")
     with jax.default_matmul_precision("highest"):
         steps, state = steps_at(jobs[kind], layout)
@@ -190,7 +188,7 @@ def test_packed_and_padded_rows_have_the_losses_of_rows_apart(
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_greedy_tokens_are_the_same(kind: str, jobs, answered) -> None:
+def test_greedy_tokens_equal_transformers(kind: str, jobs, answered) -> None:
     prompts = asked_of(jobs[kind], "greedy")
     with jax.default_matmul_precision("highest"):
         steps, state = steps_at(jobs[kind], "one")

@@ -87,7 +87,7 @@ def config_of(job: dict[str, Any], layout: str) -> Config:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, jobs) -> None:
+def test_loss_and_gradients_equal_torch(kind: str, layout: str, jobs) -> None:
     job, config = jobs[kind], config_of(jobs[kind], layout)
     loader, tokenizer = build_single_pass(
         config.data,
@@ -121,7 +121,7 @@ def logits(folder: Path, model: str, tokens: np.ndarray) -> np.ndarray:
     return _logits(folder, model, tokens, VOCAB)
 
 
-def test_from_an_import_to_an_export_that_transformers_loads(tmp_path: Path) -> None:
+def test_import_sft_export_loads_in_transformers(tmp_path: Path) -> None:
     """Imported, tuned on two stages of two shards, exported; with tokenizer and template."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
