@@ -43,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.long
-def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
+def test_preferences_page_commands(written: tuple[Path, list[str]]) -> None:
     folder, (_, trained, told) = written
     found = records(folder / "runs" / "prefer")
     assert found[40]["train/margin"] > found[2]["train/margin"] + 1
@@ -63,7 +63,7 @@ def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.oracle
-def test_transformers_loads_what_goes_out(written: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_transformers_loads_exported_model(written: tuple[Path, list[str]], tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     folder, _ = written

@@ -158,7 +158,7 @@ def answers() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("family", TYPES)
-def test_frequencies_are_those_of_transformers(
+def test_rotary_frequencies_equal_golden_transformers_values(
     family: str, answers: dict[str, Any], tmp_path: Path
 ) -> None:
     for name in (each for each in CONFIGS if each.split()[0] == family):
@@ -182,7 +182,7 @@ def test_frequencies_are_those_of_transformers(
 
 
 @pytest.mark.oracle
-def test_transformers_says_so(tmp_path: Path, update_golden: bool) -> None:
+def test_golden_values_equal_transformers(tmp_path: Path, update_golden: bool) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     jobs = [{"config": each, "lengths": LENGTHS} for each in CONFIGS.values()]

@@ -310,7 +310,7 @@ def said(folder: Path, content: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
+def test_published_configs_equal_bundled_models(name: str, tmp_path: Path) -> None:
     wanted = values(model(name))
     for key in [*wanted]:
         of_training = (
@@ -325,7 +325,7 @@ def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
-def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_path: Path) -> None:
+def test_bundled_models_round_trip_through_config_json(every: int, tmp_path: Path) -> None:
     names = [
         name for name in config_files.bundled_configs() if name not in ("quickstart", "tiny-moe")
     ]
@@ -347,7 +347,7 @@ def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_pat
 
 
 @pytest.mark.parametrize("most", [1, 700, 3 * 10**6, 10**12])
-def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
+def test_slab_shapes_respect_size_limit_and_cover_whole_rows(most: int) -> None:
     for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
         config = model(name)
         both = map_tensors(describe(config), table_for(config)[0])
@@ -362,7 +362,7 @@ def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
             assert export_slab_shape(both, param, found) == found
 
 
-def test_every_parameter_of_a_family_has_a_row() -> None:
+def test_axis_mappings_of_every_family_round_trip() -> None:
     for family in FAMILIES.values():
         for table in family.huggingface:
             assert len({row.ours for row in table.tensors}) == len(table.tensors)
@@ -380,7 +380,7 @@ def test_every_parameter_of_a_family_has_a_row() -> None:
                 assert (form.to_param(theirs, sizes) == ours).all()
 
 
-def test_dims_are_turned_as_the_table_says() -> None:
+def test_axis_mapping_transposes_and_indexes_dims() -> None:
     query = parse_axis_mapping("d n h -> (n h) d")
     ours = np.arange(30).reshape(5, 3, 2)
     assert (query.to_hf(ours) == ours.reshape(5, 6).T).all()
@@ -389,7 +389,7 @@ def test_dims_are_turned_as_the_table_says() -> None:
     assert experts.shape((5, 7, 3)) == (3, 5)
 
 
-def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None:
+def test_rope_scaling_and_rope_parameters_are_equivalent(tmp_path: Path) -> None:
     scaling = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 64
     old, _ = maker.llama(rope_theta=7000.0, rope_scaling={"type": "llama3", **scaling})
@@ -400,7 +400,7 @@ def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None
     assert found["llama.original_max_position_embeddings"] == 64
 
 
-def test_a_scaling_without_a_length_has_that_of_the_longest_context(tmp_path: Path) -> None:
+def test_original_length_defaults_to_max_position_embeddings(tmp_path: Path) -> None:
     for kind in ("yarn", "dynamic"):
         config, _ = maker.llama(rope_scaling={"type": kind, "factor": 4})
         found = said(tmp_path / "x", config)
@@ -410,7 +410,7 @@ def test_a_scaling_without_a_length_has_that_of_the_longest_context(tmp_path: Pa
         )
 
 
-def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
+def test_phi3_longrope_factors_and_partial_rotary_dims(tmp_path: Path) -> None:
     """As config.json of Phi-3 mini 128k and of Phi-4 mini have them."""
     factors = {"short_factor": [1, 1.25, 1.5], "long_factor": [1.5, 4, 16]}
     config = {
@@ -431,7 +431,7 @@ def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
     assert said(tmp_path / "x", json.loads(text)) == found
 
 
-def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+def test_config_defaults_equal_transformers(tmp_path: Path) -> None:
     found = said(tmp_path / "llama", {"architectures": ["LlamaForCausalLM"]})
     assert (found["num_kv_heads"], found["head_dim"], found["d_mlp"]) == (32, 128, 11008)
     assert (found["norm_epsilon"], found["rope_theta"]) == (1e-6, 1e4)
@@ -454,7 +454,7 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         ("gptq", "unquantized weights"),
     ],
 )
-def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected(method: str, action: str, tmp_path: Path) -> None:
     config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
     with pytest.raises(ConfigError, match=f"weights are quantized by {method}") as caught:
         said(tmp_path / "x", config)
@@ -474,7 +474,7 @@ def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path)
         ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
-def test_layers_with_experts_are_checked(
+def test_invalid_expert_layers_are_rejected(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     config = {**maker.SIZES, "architectures": ["Qwen3MoeForCausalLM"]}
@@ -496,7 +496,7 @@ LINEAR = ["linear_attention", "linear_attention", "full_attention"]
         ({"layer_types": [*LINEAR[:2], LINEAR[0]], "partial_rotary_factor": 0.99}, 4, None),
     ],
 )
-def test_layers_with_states_are_named_either_way(
+def test_qwen3_next_layer_types_and_interval_are_equivalent(
     changes: dict[str, Any], period: int, size: int | None, tmp_path: Path
 ) -> None:
     config = {**maker.SIZES, "head_dim": 8, "architectures": ["Qwen3NextForCausalLM"], **changes}
@@ -574,7 +574,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_config_with_surprises_is_refused(
+def test_invalid_config_is_rejected(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes, reason = BAD[name]
@@ -588,14 +588,14 @@ def test_a_config_with_surprises_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{" * 9999, b"\xff", b'{"a": 1e999}', None])
-def test_what_is_no_config_is_refused(content: bytes | None, tmp_path: Path) -> None:
+def test_unreadable_config_json_is_rejected(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_description(tmp_path)
 
 
-def test_layers_of_gemma_must_have_a_period(tmp_path: Path) -> None:
+def test_gemma_layer_types_must_be_periodic(tmp_path: Path) -> None:
     local, whole = "sliding_attention", "full_attention"
     config, _ = maker.gemma3(layer_types=[local, whole, local])
     assert said(tmp_path / "x", config)["gemma3.sliding_window_pattern"] == 2
@@ -604,6 +604,6 @@ def test_layers_of_gemma_must_have_a_period(tmp_path: Path) -> None:
             said(tmp_path / "x", {**config, "layer_types": types})
 
 
-def test_a_model_without_such_a_form_is_kept(tmp_path: Path) -> None:
+def test_model_without_hugging_face_equivalent_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"moe.num_dense_layers = 1"):
         table_for(model("tiny-moe"))

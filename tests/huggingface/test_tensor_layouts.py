@@ -136,7 +136,7 @@ LAYOUTS: dict[str, tuple[Callable[..., tuple[dict[str, Any], maker.Tensors]], Ch
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_layouts_give_the_same_bits(
+def test_all_layouts_import_bitwise_equal(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, change = LAYOUTS[name]
@@ -156,7 +156,7 @@ def test_all_layouts_give_the_same_bits(
     maker.same_bits(maker.read(tmp_path / "out"), wanted)
 
 
-def test_prefixes_are_those_of_tools_only() -> None:
+def test_canonical_strips_only_known_tool_prefixes() -> None:
     assert canonical("model.norm.weight") == canonical("norm.weight") == "model.norm.weight"
     assert canonical("base_model.model.lm_head.weight") == "lm_head.weight"
     for name in ("vision_tower.layers.0.x", "mtp.layers.0.x", "model.visual.norm.weight", "score"):
@@ -253,7 +253,7 @@ ODD: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> None:
+def test_unsupported_layouts_are_identified(name: str, tmp_path: Path) -> None:
     change, reason, action = ODD[name]
     config, tensors = maker.llama("F32")
     folder = maker.write(tmp_path / "hf", config, change(tensors))
@@ -274,7 +274,7 @@ def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> 
     assert problem
 
 
-def test_huge_stacks_are_held_against_the_files(tmp_path: Path) -> None:
+def test_stacked_experts_beyond_tensor_files_are_rejected(tmp_path: Path) -> None:
     config, tensors = maker.qwen3_next("F32", num_experts=10**9)
     change = stacked(GATED, "gate_up_proj", "down_proj")
     folder = maker.write(tmp_path / "hf", config, change(tensors))
@@ -282,7 +282,7 @@ def test_huge_stacks_are_held_against_the_files(tmp_path: Path) -> None:
         open_folder(str(folder))
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_peft_adapter_folder_is_rejected_as_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(maker.encoded({"x": ROW}))
     for _ in range(2):
@@ -304,7 +304,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         ([], "Download the model's safetensors files"),
     ],
 )
-def test_folders_without_weights_are_told_what_is_there(
+def test_folder_without_weights_reports_other_files(
     files: list[str], reason: str, tmp_path: Path
 ) -> None:
     config, tensors = maker.llama()

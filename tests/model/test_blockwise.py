@@ -166,14 +166,14 @@ CASES = st.builds(
     ],
     ids=str,
 )
-def test_blocks_equal_the_plain_loop(case: Case) -> None:
+def test_blockwise_equals_numpy_reference(case: Case) -> None:
     check_blocks(case)
 
 
 @pytest.mark.long
 @settings(max_examples=15)
 @given(case=CASES)
-def test_any_blocks_equal_the_plain_loop(case: Case) -> None:
+def test_blockwise_equals_numpy_reference_for_random_cases(case: Case) -> None:
     check_blocks(case)
 
 
@@ -202,13 +202,13 @@ def check_blocks(case: Case) -> None:
     ],
     ids=str,
 )
-def test_blocks_of_the_usual_size_equal_the_whole_square(case: Case) -> None:
+def test_default_blocks_equal_xla_attention(case: Case) -> None:
     arrays, segments = case.arrays()
     found = of_backend(blockwise.attend, case, segments, arrays)
     assert_same(found, of_backend(xla.attend, case, segments, arrays))
 
 
-def test_products_of_bfloat16_are_summed_in_float32() -> None:
+def test_bfloat16_matmuls_accumulate_in_float32() -> None:
     """Ones and a large block: a sum in bfloat16 stops at 256."""
     case = Case(600, groups=1, shared=1, causal=False)
     arrays, _ = case.arrays()
@@ -228,7 +228,7 @@ def test_products_of_bfloat16_are_summed_in_float32() -> None:
     )
 
 
-def test_memory_does_not_grow_with_the_square() -> None:
+def test_memory_grows_linearly_with_sequence_length() -> None:
     """Twice the tokens, twice the memory, forward and backward; `xla`'s grows fourfold."""
 
     def temporary(attend: Any, tokens: int) -> int:
@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_square() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 33])
-def test_loops_turn_as_often_as_the_mask_asks_for(window: int) -> None:
+def test_loops_skip_fully_masked_blocks(window: int) -> None:
     """Values of keys that no query of a block can see are never read: they may be anything."""
     tokens, block = 64, 16
     query = jnp.ones((1, tokens, 1, 4))
@@ -263,7 +263,7 @@ def test_loops_turn_as_often_as_the_mask_asks_for(window: int) -> None:
     assert bool(jnp.isfinite(found[:, -1]).all()) != sees_all
 
 
-def test_blocks_of_other_documents_are_not_read() -> None:
+def test_blocks_of_earlier_documents_are_skipped() -> None:
     """A block of queries reads from the first block of keys with one of its documents on."""
     tokens, block = 64, 16
     query = jnp.ones((2, tokens, 1, 4))
@@ -276,14 +276,14 @@ def test_blocks_of_other_documents_are_not_read() -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 127, 128, 129, 257, 4096, 5000, 8192, 131072])
-def test_blocks_are_of_about_the_same_size(tokens: int) -> None:
+def test_even_blocks_have_similar_sizes(tokens: int) -> None:
     size = even_blocks(tokens)
     count = -(-tokens // size)
     assert size <= 512 and size * count - tokens < 8 * count
     assert (count - 1) * size < tokens
 
 
-def test_the_forward_is_not_run_again_where_its_result_is_kept() -> None:
+def test_saved_context_avoids_forward_recomputation() -> None:
     """With `context` kept the backward holds the backward's loops alone, or its products."""
     query = jnp.ones((1, 8, 2, 4))
     mask = Mask(jnp.zeros((1, 8), jnp.int32))
@@ -312,7 +312,7 @@ def test_the_forward_is_not_run_again_where_its_result_is_kept() -> None:
 @pytest.mark.parametrize(
     ("tokens", "windows"), [(1, (0,)), (200, (0, 9)), (512, (70, 3)), (64, (8,))]
 )
-def test_blocks_without_loops_hold_all_that_is_seen(tokens: int, windows: tuple[int, ...]) -> None:
+def test_unrolled_blocks_cover_all_visible_keys(tokens: int, windows: tuple[int, ...]) -> None:
     """And begin with whole blocks of keys; the sums of the keys' gradients rely on that."""
     blocks = unrolled_blocks(tokens, windows)
     assert [start for _, start, _ in blocks] == [0, *(stop for *_, stop in blocks[:-1])]

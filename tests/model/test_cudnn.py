@@ -47,13 +47,13 @@ ENGINE = [
 
 
 @pytest.mark.parametrize("case", keeping(ENGINE, 0), ids=str)
-def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
+def test_engine_gradients_equal_xla_attention(case: Case) -> None:
     check_gradients(dataclasses.replace(case, attention="cudnn"), attention="xla")
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1), (6, 3), (3, 3)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_rows_and_heads_are_divided_where_the_program_is_automatic(
+def test_batch_and_heads_are_sharded_under_automatic_partitioning(
     heads: int, groups: int, causal: bool
 ) -> None:
     mesh = build_mesh(MeshConfig(ici_fsdp=2, ici_tensor=2), jax.devices()[:4])
@@ -89,7 +89,7 @@ KERNELS = dict(zip(ROWS, (1, 2, 2, None, None, None), strict=True))
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_data_choose_the_kernel(window: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_selected_by_document_layout(window: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one program, whatever the documents of its rows."""
     ran: list[Kernel | None] = []
 
@@ -129,7 +129,7 @@ def test_data_choose_the_kernel(window: int, causal: bool, monkeypatch: pytest.M
         assert ran == [kernel], rows
 
 
-def test_data_choose_the_window() -> None:
+def test_window_is_selected_at_run_time() -> None:
     query = jax.random.normal(jax.random.key(0), (2, 8, 4, 4))
     segments = jnp.asarray(ROWS["as many as a kernel takes"])
 
@@ -142,7 +142,7 @@ def test_data_choose_the_window() -> None:
         close(jax.jit(run, static_argnums=0)(cudnn.attend, size), run(xla.attend, size))
 
 
-def test_each_device_calls_the_kernel_by_itself_and_states_its_work() -> None:
+def test_kernel_runs_per_device_and_reports_flops() -> None:
     """jax's rule for cuDNN's kernel fails unless all axes of the mesh are written per device."""
     mesh = build_mesh(MeshConfig(ici_stage=2, ici_tensor=2), jax.devices()[:4])
     seen: list[tuple[set[str], tuple[int, ...]]] = []
@@ -173,7 +173,7 @@ def test_each_device_calls_the_kernel_by_itself_and_states_its_work() -> None:
 
 
 @pytest.mark.parametrize("tokens", [7, 8])
-def test_odd_rows_and_caches_are_left_to_plain_attention(
+def test_odd_lengths_and_caches_fall_back_to_xla(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels with numbers for pairs take even ones, and nothing behind a cache is in a row."""
@@ -208,7 +208,7 @@ def part_of(mine: Any, theirs: Any) -> bool:
         (Kernel(False, 0.3, packed=4), "PADDING"),
     ],
 )
-def test_kernels_are_asked_for_as_jax_does(kernel: Kernel, mask: str, is_backward: bool) -> None:
+def test_kernel_config_matches_jax(kernel: Kernel, mask: str, is_backward: bool) -> None:
     query, key = (jnp.zeros(shape, jnp.bfloat16) for shape in ((2, 16, 8, 64), (2, 32, 2, 64)))
     with mlir.make_ir_context():
         theirs = fused_attention_stablehlo.create_dot_product_attention_backend_config(
@@ -222,7 +222,7 @@ def test_kernels_are_asked_for_as_jax_does(kernel: Kernel, mask: str, is_backwar
 
 
 @pytest.mark.parametrize("packed", [1, 4])
-def test_calls_are_lowered_for_gpus(packed: int) -> None:
+def test_calls_lower_for_cuda(packed: int) -> None:
     """Targets, operands and results, by a lowering that needs no GPU."""
     arrays = [jax.ShapeDtypeStruct((2, 16, heads, 64), jnp.bfloat16) for heads in (8, 2, 2, 8, 8)]
     query, key, value, mixed, d_mixed = arrays

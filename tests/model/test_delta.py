@@ -113,7 +113,7 @@ def by_documents(w: Params, x: jax.Array, part: gated_delta.GatedDelta = PART) -
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_chunks_equal_one_token_after_the_other(chunk: int) -> None:
+def test_chunked_rule_equals_token_recurrence(chunk: int) -> None:
     part = replace(PART, chunk=chunk)
     drawn, x = drawn_for(part)
     towards = jax.random.normal(jax.random.key(7), x.shape)
@@ -138,7 +138,7 @@ def test_chunks_equal_one_token_after_the_other(chunk: int) -> None:
         assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def test_a_document_does_not_know_its_neighbours() -> None:
+def test_document_does_not_affect_other_documents() -> None:
     drawn, x = drawn_for()
     wanted, _ = run(drawn, x, SEGMENTS)
     # The third row's second document is from token 7 to 9.
@@ -148,7 +148,7 @@ def test_a_document_does_not_know_its_neighbours() -> None:
     assert (np.abs(changed[2, 7:10] - wanted[2, 7:10]).max(-1) > 0.1).all()
 
 
-def test_decoding_in_pieces_equals_the_whole() -> None:
+def test_chunked_decoding_equals_full_forward() -> None:
     drawn, x = drawn_for()
     starts = np.array([0, 6, 11])  # of the text in each row
     segments = (np.arange(13) >= starts[:, None]).astype(np.int32)
@@ -169,7 +169,7 @@ def test_decoding_in_pieces_equals_the_whole() -> None:
                 )
 
 
-def test_padding_in_front_changes_no_bit() -> None:
+def test_left_padding_does_not_change_result() -> None:
     drawn, x = drawn_for()
     found = []
     for noise in (1.0, 1e3):
@@ -183,7 +183,7 @@ def test_padding_in_front_changes_no_bit() -> None:
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-def test_keys_that_are_all_the_same_are_solved_as_well() -> None:
+def test_inverse_is_accurate_for_nearly_identical_keys() -> None:
     """Powers of such a matrix have entries of 1e17, and its inverse of 1."""
     size = 64
     near = np.tri(size, k=-1) * (1 - 1e-3 * np.random.default_rng(0).random((size, size)))
@@ -197,7 +197,7 @@ def test_keys_that_are_all_the_same_are_solved_as_well() -> None:
     assert_close(got, -inverse.T @ towards @ inverse.T)
 
 
-def test_gates_that_forget_everything_have_gradients() -> None:
+def test_gradients_are_finite_if_gates_forget_everything() -> None:
     drawn, x = drawn_for()
     drawn |= {"decay": jnp.full(6, 9.0)}  # each token keeps exp(-8000) of the state
     found = jax.jit(jax.grad(lambda w: run(w, x, SEGMENTS)[0].sum()))(drawn)
@@ -205,7 +205,7 @@ def test_gates_that_forget_everything_have_gradients() -> None:
     assert np.abs(found["qkvz"]).max() > 0
 
 
-def test_half_precision_is_near() -> None:
+def test_bfloat16_output_is_close_to_float32() -> None:
     drawn, x = drawn_for()
     rough, _ = run(drawn, x.astype(jnp.bfloat16), SEGMENTS)
     assert rough.dtype == jnp.bfloat16
@@ -213,7 +213,7 @@ def test_half_precision_is_near() -> None:
     assert np.abs(np.asarray(rough, np.float32) - wanted).max() < 0.05 * np.abs(wanted).max()
 
 
-def test_gates_start_at_many_speeds() -> None:
+def test_initial_decay_rates_span_wide_range() -> None:
     """A step's share of the state that is forgotten, where the input says nothing."""
     built = GatedDelta(replace(PART, num_value_heads=64, num_key_heads=32), RULES)
     w = with_values(built)

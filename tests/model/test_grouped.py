@@ -73,7 +73,7 @@ def given() -> tuple[dict[str, Any], jax.Array]:
     return params, x.at[..., 0].set(1.0)
 
 
-def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: Any) -> None:
+def test_grouped_matmul_and_gradients_equal_loop_over_tokens(given: Any) -> None:
     params, x = given
     wanted, pull = jax.vjp(jax.jit(token_by_token), params, x[:2, :4])
     cotangent = jax.random.normal(jax.random.key(1), wanted.shape)
@@ -88,7 +88,7 @@ def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: A
             assert error < TOLERANCE, (dispatch, jax.tree_util.keystr(path), error)
 
 
-def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
+def test_grouped_dispatch_applies_expert_biases(given: Any) -> None:
     params, x = given
     part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, biased=True)
     drawn = jax.random.split(jax.random.key(2), len(part.params))
@@ -105,7 +105,7 @@ def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
         assert np.abs(a - b).max() < TOLERANCE * np.abs(a).max()
 
 
-def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
+def test_each_device_sorts_only_its_own_tokens(given: Any) -> None:
     """In a program that is automatic throughout, as generation's is."""
     params, x = given
     config = MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)
@@ -130,7 +130,7 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
 
 @pytest.mark.parametrize("largest", [5, 2**31 - 1])
 @pytest.mark.parametrize("number", [1, 2, 7, 64, 1000])
-def test_equal_keys_stay_as_they_were(number: int, largest: int) -> None:
+def test_stable_argsort_keeps_order_of_equal_keys(number: int, largest: int) -> None:
     keys = np.random.default_rng(number).integers(0, 6, number).astype(np.int32)
     keys[-1] = largest
     order = token_permutation.stable_argsort(jnp.asarray(keys), largest)
@@ -139,7 +139,7 @@ def test_equal_keys_stay_as_they_were(number: int, largest: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", keeping([1, 40], 0))
-def test_decoding_takes_what_computes_less(given: Any, tokens: int) -> None:
+def test_decoding_selects_cheaper_dispatch(given: Any, tokens: int) -> None:
     params, x = given
     x = jnp.tile(x, (1, 5, 1))[:1, :tokens]
     run = partial(layer, rules=AxisRules.from_config(MeshConfig()), cache=())
@@ -152,7 +152,7 @@ SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]
 
 
 @pytest.mark.parametrize("sizes", keeping(SIZES, 3))
-def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
+def test_grouped_kernels_and_loops_equal_separate_matmuls(sizes: list[int]) -> None:
     """Kernels are interpreted here."""
     random = np.random.default_rng(0)
     ends = np.cumsum(sizes)
@@ -189,12 +189,12 @@ def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "dims"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
 )
-def test_kernels_take_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
+def test_kernels_require_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
     assert grouped_matmul.grouped_matmul_tiles(num_rows, 3, *dims, np.float32) is None
     assert grouped_matmul.outer_tiles(num_rows, 3, *dims, np.float32) is None
 
 
-def test_tiles_follow_sizes() -> None:
+def test_tile_sizes() -> None:
     """Small experts are whole tiles, and few rows are visited twice."""
     bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
     assert grouped_matmul.grouped_matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
@@ -207,7 +207,7 @@ def test_tiles_follow_sizes() -> None:
     assert grouped_matmul.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
 
 
-def test_few_rows_are_multiplied_for_nothing() -> None:
+def test_wasted_rows_are_bounded() -> None:
     for num_rows in (1, 37, 4096, 100_000):
         for num_experts in (1, 3, 64):
             even = num_rows / num_experts

@@ -82,7 +82,7 @@ def reference(
 
 
 @pytest.mark.parametrize("part", [part_with(), part_with(0, 4, 1.0)], ids=["low rank", "direct"])
-def test_latent_attention_equals_the_plain_loops(part: latent_attention.LatentAttention) -> None:
+def test_latent_attention_equals_numpy_reference(part: latent_attention.LatentAttention) -> None:
     module = LatentAttention(part, RULES)
     weights = with_values(module, **values(part))
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, D)))
@@ -94,7 +94,7 @@ def test_latent_attention_equals_the_plain_loops(part: latent_attention.LatentAt
 
 
 @pytest.mark.parametrize("part", [part_with(), part_with(0, 4, 1.0)], ids=["low rank", "direct"])
-def test_decoding_from_latents_equals_the_whole_row(part: latent_attention.LatentAttention) -> None:
+def test_decoding_from_latent_cache_equals_full_forward(part: latent_attention.LatentAttention) -> None:
     """Tokens in pieces of unlike sizes, in a cache with room to spare, over a document's end."""
     module = LatentAttention(part, RULES)
     with_values(module, **values(part))
@@ -118,7 +118,7 @@ def test_decoding_from_latents_equals_the_whole_row(part: latent_attention.Laten
     assert_close(jnp.concatenate(parts, axis=1), whole)
 
 
-def test_only_plain_attention_has_values_of_another_size() -> None:
+def test_cudnn_backend_does_not_support_smaller_value_size() -> None:
     assert part_with().unsupported == frozenset()
     fused = latent_attention.LatentAttention(
         D, 2, 8, 6, 7, 0, 1.0, "cudnn", Rope(1e4, rotary_dims=4), 0.3, 1e-6
