@@ -100,7 +100,7 @@ def test_rolling_loglikelihood_generation_and_chat_requests(model: Any) -> None:
     assert len(model._texts.encoded("<|turn|>")) < len(before), "it is a control token now"
 
 
-def test_settings_are_keys_of_the_config(folder: Path) -> None:
+def test_unknown_config_key_is_rejected(folder: Path) -> None:
     from maxpipe.evals.harness import HarnessModel
 
     overrides: dict[str, Any] = {"model.layers": 3}

@@ -242,7 +242,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_failed_import_of_invalid_folder_leaves_no_files(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_failed_import_of_invalid_folder_leaves_no_files(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
     write, reason = BAD[name]
     write(tmp_path / "hf", *maker.llama("F32"))
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 2
@@ -253,7 +255,9 @@ def test_failed_import_of_invalid_folder_leaves_no_files(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "hidden_size", "vocab_size"])
-def test_config_sizes_beyond_tensor_files_are_rejected(key: str, tmp_path: Path, capsys: Capture) -> None:
+def test_config_sizes_beyond_tensor_files_are_rejected(
+    key: str, tmp_path: Path, capsys: Capture
+) -> None:
     config, tensors = maker.mixtral("F32", **{key: 10**15})
     folder = maker.write(tmp_path / "hf", config, tensors)
     assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 2
@@ -279,16 +283,16 @@ def test_unknown_keys_and_unused_tensors_are_reported(tmp_path: Path, capsys: Ca
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere", "gs://bucket/x", "\0"])
-def test_import_of_missing_or_remote_folder_is_rejected(folder: str, tmp_path: Path, capsys: Capture) -> None:
+def test_import_of_missing_or_remote_folder_is_rejected(
+    folder: str, tmp_path: Path, capsys: Capture
+) -> None:
     assert main(["import", folder, "--out", str(tmp_path / "ckpt")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a b", "ünï", "v@2", "x#y", "it's", ".dot", "a\nmesh: 3\n#"])
-def test_imported_config_loads_from_any_folder_name(
-    name: str, tmp_path: Path
-) -> None:
+def test_imported_config_loads_from_any_folder_name(name: str, tmp_path: Path) -> None:
     folder = maker.write(tmp_path / "hf", *maker.llama())
     out = tmp_path / name
     assert main(["import", str(folder), "--out", str(out)]) == 0

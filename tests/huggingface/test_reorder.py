@@ -15,7 +15,9 @@ SHAPES = [(5,), (300,), (5, 7), (300, 513), (3, 260, 5, 2), (1, 270, 1, 259), (0
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
-def test_copy_between_any_dimension_orders_preserves_values(shape: tuple[int, ...], dtype: type) -> None:
+def test_copy_between_any_dimension_orders_preserves_values(
+    shape: tuple[int, ...], dtype: type
+) -> None:
     draw = np.random.default_rng(3)
     wanted = draw.normal(size=shape).astype(ml_dtypes.bfloat16)
     whole = tuple(slice(1, 1 + size) for size in shape)

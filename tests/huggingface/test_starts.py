@@ -100,7 +100,9 @@ def test_run_starts_from_weights_of_folder_or_import(
         ("ckpt", "model.vocab_size=262"),
     ],
 )
-def test_different_model_config_is_rejected(given: str, override: str, weights: Path, tmp_path: Path) -> None:
+def test_different_model_config_is_rejected(
+    given: str, override: str, weights: Path, tmp_path: Path
+) -> None:
     name = given.removeprefix("hf:")
     source = f"checkpoint.restore_from={given.removesuffix(name)}{weights / name}"
     with pytest.raises(ConfigError, match=override.partition("=")[0]):

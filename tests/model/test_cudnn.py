@@ -89,7 +89,9 @@ KERNELS = dict(zip(ROWS, (1, 2, 2, None, None, None), strict=True))
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_kernel_is_selected_by_document_layout(window: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_is_selected_by_document_layout(
+    window: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In one program, whatever the documents of its rows."""
     ran: list[Kernel | None] = []
 

@@ -94,7 +94,9 @@ def test_latent_attention_equals_numpy_reference(part: latent_attention.LatentAt
 
 
 @pytest.mark.parametrize("part", [part_with(), part_with(0, 4, 1.0)], ids=["low rank", "direct"])
-def test_decoding_from_latent_cache_equals_full_forward(part: latent_attention.LatentAttention) -> None:
+def test_decoding_from_latent_cache_equals_full_forward(
+    part: latent_attention.LatentAttention,
+) -> None:
     """Tokens in pieces of unlike sizes, in a cache with room to spare, over a document's end."""
     module = LatentAttention(part, RULES)
     with_values(module, **values(part))

@@ -145,7 +145,7 @@ def batch() -> dict[str, Any]:
     }
 
 
-def test_outputs_losses_and_statistics_are_those_of_their_formulas(
+def test_outputs_losses_and_statistics_equal_formulas(
     params: dict[str, Any], batch: dict[str, Any]
 ) -> None:
     decoder = Decoder(CONFIG, RULES)
@@ -189,9 +189,7 @@ def test_outputs_losses_and_statistics_are_those_of_their_formulas(
     )
 
 
-def test_cached_decoding_equals_the_whole_row(
-    params: dict[str, Any], batch: dict[str, Any]
-) -> None:
+def test_cached_decoding_equals_full_forward(params: dict[str, Any], batch: dict[str, Any]) -> None:
     decoder = Decoder(CONFIG, RULES)
     names = ("tokens", "segment_ids", "positions")
     whole = jax.jit(decoder.run)(params, {name: batch[name] for name in names})
@@ -212,7 +210,7 @@ def of_experts(**changes: Any) -> tuple[Experts, dict[str, np.ndarray], jax.Arra
     return module, with_values(module), jax.random.normal(jax.random.key(1), (2, 5, 6))
 
 
-def test_without_normalisation_weights_are_probabilities() -> None:
+def test_unnormalized_expert_weights_are_probabilities() -> None:
     module, w, x = of_experts(normalised=False)
     got = jax.jit(lambda x: module(x, context([[0]], [[0]])).x)(x)
     for row in range(2):
@@ -225,7 +223,7 @@ def test_without_normalisation_weights_are_probabilities() -> None:
             assert_close(got[row, token], sum(each))
 
 
-def test_equal_probabilities_go_to_the_first_experts() -> None:
+def test_ties_are_routed_to_first_experts() -> None:
     module, w, x = of_experts()
     with_values(module, router=np.zeros((6, 4)))
     with_mask = context([[1] * 5] * 2, [range(5)] * 2)
@@ -250,7 +248,7 @@ def with_room(room: int, places: list[Any], counts: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("capacity", keeping([0.4, 0.8, 9.0], 1))
-def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
+def test_tokens_beyond_expert_capacity_are_dropped(capacity: float) -> None:
     module, w, _ = of_experts(capacity=capacity)
     x = jax.random.normal(jax.random.key(2), (2, 9, 6))
     segments = np.array([[1] * 5 + [2] * 4, [1] * 6 + [0] * 3])
@@ -295,7 +293,7 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_scores_of_their_own_shared_experts_and_the_router_s_losses(gated: bool) -> None:
+def test_sigmoid_scores_shared_experts_and_router_losses(gated: bool) -> None:
     shared = GatedMLP(6, 9, 1.0)
     module, w, x = of_experts(
         scores="sigmoid",
@@ -344,7 +342,7 @@ def test_flops_of_experts_with_capacity() -> None:
     assert part.activations["expert_up"] == ((3, "experts"), (28, "mlp"))
 
 
-def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> None:
+def test_balance_loss_is_additive_over_sequences_and_ignores_masked_tokens() -> None:
     module, _, x = of_experts()
     # All tokens to the same two experts: 4 / 2 for each token. Tokens without a target are out.
     router = np.zeros((6, 4))
@@ -371,7 +369,7 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
     assert not np.asarray(slope[0, 2]).any() and np.asarray(slope[0, 1]).any()
 
 
-def test_the_model_is_described_once() -> None:
+def test_model_description_matches_counts_and_metrics() -> None:
     model = describe(replace(CONFIG, own=replace(OWN, dispatch="dense")))
     assert model.layers == ("dense", "experts", "experts", "experts")
     assert model.losses == {"balance": 0.3, "router_z": 0.0, "entropy": 0.0}
@@ -392,7 +390,7 @@ def test_the_model_is_described_once() -> None:
 
 
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "devices"])
-def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -> None:
+def test_balance_loss_uses_expert_load_of_configured_scope(over: str) -> None:
     """Of one device all rows are those of a call."""
     module, _, x = of_experts(load_balance_scope=over)
     mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
@@ -435,7 +433,7 @@ def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -
         ("mesh.ici_tensor=4 mesh.cpu_devices=4 model.moe.d_expert=90", "multiple of the tensor"),
     ],
 )
-def test_keys_are_checked(given: str, text: str) -> None:
+def test_invalid_moe_keys_are_rejected(given: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["tiny-moe", "train.steps=1", *given.split()])
     assert text in str(caught.value)
@@ -443,5 +441,5 @@ def test_keys_are_checked(given: str, text: str) -> None:
     assert action
 
 
-def test_a_key_of_another_family_is_not_checked_for_it() -> None:
+def test_keys_of_other_families_are_not_checked() -> None:
     assert load(["tiny", "train.steps=1", "mesh.ici_tensor=4"]).config.model.family == "llama"

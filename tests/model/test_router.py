@@ -47,7 +47,7 @@ def chosen(scores: np.ndarray, bias: np.ndarray, groups: Groups | None) -> list[
     ],
     ids=["v2", "one group", "v3", "bias alone"],
 )
-def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) -> None:
+def test_routing_equals_numpy_reference(options: dict[str, Any], biased: bool) -> None:
     part = part_with(**options, expert_bias_update_rate=0.1 if biased else None)
     generator = np.random.default_rng(4)
     x = generator.normal(size=(2, 9, 7)).astype(np.float32)
@@ -74,7 +74,7 @@ def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) 
     assert changed > 2
 
 
-def test_a_bias_has_no_gradient_and_keeps_its_type() -> None:
+def test_router_bias_has_no_gradient_and_keeps_dtype() -> None:
     part = part_with(expert_bias_update_rate=0.1)
     declared = part.params["router_bias"]
     assert declared.shape == (EXPERTS,) and declared.own_dtype and not declared.trainable

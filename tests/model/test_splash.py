@@ -51,7 +51,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 7))
-def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_equal_xla_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In value and in the gradient of queries, keys, values and sinks, over several blocks."""
     given = dict(CASES[name])
     tokens, groups = given.pop("tokens", 256), given.pop("groups", 2)
@@ -95,7 +95,7 @@ def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 1, 130, 300])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuffled: bool) -> None:
+def test_visible_blocks_are_listed_exactly_once(causal: bool, window: int, shuffled: bool) -> None:
     """By data as by known places; what is left out is seen by none."""
     size, keys = 128, 1024
     first = np.arange(0, keys, size)
@@ -122,12 +122,12 @@ def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuf
     ("tokens", "size", "block"),
     [(128, 64, 128), (2048, 128, 512), (8192, 128, 1024), (8192, 256, 512), (1920, 128, 384)],
 )
-def test_blocks_divide_the_row(tokens: int, size: int, block: int) -> None:
+def test_block_size_divides_sequence_length(tokens: int, size: int, block: int) -> None:
     assert splash.attention_block_size(tokens, size) == block
     assert tokens % block == 0 and block % splash.LANES == 0
 
 
-def test_the_private_backward_is_what_it_was() -> None:
+def test_private_jax_backward_signature_is_unchanged() -> None:
     """jax has no public one; arguments are given by their places."""
     names = tuple(inspect.signature(kernels._splash_attention_bwd).parameters)
     assert names == (
@@ -137,7 +137,7 @@ def test_the_private_backward_is_what_it_was() -> None:
     assert kernels.SplashAttentionKernel.__init__ is not object.__init__
 
 
-def test_kernels_state_the_blocks_that_they_score() -> None:
+def test_kernels_report_flops_of_computed_blocks() -> None:
     """Blocks of 512 in the causal square of 2048: 10 of 16, and fewer for a window."""
     shape = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
 
@@ -228,7 +228,7 @@ ENGINE = [
 
 @pytest.mark.parametrize("case", keeping(ENGINE, 1), ids=str)
 @pytest.mark.usefixtures("stand_ins", "devices")
-def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
+def test_engine_gradients_equal_xla_attention(case: Case) -> None:
     with_splash = dataclasses.replace(case, attention="splash")
     check_gradients(with_splash, attention="xla")
     held, held_too = (buffer_bytes(steps_of(each, each.rows)) for each in (case, with_splash))
@@ -243,7 +243,7 @@ def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
 
 @pytest.mark.usefixtures("stand_ins", "devices")
 @pytest.mark.parametrize(("names", "kernels_in_backward"), [((), 2), (("context", LOG_SUM), 1)])
-def test_who_keeps_what_is_mixed_runs_no_kernel_again(
+def test_saved_context_avoids_kernel_recomputation(
     names: tuple[str, ...], kernels_in_backward: int
 ) -> None:
     mesh = build_mesh(MeshConfig(ici_stage=2, ici_tensor=2), jax.devices()[:4])
@@ -270,7 +270,7 @@ def test_who_keeps_what_is_mixed_runs_no_kernel_again(
 
 @pytest.mark.usefixtures("stand_ins", "devices")
 @pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3), (3, 3), (4, 2)])
-def test_heads_that_the_shards_do_not_divide(heads: int, groups: int) -> None:
+def test_heads_not_divisible_by_shards(heads: int, groups: int) -> None:
     """In a program that is automatic throughout, too: its rows are split over the batch axes."""
     mesh = build_mesh(MeshConfig(ici_fsdp=2, ici_tensor=2), jax.devices()[:4])
     draw = jax.random.split(jax.random.key(0), 4)
@@ -294,7 +294,7 @@ def test_heads_that_the_shards_do_not_divide(heads: int, groups: int) -> None:
         np.testing.assert_allclose(left, right, atol=TOLERANCE * np.abs(right).max())
 
 
-def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
+def test_caches_and_partial_blocks_fall_back_to_xla() -> None:
     """And those that are not whole blocks: kernels would be refused on this platform."""
     x = jax.random.normal(jax.random.key(0), (2, 100, 2, 4))
     mask = Mask(jnp.zeros((2, 100), int))
@@ -304,7 +304,7 @@ def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
     assert (splash.attend(x, x, x, mask) == xla.attend(x, x, x, mask)).all()
 
 
-def test_scopes_are_read_back() -> None:
+def test_scope_names_are_parsed() -> None:
     assert scopes.parse_flops(f"jit(f)/jvp({scopes.flops(12.4)})/pallas_call") == 12
     both = scopes.flops(4, 10)
     again = f"transpose(jvp())/rematted_computation/jvp({both})/kernel"

@@ -39,7 +39,7 @@ def tree_params(config: ModelConfig) -> int:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("num_layers", "heads"), [(1, 0), (5, 3)])
-def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, heads: int) -> None:
+def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads: int) -> None:
     config = ModelConfig(
         num_layers=num_layers,
         d_model=24,
@@ -117,7 +117,7 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1_152 * (5_376 + 1)),
     ],
 )
-def test_published_models_have_their_published_size(name: str, params: int) -> None:
+def test_bundled_models_have_published_param_count(name: str, params: int) -> None:
     config = published(name)
     assert count.num_params(describe(config)) == tree_params(config) == params
     header = (CONFIGS / f"{name}.yml").read_text(encoding="utf-8").split("\nmodel:")[0]
@@ -164,15 +164,13 @@ def computed_flops_per_token(model: Model, length: int) -> int:
     ],
     ids=["short", "long", "full heads", "tied"],
 )
-def test_forward_operations_are_what_the_compiler_counts(
-    changes: dict[str, Any], length: int
-) -> None:
+def test_forward_flops_equal_compiler_cost_analysis(changes: dict[str, Any], length: int) -> None:
     config = dataclasses.replace(WIDE, **changes)
     counted = length * computed_flops_per_token(describe(config), length)
     assert counted == pytest.approx(compiled_flops(config, length), rel=0.03)
 
 
-def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
+def test_flops_grow_with_layers_and_causal_mask_halves_scores() -> None:
     def flops(num_layers: int, length: int, causal: bool) -> int:
         model = describe(dataclasses.replace(WIDE, num_layers=num_layers))
         if causal:
@@ -188,7 +186,7 @@ def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
     assert count.train_flops_per_token(describe(WIDE), 128) == 3 * flops(1, 128, True)
 
 
-def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
+def test_training_llama3_8b_takes_about_six_flops_per_parameter() -> None:
     config = published("llama3-8b")
     embedding = config.vocab_size * config.d_model
     six = 6 * (count.num_params(describe(config)) - embedding)
@@ -197,7 +195,7 @@ def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_heads_ahead_count_in_a_step(tied: bool) -> None:
+def test_mtp_heads_count_in_train_flops(tied: bool) -> None:
     """Of each the output projection once more, and its own matrix."""
     plain = dataclasses.replace(WIDE, tied_embeddings=tied)
     models = (describe(dataclasses.replace(plain, mtp_heads=heads)) for heads in (0, 3))
@@ -205,7 +203,7 @@ def test_heads_ahead_count_in_a_step(tied: bool) -> None:
     assert three - without == 6 * 3 * WIDE.d_model * (WIDE.vocab_size + WIDE.d_model)
 
 
-def test_layers_ahead_count_as_layers() -> None:
+def test_mtp_layers_count_as_layers_with_projections() -> None:
     """Behind the network: three of them take what three layers more do, and their projections."""
     config = dataclasses.replace(published("gemma3-270m"), num_layers=5)
     longer = describe(dataclasses.replace(config, num_layers=6))
@@ -236,7 +234,7 @@ def test_layers_ahead_count_as_layers() -> None:
     assert count.num_params(describe(one)) == tree_params(one)
 
 
-def test_a_token_uses_some_experts_of_layers_ahead() -> None:
+def test_mtp_layers_count_only_active_experts() -> None:
     config = published("tiny-moe")
     one = dataclasses.replace(config, mtp_heads=2, mtp_kind="layer")
     unused = [
