@@ -1,4 +1,4 @@
-"""Questions with choices: files of them, and what a model makes of them."""
+"""Multiple-choice questions: reading files, scoring choices and writing results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_invalid_question_line_is_reported(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("q.jsonl").write_text("\n".join([json.dumps(LINES[0]), *BROKEN]) + "\n")
-    Path("config.json").write_text("{}")  # lines are read before the model is
+    Path("config.json").write_text("{}")  # questions are read before the model
     assert main(["eval", ".", "--choices", "q.jsonl"]) == 2
     output = capsys.readouterr().err
     is_explained(output)
@@ -99,7 +99,7 @@ def test_options_without_effect_are_rejected(
 
 
 def test_chosen_answers_are_most_likely_choices(tmp_path: Path) -> None:
-    """As a whole and by byte, in windows of questions."""
+    """Compare total and per-byte log-likelihoods over several groups of questions."""
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in LINES * 10))
     exam, told = MultipleChoice(read_questions(str(path), "here")), []

@@ -57,7 +57,7 @@ def steps_of(mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets) -> 
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
-    """Documents of unlike lengths, so that rows have padding and masked targets."""
+    """Documents of different lengths, so that sequences have padding and masked targets."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(30):
         (folder / f"{number}.txt").write_text("Zwölf Boxkämpfer "[: 3 + number % 15])
@@ -67,7 +67,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
 
 @pytest.fixture(scope="module")
 def expected(datasets: Datasets) -> dict[str, float]:
-    """Loss by the plain loop over layers, summed over all validation batches."""
+    """Validation metrics of an unpipelined loop over layers."""
     decoder = Decoder(MODEL, AxisRules.from_config(MeshConfig()))
     steps = steps_of(MeshConfig(), PipelineConfig(), datasets)
     params: Any = steps.param_layout.unstack(steps.init().params)
@@ -91,7 +91,7 @@ def test_batches_have_padding_rows_and_varying_target_counts(datasets: Datasets)
         for number in range(datasets.validation.num_batches)
     ]
     assert len(masks) > 1 and len({float(mask.sum()) for mask in masks}) > 1
-    assert (masks[-1].sum(axis=1) == 0).any(), "no row is padding alone"
+    assert (masks[-1].sum(axis=1) == 0).any(), "no sequence consists only of padding"
 
 
 LAYOUTS = {
@@ -145,7 +145,7 @@ def test_loss_equals_unpipelined_loop(layout: str, datasets: Datasets, expected:
 def test_batch_size_can_be_any_multiple_of_device_count(
     rows: int, datasets: Datasets, expected: dict[str, float]
 ) -> None:
-    """28 rows on 4 devices are 7 on each, which 4 microbatches do not divide."""
+    """28 sequences on 4 devices are 7 per device, which 2 microbatches do not divide."""
     mesh = MeshConfig(ici_stage=2, ici_fsdp=4)
     steps = steps_of(mesh, PipelineConfig(schedule="1f1b", microbatches=2), datasets)
     loader = datasets.validation
@@ -203,7 +203,7 @@ def test_sum_over_many_batches_is_exact():
 
 
 def test_single_axis_config_keeps_per_device_microbatch_size() -> None:
-    """8 rows in 2 microbatches on 2 experts x 2 data are 1 row of each on a device."""
+    """8 sequences in 2 microbatches on 2 expert x 2 data devices are 1 each per device."""
     config = Config(
         model=MODEL,
         mesh=MeshConfig(ici_expert=2, ici_data=2),

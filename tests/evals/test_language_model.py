@@ -1,4 +1,4 @@
-"""The requests of harnesses, each against the plain loop on a row by itself."""
+"""Requests of evaluation harnesses compared with the unpipelined loop on single sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from maxpipe.errors import ConfigError, DivergenceError
 from maxpipe.evals.language_model import LanguageModel, Scorer, ScoringSequence, ScoringTokenizer
 from maxpipe.generate.load_model import LoadedModel
-from tests.evals.model import BYTES, followed, logprobs, weights
+from tests.evals.model import BYTES, greedy_continuation, logprobs, weights
 from tests.train.runs import SAME
 
-ROOM = 64
+MAX_LENGTH = 64
 PAIRS = [
     ("The cat sat on", " the mat"),
     ("", "a"),
@@ -25,12 +25,12 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def requests() -> LanguageModel:
-    return LanguageModel(weights(), ScoringTokenizer(BYTES, ROOM), batch_size=3)
+    return LanguageModel(weights(), ScoringTokenizer(BYTES, MAX_LENGTH), batch_size=3)
 
 
 def test_loglikelihoods_equal_unpipelined_loop(requests: LanguageModel) -> None:
-    """Rows of unlike lengths side by side in batches of three, one of them not full."""
-    best = {first: followed(first.encode(), 1)[1:] for first in "abcdefghij"}
+    """Score sequences of different lengths in batches of three."""
+    best = {first: greedy_continuation(first.encode(), 1)[1:] for first in "abcdefghij"}
     greedy = next((first, more.decode()) for first, more in best.items() if more.isascii())
     pairs = [*PAIRS, greedy]
     told: list[int] = []
@@ -45,7 +45,7 @@ def test_loglikelihoods_equal_unpipelined_loop(requests: LanguageModel) -> None:
 
 
 def test_batched_scores_equal_single_scores(requests: LanguageModel) -> None:
-    alone = LanguageModel(weights(), ScoringTokenizer(BYTES, ROOM), batch_size=1)
+    alone = LanguageModel(weights(), ScoringTokenizer(BYTES, MAX_LENGTH), batch_size=1)
     found, one = requests.loglikelihood(PAIRS), [alone.loglikelihood([pair])[0] for pair in PAIRS]
     assert [each.logprob for each in found] == pytest.approx(
         [each.logprob for each in one], rel=SAME
@@ -53,13 +53,13 @@ def test_batched_scores_equal_single_scores(requests: LanguageModel) -> None:
 
 
 def test_rolling_loglikelihood_scores_each_token_once(requests: LanguageModel) -> None:
-    """In rows of 20 that see the token before them; the last sees as many as it can."""
+    """Windows of 20 tokens begin after one context token; the last has as much context as fits."""
     short = LanguageModel(weights(), ScoringTokenizer(BYTES, 20), batch_size=4)
     text = b"It was the best of times, it was the worst of times."
     assert len(text) == 52
     wanted = 0.0
     for context, begin, end in ((0, 0, 20), (20, 20, 40), (32, 40, 52)):
-        # Each row but the first begins with a token of the text in place of the begin token.
+        # Each window but the first begins with a token of the text instead of the begin token.
         row = ScoringSequence(([BYTES.begin_id, *text])[context : begin + 1], [*text[begin:end]])
         assert len(row.context) + len(row.target) <= 21
         (score,) = Scorer(weights(), 1).score([row])
@@ -79,7 +79,7 @@ def test_long_context_is_truncated_after_begin_token(requests: LanguageModel) ->
 
 
 def test_generate_until_ends_at_limit_or_stop_string(requests: LanguageModel) -> None:
-    text = followed(b"The dog", 8)[7:].decode("utf-8", "replace")
+    text = greedy_continuation(b"The dog", 8)[7:].decode("utf-8", "replace")
     until = text[3:5]
     greedy: dict[str, Any] = {"max_gen_toks": 8, "until": ["\x00never"]}
     found = requests.generate_until(
@@ -90,7 +90,7 @@ def test_generate_until_ends_at_limit_or_stop_string(requests: LanguageModel) ->
         ]
     )
     assert found[0] == text
-    assert found[1] == followed(b"The cat", 2)[7:].decode("utf-8", "replace")
+    assert found[1] == greedy_continuation(b"The cat", 2)[7:].decode("utf-8", "replace")
     assert found[2] == text[: text.index(until)]
 
 

@@ -1,4 +1,4 @@
-"""Conversations: from files and as they are typed, by the template of a model's folder."""
+"""Conversations from files and interactive input, formatted by a model's chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWERS = ["first", "second"]
 
 
 class Model:
-    """Gives its answers in turn, ends each by the end of a turn, and remembers the prompts."""
+    """Return fixed answers in turn, each with an end-of-turn token, and record the prompts."""
 
     batch_multiple, supports_refill, name, max_length = 1, False, "folder", 200
     template_settings: dict[str, Any] = {}  # noqa: RUF012
@@ -62,7 +62,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     return made
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+def set_stdin(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     raw = io.BytesIO("".join(f"{line}\n" for line in lines).encode())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=raw, isatty=lambda: False))
 
@@ -70,8 +70,8 @@ def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
 def test_interactive_chat_keeps_conversation_history(
     model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text ends where a turn does, and what comes next follows all before it."""
-    typed(monkeypatch, "Hi", "", "And?")
+    """Generation stops at the end of a turn; the next prompt contains all previous turns."""
+    set_stdin(monkeypatch, "Hi", "", "And?")
     assert main(["generate", f"hf:{FOLDER}", "--chat", "--interactive"]) == 0
     assert capsys.readouterr().out == "first\nsecond\n"
     one, two = (model.tokenizer.encode_chat(text).tolist() for text in turns())
@@ -80,7 +80,7 @@ def test_interactive_chat_keeps_conversation_history(
 
 
 def turns() -> list[str]:
-    """What the template makes of the two turns of the conversation."""
+    """Return the formatted prompts of both turns of the conversation."""
     first = "<|begin_of_text|><|turn|>user\nHi<|stop|><|turn|>assistant\n"
     return [first, f"{first}first<|stop|><|turn|>user\nAnd?<|stop|><|turn|>assistant\n"]
 

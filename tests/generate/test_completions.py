@@ -1,4 +1,4 @@
-"""Prompts to texts: when rows are over, their order, and what interrupts keep."""
+"""Completions of prompts: finish reasons, output order and interrupts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDER = open_tokenizer(TokenizerConfig(kind="auto", path=str(GOLDEN)))
 
 
 class Script:
-    """Rows that follow what is written for them, whatever the model."""
+    """A decode engine that returns scripted tokens and ignores the model."""
 
     batch_multiple, supports_refill = 2, False
 
@@ -61,7 +61,7 @@ class Script:
 def completed(
     script: Script, texts: Sequence[str], limits: GenerationLimits, **options: Any
 ) -> tuple[list[Completion], str]:
-    """What was written, and what was streamed of all rows."""
+    """Return the completions written and the concatenated streamed text."""
     written: list[Completion] = []
     streamed: list[str] = []
     prompts = encode_prompts(texts, BYTES, limits.max_length)
@@ -81,7 +81,7 @@ def test_finish_reasons() -> None:
     assert [each.text for each in found] == ["short", "up to ", "too long for t", "no room i"]
     assert found[0].tokens == [*b"short", BYTES.end_id] and found[1].tokens == list(b"up to here")
     assert found[2].logprobs == [-0.5] * 14
-    assert script.steps == 14  # nothing is computed when all rows are over
+    assert script.steps == 14  # decoding stops once all rows are finished
 
 
 def test_batches_share_one_shape_and_keep_prompt_order() -> None:
@@ -90,7 +90,9 @@ def test_batches_share_one_shape_and_keep_prompt_order() -> None:
         script, ["x" * 20, "a", "b", "c", "d"], GenerationLimits(9, 99, (), 3)
     )
     assert [each.text for each in found] == ["0 0 0", "1", "2 2", "3", "4"]
-    assert script.sizes == [DecodeShape(4, 32, 9)] * 2  # two shards, and 21 tokens in the longest
+    assert (
+        script.sizes == [DecodeShape(4, 32, 9)] * 2
+    )  # two shards; the longest prompt has 21 tokens
     assert sorted(streamed) == sorted("0 0 0" + "1" + "2 2" + "3" + "4")
 
 

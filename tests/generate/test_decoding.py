@@ -1,4 +1,4 @@
-"""Tokens that follow prompts: cached, side by side, and on any mesh."""
+"""Decoded tokens: cached, batched, and on any mesh."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.generate.small import (
     ONE_DEVICE,
     PROMPTS,
     decoding_of,
-    followed,
+    generate_tokens,
 )
 
 
-def by_full_forwards(apply: Any, params: Any, prompt: list[int], room: int) -> tuple[list, list]:
-    """The best tokens, each by a forward pass over all before it, and their log-probabilities."""
+def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) -> tuple[list, list]:
+    """Greedy tokens, each from a full forward pass over its prefix, and their log-probabilities."""
     row, nats = list(prompt), []
     for _ in range(MORE):
-        held = jnp.asarray([row + [0] * (room - len(row))])
+        held = jnp.asarray([row + [0] * (length - len(row))])
         batch = {"tokens": held, "segment_ids": jnp.ones_like(held)}
-        batch |= {"positions": jnp.arange(room)[None]}
+        batch |= {"positions": jnp.arange(length)[None]}
         scores = jax.nn.log_softmax(apply(params, batch)[0, len(row) - 1])
         row.append(int(scores.argmax()))
         nats.append(float(scores.max()))
@@ -55,32 +55,32 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], room: int) -> t
 )
 def test_batched_decoding_equals_full_forward_passes(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
-    tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
-    apply, room = jax.jit(decoding.decoder.apply), max(map(len, PROMPTS)) + MORE
+    tokens, logprobs = generate_tokens(decoding, params, PROMPTS, range(5))
+    apply, length = jax.jit(decoding.decoder.apply), max(map(len, PROMPTS)) + MORE
     for row, prompt in enumerate(PROMPTS):
-        wanted, nats = by_full_forwards(apply, params, prompt, room)
+        wanted, nats = by_full_forwards(apply, params, prompt, length)
         assert tokens[row].tolist() == wanted
         np.testing.assert_allclose(logprobs[row], nats, rtol=1e-5)
 
 
 def test_tokens_do_not_depend_on_batch_and_compile_once() -> None:
     decoding, params = decoding_of(LLAMA, DRAWN)
-    tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
-    other, _ = followed(decoding, params, PROMPTS[::-1], range(4, -1, -1))
+    tokens, logprobs = generate_tokens(decoding, params, PROMPTS, range(5))
+    other, _ = generate_tokens(decoding, params, PROMPTS[::-1], range(4, -1, -1))
     assert other[::-1].tolist() == tokens.tolist()
     assert decoding._prefill_program._cache_size() == decoding._decode_program._cache_size() == 1
     for row, prompt in enumerate(PROMPTS):
-        alone, nats = followed(decoding, params, [prompt], [row])
+        alone, nats = generate_tokens(decoding, params, [prompt], [row])
         assert alone[0].tolist() == tokens[row].tolist()
         np.testing.assert_allclose(nats[0], logprobs[row], rtol=1e-5)
 
 
 def test_chunked_prefill_equals_single_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding, params = decoding_of(GEMMA)
-    wanted, nats = followed(decoding, params, PROMPTS, range(5))
+    wanted, nats = generate_tokens(decoding, params, PROMPTS, range(5))
     monkeypatch.setattr("maxpipe.generate.decoding._MAX_PREFILL_CHUNK", 8)
     assert padded_length(21) == 24
-    tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
+    tokens, logprobs = generate_tokens(decoding, params, PROMPTS, range(5))
     assert tokens.tolist() == wanted.tolist()
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
 
@@ -94,11 +94,11 @@ REFILLED = {
 
 @pytest.mark.parametrize("case", keeping(REFILLED, 0))
 def test_refilled_rows_decode_same_tokens(case: str) -> None:
-    """Far beyond the caches' room, and with prompts of all sizes."""
+    """Decode well beyond the cache capacity, with prompts of different lengths."""
     model, mesh = REFILLED[case]
     decoding, params = decoding_of(model, DRAWN, mesh)
     prompts = PROMPTS * 2
-    wanted, nats = followed(decoding, params, prompts, range(10))
+    wanted, nats = generate_tokens(decoding, params, prompts, range(10))
     lengths = [2, 7, 5, 7, 1, 6, 3, 7, 4, 7]
     waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.batch_multiple)]
     del waiting[: len(rows)]
@@ -144,16 +144,16 @@ def test_every_mesh_decodes_same_tokens(case: str) -> None:
     found = []
     for each in (ONE_DEVICE, mesh):
         decoding, params = decoding_of(model, DRAWN, each)
-        found.append(followed(decoding, params, PROMPTS, range(5)))
+        found.append(generate_tokens(decoding, params, PROMPTS, range(5)))
     (wanted, nats), (tokens, logprobs) = found
     assert tokens.tolist() == wanted.tolist()
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
 
 
 def test_resharding_needs_no_full_rematerialization(capfd: pytest.CaptureFixture[str]) -> None:
-    """XLA says so where it does: the embedding is split over context, and no row is."""
+    """The embedding is sharded over context, rows are not; XLA warns if it replicates an array."""
     decoding, params = decoding_of(DEEPSEEK, mesh=MIXED)
-    followed(decoding, params, PROMPTS[:4], range(4))
+    generate_tokens(decoding, params, PROMPTS[:4], range(4))
     assert "rematerialization" not in capfd.readouterr().err
 
 
@@ -166,7 +166,7 @@ def test_caches_are_sharded_over_batch_and_heads() -> None:
 
 
 def test_sliding_window_layers_cache_only_window() -> None:
-    """The middle one of three sees all; `test_chunked_prefill_equals_single_prefill` goes around the ring."""
+    """The middle layer is global; `test_chunked_prefill_equals_single_prefill` wraps the cache."""
     decoding, _ = decoding_of(GEMMA)
     caches = jax.eval_shape(lambda: decoding._init_program(DecodeShape(2, 16, 500))).caches
     assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
@@ -178,7 +178,7 @@ def test_cache_uses_compute_dtype() -> None:
 
 
 def test_decode_step_copies_neither_parameters_nor_caches() -> None:
-    """The caches are updated where they are; the rest is less than the keys of one layer."""
+    """Caches are updated in place; temporary memory is smaller than the keys of one layer."""
     decoding, params = decoding_of(LLAMA)
     params = jax.jit(decoding.decoder.by_layer)(params)
     given: Any = jax.ShapeDtypeStruct((2,), jnp.int32)

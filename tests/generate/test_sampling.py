@@ -1,4 +1,4 @@
-"""Each option of sampling against plain numpy."""
+"""Each sampling option compared with plain numpy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def softmax(row: Any) -> Any:
     return shares / shares.sum()
 
 
-def kept(**options: Any) -> np.ndarray:
-    """Which tokens stay; the scores of these are unchanged."""
+def kept_tokens(**options: Any) -> np.ndarray:
+    """Return which tokens the filters keep; their logits must be unchanged."""
     found = np.asarray(filter_logits(jnp.asarray(LOGITS), Sampling(**options)))
     stay = np.isfinite(found)
     np.testing.assert_array_equal(found[stay], LOGITS[stay])
@@ -37,7 +37,7 @@ def kept(**options: Any) -> np.ndarray:
 
 
 def by_rank(row: Any) -> list[int]:
-    """Tokens, the most likely first."""
+    """Return token IDs, most likely first."""
     return sorted(range(len(row)), key=lambda token: -row[token])
 
 
@@ -53,25 +53,25 @@ def nucleus(row: Any, top_p: float) -> set[int]:
 
 @pytest.mark.parametrize("top_k", [1, 4, VOCABULARY, VOCABULARY + 3])
 def test_top_k(top_k: int) -> None:
-    for row, stay in zip(LOGITS, kept(top_k=top_k), strict=True):
+    for row, stay in zip(LOGITS, kept_tokens(top_k=top_k), strict=True):
         assert set(np.flatnonzero(stay)) == set(by_rank(row)[:top_k])
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
 def test_top_p(top_p: float) -> None:
-    for row, stay in zip(LOGITS, kept(top_p=top_p), strict=True):
+    for row, stay in zip(LOGITS, kept_tokens(top_p=top_p), strict=True):
         assert set(np.flatnonzero(stay)) == nucleus(row, top_p)
 
 
 @pytest.mark.parametrize("min_p", [0.01, 0.2, 1.0])
 def test_min_p(min_p: float) -> None:
-    for row, stay in zip(LOGITS, kept(min_p=min_p), strict=True):
+    for row, stay in zip(LOGITS, kept_tokens(min_p=min_p), strict=True):
         shares = softmax(row)
         assert set(np.flatnonzero(stay)) == set(np.flatnonzero(shares >= min_p * shares.max()))
 
 
 def test_filters_apply_in_sequence() -> None:
-    for row, stay in zip(LOGITS, kept(top_k=5, top_p=0.8, min_p=0.1), strict=True):
+    for row, stay in zip(LOGITS, kept_tokens(top_k=5, top_p=0.8, min_p=0.1), strict=True):
         best = by_rank(row)[:5]
         inside = {best[place] for place in nucleus(row[best], 0.8)}
         least = 0.1 * softmax(row).max()

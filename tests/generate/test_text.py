@@ -1,4 +1,4 @@
-"""Streams of text: characters over several tokens, and stop strings over several pieces."""
+"""Streamed text: characters split over tokens, and stop strings split over chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BYTES = ByteTokenizer()
 
 
 def pieces(tokenizer: Tokenizer, ids: Any, prompt: tuple[int, ...] = ()) -> tuple[list[str], str]:
-    """Text by token, and the rest."""
+    """Return the text emitted for each token, and the flushed remainder."""
     stream = IncrementalDetokenizer(tokenizer, prompt)
     return [stream.add(int(token)) for token in ids], stream.flush()
 
@@ -36,7 +36,7 @@ def test_incomplete_character_is_replaced_only_at_end() -> None:
 def test_invalid_bytes_do_not_delay_following_text() -> None:
     found, rest = pieces(BYTES, b"\xff" * 9 + b"ok")
     assert "".join(found) == "\ufffd" * 9 + "ok" and rest == ""
-    assert "".join(found[:9]) == "\ufffd" * 6  # three may still be one character
+    assert "".join(found[:9]) == "\ufffd" * 6  # the last three bytes might still form one character
 
 
 def test_control_tokens_have_no_text() -> None:
@@ -46,7 +46,7 @@ def test_control_tokens_have_no_text() -> None:
 
 @pytest.fixture
 def spaced(tmp_path: Path) -> HuggingFaceTokenizer:
-    """Words with their space in front, which the decoder strips from the first, and bytes."""
+    """Words with a leading space, which the decoder strips from the first word, and all bytes."""
     words = ["<unk>", "</s>", "▁one", "▁two", *(f"<0x{byte:02X}>" for byte in range(256))]
     steps = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -88,7 +88,7 @@ def test_space_between_prompt_and_completion_is_kept(spaced: HuggingFaceTokenize
 
 
 def stopped(text: str, stops: list[str], cuts: tuple[int, ...]) -> tuple[str, bool]:
-    """All that comes of the text in pieces that end at the cuts."""
+    """Feed text in chunks that end at the cuts; return the output and whether it stopped."""
     reader, found = StopStringMatcher(stops), ""
     for start, end in itertools.pairwise((0, *cuts, len(text))):
         found += reader.add(text[start:end])

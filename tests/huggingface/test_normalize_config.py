@@ -1,6 +1,6 @@
-"""Values that a config.json states twice: the one that transformers uses, and a line that says so.
+"""Values set twice in a config.json: the one that transformers uses is used and reported.
 
-The test of the marker `oracle` compares the values in this table with those of transformers.
+The `oracle` test compares the values in this table with those of transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from maxpipe.huggingface.config_json import read_description, values
-from tests.huggingface.test_oracle import PYTHON, answered, reason
+from tests.huggingface.test_oracle import PYTHON, oracle_answers, reason
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
 SIZES: dict[str, Any] = {
@@ -36,19 +36,19 @@ class Case:
     family: str
     content: dict[str, Any]
     used: str
-    """Path of the place that counts."""
+    """Path of the value that takes precedence."""
     other: str
     theirs: str
     """Path of the value in transformers' config."""
     value: Any
     ours: str = ""
-    """Key of the value below `model`; empty if it changes none."""
+    """Key of the value below `model`; empty if no key depends on it."""
     own: Any = field(default=None)
-    """Value of that key, if it is written in another way."""
+    """Value of that key, if its representation differs."""
 
 
 def in_both(*families: str) -> list[Case]:
-    """Rotary positions of families that have all types."""
+    """Return the cases of families that support all rotary scaling types."""
     found = []
     for family in families:
         section = {"mixtral": "moe"}.get(family, family)
@@ -120,7 +120,7 @@ def in_both(*families: str) -> list[Case]:
 
 
 def experts(family: str, section: str, used: str, other: str) -> Case:
-    """Number of experts, under both of its names."""
+    """Return the case of a number of experts set under both of its names."""
     content = {used: 4, other: 8, "num_experts_per_tok": 2}
     return Case(family, content, used, other, used, 4, f"{section}.num_experts")
 
@@ -239,5 +239,5 @@ def test_transformers_uses_same_values(tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     jobs = [{"config": config(case), "path": case.theirs.split(".")} for case in CASES]
-    found = dict(zip(NAMES, answered("statements_oracle.py", jobs, tmp_path), strict=True))
+    found = dict(zip(NAMES, oracle_answers("statements_oracle.py", jobs, tmp_path), strict=True))
     assert found == {name: case.value for name, case in zip(NAMES, CASES, strict=True)}

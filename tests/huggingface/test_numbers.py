@@ -1,4 +1,4 @@
-"""Numbers of the files of a Hugging Face folder that no model has."""
+"""Invalid numbers in the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of the numbers in a JSON value."""
+    """Yield the paths of the numbers in a JSON value."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from leaves(inner, (*path, name))
@@ -69,7 +69,7 @@ def changed(content: Any, path: tuple[Any, ...], text: str) -> str:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_invalid_numbers_in_config_json_are_rejected(name: str, tmp_path: Path) -> None:
-    """A number that is read is an error that names the file; those of lengths are not read."""
+    """The error names the file; keys that are not read accept any number."""
     path, content = tmp_path / "config.json", CONFIGS[name]()
     path.write_text(json.dumps(content))
     read_description(tmp_path)
@@ -109,7 +109,7 @@ def test_invalid_control_token_ids_are_rejected(
 
 
 def test_oversized_integer_in_tokenizer_config_is_rejected(tmp_path: Path) -> None:
-    """`model_max_length` is not read: 1e30 as a whole number is published with many models."""
+    """`model_max_length` is not used: many published models set it to the integer 1e30."""
     folder = tmp_path / "folder"
     shutil.copytree(GOLDEN, folder)
     path = folder / "tokenizer_config.json"

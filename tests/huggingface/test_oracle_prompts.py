@@ -1,4 +1,4 @@
-"""Prompts of Hugging Face folders: ids and greedy tokens are those of transformers."""
+"""Prompts of Hugging Face folders: IDs and greedy tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ KINDS: dict[str, tuple[Callable[[Path], dict[str, int]], str, dict[str, Any]]] =
 }
 WITHOUT_TEMPLATE = ("map only",)
 ENDED = ("llama3", "qwen2", "gemma3")
-"""Of these a token that the model generates is an end in generation_config.json."""
+"""Cases whose generation_config.json lists a token that the model generates as an end token."""
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Folders by kind, and what transformers makes of the prompts."""
+    """The folder and transformers' results of each case."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base, jobs = tmp_path_factory.mktemp("prompts"), []
@@ -104,7 +104,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
 
 
 def vocabulary(folder: Path) -> int:
-    """Number of ids of a `tokenizer.json`."""
+    """Return the vocabulary size of a `tokenizer.json`."""
     content = json.loads((folder / "tokenizer.json").read_text())
     ids = [*content["model"]["vocab"].values(), *(each["id"] for each in content["added_tokens"])]
     return max(ids) + 1

@@ -1,4 +1,4 @@
-"""`maxpipe import` and `maxpipe export`: the same bits again, or nothing at all."""
+"""`maxpipe import` and `maxpipe export`: bitwise round trips, and no files after failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MAKERS = {
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama folder `hf`, what was made of it in `ckpt`, and its tensors."""
+    """A Llama folder `hf` and its import `ckpt`."""
     base = tmp_path_factory.mktemp("imported")
     config, tensors = maker.llama(bos_token_id=3)
     maker.write(base / "hf", config, tensors, files=3)
@@ -77,7 +77,7 @@ def test_export_of_import_reproduces_folder(
     for name in TRAVELLING:
         assert (out / name).read_bytes() == (imported / "hf" / name).read_bytes()
     assert os.stat(out).st_mode & 0o777 == os.stat(imported / "ckpt").st_mode & 0o777 != 0o700
-    # The same command twice.
+    # Repeating the command is rejected.
     assert main(["export", str(imported / "ckpt"), "--format", "hf", str(out)]) == 2
     assert "never overwritten" in capsys.readouterr().err
 
@@ -85,7 +85,7 @@ def test_export_of_import_reproduces_folder(
 def test_only_links_into_download_cache_are_followed(
     imported: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """What a link in somebody's folder leads to would be published with an export."""
+    """Otherwise an export could publish the target of any link in an untrusted folder."""
     folder = tmp_path / "models--a--b" / "snapshots" / "main"
     shutil.copytree(imported / "hf", folder)
     name, secret = "tokenizer_config.json", tmp_path / "secret"
@@ -111,7 +111,7 @@ def test_only_links_into_download_cache_are_followed(
 def test_other_families_and_dtypes_round_trip_bitwise(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    # Parts of layers, and blocks of parts, as only large models have them.
+    # Split layers into slabs and slabs into blocks, as for large models.
     monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
@@ -379,7 +379,7 @@ def test_second_interrupt_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_stopped_save_handler_does_not_start() -> None:
-    """orbax may call the handler after Ctrl-C, in a thread of its own."""
+    """Orbax may call the handler in another thread after Ctrl-C."""
     handler = writer._Handler(lambda count: None)
     handler.stop()
     with pytest.raises(InterruptedError):
@@ -401,7 +401,7 @@ def test_full_disk_leaves_no_files(
         patch.setattr(CheckpointFolder, "free_bytes", lambda _: 4321)
         assert main(importing) == 74
     assert "4,321" in capsys.readouterr().err
-    # It fills up while the weights are being written.
+    # The disk fills up while the weights are being written.
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:

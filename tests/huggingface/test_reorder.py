@@ -1,4 +1,4 @@
-"""Copies between arrays of other orders."""
+"""Copies between arrays with different dimension orders."""
 
 from __future__ import annotations
 

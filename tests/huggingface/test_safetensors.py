@@ -1,4 +1,4 @@
-"""Safetensors files of strangers: read to the byte, or refused with the reason."""
+"""Untrusted safetensors files: read exactly, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_writer_accepts_rows_in_any_order(tmp_path: Path) -> None:
                 writer.write(name, array[row : row + 1], row)
     maker.same_bits(maker.read(tmp_path), TENSORS)
     (length,) = struct.unpack("<Q", path.read_bytes()[:8])
-    assert length % 8 == 0  # tensors begin aligned
+    assert length % 8 == 0  # tensor data is aligned
 
 
 def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4)) -> dict:

@@ -1,4 +1,4 @@
-"""Runs that start from weights alone, on any mesh."""
+"""Runs that start from weights only, on any mesh."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-class Said:
-    """A console."""
+class RecordingConsole:
+    """A console that records its lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -46,10 +46,10 @@ class Said:
 
 
 def started(weights: Path, folder: Path, *overrides: str) -> tuple[RunStart, Any, list[str]]:
-    """The start, parameters in the form of checkpoints, and lines."""
+    """Start a run; return its start, its parameters as in checkpoints, and console lines."""
     shared = [str(weights / "ckpt" / "config.yml"), "train.steps=2", f"run.dir={folder}"]
     loaded: LoadedConfig = load([*shared, "pipeline.microbatches=2", *overrides])
-    config, said = loaded.config, Said()
+    config, said = loaded.config, RecordingConsole()
     size = config.model.vocab_size
     mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
     steps = steps_from_config(config, mesh, np.zeros(size, np.int32))
@@ -123,7 +123,7 @@ def test_training_keys_may_differ_from_folder(weights: Path, tmp_path: Path) -> 
 def test_generate_from_folder_equals_generate_from_import(
     weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
+    monkeypatch.setattr(runtime, "start", lambda *_: None)  # use the devices of the test process
     asked = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "5", "--json"]
     asked += ["tokenizer.kind=bytes", "tokenizer.path=", "mesh.ici_data=8"]
     answers = []

@@ -1,4 +1,4 @@
-"""Layouts of tensors that other tools write: the same parameters, or an error that names them."""
+"""Tensor layouts of other tools: the same parameters, or an error that names the layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wrapped(tensors: maker.Tensors) -> maker.Tensors:
 
 
 def joined(parts: tuple[str, ...], whole: str) -> Change:
-    """Modules side by side, along the first dim."""
+    """Concatenate modules along the first dim."""
 
     def change(tensors: maker.Tensors) -> maker.Tensors:
         found = dict(tensors)
@@ -53,7 +53,7 @@ def joined(parts: tuple[str, ...], whole: str) -> Change:
 
 
 def separate(tensors: maker.Tensors) -> maker.Tensors:
-    """Phi's projections, each in a tensor of its own."""
+    """Split Phi's fused projections into separate tensors."""
     found: maker.Tensors = {}
     q, k = maker.HEADS * maker.HEAD, maker.KV_HEADS * maker.HEAD
     for name, each in tensors.items():
@@ -71,7 +71,7 @@ def separate(tensors: maker.Tensors) -> maker.Tensors:
 
 
 def stacked(names: tuple[str, str, str], gate_up: str, down: str, at: str = "") -> Change:
-    """All experts of a layer in two tensors, as transformers 5 and vLLM have them."""
+    """Stack all experts of a layer in two tensors, as transformers 5 and vLLM do."""
 
     def change(tensors: maker.Tensors) -> maker.Tensors:
         found = {n: each for n, each in tensors.items() if ".experts." not in n}
@@ -140,12 +140,12 @@ def test_all_layouts_import_bitwise_equal(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, change = LAYOUTS[name]
-    # Parts of layers, and blocks of parts, as only large models have them.
+    # Split layers into slabs and slabs into blocks, as for large models.
     monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = make("BF16")
     for each in tensors:
-        if "norm" in each or ".experts." in each:  # two types in one folder
+        if "norm" in each or ".experts." in each:  # two dtypes in one folder
             tensors[each] = tensors[each].astype(np.float32)
     other = change(tensors)
     assert other.keys() != tensors.keys()
@@ -262,7 +262,7 @@ def test_unsupported_layouts_are_identified(name: str, tmp_path: Path) -> None:
     (problem,) = caught.value.problems
     assert reason in str(caught.value) and action in str(caught.value)
     assert "Copy" not in str(caught.value)
-    if action.startswith(("Set", "set")) and name != "more tokens":  # and the action works
+    if action.startswith(("Set", "set")) and name != "more tokens":  # the suggested action works
         count = maker.LAYERS + {"fewer layers": -1, "more layers": 1}.get(name, 0)
         tied = name == "no head"
         maker.write(
@@ -289,7 +289,7 @@ def test_peft_adapter_folder_is_rejected_as_model(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="is a PEFT adapter") as caught:
             open_folder(str(tmp_path))
         assert "merge_and_unload" in str(caught.value)
-        # Some tools copy the base's config.json there.
+        # Some tools copy the base model's config.json into the adapter folder.
         (tmp_path / "config.json").write_text(json.dumps(maker.llama()[0]))
 
 

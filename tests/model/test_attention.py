@@ -1,4 +1,4 @@
-"""Attention against plain numpy loops that follow the papers' formulas."""
+"""Attention compared with numpy loops that follow the papers' formulas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def part_with(num_heads: int = 4, num_kv_heads: int = 2, size: int = 8, **option
 
 
 def angles_of(rope: Rope, size: int, theta: float, factor: float) -> np.ndarray:
-    """Angle per position of each pair, after the released Llama 3.1 code."""
+    """Return the angle per position of each pair, as in the released Llama 3.1 code."""
     angles = []
     for pair in range(size // 2):
         angle = 1.0 / theta ** (2 * pair / size)
@@ -52,7 +52,7 @@ def angles_of(rope: Rope, size: int, theta: float, factor: float) -> np.ndarray:
 
 
 def turned(vector: np.ndarray, position: int, angles: np.ndarray) -> np.ndarray:
-    """One head's vector with pair (i, i + H/2) as a complex number."""
+    """Rotate one head's vector; pairs (i, i + H/2) are complex numbers."""
     half = len(vector) // 2
     pairs = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * angles)
     return np.concatenate([pairs.real, pairs.imag])
@@ -66,7 +66,7 @@ def reference(
     part: Part,
     numbers: Mapping[str, float],
 ) -> np.ndarray:
-    """Token by token and head by head in float64; `numbers` are this layer's."""
+    """Compute attention by token and head in float64; `numbers` are the layer's values."""
     rope = part.rope
     theta, factor = (numbers.get(str(each), each) for each in (rope.theta, rope.factor))
     angles = angles_of(rope, rope.rotary_dims or part.head_dim, float(theta), float(factor))
@@ -106,7 +106,7 @@ def reference(
 
 
 VALUES = {"window": (0.0, 3.0), "theta": (50.0, 7.0), "factor": (8.0, 1.0)}
-"""Of two layers."""
+"""Values of two layers."""
 NORM = RMSNorm(8, 1e-3, offset=1.0)
 
 
@@ -136,7 +136,7 @@ def test_attention_equals_numpy_reference(part: Part, layers: list[int]) -> None
     weights = with_values(module, **(change if part.head_norm else {}))
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, D)))
     segments, positions = packed([[9], [2, 4, 3]])
-    positions = positions + np.array([[40], [0]])  # a cut document goes on where it stopped
+    positions = positions + np.array([[40], [0]])  # a document that was cut continues its positions
     run = jax.jit(lambda x, i: module(x, context(segments, positions, i, VALUES)).x)
     for layer in layers:
         got = run(x, layer)
@@ -213,7 +213,7 @@ def test_rotation_preserves_norms_and_depends_only_on_distance() -> None:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("turned", [0, 6])
 def test_rotation_by_matmul_equals_elementwise(dtype: Any, turned: int) -> None:
-    """With the backend of TPUs: values, and gradients, to the last bits that a sum may change."""
+    """The TPU backend gives equal values and gradients up to rounding of sums."""
     x, grad = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 8)).astype(dtype)
     positions = jnp.arange(5)[None] + jnp.asarray([[0], [700]])
     angles = rotary_frequencies(Rope(10000.0, rotary_dims=turned), 8, NO_CONTEXT)
@@ -257,7 +257,7 @@ SINKS = jnp.array([0.3, -1.0, 2.0, 0.0])
     ids=["plain", "soft cap", "sinks"],
 )
 def test_query_block_size_does_not_change_result(block: int, options: dict[str, Any]) -> None:
-    """Value and gradients, across segments that end inside a block."""
+    """Compare values and gradients for segments that end inside a block."""
     weight = jax.random.normal(KEYS_OF_TEST[3], QUERY.shape)
 
     def total(query: jax.Array, key: jax.Array, value: jax.Array, block: int) -> jax.Array:
@@ -273,7 +273,7 @@ def test_query_block_size_does_not_change_result(block: int, options: dict[str, 
 
 @pytest.mark.parametrize("cap", [0.05, 0.9, 20.0])
 def test_soft_cap_gradients_equal_formula(cap: float) -> None:
-    """As those of its formula, from scores far above the cap to ones far below."""
+    """Scores range from far above the cap to far below it."""
     weight = jax.random.normal(KEYS_OF_TEST[3], QUERY.shape)
     same = SEGMENTS[:, None, :, None] == SEGMENTS[:, None, None, :]
     seen = same & jnp.tri(12, dtype=bool)
@@ -326,7 +326,7 @@ def test_masks_equal_numpy_reference(options: dict[str, Any]) -> None:
 
 
 def test_long_sequences_use_blocks() -> None:
-    """A block scores no key behind its own end: fewer operations than the whole square."""
+    """A block computes no scores beyond its end, which takes fewer FLOPs than the full square."""
     shape = jax.ShapeDtypeStruct((1, 1024, 1, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
@@ -355,7 +355,7 @@ def test_every_backend_is_declared() -> None:
     ids=["plain", "options"],
 )
 def test_cached_decoding_equals_full_forward(part: Part) -> None:
-    """Tokens in pieces of unlike sizes, in a cache with room to spare, over a document's end."""
+    """Decode chunks of different sizes across a document boundary, with spare cache capacity."""
     module = Attention(part, RULES)
     with_values(module)
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
@@ -379,7 +379,7 @@ def test_cached_decoding_equals_full_forward(part: Part) -> None:
 
 
 def test_subset_of_queries_equals_rows_of_full_result():
-    """As a device has them that holds two pieces of a row: keys are whole, queries are not."""
+    """As on a device that holds two chunks of the queries, but all keys."""
     tokens, run = 12, 2
     key = jax.random.split(jax.random.key(3), 3)
     query, keys, values = (jax.random.normal(each, (2, tokens, 2, 4)) for each in key)

@@ -1,4 +1,4 @@
-"""What sets the families of dense models apart, against formulas in numpy."""
+"""Features of the dense model families compared with numpy formulas."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_yarn_keeps_fast_pairs_and_stretches_slow_pairs() -> None:
 
     low, high = max(math.floor(pair(32.0)), 0), min(math.ceil(pair(1.0)), size - 1)
     ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
-    assert 0 < low + 1 < high < size // 2  # all three parts of the ramp are there
+    assert 0 < low + 1 < high < size // 2  # the ramp has all three parts
     np.testing.assert_allclose(found, plain * (1 - ramp) + plain / factor * ramp, rtol=1e-5)
 
 
@@ -67,7 +67,7 @@ def test_longrope_stretches_each_pair_separately() -> None:
 
 
 def test_dynamic_scaling_increases_base_with_length() -> None:
-    """The slowest pair is stretched by as much as the row is longer, times the factor less one."""
+    """The slowest pair is divided by `factor * length / original - (factor - 1)`."""
     theta, factor, original = 500.0, 3.0, 8
     for tokens, size in ((5, 6), (8, 6), (9, 6), (24, 10)):
         inputs = {"positions": jnp.zeros((2, tokens), jnp.int32)}
@@ -98,7 +98,7 @@ def test_joint_norm_normalizes_over_all_heads() -> None:
 
 
 def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
-    """Each factor, moved into the weights that it multiplies, gives the same logits."""
+    """Folding each factor into the weights that it multiplies gives the same logits."""
     own = GraniteConfig(
         embedding_multiplier=3.0,
         attention_multiplier=0.4,
@@ -154,7 +154,7 @@ def test_qwen2_biases_are_added_without_weight_decay() -> None:
         "key_bias",
         "value_bias",
     ]
-    # A bias of the values alone goes through attention as it is: shares add up to 1.
+    # A bias of the values passes through attention unchanged: its weights sum to 1.
     bias = jax.random.normal(jax.random.key(5), (3, 2, 10))
     part = decoder.model.layer_types["layer"].parts["attention"]
     assert isinstance(part, Attention)
@@ -167,7 +167,7 @@ def test_qwen2_biases_are_added_without_weight_decay() -> None:
 
 
 def run_attention(decoder: Decoder, params: Any, stacked: Any, x: jax.Array) -> list[np.ndarray]:
-    """Layer 0's change of x by each attention alone: the MLP is turned off, the norm leaves x."""
+    """Return layer 0's update of x for each set of attention weights, with the MLP zeroed."""
     inputs = {name: leaf for name, leaf in batch().items() if name != "tokens"}
     layer, changes = jax.jit(decoder.layer("layer")), []
     for attention in stacked:

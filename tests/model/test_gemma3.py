@@ -1,4 +1,4 @@
-"""Gemma 3 against an independent forward pass after its released code."""
+"""Gemma 3 compared with an independent forward pass that follows its released code."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def document_logits(params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def params() -> dict[str, Any]:
-    """Drawn, with scales that are not what they start from."""
+    """Random parameters, including the norm scales."""
     drawn = jax.jit(Decoder(CONFIG, RULES).init)(jax.random.key(3))
     generator = np.random.default_rng(0)
 

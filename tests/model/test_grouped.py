@@ -1,4 +1,4 @@
-"""Tokens through their own experts only: against a loop over tokens, and piece by piece."""
+"""Grouped matmuls, which compute only each token's experts, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layer(
     cache: Any = None,
     biased: bool = False,
 ) -> Any:
-    """Output of experts with these parameters."""
+    """Return the output of experts with these parameters."""
     options: dict[str, Any] = {"dispatch": dispatch, "biased": biased}
     part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, **options)
     module = Experts(part, rules)
@@ -43,7 +43,7 @@ def layer(
 
 
 def token_by_token(params: dict[str, Any], x: Any) -> Any:
-    """The same by a loop over tokens and their choices."""
+    """Compute the output of experts by a loop over tokens and their selected experts."""
 
     def of_token(token: Any) -> Any:
         scores = jax.nn.softmax(token @ params["router"])
@@ -60,7 +60,7 @@ def token_by_token(params: dict[str, Any], x: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def given() -> tuple[dict[str, Any], jax.Array]:
-    """Parameters with which one expert gets no token and one gets all, and tokens."""
+    """Parameters with which one expert gets no token and one gets all, and inputs."""
     keys = jax.random.split(jax.random.key(0), 5)
     params = {
         "router": jax.random.normal(keys[0], (WIDTH, EXPERTS)),
@@ -106,7 +106,7 @@ def test_grouped_dispatch_applies_expert_biases(given: Any) -> None:
 
 
 def test_each_device_sorts_only_its_own_tokens(given: Any) -> None:
-    """In a program that is automatic throughout, as generation's is."""
+    """The program is partitioned automatically, as in generation."""
     params, x = given
     config = MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)
     mesh, rules = build_mesh(config, jax.devices()[:8]), AxisRules.from_config(config)
@@ -153,7 +153,7 @@ SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]
 
 @pytest.mark.parametrize("sizes", keeping(SIZES, 3))
 def test_grouped_kernels_and_loops_equal_separate_matmuls(sizes: list[int]) -> None:
-    """Kernels are interpreted here."""
+    """Kernels run in interpret mode."""
     random = np.random.default_rng(0)
     ends = np.cumsum(sizes)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
@@ -195,7 +195,7 @@ def test_kernels_require_whole_tiles(num_rows: int, dims: tuple[int, int]) -> No
 
 
 def test_tile_sizes() -> None:
-    """Small experts are whole tiles, and few rows are visited twice."""
+    """Small experts fit in one tile, and few rows are computed twice."""
     bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
     assert grouped_matmul.grouped_matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
     assert grouped_matmul.grouped_matmul_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)

@@ -1,4 +1,4 @@
-"""Norm, MLP, dropout and the draws that parameters start from."""
+"""Norms, MLP, dropout and parameter initialization."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def test_init_params_follows_declared_initializers() -> None:
     np.testing.assert_array_equal(found["ones"], np.ones(400))
     rough = init_params(declared, jax.random.key(0), jnp.dtype("bfloat16"))
     assert {leaf.dtype.name for leaf in rough.values()} == {"bfloat16"}
-    # A constant takes no part of the key, so that a norm more changes no other parameter.
+    # Constants consume no random key, so that an additional norm changes no other parameter.
     fewer = {name: declared[name] for name in ("plain", "gained")}
     for name, leaf in init_params(fewer, jax.random.key(0), jnp.dtype("float32")).items():
         np.testing.assert_array_equal(leaf, found[name])
 
 
-# The draws.
+# Random initialization.
 
 
 def test_normal_approximation_has_normal_moments() -> None:

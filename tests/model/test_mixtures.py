@@ -1,4 +1,4 @@
-"""Families with experts other than `moe`: their layers, and decoding with a cache."""
+"""Mixture-of-experts families other than `moe`: layers, and decoding with a cache."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_cached_decoding_equals_full_forward(family: str) -> None:
 def test_biased_experts_with_clamped_gates_equal_numpy_reference(
     capacity: float, per_token: int
 ) -> None:
-    """One token and one expert after the other."""
+    """The reference loops over tokens and experts."""
     gate = ClampedSilu(slope=1.3, limit=0.4)
     part = experts.Experts(
         6, 7, 5, per_token, 1.0, 0.1, capacity=capacity, function=gate, biased=True
@@ -109,7 +109,7 @@ def test_biased_experts_with_clamped_gates_equal_numpy_reference(
 
 
 def noisy(params: Any) -> Any:
-    """The same with every parameter away from what it starts from, constants too."""
+    """Add noise to every parameter, including those initialized to constants."""
     generator = np.random.default_rng(0)
     added = lambda leaf: leaf + 0.3 * generator.normal(size=leaf.shape).astype(leaf.dtype)  # noqa: E731
     return jax.tree.map(added, jax.device_get(params))
@@ -145,8 +145,10 @@ def test_delta_layer_cost_does_not_depend_on_length() -> None:
         replace(CONFIG, family="qwen3_next", own=replace(NEXT, full_attention_interval=1))
     )
     of_all = [count.forward_flops_per_token(attention, tokens) for tokens in (64, 128)]
-    assert (fewer[1] - fewer[0]) * 5 == of_all[1] - of_all[0]  # one of 4 layers, and all of 5
-    # Of each value head and token the recurrence reads twice and writes once.
+    assert (fewer[1] - fewer[0]) * 5 == of_all[1] - of_all[
+        0
+    ]  # full attention in one of 4 layers, and in all of 5
+    # For each value head and token, the recurrence reads the state twice and writes it once.
     states = 2 * 3 * 6 * 5 * 7
     without = describe(
         replace(

@@ -1,4 +1,4 @@
-"""The mixture of experts against an independent forward pass, and its keys."""
+"""Mixture of experts compared with an independent forward pass, and its config keys."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def of_expert(w: dict[str, np.ndarray], number: int) -> tuple[np.ndarray, ...]:
 
 
 def routed(w: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Any]]:
-    """Output, probabilities and the experts of each token, one token after the other."""
+    """Return output, probabilities and selected experts, computed token by token."""
     shares = np.exp(x @ w["router"])
     shares /= shares.sum(-1, keepdims=True)
     out, picked = np.zeros_like(x), []
@@ -100,7 +100,7 @@ def routed(w: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndar
 def forward(
     params: dict[str, Any], tokens: np.ndarray
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, list[Any]]]]:
-    """Logits of a document; probabilities and experts of its tokens in each layer."""
+    """Return a document's logits, and its probabilities and experts in each layer."""
     x, found = params["embedding"][tokens], []
     for layer in range(CONFIG.num_layers):
         kind, place = ("dense", 0) if layer < 1 else ("experts", layer - 1)
@@ -118,7 +118,7 @@ def forward(
 
 @pytest.fixture(scope="module")
 def params() -> dict[str, Any]:
-    """Drawn, with routers that decide and scales that are not what they start from."""
+    """Random parameters, including norm scales, with enlarged router weights."""
     drawn = jax.device_get(jax.jit(Decoder(CONFIG, RULES).init)(jax.random.key(3)))
     generator = np.random.default_rng(0)
 
@@ -204,7 +204,7 @@ def test_cached_decoding_equals_full_forward(params: dict[str, Any], batch: dict
 
 
 def of_experts(**changes: Any) -> tuple[Experts, dict[str, np.ndarray], jax.Array]:
-    """Experts, what they compute with, and some input."""
+    """Return an experts module, its weights and an input."""
     part = experts.Experts(6, 7, 4, 2, 1.0, 0.1, **changes)
     module = Experts(part, RULES)
     return module, with_values(module), jax.random.normal(jax.random.key(1), (2, 5, 6))
@@ -236,13 +236,13 @@ def test_ties_are_routed_to_first_experts() -> None:
     assert_close(found.x[1, 2], (first + second) / 2)
 
 
-def with_room(room: int, places: list[Any], counts: np.ndarray) -> np.ndarray:
-    """Whether each choice of each token `[tokens, k]` finds room, one after the other."""
+def within_capacity(slots: int, places: list[Any], counts: np.ndarray) -> np.ndarray:
+    """Return whether each choice of each token `[tokens, k]` is within the expert capacity."""
     found, used = np.zeros((len(places), len(places[0])), bool), {}
     for choice in range(found.shape[1]):
         for token in np.flatnonzero(counts):
             expert = places[token][choice]
-            found[token, choice] = used.get(expert, 0) < room
+            found[token, choice] = used.get(expert, 0) < slots
             used[expert] = used.get(expert, 0) + 1
     return found
 
@@ -255,19 +255,19 @@ def test_tokens_beyond_expert_capacity_are_dropped(capacity: float) -> None:
     here = context(segments, [range(9)] * 2)
     mask = (segments > 0) & (np.arange(9) != 2)
     here.inputs["loss_mask"] = jnp.asarray(mask, jnp.float32)  # type: ignore[index]
-    room = min(max(math.ceil(capacity * 9 * 2 / 4), 1), 9)
+    slots = min(max(math.ceil(capacity * 9 * 2 / 4), 1), 9)
     kept = np.zeros((2, 9, 4))
     lost = 0.0
     for row in range(2):
         _, _, picked = routed(w, np.asarray(x[row], np.float64))
-        finds = with_room(room, picked, segments[row] > 0)
+        finds = within_capacity(slots, picked, segments[row] > 0)
         for token, best in enumerate(picked):
             kept[row, token, best] = finds[token]
         lost += ((~finds).mean(1) * mask[row]).sum()
     assert (lost == 0) == (capacity == 9.0)
 
     def plainly(x: jax.Array) -> jax.Array:
-        """All experts, weighted with zeros for what was lost."""
+        """Compute all experts, with zero weights for dropped tokens."""
         shares = jax.nn.softmax(x @ w["router"])
         chosen = jax.nn.one_hot(jax.lax.top_k(shares, 2)[1], 4).sum(-2)
         weights = shares * chosen / (shares * chosen).sum(-1, keepdims=True) * kept
@@ -284,7 +284,7 @@ def test_tokens_beyond_expert_capacity_are_dropped(capacity: float) -> None:
         for f in (lambda x: module(x, here).x, plainly)
     )
     assert_close(got, wanted)
-    # Nothing is lost where text is generated.
+    # No token is dropped in generation.
     cache = KVCache.empty((2, 9, 1, 2), jnp.dtype("float32"))
     module_all, *_ = of_experts()
     with_values(module_all, **w)
@@ -344,7 +344,7 @@ def test_flops_of_experts_with_capacity() -> None:
 
 def test_balance_loss_is_additive_over_sequences_and_ignores_masked_tokens() -> None:
     module, _, x = of_experts()
-    # All tokens to the same two experts: 4 / 2 for each token. Tokens without a target are out.
+    # All tokens use the same two experts: 4 / 2 for each token. Masked tokens do not count.
     router = np.zeros((6, 4))
     router[0] = [30.0, 20.0, -30.0, -30.0]
     with_values(module, router=router)
@@ -357,7 +357,7 @@ def test_balance_loss_is_additive_over_sequences_and_ignores_masked_tokens() -> 
         here.inputs.update(inputs | {"loss_mask": mask})  # type: ignore[attr-defined]
         return module(x, here).losses["balance"]
 
-    # What is compiled holds the module's values of that moment.
+    # A compiled function holds the module's values at compile time.
     before = jax.jit(lambda *given: balance(*given))
     np.testing.assert_allclose(before(one, mask), 2.0 * 4, rtol=1e-5)
     with_values(module)
@@ -391,7 +391,7 @@ def test_model_description_matches_counts_and_metrics() -> None:
 
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "devices"])
 def test_balance_loss_uses_expert_load_of_configured_scope(over: str) -> None:
-    """Of one device all rows are those of a call."""
+    """On one device, a call contains all sequences of the microbatch and of the devices."""
     module, _, x = of_experts(load_balance_scope=over)
     mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
     here = context([[1] * 5] * 2, [range(5)] * 2)

@@ -1,4 +1,4 @@
-"""Experts chosen in groups and by a bias, against plain loops, and biases that follow loads."""
+"""Routing with expert groups and router biases, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def part_with(**options: Any) -> Experts:
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:
-    """Places of the largest, the first of equal ones first."""
+    """Return the indices of the largest scores; ties are in index order."""
     return sorted(range(len(scores)), key=lambda place: -scores[place])[:count]
 
 
 def chosen(scores: np.ndarray, bias: np.ndarray, groups: Groups | None) -> list[int]:
-    """A token's experts, group by group."""
+    """Return the experts that a token selects from its groups."""
     ranks = scores + bias
     if groups is not None:
         size = EXPERTS // groups.num_groups

@@ -1,4 +1,4 @@
-"""Counted parameters against real trees, counted operations against the compiler."""
+"""Parameter counts compared with real trees, FLOP counts compared with the compiler."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("mixtral-8x7b", 46_702_792_704),
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v2", 235_741_434_880),
-        # Published as 671 B, and 685 B of a folder, with two copies of a table in its last layer.
+        # Published as 671B; its folder has 685B, with copies of both tables in the last layer.
         ("deepseek-v3", 671_026_419_200 + 11_610_068_224),
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),
@@ -111,7 +111,7 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("granite3-8b", 8_170_848_256),
         ("gemma3-270m", 268_098_176),
         ("gemma3-1b", 999_885_952),
-        # What is published of these, less vision tower (416,866,032) and projector to the width.
+        # Published counts, without the vision tower (416,866,032) and the projector.
         ("gemma3-4b", 4_300_079_472 - 416_866_032 - 1_152 * (2_560 + 1)),
         ("gemma3-12b", 12_187_325_040 - 416_866_032 - 1_152 * (3_840 + 1)),
         ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1_152 * (5_376 + 1)),
@@ -124,7 +124,7 @@ def test_bundled_models_have_published_param_count(name: str, params: int) -> No
     assert f"{params:,} parameters" in header
 
 
-# Matmuls dominate: small parts of the operations are norms, rotations and softmax.
+# Matmuls dominate: norms, rotations and softmax are a small part of the FLOPs.
 WIDE = ModelConfig(
     num_layers=1,
     d_model=256,
@@ -138,7 +138,7 @@ WIDE = ModelConfig(
 
 
 def compiled_flops(config: ModelConfig, length: int) -> float:
-    """Of one sequence's forward pass; the compiler counts a loop's body once."""
+    """Return the FLOPs of one sequence's forward pass; the compiler counts a loop's body once."""
     assert config.num_layers == 1
     decoder = Decoder(config, RULES)
     row = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -149,7 +149,7 @@ def compiled_flops(config: ModelConfig, length: int) -> float:
 
 
 def computed_flops_per_token(model: Model, length: int) -> int:
-    """Of a forward pass, all scored pairs included."""
+    """Return the forward FLOPs per token, including all scored pairs."""
     head = count.size(model.ends.head or model.ends.embedding)
     return round(sum(count.layer_costs(model, length)) + 2 * head)
 
@@ -196,7 +196,7 @@ def test_training_llama3_8b_takes_about_six_flops_per_parameter() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_mtp_heads_count_in_train_flops(tied: bool) -> None:
-    """Of each the output projection once more, and its own matrix."""
+    """Each head adds one output projection and its own matrix."""
     plain = dataclasses.replace(WIDE, tied_embeddings=tied)
     models = (describe(dataclasses.replace(plain, mtp_heads=heads)) for heads in (0, 3))
     without, three = (count.train_flops_per_token(model, 128) for model in models)
@@ -204,7 +204,7 @@ def test_mtp_heads_count_in_train_flops(tied: bool) -> None:
 
 
 def test_mtp_layers_count_as_layers_with_projections() -> None:
-    """Behind the network: three of them take what three layers more do, and their projections."""
+    """A layer after the network costs as much as one more layer, plus its projections."""
     config = dataclasses.replace(published("gemma3-270m"), num_layers=5)
     longer = describe(dataclasses.replace(config, num_layers=6))
     one = dataclasses.replace(config, mtp_heads=1, mtp_kind="layer")
@@ -215,7 +215,7 @@ def test_mtp_layers_count_as_layers_with_projections() -> None:
         without, ahead = (counted(describe(each), *arguments) for each in changed)
         return ahead - without
 
-    # The sixth layer is the first with attention to all tokens; one behind the fifth has none.
+    # The sixth layer is the first with full attention; an MTP layer after the fifth has none.
     layer = count.forward_flops_per_token(longer, tokens)
     layer -= count.forward_flops_per_token(describe(config), tokens)
     heads = longer.layer_types["layer"].parts["attention"].operations

@@ -1,4 +1,4 @@
-"""What `model.attention=auto` is on each kind of device."""
+"""The backend that `model.attention=auto` selects on each type of device."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_auto_prefers_splash_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose(MODEL, "tpu", 128).backend == "splash"
     assert choose(MODEL, "tpu", 8200).backend == "blockwise"
     assert choose(MODEL, "tpu", 200).backend == "xla"
-    # A device with pieces of 64 tokens of a row has no whole block of the kernel.
+    # A device that holds chunks of 64 tokens has no whole kernel block.
     gathered, exchanged = Divided(64, method="all_gather"), Divided(2, 1)
     assert choose(MODEL, "tpu", 8192, gathered).backend == "blockwise"
-    # Where heads are exchanged it has whole rows.
+    # If heads are exchanged, each device has whole sequences.
     assert choose(MODEL, "tpu", 128, exchanged).backend == "splash"
     assert choose(MODEL, "tpu", 128, exchanged._replace(method="all_gather")).backend != "splash"
     assert choose(SINKS, "tpu", 8192).backend == "blockwise"

@@ -1,4 +1,4 @@
-"""The decoder as a whole: its parameters, and what its logits depend on."""
+"""The whole decoder: parameters, logits, dropout and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def decoder_with(**changes: Any) -> Decoder:
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    """Float32: 1e-5 of the largest value."""
+    """Compare within a float32 tolerance of 1e-5 of the largest value."""
     wanted = np.asarray(wanted, np.float64)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """Dotted name -> leaf; a tuple of logical axes is a leaf."""
+    """Return leaves by dotted name; a tuple of logical axes is a leaf."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
 
@@ -61,7 +61,7 @@ def numpy_leaves(tree: Any) -> dict[str, np.ndarray]:
 
 
 def make_batch(rows: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
-    """Documents of 3 and 5 tokens in every row."""
+    """Return a batch with documents of 3 and 5 tokens in every sequence."""
     cut = np.arange(length) >= 3
     generator = np.random.default_rng(seed)
     batch = {
@@ -119,7 +119,7 @@ def test_parameters_have_configured_dtype() -> None:
 
 
 def test_initial_layer_weights_depend_only_on_layer_index(deep: dict[str, Any]) -> None:
-    # Not on the depth of the model, nor on which layers are drawn with it.
+    # Not on the depth of the model, nor on the layers initialized with it.
     picked = [2, 0, 2]
     decoder = decoder_with(num_layers=3)
     drawn = jax.jit(lambda layers: decoder.init_layers("layer", KEY, layers))(jnp.array(picked))
@@ -127,7 +127,7 @@ def test_initial_layer_weights_depend_only_on_layer_index(deep: dict[str, Any]) 
     assert set(numpy_leaves(drawn)) == set(whole)
     for name, leaf in numpy_leaves(drawn).items():
         if name in ("attention.out", "mlp.down"):
-            # Projections to the residual stream shrink with the depth; the draws are the same.
+            # Residual projections are scaled by depth; the random numbers are equal.
             np.testing.assert_allclose(leaf * (3 / 5) ** 0.5, whole[name][picked], rtol=1e-6)
         else:
             np.testing.assert_array_equal(leaf, whole[name][picked])
@@ -138,7 +138,7 @@ def test_initial_parameters_are_uncorrelated(deep: dict[str, Any]) -> None:
     for name, leaf in numpy_leaves(deep).items():
         if not name.endswith("scale"):
             parts = leaf if name.startswith("layers.") else leaf[None]
-            # Deviations differ from matrix to matrix: compare signs.
+            # Standard deviations differ between matrices: compare signs.
             rows += [np.sign(part.ravel()[:200]) for part in parts]
     assert len(rows) == 2 + 5 * 7
     for i, one in enumerate(rows):
@@ -163,7 +163,7 @@ def test_tied_embeddings_equal_untied_with_shared_table(params: dict[str, Any]) 
         jax.jit(run, static_argnums=0)(*each) for each in ((tied, shared), (untied, apart))
     )
     assert_close(logits, wanted)
-    # Both uses reach the gradient of the one table.
+    # Both uses contribute to the gradient of the shared table.
     assert_close(gradient["embedding"], both["embedding"] + both["head"].T)
 
 
@@ -260,7 +260,7 @@ def test_dropout_depends_on_key_layer_and_example(params: dict[str, Any]) -> Non
         layer_output(params, 0, None, EVERY),
     ):
         assert (np.abs(other - whole).max(axis=(1, 2)) > 1e-2).all()
-    # The same example twice gets two masks, because its number differs.
+    # Equal inputs get different masks if their example IDs differ.
     batch = {name: np.repeat(leaf[:1], 2, 0) for name, leaf in make_batch().items()}
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"]["layer"])
     x = np.ones((2, 8, SMALL.d_model), np.float32)
@@ -280,7 +280,7 @@ def test_dropout_is_disabled_without_key_or_rate(params: dict[str, Any]) -> None
     assert float(jnp.abs(dropped - apply(params, batch)).max()) > 1e-2
 
 
-# Layers of unlike kinds.
+# Layers of different types.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,7 +301,7 @@ class _CountingModule(mlp.GatedMLP):
 
 
 def test_layer_types_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against layers run one by one; losses are added up, statistics stay apart by layer."""
+    """Compare with layers run one by one; losses are summed, statistics are kept per layer."""
     table = {**decoder_module._MODULES, _Counting: _CountingModule}
     monkeypatch.setattr(decoder_module, "_MODULES", table)
     decoder, plain = decoder_with(num_layers=5), describe(SMALL)
@@ -346,7 +346,7 @@ def test_layer_types_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_mtp_head_losses_equal_formula() -> None:
-    """Against loops over tokens, with documents and targets that do not count."""
+    """Compare with loops over tokens, with several documents and masked targets."""
     plain, decoder = decoder_with(), decoder_with(mtp_heads=2, mtp_loss_weight=0.6)
     params, batch = jax.jit(decoder.init)(KEY), make_batch()
     assert not np.asarray(params["ahead"]["transform"]).any()
@@ -360,7 +360,7 @@ def test_mtp_head_losses_equal_formula() -> None:
     every = lambda *given: [f(*given) for f in (decoder.run, decoder.loss, decoder.objective)]  # noqa: E731
     found, loss, objective = jax.jit(every)(params, batch)
     assert_close(found.logits, jax.jit(plain.apply)(without, batch))
-    # What all heads read, from the ordinary one's logits: they are more than its width.
+    # Recover the hidden states from the logits: the vocabulary is larger than the width.
     head = np.asarray(params["head"], np.float64)
     hidden = np.asarray(found.logits, np.float64) @ np.linalg.pinv(head)
     ids, mask, targets = (np.asarray(batch[n]) for n in ("segment_ids", "loss_mask", "targets"))
@@ -398,7 +398,7 @@ def test_mtp_layers_are_initialized_independently() -> None:
 
 
 def test_mtp_layer_losses_equal_per_document_formula() -> None:
-    """Two chained heads by loops over documents, each of which is a row of its own."""
+    """Compute two chained heads in a loop over documents, each as a separate sequence."""
     decoder = decoder_with(mtp_heads=2, mtp_kind="layer", mtp_loss_weight=0.6)
     params, batch = jax.jit(decoder.init)(KEY), make_batch(1)
     batch["loss_mask"] = jnp.asarray([[1, 0, 1, 1, 1, 0, 1, 1]])

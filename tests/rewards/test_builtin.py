@@ -1,4 +1,4 @@
-"""Rewards that are built in, and the worth of expressions."""
+"""Built-in rewards, and evaluation of arithmetic expressions."""
 
 from __future__ import annotations
 

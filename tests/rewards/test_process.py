@@ -1,4 +1,4 @@
-"""Rewards by a process of their own: what functions may do to it, and what is said of that."""
+"""Rewards computed in a worker process: failures of functions, and their error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Opened = Callable[..., RewardFunction]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
-    """`opened(body)`: the rewards of a function `reward(completion, record)` with this body."""
+    """Return `opened(body)`, which opens `reward(completion, record)` with this body."""
     every: list[RewardFunction] = []
 
     def make(body: str, before: str = "") -> RewardFunction:
@@ -35,7 +35,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         each.close()
 
 
-def refused(rewards: RewardFunction, completion: str = "7") -> str:
+def error_message(rewards: RewardFunction, completion: str = "7") -> str:
     with pytest.raises(ConfigError) as error:
         rewards.compute(completion, {"prompt": "3+4="}, "prompts.jsonl, line 3")
     text = str(error.value)
@@ -72,7 +72,7 @@ def test_reward_file_can_import_modules_from_its_folder(opened: Opened, tmp_path
 )
 def test_reward_function_failures_are_reported(opened: Opened, body: str, words: str) -> None:
     start = time.monotonic()
-    text = refused(opened(body))
+    text = error_message(opened(body))
     assert f"for prompts.jsonl, line 3 and the completion '7', {words}." in text
     assert time.monotonic() - start < 30
 
@@ -88,7 +88,7 @@ def test_reward_function_failures_are_reported(opened: Opened, body: str, words:
 def test_reward_file_that_fails_to_load_is_reported(
     opened: Opened, before: str, words: str
 ) -> None:
-    text = refused(opened("return 1", before))
+    text = error_message(opened("return 1", before))
     assert "cannot be loaded" in text and words in text
 
 
@@ -110,7 +110,7 @@ def test_fingerprint_depends_on_file_content(opened: Opened) -> None:
 
 
 def test_builtin_rewards_run_in_worker_with_time_limit() -> None:
-    """A pattern may take for ever."""
+    """Matching a pattern may take forever."""
     rewards = RewardFunction(GrpoConfig(reward="regex", reward_timeout_seconds=1))
     assert rewards.compute("abc", {"pattern": "b"}, "line 1") == 1
     with raises(ConfigError, "grpo.reward", "regex", names=["1 seconds", "line 2"]):
@@ -122,4 +122,4 @@ def test_worker_has_own_process_group(opened: Opened) -> None:
     rewards = opened("import os; return os.getpgid(0)")
     group = int(rewards.compute("", {}, "line 1"))
     assert group != os.getpgid(0)
-    os.killpg(group, signal.SIGCONT)  # there it is
+    os.killpg(group, signal.SIGCONT)  # the group exists
