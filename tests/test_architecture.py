@@ -227,16 +227,16 @@ def upward_imports() -> list[str]:
     ]
 
 
-def test_folders_import_lower_folders():
+def test_folders_import_only_lower_layers():
     wrong = upward_imports()
     assert not wrong, "\n".join(wrong)
 
 
-def test_layers_are_the_folders():
+def test_layers_match_package_folders():
     assert set(LAYERS) == {_layer(module) for module in MODULES if module != "maxpipe"}
 
 
-def test_the_rules_name_modules_that_exist():
+def test_rules_name_existing_modules():
     named = {*(who for who, _, _ in FORBIDDEN), *JAX_FREE, *ROOT_CONFIG}
     assert named <= {*sources()}, "no such module: " + ", ".join(sorted(named - {*sources()}))
     for listed in (JAX_FREE, ROOT_CONFIG):
@@ -244,7 +244,7 @@ def test_the_rules_name_modules_that_exist():
         assert not twice, "listed twice: " + ", ".join(sorted(twice))
 
 
-def test_the_schema_imports_every_section():
+def test_schema_imports_every_section():
     """Importing a section, directly or by another section, registers its rules and bounds."""
     sections = {module for module in MODULES if _within(module, "maxpipe.config.sections")}
     loaded, new = set[str](), {"maxpipe.config.schema"}
@@ -256,7 +256,7 @@ def test_the_schema_imports_every_section():
     assert not missing, "maxpipe.config.schema does not import " + ", ".join(sorted(missing))
 
 
-def test_the_root_is_small():
+def test_package_root_has_few_files():
     files = [path.name for path in PACKAGE.glob("*.py")]
     assert len(files) <= MAX_ROOT_FILES, f"put some into a folder: {', '.join(sorted(files))}"
 
@@ -287,7 +287,7 @@ def test_no_import_cycles():
         visit(module, ())
 
 
-def test_code_that_runs_is_read_around_imports_of_types():
+def test_run_nodes_skips_type_checking_blocks():
     code = """
 if TYPE_CHECKING:
     import types_only
@@ -304,7 +304,7 @@ elif debug:
     assert [node.names[0].name for node in read] == ["other", "nested", "third"]
 
 
-def test_components_take_their_own_config_section():
+def test_components_accept_only_their_config_section():
     wrong = [
         f"{_where(module, node.lineno)}: takes the whole config"
         for module in MODULES
@@ -324,7 +324,7 @@ def _run_python(code: str) -> str:
     return run.stdout.strip()
 
 
-def test_jax_free_modules_never_load_jax():
+def test_jax_free_modules_do_not_import_jax():
     free = [module for module in MODULES if any(_within(module, name) for name in JAX_FREE)]
     loaded = _run_python(
         "import importlib, sys\n"
@@ -337,7 +337,7 @@ def test_jax_free_modules_never_load_jax():
     assert not loaded, f"importing {loaded} imports jax"
 
 
-def test_importing_the_package_imports_nothing_else():
+def test_importing_package_loads_no_other_module():
     loaded = _run_python(
         "import sys; before = set(sys.modules); import maxpipe; "
         "print(*sorted(set(sys.modules) - before - {'__future__'}))"
@@ -363,7 +363,7 @@ def test_files_and_functions_are_short():
     assert not long, "\n".join(long)
 
 
-def test_docstring_of_a_module_begins_with_a_sentence():
+def test_module_docstrings_begin_with_sentence():
     summaries = {
         module: (ast.get_docstring(tree(module)) or "").partition("\n")[0] for module in MODULES
     }
@@ -383,7 +383,7 @@ def test_public_names_have_docstrings():
     assert not missing, "\n".join(missing)
 
 
-def test_names_say_something():
+def test_module_names_are_specific_and_package_files_empty():
     for module, path in sources().items():
         assert not NAMELESS & set(module.split(".")), f"{path}: named for lack of a name"
         if _is_folder(module):
@@ -395,7 +395,7 @@ def test_names_say_something():
             assert len(siblings) >= 2, f"{path.parent}: a folder needs two files"
 
 
-def test_no_leftovers():
+def test_no_todo_comments_or_local_paths():
     folders = [PACKAGE, *(ROOT / name for name in ("configs", "scripts", "benchmarks", "docs"))]
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
     files += [path for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -557,7 +557,7 @@ def _replace_block(page: Path, name: str, text: str, update: bool) -> None:
     assert listed == text, "run: pytest tests/test_architecture.py --update-golden"
 
 
-def test_contributing_draws_the_arrows(update_golden: bool):
+def test_contributing_lists_layers(update_golden: bool):
     lines = [f"{layer:12}  {text}" for layer, text in reversed(LAYERS.items())]
     text = "\n".join(["```", *lines, "```", ""])
     _replace_block(ROOT / "CONTRIBUTING.md", "arrows", text, update_golden)

@@ -51,7 +51,7 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
 # --- answers -----------------------------------------------------------------------------
 
 
-def test_commands_and_options(ask: Ask):
+def test_completes_commands_and_options(ask: Ask):
     assert {"train ", "eval ", "checkpoints ", "goodput "} <= set(ask(""))
     assert ask() == ask("") and ask("tr") == ["train "]
     assert ask("checkpoints", "d") == ["delete ", "diff "]
@@ -63,7 +63,7 @@ def test_commands_and_options(ask: Ask):
     assert ask("nonsense", "x") == []
 
 
-def test_runs_and_configs_to_look_at(ask: Ask):
+def test_data_commands_complete_runs_and_configs(ask: Ask):
     """A command that takes the config of a run takes both."""
     assert ask("data", "sh") == ["show "]
     for command in ("show", "stats", "find"):
@@ -73,7 +73,7 @@ def test_runs_and_configs_to_look_at(ask: Ask):
         assert ("quick.txt " in found) == (command != "find")
 
 
-def test_keys_and_their_values(ask: Ask):
+def test_completes_config_keys_and_values(ask: Ask):
     assert ask("train", "quick.yml", "pipel") == ["pipeline."]
     assert ask("train", "pipeline.re") == ["pipeline.remat=", "pipeline.repeats="]
     assert ask("train", "pipeline.remat=n") == ["pipeline.remat=names ", "pipeline.remat=none "]
@@ -84,7 +84,7 @@ def test_keys_and_their_values(ask: Ask):
     assert "optim " in ask("config", "explain", "o")
 
 
-def test_files_runs_and_steps(ask: Ask):
+def test_completes_files_runs_and_steps(ask: Ask):
     assert ask("train", "quick.") == ["quick.yml "] == ask("train", "a.yml", "quick.")
     assert ask("train", "qui") == ["quick.yml ", "quickstart "]  # the second is shipped
     assert ask("train", "llama3-4") == ["llama3-405b "] == ask("configs", "copy", "llama3-4")
@@ -107,18 +107,18 @@ def test_files_runs_and_steps(ask: Ask):
 
 
 @pytest.mark.parametrize("word", ["~nobody/", "\0", "[", "x" * 5000, "=", ".", "@", "a=b=c", "--="])
-def test_odd_words_have_no_answer(word: str, ask: Ask):
+def test_malformed_words_do_not_fail(word: str, ask: Ask):
     for before in ([], ["train"], ["eval"], ["checkpoints", "show"], ["config", "explain"]):
         ask(*before, word)
 
 
-def test_a_shell_must_be_named(capsys: pytest.CaptureFixture[str]):
+def test_completion_requires_supported_shell(capsys: pytest.CaptureFixture[str]):
     for arguments in ([], ["tcsh"]):
         assert main(["completion", *arguments]) == 2
         assert "Traceback" not in capsys.readouterr().err
 
 
-def test_answers_load_nothing_heavy():
+def test_completion_imports_no_heavy_modules():
     code = (
         "import sys; from maxpipe.cli import main\n"
         "main(['completion', '--complete', 'zsh', 'train', 'pipeline.remat='])\n"
@@ -153,7 +153,7 @@ def shell(*command: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_bash():
+def test_bash_completes_lines():
     """As readline calls it, which replaces what follows the last `=` or `@`."""
     script = "source <(maxpipe completion bash)\ncompopt() { ended=' '; }\n"
     expected = []
@@ -170,7 +170,7 @@ def test_bash():
     assert [line.split("|")[:-1] for line in shell("bash", "--norc", "-c", script)] == expected
 
 
-def test_zsh():
+def test_zsh_completes_lines():
     """`compadd` and `compdef` are there only while a line is edited: they are played."""
     script = "compdef() { :; }\nsource <(maxpipe completion zsh)\n"
     script += 'compadd() { [ "$1" = -S ] && print -rn -- "$4|" || print -rn -- "$2 |"; }\n'
@@ -182,7 +182,7 @@ def test_zsh():
     assert found == [*LINES.values()]
 
 
-def test_fish():
+def test_fish_completes_line():
     (line,) = shell(
         "fish",
         "--no-config",
@@ -203,7 +203,9 @@ QUOTES = ("", "'", '"')
 
 
 @pytest.mark.parametrize("quote", [*QUOTES, "$'"])
-def test_bash_evaluates_to_the_name(quote: str, here: Path, capsys: pytest.CaptureFixture[str]):
+def test_bash_completion_evaluates_to_name(
+    quote: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
     """Whatever a name holds, an evaluation of the line gives it, and does nothing else."""
     script = ""
     shutil.rmtree(here / "runs" / "quick")
@@ -226,7 +228,7 @@ def test_bash_evaluates_to_the_name(quote: str, here: Path, capsys: pytest.Captu
     assert found == [f"runs/{name}/" for name in NAMES]
 
 
-def test_the_rest_of_a_name_in_bash(here: Path, capsys: pytest.CaptureFixture[str]):
+def test_bash_completes_partially_quoted_names(here: Path, capsys: pytest.CaptureFixture[str]):
     """Of what is written already, quotes and all, the end is replaced from any character on."""
     for name in ("two words", "it's;", "a=b@c"):
         (here / "runs" / name / "checkpoints" / "5").mkdir(parents=True)
@@ -324,12 +326,12 @@ def check_in_terminal(name: str, here: Path, runs: Sequence[str], quotes: Sequen
 
 
 @pytest.mark.parametrize("name", SHELLS)
-def test_harmful_names_in_a_terminal(name: str, here: Path):
+def test_harmful_names_are_quoted_in_terminal(name: str, here: Path):
     check_in_terminal(name, here, HARMFUL, [""])
     check_in_terminal(name, here, HARMFUL[:1], ['"'])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHELLS)
-def test_all_names_in_a_terminal(name: str, here: Path):
+def test_all_names_are_quoted_in_terminal(name: str, here: Path):
     check_in_terminal(name, here, NAMES[:-1], QUOTES)

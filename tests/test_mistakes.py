@@ -384,7 +384,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_the_table_has_sixty_mistakes_that_are_answered():
+def test_messages_for_common_user_errors_suggest_working_actions():
     assert len(MISTAKES) >= 60
     wrong = {each.arguments: found for each in MISTAKES if (found := faults(each))}
     assert not wrong
@@ -392,13 +392,13 @@ def test_the_table_has_sixty_mistakes_that_are_answered():
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("arguments", ACCEPTED)
-def test_what_is_meant_is_accepted(arguments: str):
+def test_unambiguous_arguments_are_accepted(arguments: str):
     code, message = said(["config", "print", "first/run.yml", *arguments.split()])
     assert code == 0, message
 
 
 @pytest.mark.usefixtures("here")
-def test_a_named_model_takes_the_place_of_the_default_of_a_file(tmp_path: Path):
+def test_named_model_replaces_default_model_of_file(tmp_path: Path):
     code, message = said(["config", "print", "llama3-8b", "first/run.yml"])
     assert code == 0 and "  num_layers: 32\n" in message and "  vocab_size: 128256\n" in message
     assert "model: llama3-8b replaces tiny, the default model of first/run.yml\n" in message
@@ -408,7 +408,7 @@ def test_a_named_model_takes_the_place_of_the_default_of_a_file(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("here")
-def test_a_file_that_changes_the_shape_of_a_named_model_is_reported(tmp_path: Path):
+def test_file_that_overrides_named_model_is_reported(tmp_path: Path):
     Path("shape.yml").write_text(
         "model: {num_layers: 2, d_model: 64, compute_dtype: float32, num_kv_heads: 8}\n"
         "train: {steps: 5}\n"

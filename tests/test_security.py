@@ -130,7 +130,7 @@ def findings(tree: ast.Module) -> Iterator[str]:
         *("from jax.experimental import serialize_executable", "load(x, trust_remote_code=True)"),
     ],
 )
-def test_the_scan_finds(line: str):
+def test_scan_reports_unsafe_code(line: str):
     assert list(findings(ast.parse(line)))
 
 
@@ -144,12 +144,12 @@ def test_the_scan_finds(line: str):
         "model.eval()",
     ],
 )
-def test_the_scan_lets_pass(line: str):
+def test_scan_accepts_safe_code(line: str):
     assert not list(findings(ast.parse(line)))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_runs_what_it_reads(path: Path):
+def test_source_files_contain_no_unsafe_code(path: Path):
     name = path.relative_to(ROOT).as_posix()
     found = list(findings(ast.parse(path.read_text(encoding="utf-8"))))
     if name in SOCKETS:
@@ -181,13 +181,13 @@ def refused(act: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def test_the_crafted_pickle_is_armed(crafted: bytes, canary: Path):
+def test_crafted_pickle_runs_code_when_loaded(crafted: bytes, canary: Path):
     pickle.loads(crafted).close()
     assert canary.exists()
     canary.unlink()
 
 
-def test_pickle_as_tokenizer(crafted: bytes, tmp_path: Path):
+def test_pickle_as_tokenizer_is_rejected(crafted: bytes, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(crafted)
     config = TokenizerConfig(kind="huggingface", path=str(path))
@@ -199,7 +199,7 @@ SETTINGS = ["[]", "3", "[" * 100_000, "{", '{"a": ' * 100_000, "\xff"]
 
 
 @pytest.mark.parametrize("text", ["CRAFTED", *SETTINGS], ids=range(1 + len(SETTINGS)))
-def test_settings_beside_a_tokenizer(text: str, crafted: bytes, tmp_path: Path):
+def test_invalid_tokenizer_settings_are_rejected(text: str, crafted: bytes, tmp_path: Path):
     import tokenizers
 
     words = tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")
@@ -211,13 +211,13 @@ def test_settings_beside_a_tokenizer(text: str, crafted: bytes, tmp_path: Path):
 
 
 @pytest.mark.parametrize("source", ["jsonl", "arrayrecord"])
-def test_pickle_as_data(source: str, crafted: bytes, tmp_path: Path):
+def test_pickle_as_data_file_is_rejected(source: str, crafted: bytes, tmp_path: Path):
     (tmp_path / "data.jsonl").write_bytes(crafted)
     config = DataConfig(source=source, path=str(tmp_path / "data.jsonl"))  # type: ignore[arg-type]
     assert "must be" in refused(lambda: open_source(config, 0)[0])
 
 
-def test_pickle_inside_of_data(crafted: bytes, tmp_path: Path):
+def test_pickle_inside_data_file_is_not_loaded(crafted: bytes, tmp_path: Path):
     """As text it is text; as a record or a line it is no JSON object."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
@@ -239,7 +239,7 @@ def test_pickle_inside_of_data(crafted: bytes, tmp_path: Path):
     assert "must be a JSON object" in refused(lambda: lines[0])
 
 
-def test_pickle_in_the_index(
+def test_pickle_in_document_index_is_not_loaded(
     crafted: bytes, canary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """An array of objects is a pickle: the index is made again."""
@@ -264,7 +264,7 @@ def test_pickle_in_the_index(
         assert "cannot be used" in caplog.messages[-1]
 
 
-def test_pickle_as_schedule_and_as_config(crafted: bytes, tmp_path: Path, capsys: Capture):
+def test_pickle_as_schedule_or_config_is_rejected(crafted: bytes, tmp_path: Path, capsys: Capture):
     for name in ("schedule.csv", "config.yml"):
         (tmp_path / name).write_bytes(crafted)
     refused(lambda: read_orders(tmp_path / "schedule.csv"))
@@ -290,13 +290,17 @@ PROVENANCES = ["[]", '{"sha256": "a", "facts": [1]}', "[" * 100_000, " " * (1 <<
 
 
 @pytest.mark.parametrize("provenance", PROVENANCES, ids=range(len(PROVENANCES)))
-def test_hostile_provenance(provenance: str, executable: tuple[Path, Callable[[], Any]]):
+def test_malformed_provenance_is_rejected(
+    provenance: str, executable: tuple[Path, Callable[[], Any]]
+):
     folder, load_it = executable
     (folder / "provenance.json").write_text(provenance)
     assert "is damaged" in refused(load_it)
 
 
-def test_pickle_as_program(crafted: bytes, executable: tuple[Path, Callable[[], Any]]):
+def test_pickle_as_executable_is_rejected(
+    crafted: bytes, executable: tuple[Path, Callable[[], Any]]
+):
     """Not read with another digest; with the right one only where no other user can write."""
     import hashlib
 
@@ -347,7 +351,7 @@ def restored(folder: Path, step: int = 6) -> Any:
         return checkpoints.restore(step).state
 
 
-def test_pickle_as_any_file_of_a_checkpoint(crafted: bytes, copy: Path):
+def test_pickle_as_checkpoint_file_is_not_loaded(crafted: bytes, copy: Path):
     good = restored(copy)["params"]["embedding"].tolist()
     noticed = 0
     for path in sorted((copy / "checkpoints" / "6").rglob("*")):
@@ -363,7 +367,9 @@ def test_pickle_as_any_file_of_a_checkpoint(crafted: bytes, copy: Path):
     assert noticed >= 3
 
 
-def test_hostile_names_in_a_checkpoint_folder(copy: Path, tmp_path: Path, capsys: Capture):
+def test_hostile_names_in_checkpoint_folder_are_not_followed(
+    copy: Path, tmp_path: Path, capsys: Capture
+):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "keep").write_text("mine")
@@ -376,7 +382,7 @@ def test_hostile_names_in_a_checkpoint_folder(copy: Path, tmp_path: Path, capsys
     assert (outside / "keep").read_text() == "mine"
 
 
-def test_a_link_among_checkpoints_is_not_followed_to_delete(copy: Path, tmp_path: Path):
+def test_symlink_among_checkpoints_is_not_followed_when_deleting(copy: Path, tmp_path: Path):
     """What it leads to stays, even when it is the oldest and one too many."""
     outside = tmp_path / "outside"
     shutil.copytree(copy / "checkpoints" / "3", outside)
@@ -390,7 +396,7 @@ def test_a_link_among_checkpoints_is_not_followed_to_delete(copy: Path, tmp_path
     assert sorted(path.name for path in outside.rglob("*")) == before
 
 
-def test_names_of_arrays_lead_nowhere(copy: Path, tmp_path: Path):
+def test_array_names_are_not_used_as_paths(copy: Path, tmp_path: Path):
     """A leaf called ../../x is a leaf that is not there."""
     metadata = copy / "checkpoints" / "6" / "state" / "_METADATA"
     text = metadata.read_text()
@@ -421,13 +427,13 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_run_names_are_folder_names(name: str):
+def test_run_name_must_be_folder_name(name: str):
     with pytest.raises(ConfigError, match="run.name"):
         load([TINY, "train.steps=1", f"run.name={name}"])
 
 
 @pytest.mark.parametrize("name", ["config.yml", "metrics.jsonl", "events.jsonl"])
-def test_a_run_does_not_write_through_a_link(name: str, tmp_path: Path):
+def test_run_does_not_write_through_symlink(name: str, tmp_path: Path):
     """A run folder from elsewhere could lead to any file of its user."""
     mine = tmp_path / "mine"
     mine.write_text("mine")
@@ -464,7 +470,7 @@ HOSTILE_YAML = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE_YAML)
-def test_hostile_yaml_is_a_mistake(kind: str, tmp_path: Path, capsys: Capture):
+def test_hostile_yaml_is_rejected(kind: str, tmp_path: Path, capsys: Capture):
     path = tmp_path / "run.yml"
     path.write_text(HOSTILE_YAML[kind])
     assert main(["config", "print", TINY, "train.steps=1", str(path)]) == 2
@@ -475,21 +481,21 @@ def test_hostile_yaml_is_a_mistake(kind: str, tmp_path: Path, capsys: Capture):
     assert len(err) < 2000
 
 
-def test_a_key_of_100_kilobytes_on_the_command_line_is_a_mistake(capsys: Capture):
+def test_command_line_key_of_100_kb_is_rejected(capsys: Capture):
     started = time.process_time()
     assert main(["config", "print", TINY, f"data.{'k' * 100_000}=1"]) == 2
     assert time.process_time() - started < 15
     assert "is not a key of data" in capsys.readouterr().err
 
 
-def test_a_config_is_a_local_file(capsys: Capture):
+def test_config_must_be_local_file(capsys: Capture):
     for name in ("https://host/run.yml", "gs://bucket/run.yml"):
         assert main(["config", "print", TINY, name]) == 2
         assert "does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["alias bomb", "object", "deep", "large", "many values"])
-def test_hostile_yaml_as_measured_hardware(
+def test_hostile_yaml_as_measured_hardware_is_rejected(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "x.yml").write_text(HOSTILE_YAML[kind])
@@ -501,7 +507,7 @@ def test_hostile_yaml_as_measured_hardware(
         hardware.known_hardware.cache_clear()
 
 
-def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
+def test_read_enforces_maximum_file_size(tmp_path: Path):
     path = tmp_path / "a"
     path.write_bytes(b"12345")
     assert files.read(path, 5) == b"12345"
@@ -509,7 +515,9 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
         files.read(path, 4)
 
 
-def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_oversized_tokenizer_or_schedule_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from maxpipe.data.tokenizers import files as tokenizer
     from maxpipe.schedule import orders
 
@@ -524,7 +532,7 @@ def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("name", ["huggingface:a", "ns:a", "a/b=1,c=2", "../a", "a.b", "a/../b:1"])
-def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_dataset_names_load_no_code(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # not even imported
     config = DataConfig(source="tfds", path=name)
     assert "must be name, name:version" in refused(lambda: open_source(config, 0))
@@ -630,7 +638,7 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(each, marks=pytest.mark.long) for each in range(1, PARTS))]
 )
-def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path, capsys: Capture):
+def test_mutated_configs_cause_no_traceback(part: int, tmp_path: Path, capsys: Capture):
     from maxpipe.config.schema import KEYS
 
     draw, count = random.Random(part), MUTATIONS // PARTS
@@ -800,7 +808,7 @@ def test_no_secret_is_written_or_printed(watched: Watched, output: str):
 
 
 @pytest.mark.parametrize("more", [["data.path=MISSING"], ["checkpoint.restore_from=MISSING"]])
-def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, output: str):
+def test_no_secret_in_error_of_run(more: list[str], watched: Watched, output: str):
     missing = f"{watched.folder}/none/https://{TOKEN}:{PASSWORD}@host"
     options = [each.replace("MISSING", missing) for each in more]
     data = "data.source=corpus" if "data.path" not in more[0] else "log.every=1"
@@ -810,7 +818,7 @@ def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, outp
     assert REDACTED in printed
 
 
-def test_a_run_whose_folder_holds_a_link_stops(watched: Watched, output: str):
+def test_run_fails_if_its_folder_contains_symlink(watched: Watched, output: str):
     mine = watched.folder / "mine"
     mine.write_text("mine")
     folder = watched.folder / "runs" / "linked"
@@ -830,7 +838,7 @@ def test_no_secret_in_reports(watched: Watched, output: str):
         assert REDACTED in printed
 
 
-def test_nothing_leaves_the_machine_and_nothing_is_unpickled(watched: Watched, output: str):
+def test_run_opens_no_connection_and_unpickles_nothing(watched: Watched, output: str):
     assert "done: 3 steps" in output
     assert watched.connections() == ""
 
@@ -844,7 +852,7 @@ def test_nothing_leaves_the_machine_and_nothing_is_unpickled(watched: Watched, o
         "import pickle, os; pickle.loads(pickle.dumps(os.getcwd))",
     ],
 )
-def test_the_watch_sees(code: str, watched: Watched):
+def test_audit_hook_records_connections_and_unpickling(code: str, watched: Watched):
     ran = watched.python("-c", code)
     seen = watched.connections()
     watched.log.unlink()

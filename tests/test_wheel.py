@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_the_wheel_holds_every_config_and_nothing_else_but_the_package(wheel: Path):
+def test_wheel_contains_only_package_and_all_configs(wheel: Path):
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
         for path in (ROOT / "configs").rglob("*.yml"):
@@ -52,7 +52,7 @@ def test_the_wheel_holds_every_config_and_nothing_else_but_the_package(wheel: Pa
     assert names == {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_every_installation_has_the_promised_packages():
+def test_promised_packages_are_dependencies():
     needed = {re.split(r"[\[>=]", text)[0] for text in PROJECT["dependencies"]}
     assert needed >= set(PROMISED)
     for file in (ROOT / "constraints").iterdir():
@@ -62,7 +62,7 @@ def test_every_installation_has_the_promised_packages():
 
 @pytest.mark.fault("U3")
 @pytest.mark.parametrize("extras", ["", "tpu"])
-def test_the_image_is_built_from_what_it_copies(extras: str, tmp_path: Path):
+def test_docker_image_builds_from_copied_files(extras: str, tmp_path: Path):
     image = dockerfile.build(ROOT / "Dockerfile", tmp_path, {"EXTRAS": extras})
     installed = (image.root / "installed.log").read_text().splitlines()[-1]
     assert installed.endswith(f".whl[{extras}]" if extras else ".whl")
@@ -98,7 +98,7 @@ def interpreter(version: str) -> str | None:
 @pytest.mark.wheel
 @pytest.mark.fault("U3")
 @pytest.mark.parametrize("version", PYTHONS)
-def test_an_installed_wheel_trains_in_an_empty_folder(version: str, wheel: Path, tmp_path: Path):
+def test_installed_wheel_trains_in_empty_folder(version: str, wheel: Path, tmp_path: Path):
     python = interpreter(version)
     if python is None:
         pytest.skip(f"there is no Python {version} here")

@@ -34,7 +34,7 @@ def told(capsys: Capture, *arguments: str, code: int = 0) -> str:
     return out if code == 0 else err
 
 
-def test_every_file_has_one_name(capsys: Capture):
+def test_configs_list_shows_every_bundled_config(capsys: Capture):
     folders = (ROOT / "configs" / each for each in (".", "model", "sft"))
     files = [path for each in folders for path in each.glob("*.yml")]
     assert sorted(path.stem for path in files) == sorted(config_files.bundled_configs())
@@ -46,14 +46,14 @@ def test_every_file_has_one_name(capsys: Capture):
     )
 
 
-def test_names_are_no_names_of_schedules(capsys: Capture):
+def test_config_names_differ_from_schedule_names(capsys: Capture):
     from maxpipe.schedule.catalog import SCHEDULES
 
     assert not set(SCHEDULES) & set(config_files.bundled_configs())
     assert told(capsys, "schedule", "quickstart").startswith("interleaved: 4 stages x 2 repeats")
 
 
-def test_commands_in_the_files_work(capsys: Capture):
+def test_commands_in_config_comments_run(capsys: Capture):
     for each in config_files.bundled_configs().values():
         comment = " ".join(re.findall(r"^# ?(.*)", each.text, re.M))
         for command in re.findall(r"maxpipe (config print \S+(?: +\w+\.\w+=\S+)*)", comment):
@@ -66,7 +66,7 @@ TUNED = [name for name, each in config_files.bundled_configs().items() if each.k
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("name", TUNED)
-def test_runs_that_tune_are_of_the_shipped_models_and_fit(name: str, capsys: Capture):
+def test_sft_configs_use_bundled_models_and_fit_in_memory(name: str, capsys: Capture):
     """On the devices that the file names, by its own command; trained on what it names."""
     text = config_files.bundled_configs()[name].text
     [command] = re.findall(r"^#   maxpipe (plan .*)", text, re.M)
@@ -77,7 +77,7 @@ def test_runs_that_tune_are_of_the_shipped_models_and_fit(name: str, capsys: Cap
     assert config.train.objective == "sft" and config.checkpoint.restore_from == "hf:base"
 
 
-def test_show_prints_the_file(capsys: Capture):
+def test_configs_show_prints_file(capsys: Capture):
     assert (
         told(capsys, "configs", "show", "llama3-8b")
         == config_files.bundled_configs()["llama3-8b"].text
@@ -89,7 +89,7 @@ def test_show_prints_the_file(capsys: Capture):
     assert_error(err, "llama3_8b", names=["quickstart", "deepseek-v2"], suggests="llama3-8b")
 
 
-def test_copies_are_made_here_and_replace_nothing(here: Path, capsys: Capture):
+def test_configs_copy_does_not_overwrite_files(here: Path, capsys: Capture):
     out = told(capsys, "configs", "copy", "quickstart")
     assert out == "wrote quickstart.yml\ntrain it: maxpipe train quickstart.yml\n"
     assert (here / "quickstart.yml").read_text() == config_files.bundled_configs()[
@@ -107,7 +107,7 @@ def test_copies_are_made_here_and_replace_nothing(here: Path, capsys: Capture):
     assert (here / "quickstart.yml").read_text() != "mine"
 
 
-def test_copies_have_the_name_that_is_given(here: Path, capsys: Capture):
+def test_configs_copy_uses_given_name(here: Path, capsys: Capture):
     (here / "folder").mkdir()
     told(capsys, "configs", "copy", "tiny", "mine.yaml")
     told(capsys, "configs", "copy", "tiny", "folder")
@@ -120,14 +120,14 @@ def test_copies_have_the_name_that_is_given(here: Path, capsys: Capture):
     assert "cannot be written" in told(capsys, "configs", "copy", "tiny", "no/a.yml", code=74)
 
 
-def test_a_copy_does_not_follow_a_link(here: Path, capsys: Capture):
+def test_configs_copy_does_not_follow_symlink(here: Path, capsys: Capture):
     (here / "tiny.yml").symlink_to(here / "elsewhere.yml")
     told(capsys, "configs", "copy", "tiny", code=2)
     told(capsys, "configs", "copy", "tiny", "--overwrite")
     assert not (here / "elsewhere.yml").exists() and not (here / "tiny.yml").is_symlink()
 
 
-def test_a_first_run_is_explained_and_named_like_its_folder(here: Path, capsys: Capture):
+def test_init_writes_commented_config_named_after_folder(here: Path, capsys: Capture):
     out = told(capsys, "init", "my first")
     assert "train it: maxpipe train 'my first/run.yml'" in out
     text = (here / "my first/run.yml").read_text()
@@ -140,7 +140,7 @@ def test_a_first_run_is_explained_and_named_like_its_folder(here: Path, capsys: 
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_first_run_replaces_nothing(here: Path, capsys: Capture):
+def test_init_does_not_overwrite_files(here: Path, capsys: Capture):
     told(capsys, "init", "first")
     (here / "first/run.yml").write_text("mine")
     err = told(capsys, "init", "first", code=2)
@@ -157,7 +157,7 @@ def test_a_first_run_replaces_nothing(here: Path, capsys: Capture):
     assert load(["../second/third/run.yml"]).config.run.name == "third"
 
 
-def test_a_full_disk_leaves_no_part_of_a_config(here: Path, capsys: Capture):
+def test_full_disk_leaves_no_partial_config(here: Path, capsys: Capture):
     (here / "old.yml").write_text("mine")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))

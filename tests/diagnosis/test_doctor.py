@@ -63,7 +63,7 @@ def explained(check: CheckResult, *words: str) -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
-def test_a_run_that_could_start(config: list[str], tmp_path: Path):
+def test_valid_run_passes_all_checks(config: list[str], tmp_path: Path):
     command = [sys.executable, "-m", "maxpipe", "doctor", *config]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -80,7 +80,7 @@ def test_a_run_that_could_start(config: list[str], tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
-def test_a_mistake_in_the_config(capsys: Capture, no_devices: None):
+def test_unknown_config_key_is_reported(capsys: Capture, no_devices: None):
     assert main(["doctor", str(ROOT / "configs/model/tiny.yml"), "train.stesp=3"]) == 2
     lines = capsys.readouterr().out.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
@@ -89,7 +89,7 @@ def test_a_mistake_in_the_config(capsys: Capture, no_devices: None):
     assert {"run folder", "clock"} <= {re.split(r" {2,}", line)[1] for line in lines}
 
 
-def test_json_is_one_object_without_secrets(
+def test_json_report_contains_no_secrets(
     capsys: Capture, no_devices: None, monkeypatch: pytest.MonkeyPatch, config: list[str]
 ):
     monkeypatch.setenv("XLA_FLAGS", TOKEN)
@@ -103,7 +103,7 @@ def test_json_is_one_object_without_secrets(
     assert {"name", "status", "text", "action"} == set(found["checks"][0])
 
 
-def test_lines_have_no_secrets():
+def test_printed_lines_contain_no_secrets():
     assert TOKEN not in str(CheckResult("data", "FAILED", f"s3://me:{TOKEN}@x", f"Set a={TOKEN}."))
 
 
@@ -117,7 +117,9 @@ def test_lines_have_no_secrets():
         ({"optax": None}, "optax is not installed"),
     ],
 )
-def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch):
+def test_outdated_or_missing_packages_are_reported(
+    present: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch
+):
     assert doctor.check_versions().status == "ok"
     right = environment.installed_version
     monkeypatch.setattr(
@@ -128,7 +130,7 @@ def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytes
     explained(doctor.check_versions(), words)
 
 
-def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_plugin_of_different_jax_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = environment.installed_version
     monkeypatch.setattr(
         environment,
@@ -145,19 +147,19 @@ def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.Monkey
     ("lower", "higher"),
     [("0.9.9", "0.10.2"), ("2.4", "2.4.1"), ("0.10.2", "0.10.10"), ("1", "1.0.1"), ("", "1")],
 )
-def test_versions_are_numbers(lower: str, higher: str):
+def test_versions_are_compared_numerically(lower: str, higher: str):
     assert doctor._numbers(lower) < doctor._numbers(higher)
     assert doctor._numbers("2.0.0rc1") == doctor._numbers("2")
 
 
-def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
+def test_unwritable_run_folder_is_reported(config: list[str], tmp_path: Path):
     (tmp_path / "runs").write_text("a file in the way")
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
     explained(found["run folder"], "Not a directory", "Set run.dir")
     assert found["compilation cache"].status == "ok"
 
 
-def test_a_place_of_checkpoints_is_looked_at(
+def test_checkpoint_folder_is_checked(
     config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def folders(value: object) -> dict[str, CheckResult]:
@@ -176,7 +178,7 @@ def test_a_place_of_checkpoints_is_looked_at(
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
 
 
-def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
+def test_checkpoint_folder_in_bucket_is_checked(config: list[str], bucket: Bucket):
     loaded = load([*config, "checkpoint.dir=gs://bucket/runs"])
     found = by_name(list(doctor.check_folders(CheckTarget.of(loaded))))["checkpoint folder"]
     assert found == CheckResult(found.name, "ok", "gs://bucket/runs/tiny can be written")
@@ -188,7 +190,7 @@ def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
         bucket.refused.clear()
 
 
-def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path):
+def test_restore_source_is_checked(config: list[str], tmp_path: Path):
     def checks(source: str) -> CheckResult:
         loaded = load([*config, f"run.dir={tmp_path}", f"checkpoint.restore_from={source}"])
         (check,) = doctor.check_restore_source(loaded.config)
@@ -208,14 +210,14 @@ def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path)
     assert list(doctor.check_restore_source(load(config).config)) == []
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path: Path):
+def test_unwritable_cache_is_reported_as_warning(config: list[str], tmp_path: Path):
     (tmp_path / "cache").write_text("a file in the way")
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
     assert found["compilation cache"].status == "warning"
     assert "runtime.compilation_cache" in found["compilation cache"].action
 
 
-def test_the_default_cache_without_a_home_folder_is_a_warning(
+def test_default_cache_without_home_folder_is_warning(
     config: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("HOME")
@@ -230,7 +232,7 @@ def test_the_default_cache_without_a_home_folder_is_a_warning(
 
 
 @pytest.mark.parametrize(("free", "status"), [(1, "FAILED"), (2.5, "warning"), (4.1, "ok")])
-def test_space_for_checkpoints(
+def test_free_space_for_checkpoints_is_checked(
     free: float, status: str, config: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     """In checkpoints; three are kept while one is written."""
@@ -247,14 +249,14 @@ def test_space_for_checkpoints(
     assert found.status == "ok" or "Free " in found.action
 
 
-def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_clock_of_file_server_is_compared(config: list[str], monkeypatch: pytest.MonkeyPatch):
     real = time.time
     monkeypatch.setattr(doctor.time, "time", lambda: real() - 60)
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))["run folder"]
     assert found.status == "warning" and "differs from this machine's by 60." in found.text
 
 
-def test_data_and_tokenizer(config: list[str], tmp_path: Path):
+def test_data_and_tokenizer_are_checked(config: list[str], tmp_path: Path):
     read, tokens = doctor.check_data(load(config).config)
     assert read.text == "text, 1 document, the first has 18 characters"
     assert tokens.text == "bytes, 259 ids, 18 tokens for 18 characters"
@@ -269,7 +271,7 @@ def test_data_and_tokenizer(config: list[str], tmp_path: Path):
     explained(tokens, "tokenizer.path", "must be a tokenizer.json file")
 
 
-def test_a_model_with_too_few_ids(config: list[str]):
+def test_vocab_size_smaller_than_tokenizer_is_reported(config: list[str]):
     whole = load(config).config
     small = dataclasses.replace(whole, model=dataclasses.replace(whole.model, vocab_size=100))
     read, tokens = doctor.check_data(small)
@@ -281,18 +283,18 @@ def test_a_model_with_too_few_ids(config: list[str]):
 
 
 @pytest.mark.parametrize("zone", ["", "UTC", "Europe/Zurich", "EST5EDT", "<+03>-3", ":UTC"])
-def test_a_clock_that_is_set(zone: str, monkeypatch: pytest.MonkeyPatch):
+def test_valid_time_zone_passes(zone: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", zone)
     assert doctor.check_clock().status == "ok"
 
 
-def test_a_time_zone_that_is_none(monkeypatch: pytest.MonkeyPatch):
+def test_invalid_time_zone_is_reported_as_warning(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", "Mars/Base")
     found = doctor.check_clock()
     assert found.status == "warning" and "TZ=Mars/Base is not a time zone" in found.text
 
 
-def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch):
+def test_clock_jump_is_reported(monkeypatch: pytest.MonkeyPatch):
     readings = iter([1e9, 1e9 + 40])
     monkeypatch.setattr(doctor.time, "time", lambda: next(readings))
     explained(doctor.check_clock(), "the wall clock advanced by 40.00 s")
@@ -313,7 +315,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[A
     return asked
 
 
-def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_mesh_of_config_is_checked(config: list[str], monkeypatch: pytest.MonkeyPatch):
     asked = answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
     (found,) = doctor.check_devices(
         CheckTarget.of(load([*config, "runtime.init_timeout_seconds=77"]))
@@ -333,7 +335,7 @@ def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pyt
     assert asked[0][1] == doctor.DEVICE_SECONDS + 77
 
 
-def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
+def test_unresponsive_devices_are_reported(monkeypatch: pytest.MonkeyPatch):
     answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
     (found,) = doctor.check_devices(CheckTarget())
     explained(found, "no answer within 9 s.", "Stop other programs")
@@ -341,7 +343,7 @@ def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
     assert doctor.count_device_kinds() == "no answer within 9 s."
 
 
-def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[str]):
+def test_wrong_mesh_size_and_missing_platform_are_reported(config: list[str]):
     found = list(doctor.check_devices(CheckTarget.of(load([*config, "mesh.ici_fsdp=4"]))))
     assert [check.status for check in found] == ["ok", "FAILED"]
     explained(found[1], "the run needs 8, but there are 4", "set mesh.cpu_devices=8")
@@ -351,7 +353,7 @@ def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[
 
 @pytest.mark.multihost
 @pytest.mark.faults
-def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
+def test_failed_loopback_connection_is_reported(monkeypatch: pytest.MonkeyPatch):
     # Another program listens at process 0's port.
     import socket
 
@@ -365,7 +367,7 @@ def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
         assert time.monotonic() - begin < 25
 
 
-def test_help_needs_no_jax():
+def test_help_does_not_import_jax():
     code = (
         "import sys; from maxpipe.cli import main\n"
         "for args in (['doctor', '--help'], ['env', '--help']):\n"

@@ -27,14 +27,14 @@ def said(capsys: Capture) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("axis", ["stage", "tensor"])
-def test_right_collectives_pass(mesh: jax.sharding.Mesh, axis: str, capsys: Capture):
+def test_correct_collectives_pass(mesh: jax.sharding.Mesh, axis: str, capsys: Capture):
     probe._collectives(mesh, axis)
     (record,) = said(capsys)
     assert record["name"] == f"collectives over {axis}" and record["status"] == "ok"
 
 
 @pytest.mark.parametrize("name", probe.COLLECTIVES)
-def test_a_wrong_collective_is_named(
+def test_wrong_collective_is_reported_by_name(
     name: str, mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     right = getattr(lax, name)
@@ -51,7 +51,9 @@ def test_a_wrong_collective_is_named(
     assert record["action"]
 
 
-def test_a_swapped_pair_is_noticed(mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch):
+def test_ppermute_from_wrong_neighbor_is_detected(
+    mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
+):
     """Right sums, from the wrong neighbours."""
     right = lax.ppermute
     backwards = [(i, (i - 1) % 4) for i in range(4)]
@@ -59,7 +61,7 @@ def test_a_swapped_pair_is_noticed(mesh: jax.sharding.Mesh, monkeypatch: pytest.
     assert probe._wrong_collectives(mesh, "stage") == ["ppermute"]
 
 
-def test_clocks_that_differ_are_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+def test_clock_difference_is_reported_as_warning(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     monkeypatch.setattr(probe.multihost_utils, "sync_global_devices", lambda name: None)
     for apart, status in ((0, "ok"), (5, "warning")):
 

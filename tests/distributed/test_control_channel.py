@@ -129,7 +129,7 @@ def ends(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], 
     return [p.returncode for p in processes], [o for o, _ in printed], [e for _, e in printed]
 
 
-def test_all_stop_at_the_same_step_when_one_is_asked() -> None:
+def test_signal_to_one_process_stops_all_at_same_step() -> None:
     with members("steps(link, 1000)") as processes:
         for process in processes:
             wait_for(process, "running")
@@ -140,7 +140,7 @@ def test_all_stop_at_the_same_step_when_one_is_asked() -> None:
     assert 3 < int(step) < 1000
 
 
-def test_one_process_is_its_own_hub() -> None:
+def test_single_process_stops_on_signal() -> None:
     with members("steps(link, 1000)", count=1) as (process,):
         wait_for(process, "running")
         process.send_signal(signal.SIGTERM)
@@ -148,12 +148,12 @@ def test_one_process_is_its_own_hub() -> None:
     assert codes == [75] and "stopped at" in printed[0]
 
 
-def test_a_run_that_ends_leaves_no_process_behind() -> None:
+def test_all_processes_exit_when_run_ends() -> None:
     with members("steps(link, 5)") as processes:
         assert ends(processes)[0] == [0, 0, 0]
 
 
-def test_before_the_first_step_nothing_is_worth_waiting_for() -> None:
+def test_signal_before_first_step_exits_immediately() -> None:
     body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
     with members(body, count=2) as processes:
         for process in processes:
@@ -165,7 +165,7 @@ def test_before_the_first_step_nothing_is_worth_waiting_for() -> None:
 
 
 @pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_asked_before_all_have_come(asked: int) -> None:
+def test_signal_before_all_processes_connect(asked: int) -> None:
     with members("pass", count=4, started=3) as processes:
         for process in processes:
             wait_for(process, "linked")
@@ -177,7 +177,7 @@ def test_asked_before_all_have_come(asked: int) -> None:
 
 
 @pytest.mark.parametrize("comes", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_asked_before_process_0_has_come(comes: bool) -> None:
+def test_signal_before_process_0_listens(comes: bool) -> None:
     late = "if index == 0:\n    print('late', flush=True)\n    time.sleep(2)"
     with members("time.sleep(60)", count=2, before=late) as processes:
         wait_for(processes[0], "late")
@@ -200,7 +200,7 @@ steps(link, 1000, read)
 
 
 @pytest.mark.fault("F8")
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_second_signal_exits_immediately() -> None:
     body = HANGS
     with members(body, count=1, limits="stall_seconds=0") as (process,):
         wait_for(process, "hangs")
@@ -214,7 +214,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
-def test_ctrl_c_and_a_closed_terminal_stop_all_with_one_code(number: int, code: int) -> None:
+def test_ctrl_c_or_closed_terminal_stops_all_with_same_code(number: int, code: int) -> None:
     """Asked once in one process, which says so at once; all stop at the same step."""
     with members("steps(link, 1000)", count=2) as processes:
         for process in processes:
@@ -228,7 +228,7 @@ def test_ctrl_c_and_a_closed_terminal_stop_all_with_one_code(number: int, code: 
 
 
 @pytest.mark.fault("H5")
-def test_ctrl_c_twice_leaves_at_once() -> None:
+def test_second_ctrl_c_exits_immediately() -> None:
     with members(HANGS, count=1, limits="stall_seconds=0") as (process,):
         wait_for(process, "hangs")
         process.send_signal(signal.SIGINT)
@@ -242,7 +242,7 @@ def test_ctrl_c_twice_leaves_at_once() -> None:
 
 
 @pytest.mark.fault("H5")
-def test_ctrl_c_before_the_first_step_leaves_at_once() -> None:
+def test_ctrl_c_before_first_step_exits_immediately() -> None:
     body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
     with members(body, count=2) as processes:
         for process in processes:
@@ -254,7 +254,7 @@ def test_ctrl_c_before_the_first_step_leaves_at_once() -> None:
 
 
 @pytest.mark.fault("H5")
-def test_what_was_ignored_at_the_start_stays_ignored() -> None:
+def test_signals_ignored_at_startup_stay_ignored() -> None:
     """`nohup maxpipe train`, and a closed terminal."""
     before = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
     with members("steps(link, 1000)", count=1, before=before) as (process,):
@@ -267,7 +267,7 @@ def test_what_was_ignored_at_the_start_stays_ignored() -> None:
 
 
 @pytest.mark.fault("F8")
-def test_a_signal_that_comes_twice_is_one_request() -> None:
+def test_signals_in_quick_succession_are_one_request() -> None:
     """A launcher signals the process, and then its group."""
     body = HANGS.replace("60", "1")
     with members(body, count=1) as (process,):
@@ -281,7 +281,7 @@ def test_a_signal_that_comes_twice_is_one_request() -> None:
 
 
 @pytest.mark.fault("F8")
-def test_the_grace_ends() -> None:
+def test_process_exits_after_grace_period() -> None:
     body = HANGS
     with members(body, count=1, limits="heartbeat_seconds=1, grace_seconds=1") as (process,):
         wait_for(process, "hangs")
@@ -291,7 +291,7 @@ def test_the_grace_ends() -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_is_named_at_once(victim: int) -> None:
+def test_killed_process_is_reported_immediately(victim: int) -> None:
     with members("steps(link, 1000)") as processes:
         for process in processes:
             wait_for(process, "running")
@@ -307,7 +307,7 @@ def test_a_killed_process_is_named_at_once(victim: int) -> None:
 
 
 @pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_link_speaks_before_a_thread_that_aborts(killed: bool) -> None:
+def test_disconnect_is_reported_before_thread_aborts(killed: bool) -> None:
     """As jax does without process 0; a process that aborts for another reason dies."""
     body = """
 def abort():
@@ -330,7 +330,7 @@ steps(link, 1000, step_of)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
+def test_unresponsive_process_ends_run_after_timeout(victim: int) -> None:
     limits = "init_seconds=20, heartbeat_seconds=2"
     with members("steps(link, 1000)", limits=limits) as processes:
         for process in processes:
@@ -342,7 +342,7 @@ def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
 
 
 @pytest.mark.fault("F10")
-def test_the_first_failure_is_reported_last_and_everywhere() -> None:
+def test_first_failure_is_printed_last_by_all_processes() -> None:
     body = "steps(link, 1000, lambda step: 1 / (step - 5) if index == 2 else None)"
     with members(body) as processes:
         codes, _, errors = ends(processes)
@@ -353,7 +353,7 @@ def test_the_first_failure_is_reported_last_and_everywhere() -> None:
 
 
 @pytest.mark.fault("F9")
-def test_a_stall_shows_all_stacks_and_names_who_holds_the_others_up() -> None:
+def test_stall_prints_all_stacks_and_names_stalled_process() -> None:
     body = """
 def read(step):
     if index == 1 and step == 5:
@@ -376,7 +376,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
         assert "process 2" not in who
 
 
-def test_a_stall_is_said_twice_by_all() -> None:
+def test_stall_requires_repeated_reports_from_all_processes() -> None:
     """Beats are older than what has happened since, when a host was frozen."""
     told: list[CoordinatorMessage] = []
     with selectors.DefaultSelector() as selector:
@@ -414,7 +414,7 @@ def test_a_stall_is_said_twice_by_all() -> None:
 
 
 @pytest.mark.parametrize("phase", ["DATA_SET_UP", pytest.param("COMPILE", marks=pytest.mark.long)])
-def test_set_up_takes_as_long_as_it_moves_or_compiles(phase: str) -> None:
+def test_set_up_with_progress_or_compilation_is_not_a_stall(phase: str) -> None:
     """And those who wait for it, before the first step and in it, are not stuck."""
     body = f"""
 if index == 1:
@@ -435,7 +435,7 @@ steps(link, 5)
     assert codes == [0, 0, 0], errors
 
 
-def test_set_up_that_hangs_is_named_and_not_those_who_wait_for_it() -> None:
+def test_stalled_set_up_is_reported_without_waiting_processes() -> None:
     body = """
 if index == 1:
     with phases.enter(DATA_SET_UP):
@@ -452,7 +452,7 @@ link.compare_across_processes("data", "x")
 
 
 @pytest.mark.long
-def test_a_stall_names_what_is_read() -> None:
+def test_stall_report_names_record_being_read() -> None:
     """Also in an evaluation, in which all others wait."""
     body = """
 def read(step):
@@ -476,7 +476,7 @@ steps(link, 1000, read)
 
 @pytest.mark.long
 @pytest.mark.fault("S1")
-def test_who_holds_the_others_up_is_named() -> None:
+def test_straggler_is_reported() -> None:
     body = """
 def wait(step):
     with phases.enter(STEP):
@@ -491,7 +491,7 @@ steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
 
 
 @pytest.mark.fault("F10")
-def test_a_process_that_ends_early_is_not_waited_for() -> None:
+def test_early_exit_of_one_process_ends_run() -> None:
     body = """
 def wait(step):
     if step == 6:
@@ -513,7 +513,7 @@ steps(link, 5 if index == 1 else 1000, wait)
         pytest.param("steps(link, 150)", marks=pytest.mark.long),
     ],
 )
-def test_a_process_that_still_saves_or_moves_is_let_alone(rest: str) -> None:
+def test_process_that_saves_or_trains_on_is_not_terminated(rest: str) -> None:
     """After the last save process 0 alone looks at the files, which may take minutes."""
     body = f"steps(link, 5)\nif index == 0:\n    {rest}\n    print('complete', flush=True)"
     with members(body, limits="heartbeat_seconds=1") as processes:
@@ -522,7 +522,7 @@ def test_a_process_that_still_saves_or_moves_is_let_alone(rest: str) -> None:
     assert "complete" in printed[0]
 
 
-def test_leaving_waits_for_thousands_of_processes() -> None:
+def test_wait_for_disconnects_supports_high_descriptors() -> None:
     """Their descriptors are beyond what select takes."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, before[1]))
@@ -555,7 +555,7 @@ def test_leaving_waits_for_thousands_of_processes() -> None:
         ("link.on_leave", "time.sleep(60)"),
     ],
 )
-def test_a_process_leaves_whatever_fails_on_the_way_out(what: str, fault: str) -> None:
+def test_process_exits_even_if_shutdown_fails(what: str, fault: str) -> None:
     body = f"""
 sys.modules["maxpipe.distributed.control_channel"]._GOODBYE_SECONDS = 0.5
 {what} = lambda *_: {fault}
@@ -569,7 +569,7 @@ link._coordinator._end(71, "nothing moves")
 
 
 @pytest.mark.fault("F10")
-def test_those_who_did_not_come_are_named() -> None:
+def test_missing_processes_are_reported() -> None:
     limits = "init_seconds=2"
     with members("pass", count=4, started=2, limits=limits) as processes:
         codes, _, errors = ends(processes)
@@ -577,14 +577,14 @@ def test_those_who_did_not_come_are_named() -> None:
     assert all("processes 2, 3 of 4 did not join within 2 s" in text for text in errors)
 
 
-def test_a_hub_that_did_not_come() -> None:
+def test_unreachable_process_0_is_reported() -> None:
     with members("pass", count=2, limits="init_seconds=1") as processes:
         processes[0].kill()
         codes, _, errors = ends(processes)
     assert codes[1] == 71 and "process 0 was not reachable at 127.0.0.1:" in errors[1]
 
 
-def test_an_unknown_host_name_is_no_matter_of_the_secret(
+def test_unresolved_host_name_is_not_blamed_on_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nor is a secret that is there no more, since process 0 has given up meanwhile."""
@@ -600,7 +600,7 @@ def test_an_unknown_host_name_is_no_matter_of_the_secret(
     assert "cannot resolve the name: Name or service not known" in trouble.text
 
 
-def test_other_facts_are_refused_by_name() -> None:
+def test_different_metadata_is_rejected_with_key() -> None:
     with members("pass", facts=("10", "10", "11")) as processes:
         codes, _, errors = ends(processes)
     assert codes == [2, 2, 2]
@@ -608,7 +608,7 @@ def test_other_facts_are_refused_by_name() -> None:
 
 
 @pytest.mark.fault("P6")
-def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
+def test_duplicate_process_id_is_rejected_and_run_continues() -> None:
     with members("steps(link, 5)", started=2) as processes:
         time.sleep(1.5)  # the first process 1 has come
         second = again(processes[1], 1)
@@ -623,7 +623,7 @@ def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("P6")
-def test_another_count_is_refused_and_named_at_the_end() -> None:
+def test_different_num_processes_is_rejected_and_reported() -> None:
     limits = "init_seconds=4"
     with members("pass", count=2, started=1, limits=limits) as (first,):
         codes, _, errors = ends([again(first, 1, count=3), first])
@@ -634,7 +634,7 @@ def test_another_count_is_refused_and_named_at_the_end() -> None:
 
 @pytest.mark.fault("F10")
 @pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_process_that_went_away_may_come_again(silent: bool) -> None:
+def test_disconnected_process_can_reconnect(silent: bool) -> None:
     """Its host was lost while the others were waited for; a dead host closes no connection."""
     limits = "init_seconds=20, heartbeat_seconds=3"
     with (
@@ -651,7 +651,7 @@ def test_a_process_that_went_away_may_come_again(silent: bool) -> None:
     assert codes == [0, 0, 0], errors
 
 
-def test_process_0_does_not_wait_for_the_goodbye_of_a_lost_host() -> None:
+def test_process_0_does_not_wait_for_goodbye_of_lost_host() -> None:
     limits = "init_seconds=20, heartbeat_seconds=1"
     with (
         members("steps(link, 5)", count=2, started=1, limits=limits) as (first,),
@@ -663,7 +663,7 @@ def test_process_0_does_not_wait_for_the_goodbye_of_a_lost_host() -> None:
     assert codes == [71] and "process 1 (far, pid 1) did not respond for 1 s" in errors[0]
 
 
-def test_the_port_is_free_when_all_are_welcome() -> None:
+def test_port_is_released_before_welcome() -> None:
     """jax's own service listens there next."""
     port, told = free_port(), []
 
@@ -689,7 +689,7 @@ def test_the_port_is_free_when_all_are_welcome() -> None:
     assert told == ["welcome"]
 
 
-def test_values_are_compared_everywhere() -> None:
+def test_values_are_compared_across_processes() -> None:
     body = "print(link.compare_across_processes('data', 'b' if index == 1 else 'a'))"
     with members(body) as processes:
         codes, printed, errors = ends(processes)
@@ -697,7 +697,7 @@ def test_values_are_compared_everywhere() -> None:
     assert {text.splitlines()[-1] for text in printed} == {"{'a': [0, 2], 'b': [1]}"}
 
 
-def test_an_introduction_may_come_in_pieces() -> None:
+def test_hello_message_may_arrive_in_pieces() -> None:
     """It holds the whole config, which is more than a network hands over at once."""
     with (
         members("link.compare_across_processes('x', 'y')", count=2, started=1) as (process,),

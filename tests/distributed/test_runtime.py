@@ -99,14 +99,14 @@ def free_port() -> int:
 # --- devices and cache -----------------------------------------------------------------------
 
 
-def test_start_gives_the_virtual_devices_and_says_nothing(tmp_path: Path):
+def test_start_creates_virtual_devices_without_output(tmp_path: Path):
     config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
     ran = python(started(config, 3, "import jax; print(json.dumps(len(jax.devices())))"))
     assert (ran.returncode, ran.stderr, json.loads(ran.stdout)) == (0, "", 3)
     assert not (tmp_path / "new").exists()  # several devices: no cache
 
 
-def test_one_device_has_a_cache(tmp_path: Path):
+def test_single_device_uses_compilation_cache(tmp_path: Path):
     config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
     ran = python(started(config, 1))
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -115,7 +115,7 @@ def test_one_device_has_a_cache(tmp_path: Path):
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("num_processes", [1, pytest.param(0, marks=pytest.mark.long)])
-def test_platform_that_is_not_here(platform: str, num_processes: int):
+def test_missing_platform_is_rejected(platform: str, num_processes: int):
     if jax.local_devices(backend="cpu") != jax.devices() or Path("/dev/accel0").exists():
         pytest.skip("this machine has an accelerator")
     if platform == "cuda" and Path("/dev/nvidiactl").exists():
@@ -130,7 +130,7 @@ def test_platform_that_is_not_here(platform: str, num_processes: int):
     assert "runtime.platform=cpu" in ran.stderr
 
 
-def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
+def test_unwritable_cache_is_warning(tmp_path: Path):
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file" / "cache")
     ran = python(started(f"platform='cpu', compilation_cache={folder!r}"))
@@ -139,7 +139,7 @@ def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
     assert f"runtime.compilation_cache = {folder}" in line and "not cached" in line
 
 
-def test_the_default_cache_without_a_home_folder_is_a_warning():
+def test_default_cache_without_home_folder_is_warning():
     code = "import os, pwd\n"
     code += "os.environ.pop('HOME', None)\n"
     code += "def none(uid): raise KeyError(uid)\n"
@@ -160,7 +160,7 @@ def test_libraries_do_not_print_log_records_twice():
     assert ran.stderr == "once\n"
 
 
-def test_reading_commands_take_no_device_and_keep_other_handlers():
+def test_use_cpu_only_removes_only_stream_handlers():
     root, ours = logging.getLogger(), logging.NullHandler()
     root.addHandler(ours)
     printer = logging.StreamHandler()
@@ -178,7 +178,7 @@ def test_reading_commands_take_no_device_and_keep_other_handlers():
 
 @pytest.mark.multihost
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_others_that_do_not_come(rank: int):
+def test_missing_processes_are_reported_after_timeout(rank: int):
     address = f"127.0.0.1:{free_port()}"
     config = f"platform='cpu', compilation_cache='', num_processes=2, process_id={rank}"
     config += f", coordinator={address!r}, init_timeout_seconds=2"
@@ -199,7 +199,7 @@ def test_others_that_do_not_come(rank: int):
 @pytest.mark.parametrize(
     "host", ["localhost", pytest.param(socket.gethostname(), marks=pytest.mark.long)]
 )
-def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: str, tmp_path: Path):
+def test_processes_without_secret_read_it_from_run_folder(host: str, tmp_path: Path):
     """It is gone when all have connected; also when process 0 is stopped before."""
     config = "platform='cpu', compilation_cache='', num_processes=2, "
     config += f"coordinator='{host}:{free_port()}', process_id="
@@ -223,7 +223,7 @@ def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: st
     assert [out for out, _ in outputs] == ["[]\n", "[]\n"]
 
 
-def test_cluster_that_is_not_there():
+def test_undetected_cluster_is_rejected():
     ran = python(started("platform='cpu', compilation_cache='', num_processes=0"))
     assert ran.returncode == 2, ran.stderr
     is_explained(ran.stderr)
@@ -240,7 +240,7 @@ def test_cluster_that_is_not_there():
         (None, [], "127.0.0.1"),
     ],
 )
-def test_own_address_on_a_host_without_a_route(
+def test_own_address_on_host_without_route(
     monkeypatch: pytest.MonkeyPatch, coordinator: str | None, names: list[str], found: str
 ):
     class NoRoute(socket.socket):
@@ -260,7 +260,7 @@ def test_own_address_on_a_host_without_a_route(
     assert runtime._own_address() == found
 
 
-def test_one_process_leaves_on_its_own():
+def test_single_process_exits_with_error_code():
     then = "from maxpipe.errors import StorageError; raise StorageError('full')"
     ran = python(started("platform='cpu', compilation_cache=''", then=then))
     assert (ran.returncode, ran.stderr) == (74, "full\n")
@@ -270,7 +270,7 @@ def test_one_process_leaves_on_its_own():
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_path: Path):
+def test_signal_requests_stop_and_handler_is_restored(number: signal.Signals, tmp_path: Path):
     before = signal.getsignal(number)
     with runtime.join_processes(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
         assert not link.should_stop()
@@ -288,7 +288,7 @@ def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_
         ("UNAVAILABLE: failed to connect", UnreachableError),
     ],
 )
-def test_join_reports_jax_own_reason(
+def test_join_reports_reason_given_by_jax(
     monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[MaxpipeError]
 ):
     def refuse(**options: object) -> None:
@@ -304,7 +304,7 @@ def test_join_reports_jax_own_reason(
         jax.config.update("jax_cpu_collectives_implementation", before)
 
 
-def test_a_port_that_is_taken_is_a_mistake():
+def test_port_in_use_is_config_error():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         address = f"127.0.0.1:{port}"

@@ -23,7 +23,7 @@ def refused(environment: dict[str, str]) -> str:
 
 
 @pytest.mark.fault("P7")
-def test_the_environment_comes_first(tmp_path: Path) -> None:
+def test_secret_from_environment_takes_precedence(tmp_path: Path) -> None:
     assert protocol.secret_from_environment({}) is None
     assert protocol.secret_from_environment({protocol.VARIABLE: f" {GOOD}\n"}) == GOOD.encode()
     for text in ("", "short", "x" * 2000):
@@ -33,7 +33,9 @@ def test_the_environment_comes_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault("P7")
-def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_file_must_be_private_to_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "file"
     named = {protocol.FILE_VARIABLE: str(path)}
     said = refused(named)
@@ -63,7 +65,7 @@ def test_a_file_must_be_its_owners_alone(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.fault("P7")
-def test_process_0_leaves_a_new_one_for_as_long_as_the_others_are_waited_for(
+def test_process_0_publishes_new_secret_while_processes_connect(
     tmp_path: Path,
 ) -> None:
     folder, planted = tmp_path / "runs" / "run", tmp_path / "planted"
@@ -89,7 +91,7 @@ def test_process_0_leaves_a_new_one_for_as_long_as_the_others_are_waited_for(
 
 
 @pytest.mark.fault("P7")
-def test_a_folder_that_keeps_nothing_private_is_refused(
+def test_folder_without_private_file_modes_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As mounts of buckets and of Windows shares are."""
@@ -112,7 +114,7 @@ def test_a_folder_that_keeps_nothing_private_is_refused(
         protocol.read_published_secret(tmp_path, 1)
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder_is_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file"
     with pytest.raises(StorageError, match="cannot be written"), protocol.publish_secret(folder, 1):

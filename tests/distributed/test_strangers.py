@@ -60,7 +60,7 @@ def soon() -> float:
 
 
 @pytest.mark.fault("P1")
-def test_random_messages_at_the_port_end_nothing_and_cost_little() -> None:
+def test_random_messages_at_port_do_not_end_run_or_use_much_cpu() -> None:
     with members("steps(link, 5)", count=2, started=1) as (first,):
         wait_for(first, "linked")
         time.sleep(0.5)
@@ -79,7 +79,7 @@ def test_random_messages_at_the_port_end_nothing_and_cost_little() -> None:
 
 
 @pytest.mark.fault("P2")
-def test_idle_connections_keep_no_process_out_and_nothing_busy() -> None:
+def test_idle_connections_do_not_block_processes_or_use_cpu() -> None:
     """More than this process may have files open."""
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))"
     with members("steps(link, 5)", count=2, started=1, before=few) as (first,):
@@ -117,7 +117,9 @@ def looks(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConn
 
 
 @pytest.mark.fault("P2")
-def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peers_are_limited_in_number_size_and_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(protocol, "_MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(protocol, "_AUTHENTICATION_SECONDS", 0.5)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
@@ -132,7 +134,7 @@ def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.Mo
         assert opened.last_refused == "127.0.0.1"
 
 
-def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_of_busiest_address_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "_MAX_UNAUTHENTICATED", 3)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(address, 5, ("127.0.0.9", 0)))
@@ -187,7 +189,7 @@ def test_replayed_and_reflected_proofs_are_rejected() -> None:
 
 
 @pytest.mark.fault("P3")
-def test_another_secret_gets_nowhere() -> None:
+def test_different_secret_is_rejected() -> None:
     with members("pass", count=2, started=1, limits="init_seconds=3") as (first,):
         wait_for(first, "linked")
         time.sleep(0.5)
@@ -198,12 +200,12 @@ def test_another_secret_gets_nowhere() -> None:
     assert codes == [71] and told in errors[0]
 
 
-def test_only_the_coordinators_address_is_listened_at() -> None:
+def test_listener_binds_only_coordinator_address() -> None:
     with listening() as (_, (_, port)), pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=1)
 
 
-def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
+def test_listener_binds_all_addresses_if_host_name_is_ambiguous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Names for 127.0.1.1, addresses of a router, names that only others know."""
@@ -242,7 +244,7 @@ def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
         opened.close()
 
 
-def test_a_port_that_is_taken_is_not_shared() -> None:
+def test_listener_does_not_share_port_in_use() -> None:
     with listening() as (_, address), pytest.raises(OSError) as caught:
         Listener(address, KEY, 2, print)
     assert caught.value.errno == errno.EADDRINUSE
@@ -255,7 +257,7 @@ def test_a_port_that_is_taken_is_not_shared() -> None:
 @pytest.mark.parametrize(
     "says", ["nothing", pytest.param("noise", marks=pytest.mark.long), "its greeting", "welcome"]
 )
-def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -> None:
+def test_false_process_0_learns_nothing_and_ends_no_process(says: str) -> None:
     texts = {
         "noise": b"\xff" * 64,
         "its greeting": None,
@@ -429,7 +431,7 @@ def test_invalid_messages_close_only_their_connection(message: Any) -> None:
 
 
 @pytest.mark.fault("P5")
-def test_random_messages_of_a_process_are_no_bug() -> None:
+def test_random_messages_of_authenticated_process_cause_no_bug() -> None:
     """Those that have the right types, in any order and with any numbers."""
     chance = random.Random(5)
     numbers = (0, 1, -1, 7, 2**62, -(2**62))
@@ -480,7 +482,7 @@ def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
 @pytest.mark.parametrize(
     "code", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (-1, 256, 2**40))]
 )
-def test_no_message_of_a_process_ends_a_run_as_done(code: int) -> None:
+def test_no_message_of_process_ends_run_with_exit_code_0(code: int) -> None:
     with (
         members("steps(link, 1000)", count=2, started=1) as (first,),
         introduced(first, 1, count=2) as wire,
@@ -495,7 +497,7 @@ def test_no_message_of_a_process_ends_a_run_as_done(code: int) -> None:
 
 
 @pytest.mark.fault("P5")
-def test_a_peer_that_reads_nothing_holds_no_other_up() -> None:
+def test_peer_that_reads_nothing_does_not_block_others() -> None:
     here, there = socket.socketpair()
     with here, there:
         wire = AuthenticatedConnection(here, KEY, b"nonces", is_hub=True)

@@ -74,7 +74,7 @@ def done(calls: Path) -> list[str]:
     return [line.removeprefix("gcloud ")[13:] for line in lines if " describe " not in line]
 
 
-def test_shellcheck_finds_nothing(write: Write):
+def test_scripts_pass_shellcheck(write: Write):
     folder = write("gcloud", *NEEDED, *MULTISLICE, "launch.environment=[A]", "launch.workdir=a/b")
     scripts = sorted(folder.glob("*.sh"))
     assert [path.name for path in scripts] == ["host.sh", "start.sh", "stop.sh"]
@@ -124,13 +124,13 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
     assert not (tmp_path / "state").exists() and not secret.exists()
 
 
-def test_one_slice_is_one_node(write: Write, calls: Path):
+def test_single_slice_is_requested_as_one_node(write: Write, calls: Path):
     bash(write("gcloud", *NEEDED) / "start.sh")
     assert "--accelerator-type=v5litepod-8 " in done(calls)[0]
     assert done(calls)[0].endswith("--node-id=quickstart")
 
 
-def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
+def test_host_starts_run_only_once(write: Write, tmp_path: Path):
     program = tmp_path / "program"
     program.write_text('#!/bin/bash\necho "$PWD $*"\ncat "$MAXPIPE_RUN_SECRET_FILE"\nsleep 3\n')
     program.chmod(0o755)
@@ -154,7 +154,7 @@ def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
     assert load([str(folder / "config.yml")]).config.runtime.num_processes == 0
 
 
-def test_submit_starts(
+def test_submit_starts_run(
     calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
 ):
     monkeypatch.chdir(tmp_path)
@@ -166,14 +166,14 @@ def test_submit_starts(
 EXPIRED = "ERROR: (gcloud) There was a problem refreshing your current auth tokens\n"
 
 
-def test_trouble_is_no_reason_to_ask_for_slices(write: Write, calls: Path, tmp_path: Path):
+def test_gcloud_error_does_not_request_slices(write: Write, calls: Path, tmp_path: Path):
     (tmp_path / "trouble").write_text(EXPIRED)
     ran = start(write("gcloud", *NEEDED))
     assert (ran.returncode, ran.stderr) == (1, EXPIRED)
     assert done(calls) == []
 
 
-def test_a_wait_without_answers_ends(write: Write, calls: Path, tmp_path: Path):
+def test_wait_ends_after_repeated_gcloud_errors(write: Write, calls: Path, tmp_path: Path):
     """Credentials that expire while the slices are waited for."""
     tool = tmp_path / "bin/gcloud"
     expires = 'echo PROVISIONING >"$FAKE/state"; cp "$FAKE/expired" "$FAKE/trouble"'
@@ -187,7 +187,7 @@ def test_a_wait_without_answers_ends(write: Write, calls: Path, tmp_path: Path):
     )
 
 
-def test_an_answer_that_was_missed_is_not_the_end(write: Write, calls: Path, tmp_path: Path):
+def test_wait_tolerates_single_gcloud_error(write: Write, calls: Path, tmp_path: Path):
     tool = tmp_path / "bin/gcloud"
     once = '[ -e "$FAKE/missed" ] || { touch "$FAKE/missed"; echo busy >&2; exit 1; }; cat'
     tool.write_text(tool.read_text().replace('cat "$FAKE/state"', f'{once} "$FAKE/state"'))
@@ -218,7 +218,7 @@ def start(folder: Path) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+def test_gcloud_rejects_invalid_arguments(arguments: str, where: str, says: str, capsys: Capture):
     assert main(["launch", "gcloud", QUICKSTART, *NEEDED, *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert where in err and says in err and not out

@@ -26,7 +26,7 @@ CLUSTERS = {
 }
 
 
-def test_no_secret_of_a_launch_here(
+def test_no_secret_in_output_of_local_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     program = tmp_path / "python"
@@ -43,7 +43,7 @@ def test_no_secret_of_a_launch_here(
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("held", [False, True], ids=["by-form", "by-environment"])
-def test_no_secret_of_a_launch_on_a_cluster(
+def test_no_secret_in_output_of_cluster_launch(
     cluster: str, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     monkeypatch.chdir(tmp_path)

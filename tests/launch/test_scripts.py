@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^maxpipe (launch \w+ .*)$", PAGE, re.MULTILINE)
 
 
-def test_shellcheck_finds_nothing_in_scripts():
+def test_scripts_pass_shellcheck():
     checked = subprocess.run(
         [Path(sys.executable).parent / "shellcheck", *SCRIPTS], capture_output=True, text=True
     )
@@ -30,7 +30,7 @@ def test_shellcheck_finds_nothing_in_scripts():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_scripts_give_commands_that_are_right(script: Path, tmp_path: Path):
+def test_scripts_run_valid_commands(script: Path, tmp_path: Path):
     """`maxpipe` is a stand-in that prints its arguments."""
     tool = tmp_path / "maxpipe"
     tool.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
@@ -43,11 +43,11 @@ def test_scripts_give_commands_that_are_right(script: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda text: text.split()[1])
-def test_commands_of_the_page_are_right(command: str, tmp_path: Path):
+def test_commands_on_launch_page_are_valid(command: str, tmp_path: Path):
     is_right(shlex.split(command), tmp_path)
 
 
-def test_the_page_shows_every_way():
+def test_launch_page_shows_every_launcher():
     assert [command.split()[1] for command in COMMANDS] == ["local", "slurm", "gcloud", "gke"]
     assert len(SCRIPTS) == 4
 

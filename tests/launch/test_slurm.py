@@ -29,7 +29,7 @@ def directives(folder: Path) -> dict[str, str]:
 # --- what they say -----------------------------------------------------------------------------
 
 
-def test_gpus_get_a_process_each(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_process_per_gpu(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     keys = ("launch.slices=4", "launch.queue=gpu", "launch.time_limit_minutes=90")
     folder = write("slurm", *GPUS, *keys, "launch.grace_seconds=60", "train.batch_size=64")
@@ -52,7 +52,7 @@ def test_gpus_get_a_process_each(write: Write, tmp_path: Path, monkeypatch: pyte
     assert f"run={tmp_path}/runs/quickstart\n" in (folder / "job.sh").read_text()
 
 
-def test_a_relative_workdir_begins_here(
+def test_relative_workdir_is_resolved_against_current_folder(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -61,14 +61,14 @@ def test_a_relative_workdir_begins_here(
     assert f"run={tmp_path}/jobs/runs/quickstart\n" in (folder / "job.sh").read_text()
 
 
-def test_nodes_without_gpus_get_one_process_with_all_devices(write: Write):
+def test_cpu_nodes_run_one_process_with_all_devices(write: Write):
     folder = write("slurm", "launch.topology=cpu:4", "launch.slices=2")
     found = directives(folder)
     assert (found["nodes"], found["ntasks-per-node"]) == ("2", "1") and "gpus-per-node" not in found
     assert load([str(folder / "config.yml")]).config.mesh.cpu_devices == 4
 
 
-def test_scripts_can_be_executed_and_shellcheck_finds_nothing(write: Write):
+def test_scripts_are_executable_and_pass_shellcheck(write: Write):
     folder = write("slurm", *GPUS, "launch.environment=[MY_TOKEN]", "run.dir=it's a folder")
     for name in ("job.sh", "task.sh"):
         assert os.access(folder / name, os.X_OK)
@@ -80,7 +80,7 @@ def test_scripts_can_be_executed_and_shellcheck_finds_nothing(write: Write):
         assert checked.returncode == 0, checked.stdout
 
 
-def test_values_of_variables_are_written_nowhere(
+def test_environment_variable_values_are_not_written(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     monkeypatch.setenv("MY_TOKEN", "canary-5eb1")
@@ -133,7 +133,7 @@ def job(write: Write, cluster: Cluster, tmp_path: Path) -> Path:
         ("[ $SLURM_RESTART_COUNT -ge 3 ] && exit 0; kill -TERM $$", 0, 4),
     ],
 )
-def test_jobs_follow_the_exit_codes(
+def test_exit_code_determines_job_restarts(
     job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int, steps: int
 ):
     (tmp_path / "quickstart/checkpoints").mkdir(parents=True)
@@ -150,7 +150,7 @@ def test_jobs_follow_the_exit_codes(
         ["checkpoint.local_dir=/tmp/checkpoints", "checkpoint.local_every=5"],
     ],
 )
-def test_progress_of_checkpoints_elsewhere_is_read_from_the_records(
+def test_progress_in_other_checkpoint_folder_is_read_from_events(
     write: Write, cluster: Cluster, tmp_path: Path, elsewhere: list[str]
 ):
     """Three kills in a row after newer checkpoints, then two without, of which one is allowed."""
@@ -176,7 +176,7 @@ def test_progress_of_checkpoints_elsewhere_is_read_from_the_records(
 
 
 @pytest.mark.parametrize(("text", "code"), [("trap 'exit 75' TERM", 75), ("true", 143)])
-def test_a_job_that_is_cancelled_is_not_put_back(
+def test_cancelled_job_is_not_requeued(
     job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int
 ):
     """Cancelling signals the script, too; the end of the time does not."""
@@ -191,7 +191,7 @@ def test_a_job_that_is_cancelled_is_not_put_back(
     assert len(cluster.steps()) == 1
 
 
-def test_tasks_share_a_private_secret_that_goes_with_the_job(
+def test_tasks_share_private_secret_that_is_removed_after_job(
     job: Path, cluster: Cluster, tmp_path: Path
 ):
     behave(
@@ -248,7 +248,7 @@ def test_submit_calls_sbatch(
         ("--submit --dry-run", "command line: maxpipe launch slurm", "not allowed with"),
     ],
 )
-def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+def test_slurm_rejects_invalid_arguments(arguments: str, where: str, says: str, capsys: Capture):
     given = ("launch.topology=h100:8", "runtime.platform=cuda", *arguments.split())
     assert main(["launch", "slurm", QUICKSTART, *given]) == 2
     out, err = capsys.readouterr()
@@ -256,7 +256,7 @@ def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: C
     assert len(err.splitlines()) == 3
 
 
-def test_a_tool_that_is_missing_is_named(
+def test_missing_sbatch_is_reported(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.chdir(tmp_path)

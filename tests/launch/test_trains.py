@@ -69,7 +69,7 @@ def children(process: subprocess.Popen[str]) -> dict[int, int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
 @pytest.mark.faults
-def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
+def test_result_is_identical_after_process_is_killed(
     start: Start, tiny: Path, tmp_path: Path, unbroken: list[str]
 ):
     process = start("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={tmp_path}")
@@ -92,7 +92,7 @@ def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
 
 
 @pytest.mark.faults
-def test_a_slurm_job_trains_on_two_nodes_over_the_end_of_its_time(
+def test_slurm_job_on_two_nodes_resumes_after_time_limit(
     cluster: Cluster, write: Write, tiny: Path, tmp_path: Path, unbroken: list[str]
 ):
     """jax finds the two processes by SLURM's variables; the first job ends in the middle."""

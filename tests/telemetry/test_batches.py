@@ -43,12 +43,12 @@ def back(step: int, to: int) -> tuple[str, dict[str, Any]]:
         ((start(0), back(3, 0)), {1: 3}),
     ],
 )
-def test_batch_of_a_step(
+def test_batch_of_step_after_rollbacks_and_restarts(
     events: tuple[tuple[str, dict[str, Any]], ...], wanted: dict[int, int], tmp_path: Path
 ) -> None:
     folder = write(tmp_path, *events)
     assert {step: batch_of(folder, step) for step in wanted} == wanted
 
 
-def test_a_run_without_records(tmp_path: Path) -> None:
+def test_batch_of_step_without_events(tmp_path: Path) -> None:
     assert batch_of(tmp_path, 5) == 4
