@@ -43,7 +43,7 @@ def run(*args: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def fails(capsys: Capture, *args: str, code: int = 2) -> str:
-    """The message on stderr; nothing else is printed."""
+    """Run a command that prints only an error, and return stderr."""
     assert main(args) == code
     out, err = capsys.readouterr()
     assert not out
@@ -84,7 +84,7 @@ def test_commands_without_devices_do_not_import_jax(args: list[str]):
 @pytest.mark.parametrize(("args", "seconds"), [("--help", 0.5), ("schedule --compare 1f1b", 1.0)])
 def test_commands_without_devices_start_fast(args: str, seconds: float):
     best = float("inf")
-    for _ in range(12):  # other tests may be compiling on all cores for a while
+    for _ in range(12):  # other tests may be using all cores
         start = time.perf_counter()
         assert run(*args.split()).returncode == 0
         best = min(best, time.perf_counter() - start)
@@ -114,7 +114,7 @@ def test_version_option_prints_version(capsys: Capture):
     assert capsys.readouterr().out == f"maxpipe {maxpipe.__version__}\n"
 
 
-# --- mistakes ---------------------------------------------------------------------------
+# --- user errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_schedule_command_writes_files_instead_of_diagram(capsys: Capture, tmp_p
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert files["csv"].read_text().startswith("0F0,0F1,")
     assert len(json.loads(files["perfetto"].read_text())["traceEvents"]) > 3 * 3 * 2 * 8
-    # What was written is a schedule, of the same sizes unless told otherwise.
+    # The CSV file can be read as a schedule, and defines the default sizes.
     assert main(["schedule", f"file:{files['csv']}"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith(out[0].removeprefix("zb_v"))
 
@@ -394,7 +394,7 @@ def test_compare_prints_one_aligned_row_per_schedule(capsys: Capture):
     names = f"gpipe,interleaved,zb_v,dualpipe_v,file:{HANDWRITTEN}"
     assert main(["schedule", "--compare", names, "--repeats", "3", "--costs", "1,1,2"]) == 0
     out = capsys.readouterr().out.splitlines()
-    # A file has sizes; what is compared with it takes them, but for fixed repeats.
+    # Compared schedules use the sizes of the file, except for a fixed number of repeats.
     assert out[0] == "2 stages, 2 microbatches"
     rows = [line.split() for line in out[3:8]]
     assert [row[0] for row in rows] == names.split(",")
@@ -484,7 +484,7 @@ def test_ctrl_c_during_startup_prints_no_traceback():
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize("where", ["import", "callback"])
 def test_ctrl_c_during_import_or_callback_is_not_lost(where: str, tmp_path: Path):
-    """Native modules turn it into another error, and callbacks of the collector drop it."""
+    """Native modules convert KeyboardInterrupt to another error; callbacks of gc discard it."""
     press = "import gc, os, signal\ndef press(*_): os.kill(os.getpid(), signal.SIGINT)\n"
     module = "try:\n  press()\nexcept BaseException:\n  raise ImportError('lost') from None\n"
     (tmp_path / "native.py").write_text(press + module)
@@ -502,7 +502,7 @@ def test_ctrl_c_during_import_or_callback_is_not_lost(where: str, tmp_path: Path
 
 @pytest.mark.fault("H5")
 def test_ctrl_c_during_compilation_exits_without_crash():
-    """The compiler is not asked to stop, and what it leaves must not crash Python at its end."""
+    """The compiler cannot be interrupted, and its threads must not crash Python at exit."""
     code = "import os, signal, sys, threading\n"
     code += "sys.argv[1:] = ['compile', 'tiny', '--topology', 'cpu:2', 'mesh.ici_stage=2', "
     code += "'train.steps=1', 'pipeline.microbatches=2', 'train.batch_size=2']\n"
@@ -554,7 +554,7 @@ def test_config_error_keeps_exit_code_if_stderr_is_full():
 
 def test_rust_panic_is_reported_as_bug(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     class PanicException(BaseException):
-        """As pyo3 has it."""
+        """Same name and base class as in pyo3."""
 
     def train(_):
         raise PanicException("index out of bounds")
@@ -627,7 +627,7 @@ def test_nonexistent_home_folder_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where no run has ended
+    monkeypatch.chdir(tmp_path)  # without earlier runs
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert "no such home folder" in err

@@ -1,4 +1,4 @@
-"""Pages in docs/: their pictures, tables and code are what the project makes today."""
+"""Images, tables and code in docs/ match the current output of the project."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PICTURES = [
 
 
 def printed(arguments: list[str]) -> str:
-    """What the command prints."""
+    """Return the output of a command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main(arguments) == 0
@@ -47,7 +47,7 @@ def printed(arguments: list[str]) -> str:
 
 
 def replace_block(page: Path, name: str, text: str, update: bool) -> None:
-    """The text between the page's markers of this name is `text`."""
+    """Check or update the text between the markers `name` of a page."""
     content = page.read_text(encoding="utf-8")
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     assert pattern.search(content), f"{page.name} has no block {name}"
@@ -75,7 +75,7 @@ def test_images_match_output_of_their_commands(
 
 
 def test_every_image_is_used() -> None:
-    # Those of runs are drawn by their pages' commands, and are not the same bits everywhere.
+    # Images of runs are drawn by commands on their pages, and differ between machines.
     text = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     of_runs = re.findall(r"<!-- drawn by .*? -->\n!\[\w+\]\((.*?)\)", text)
     shown = {DOCS / name for name in [*of_runs, *(name for _, name in PICTURES)]}
@@ -129,7 +129,7 @@ def test_metrics_table_is_current(update_golden: bool) -> None:
 
 
 def test_every_written_metric_is_declared() -> None:
-    """By the tags in the code: `train/`, `eval/`, `perf/` and so on, and `source/`."""
+    """Written metrics are found by their tags in the code: `train/`, `eval/`, `source/` etc."""
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
@@ -140,7 +140,7 @@ def test_every_written_metric_is_declared() -> None:
         written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'source_tag\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
-    written -= set(BY_SOURCE)  # of which losses are made
+    written -= set(BY_SOURCE)  # intermediate sums from which losses are computed
     written |= {f"train/{name}" for name in Distill.report_names}
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(EvalTotals(1.0, 1.0, 1.0).metrics_for("NAME"))
@@ -181,7 +181,7 @@ def test_commands_on_page_run(page: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def printed_help() -> str:
-    """The commands that there are."""
+    """Return the output of `maxpipe --help`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(["--help"])
@@ -214,14 +214,14 @@ def test_links_point_to_existing_files() -> None:
             assert (DOCS / target).exists(), f"{page.name}: {target}"
 
 
-# --- what pages name exists ------------------------------------------------------------------
+# --- names on pages ------------------------------------------------------------------
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 SOURCES = sorted((ROOT / "maxpipe").rglob("*.py"))
 
 
 def quoted(page: Path, pattern: str) -> set[str]:
-    """What stands in backticks on a page and looks like this."""
+    """Return the inline code of a page that matches a pattern."""
     return set(re.findall(rf"`{pattern}`", page.read_text(encoding="utf-8")))
 
 
@@ -234,7 +234,7 @@ def test_files_named_on_page_exist(page: Path) -> None:
 
 
 def defined(path: Path) -> dict[str, set[str]]:
-    """Names that a file defines: under "" those of the module, under a class its members."""
+    """Return the names that a file defines: module names under "", members under their class."""
     found: dict[str, set[str]] = {"": set()}
     owners: list[tuple[str, list[ast.stmt]]] = [
         ("", ast.parse(path.read_text(encoding="utf-8")).body)
@@ -258,7 +258,7 @@ def defined(path: Path) -> dict[str, set[str]]:
 
 
 def test_code_names_on_pages_exist() -> None:
-    """`module.name`, `Class.name` and `maxpipe.module.name`, but no config keys."""
+    """`module.name`, `Class.name` and `maxpipe.module.name` are checked, but not config keys."""
     sections = {field.name for field in dataclasses.fields(Config)}
     members: dict[str, set[str]] = {}
     modules: set[str] = set()
@@ -290,7 +290,7 @@ QUAINT = re.compile(
     )(?![a-z])""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""What CONTRIBUTING.md means by quaint English; the field has a term for each."""
+"""Archaic words that have a standard technical term; see CONTRIBUTING.md."""
 TEXT = {".md", ".py", ".yml", ".toml", ".sh", ".c", ""}
 HISTORY = ("CHANGELOG.md", "LICENSE", "tests/golden/", "tests/test_docs.py")
 

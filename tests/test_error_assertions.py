@@ -1,4 +1,4 @@
-"""The assertions of tests/errors.py: an error that differs in one fact does not pass."""
+"""Tests of tests/errors.py: an error that differs in one field does not pass."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_assert_error_compares_each_argument(error: ConfigError | str, fact: str
     different: dict[str, list[Any]] = {
         "key": ["train", "batch_size", "train.batch_size=16", "pipeline.microbatches"],
         "value": [1, 8, "", "012"],
-        # Not the location, and not the action.
+        # Names are not searched in the location or the action.
         "names": [["train.batch_size"], ["run.yml"], [16], [8, 9], ["434.5"]],
-        # Not the rule.
+        # Suggestions are not searched in the rule.
         "suggests": ["8", "train.batch_size=1", ["train.batch_size=16", "train.steps=3"]],
     }
     for other in different[fact]:
@@ -125,7 +125,7 @@ def test_error_without_problem_does_not_pass() -> None:
 
 def test_raises_compares_exact_error_type() -> None:
     class OtherError(StorageError):
-        """Another exit code, perhaps."""
+        """A subclass, which may have a different exit code."""
 
     text = "/tmp/run: cannot be written\n  No space left.\n  Free space."
     facts: dict[str, Any] = {"key": "/tmp/run", "names": "No space left", "suggests": "Free space"}

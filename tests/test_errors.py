@@ -1,4 +1,4 @@
-"""Messages: every part of a problem is bounded, however long the value from a file is."""
+"""Error messages have a bounded length even if a file contains very long values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fork servers: a command ends there as it ends in a process of its own."""
+"""Commands in a fork server exit as in a separate process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ IMPORTS = "import atexit, os, signal, sys, threading, time\n"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """A server that has imported nothing."""
+    """A server without imported modules."""
     server = ForkServer.start(environment_of_command(), modules=())
     yield server
     server.close()

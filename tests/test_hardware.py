@@ -1,4 +1,4 @@
-"""The figures in configs/hardware."""
+"""Hardware specifications in configs/hardware."""
 
 from __future__ import annotations
 

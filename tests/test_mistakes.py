@@ -1,7 +1,7 @@
-"""Mistakes of newcomers: each message says where, what and the rule, and its action works.
+"""Common errors of new users: messages state location, value and rule, and the action works.
 
 `python tests/test_mistakes.py` prints the table with scores: 2 for a message with all four parts
-whose action works, 1 for a message whose action does not, 0 for anything else.
+whose action works, 1 for a message whose action fails, 0 otherwise.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from maxpipe.cli import main
 
 
 class Mistake(NamedTuple):
-    """A command, and what its message has to hold."""
+    """A command with a user error, and the expected parts of its message."""
 
     arguments: str
-    """Behind `maxpipe config print first/run.yml`, or a whole command after `!`."""
+    """Arguments after `maxpipe config print first/run.yml`, or a complete command after `!`."""
     where: str
-    """The first line of the message, in part."""
+    """Part of the first line of the message."""
     rule: str
     action: str
     followed: str
-    """The same arguments after the action was followed; empty if the action is its own proof."""
+    """The arguments after applying the action; empty if the action is not executed."""
 
 
 _NO_SECTION = "has no section"
@@ -325,7 +325,7 @@ ACCEPTED = [
     "meta-llama/Llama-3.1-70B-Instruct",
     "llama3.1-405b",
 ]
-"""Not mistakes: what is accepted as it is meant."""
+"""Arguments that are accepted, because their meaning is unambiguous."""
 
 _FILES = {
     "x.toml": "[job]\ndump_folder = 'x'\n[training]\nsteps = 10\nseq_len = 64\n"
@@ -338,7 +338,7 @@ _FILES = {
 
 
 def prepare(folder: Path) -> None:
-    """The files that the commands name, in the current folder."""
+    """Write the files that the commands use to the current folder."""
     for name, text in _FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -346,7 +346,7 @@ def prepare(folder: Path) -> None:
 
 
 def said(arguments: list[str]) -> tuple[int, str]:
-    """The exit code of a command, and everything that it prints."""
+    """Return the exit code of a command and its combined output."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
@@ -357,14 +357,14 @@ def said(arguments: list[str]) -> tuple[int, str]:
 
 
 def command(text: str) -> list[str]:
-    """The arguments of a row."""
+    """Return the arguments of a command."""
     if text.startswith("!"):
         return text[1:].split()
     return ["config", "print", "first/run.yml", *text.split()]
 
 
 def faults(mistake: Mistake) -> list[str]:
-    """Everything that is wrong with the message; an action that fails is named `action`."""
+    """Return all defects of a message; that of a failing action starts with `action`."""
     code, message = said(command(mistake.arguments))
     found = [] if code == 2 and "Traceback" not in message else [f"exit code {code}"]
     found += [part for part in (mistake.where, mistake.rule, mistake.action) if part not in message]

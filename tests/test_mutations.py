@@ -1,4 +1,4 @@
-"""The mutation harness: it catches a planted fault, and finds none in the command."""
+"""The mutation harness detects planted faults and finds none in the command."""
 
 from __future__ import annotations
 

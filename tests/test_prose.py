@@ -1,4 +1,4 @@
-"""The linter of the project's English, and that every checked file passes."""
+"""The prose linter works, and every checked file passes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""No file that maxpipe reads runs code, no secret is written, nothing leaves the machine.
+"""maxpipe runs no code from input files, writes no secrets, and opens no network connections.
 
-The rules, and which of these tests holds each, are in docs/security.md.
+docs/security.md lists the rules and the tests of each rule.
 """
 
 from __future__ import annotations
@@ -83,18 +83,18 @@ BANNED_CALLS = {
     *("torch.load", "importlib.import_module", "importlib.util.find_spec"),
 }
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
-# What may open a socket: to find a free port of this machine, or to join the processes of a run.
+# Modules that may open a socket: to find a free local port, or to connect the processes of a run.
 SOCKETS = {
     *(f"maxpipe/distributed/{name}.py" for name in ("control_channel", "coordinator")),
     *(f"maxpipe/distributed/{name}.py" for name in ("protocol", "runtime")),
     "maxpipe/launch/local.py",
 }
-# jax's own format of compiled programs is a pickle: see tests/step/test_executable.py.
+# jax serializes compiled programs with pickle: see tests/step/test_executable.py.
 EXECUTABLES = {"maxpipe/step/executable.py"}
 
 
 def findings(tree: ast.Module) -> Iterator[str]:
-    """What could run a file's content, or reach the network."""
+    """Yield the imports and calls that could execute file contents or access the network."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -164,14 +164,14 @@ def test_source_files_contain_no_unsafe_code(path: Path):
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[Path]:
-    """A file that is made when the crafted pickle runs, and must not be."""
+    """Path of a file that the crafted pickle would create when loaded; it must not exist."""
     yield tmp_path / "canary"
-    assert not (tmp_path / "canary").exists(), "a file that was read has run code"
+    assert not (tmp_path / "canary").exists(), "code in an input file was executed"
 
 
 @pytest.fixture
 def crafted(canary: Path) -> bytes:
-    """A pickle that makes the canary."""
+    """A pickle that creates the canary file when loaded."""
     return f"cbuiltins\nopen\n(S'{canary}'\nS'w'\ntR.".encode()
 
 
@@ -218,7 +218,7 @@ def test_pickle_as_data_file_is_rejected(source: str, crafted: bytes, tmp_path: 
 
 
 def test_pickle_inside_data_file_is_not_loaded(crafted: bytes, tmp_path: Path):
-    """As text it is text; as a record or a line it is no JSON object."""
+    """A text source reads the pickle as plain text; records and lines must be JSON objects."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     (tmp_path / "a.npy").write_bytes(crafted)
@@ -242,7 +242,7 @@ def test_pickle_inside_data_file_is_not_loaded(crafted: bytes, tmp_path: Path):
 def test_pickle_in_document_index_is_not_loaded(
     crafted: bytes, canary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """An array of objects is a pickle: the index is made again."""
+    """An object array is stored as a pickle, so the index is rebuilt."""
 
     class Armed:
         def __reduce__(self) -> Any:
@@ -274,7 +274,7 @@ def test_pickle_as_schedule_or_config_is_rejected(crafted: bytes, tmp_path: Path
 
 @pytest.fixture
 def executable(tmp_path: Path) -> tuple[Path, Callable[[], Any]]:
-    """A saved program, and what loads it."""
+    """Folder of a saved executable, and a function that loads it."""
     import jax
 
     from maxpipe.step import executable
@@ -301,7 +301,7 @@ def test_malformed_provenance_is_rejected(
 def test_pickle_as_executable_is_rejected(
     crafted: bytes, executable: tuple[Path, Callable[[], Any]]
 ):
-    """Not read with another digest; with the right one only where no other user can write."""
+    """Executables with a wrong digest, or writable by other users, are rejected."""
     import hashlib
 
     folder, load_it = executable
@@ -314,7 +314,7 @@ def test_pickle_as_executable_is_rejected(
         path.chmod(mode | 0o022)
         assert "can be written by other users" in refused(load_it)
         path.chmod(mode)
-    # A link does not hide whose file it is.
+    # The permissions of the target of a symbolic link are checked.
     (folder / "program.bin").rename(folder.parent / "elsewhere")
     (folder.parent / "elsewhere").chmod(0o666)
     (folder / "program.bin").symlink_to(folder.parent / "elsewhere")
@@ -333,7 +333,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with steps 3 and 6. Not to be changed."""
+    """Run folder with steps 3 and 6. Tests must not change it."""
     folder = tmp_path_factory.mktemp("saved")
     with CheckpointManager(folder, CheckpointConfig(keep=5)) as checkpoints:
         for step in (3, 6):
@@ -383,7 +383,7 @@ def test_hostile_names_in_checkpoint_folder_are_not_followed(
 
 
 def test_symlink_among_checkpoints_is_not_followed_when_deleting(copy: Path, tmp_path: Path):
-    """What it leads to stays, even when it is the oldest and one too many."""
+    """The link target is kept, even if the link is the oldest checkpoint and exceeds `keep`."""
     outside = tmp_path / "outside"
     shutil.copytree(copy / "checkpoints" / "3", outside)
     (copy / "checkpoints" / "2").symlink_to(outside)
@@ -397,7 +397,7 @@ def test_symlink_among_checkpoints_is_not_followed_when_deleting(copy: Path, tmp
 
 
 def test_array_names_are_not_used_as_paths(copy: Path, tmp_path: Path):
-    """A leaf called ../../x is a leaf that is not there."""
+    """A leaf named ../../x does not exist."""
     metadata = copy / "checkpoints" / "6" / "state" / "_METADATA"
     text = metadata.read_text()
     assert "embedding" in text
@@ -434,7 +434,7 @@ def test_run_name_must_be_folder_name(name: str):
 
 @pytest.mark.parametrize("name", ["config.yml", "metrics.jsonl", "events.jsonl"])
 def test_run_does_not_write_through_symlink(name: str, tmp_path: Path):
-    """A run folder from elsewhere could lead to any file of its user."""
+    """A run folder from another user could contain links to any file."""
     mine = tmp_path / "mine"
     mine.write_text("mine")
     folder = tmp_path / "runs" / "run"
@@ -533,7 +533,7 @@ def test_oversized_tokenizer_or_schedule_is_rejected(
 
 @pytest.mark.parametrize("name", ["huggingface:a", "ns:a", "a/b=1,c=2", "../a", "a.b", "a/../b:1"])
 def test_dataset_names_load_no_code(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # not even imported
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # importing it fails
     config = DataConfig(source="tfds", path=name)
     assert "must be name, name:version" in refused(lambda: open_source(config, 0))
 
@@ -604,7 +604,7 @@ GARBAGE = [
 
 
 def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[bytes, list[str]]:
-    """A file and overrides with one to three mistakes, or none by chance."""
+    """Return a file and overrides with up to three random changes."""
     lines, overrides = list(lines), ["train.steps=3"]
     damage = 0
     for _ in range(draw.randint(1, 3)):
@@ -655,13 +655,13 @@ def test_mutated_configs_cause_no_traceback(part: int, tmp_path: Path, capsys: C
         path.write_bytes(content)
         try:
             code = main(["config", "print", str(path), *overrides])
-        except SystemExit as stop:  # --help among the words
+        except SystemExit as stop:  # the arguments include --help
             code = stop.code
         err = capsys.readouterr().err
         case = f"number {number}: {overrides} {content!r}\n{err}"
         assert code in (0, 2) and "Traceback" not in err, case
-        # No control characters; an error is three lines, except for a translated config and for
-        # arguments with line breaks.
+        # There are no control characters, and an error has three lines, except for a translated
+        # config and for arguments with line breaks.
         assert all(each.isprintable() or each == "\n" for each in err), case
         if code and "\n" not in "".join(overrides):
             translated = rf"^{re.escape(str(path))}\n.* from another trainer.*\n(  .*\n)+"
@@ -673,9 +673,9 @@ def test_mutated_configs_cause_no_traceback(part: int, tmp_path: Path, capsys: C
 # --- a real run ---------------------------------------------------------------------------------
 
 TOKEN = "hf_" + "aB3dE5gH7jK9" * 3
-"""Known by its form."""
+"""A secret that is detected by its format."""
 PASSWORD = "correcthorsebattery"
-"""Known by where it stands in a URL, and by the variable that holds it."""
+"""A secret that is detected by its position in a URL and by the name of its variable."""
 
 WATCH = """
 import os, sys
@@ -710,7 +710,7 @@ runtime: {platform: cpu, compilation_cache: ''}
 
 
 class Watched:
-    """Commands in an environment with secrets, whose every connection is looked at."""
+    """Runs commands with secrets in the environment, and records all connections."""
 
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "watch.log"
@@ -735,7 +735,7 @@ class Watched:
 
     @cached_property
     def server(self) -> ForkServer:
-        """A fork server, which runs commands with the secrets and without a way out."""
+        """Fork server that runs commands with the secrets and without network access."""
         return ForkServer.start(self.environment, prefix=_alone())
 
     def command(self, *arguments: object) -> tuple[int, str]:
@@ -752,7 +752,7 @@ class Watched:
 
 @cache
 def _alone() -> list[str]:
-    """Return the command of a network without a way out, where the system has one."""
+    """Return a command prefix that disables network access, or [] if unsupported."""
     unshare = ["unshare", "--map-root-user", "--net"]
     if shutil.which("unshare") is None:
         return []
@@ -769,7 +769,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def output(watched: Watched) -> str:
-    """What a run has printed whose data path, and so command line, holds secrets."""
+    """Output of a run with secrets in its data path and thus in its command line."""
     text = watched.folder / "https:" / f"{TOKEN}:{PASSWORD}@host"
     text.mkdir(parents=True)
     words = random.Random(0)
@@ -796,7 +796,7 @@ def test_no_secret_is_written_or_printed(watched: Watched, output: str):
     written = [path for path in (watched.folder / "runs").rglob("*") if path.is_file()]
     assert len(written) > 20
     assert not [path for path in written if holds_secret(path.read_bytes())]
-    # What was taken out is what we mean, and a resume did not need it.
+    # Only the secrets were redacted, and the resumed run did not need them.
     config = (watched.folder / "runs/run/config.yml").read_text()
     assert f"https://{REDACTED}@host" in config
     with open_run(watched.folder / "runs/run") as checkpoints:

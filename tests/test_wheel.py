@@ -1,4 +1,4 @@
-"""What is installed, and what an image is built from."""
+"""Contents of the wheel and of the Docker image."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMISED = (
     *("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorflow-datasets", "omegaconf"),
     *("absl-py", "tensorboard"),
 )
-"""Packages that every installation has."""
+"""Packages that are part of every installation."""
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +81,14 @@ def test_docker_image_builds_from_copied_files(extras: str, tmp_path: Path):
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version on the PATH, or one that pyenv has."""
+    """Return a Python of this version on the PATH or in pyenv, or None."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     candidates = [shutil.which(name), *pyenv.glob(f"versions/{version}.*/bin/{name}")]
     if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
         candidates.insert(0, sys.executable)
     for each in map(str, filter(None, candidates)):
-        # pyenv puts names on the PATH that only say that another version has to be chosen.
+        # pyenv puts shims on the PATH that fail unless their version is selected.
         told = subprocess.run([each, "--version"], capture_output=True, text=True)
         if told.stdout.startswith(f"Python {version}."):
             return each
@@ -101,7 +101,7 @@ def interpreter(version: str) -> str | None:
 def test_installed_wheel_trains_in_empty_folder(version: str, wheel: Path, tmp_path: Path):
     python = interpreter(version)
     if python is None:
-        pytest.skip(f"there is no Python {version} here")
+        pytest.skip(f"Python {version} is not installed")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
     def run(*command: object) -> str:
