@@ -67,7 +67,7 @@ TUNED = [name for name, each in config_files.bundled_configs().items() if each.k
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("name", TUNED)
 def test_sft_configs_use_bundled_models_and_fit_in_memory(name: str, capsys: Capture):
-    """On the devices that the file names, by its own command; trained on what it names."""
+    """The plan command in each file shows that the run fits on the devices named there."""
     text = config_files.bundled_configs()[name].text
     [command] = re.findall(r"^#   maxpipe (plan .*)", text, re.M)
     found = json.loads(told(capsys, *command.split(), "--json"))

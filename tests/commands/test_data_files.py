@@ -113,7 +113,7 @@ _BARE: dict[str, tuple[dict[str, Any], str, str]] = {
         "⟦<begin>⟧Sky is\n blue<end>",
     ),
 }
-"""Records, the keys that read them without a chat template, and the text that is shown."""
+"""Records, the keys inferred without a chat template, and the expected output of `data show`."""
 _WITH_TEMPLATE: dict[str, tuple[dict[str, Any], str, str]] = {
     "whole conversations": (
         {"prompt": "Hi", "chosen": [_HI, _HO], "rejected": [_HI, _NO], "messages": [_HI, _HO]},
@@ -178,7 +178,7 @@ def test_keys_are_inferred_from_records_with_chat_template(here: Path, capsys, n
 
 
 def test_inferred_fields_replace_fields_of_config(here: Path, capsys) -> None:
-    """Also by the defaults that read the file."""
+    """Defaults that are inferred for the file replace the config's fields as well."""
     _chats(here / "chat.jsonl", "messages")
     config = "data: {source: corpus, chat: messages, messages_field: talk}\ntrain: {steps: 2}\n"
     (here / "mine.yml").write_text(config)

@@ -1,4 +1,4 @@
-"""Each check is seen to pass, and to fail when what it looks at is broken."""
+"""Each check of `maxpipe doctor` passes on valid input and fails on invalid input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def config(tmp_path: Path) -> list[str]:
-    """A run over four devices with a folder of its own."""
+    """Arguments of a run on four devices with a temporary folder."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("four words of text")
     keys = ("train.steps=1", "mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is started: for what is not about devices."""
+    """Skip the checks that start processes."""
     monkeypatch.setattr(doctor, "check_devices", lambda target: iter(()))
     monkeypatch.setattr(doctor, "check_loopback", lambda: CheckResult("two processes", "ok", ""))
 
@@ -54,7 +54,7 @@ def by_name(checks: list[CheckResult]) -> dict[str, CheckResult]:
 
 
 def explained(check: CheckResult, *words: str) -> None:
-    """A failure says what, and what to do, on one line."""
+    """Assert that a check failed, with its cause and an action on one line."""
     assert check.status == "FAILED" and check.action.endswith((".", "?", ")"))
     assert "\n" not in str(check)
     assert all(word in str(check) for word in words), str(check)
@@ -76,7 +76,7 @@ def test_valid_run_passes_all_checks(config: list[str], tmp_path: Path):
         "two processes",
     ]
     assert "4 x cpu in 1 process" in ran.stdout and "stage 2 x fsdp 2" in ran.stdout
-    # It leaves no trace.
+    # doctor leaves no files.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
@@ -85,7 +85,7 @@ def test_unknown_config_key_is_reported(capsys: Capture, no_devices: None):
     lines = capsys.readouterr().out.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
     assert len(failed) == 1 and "Did you mean train.steps?" in failed[0]
-    # What needs no config is still looked at.
+    # Checks that need no config still run.
     assert {"run folder", "clock"} <= {re.split(r" {2,}", line)[1] for line in lines}
 
 
@@ -153,7 +153,7 @@ def test_versions_are_compared_numerically(lower: str, higher: str):
 
 
 def test_unwritable_run_folder_is_reported(config: list[str], tmp_path: Path):
-    (tmp_path / "runs").write_text("a file in the way")
+    (tmp_path / "runs").write_text("not a folder")
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
     explained(found["run folder"], "Not a directory", "Set run.dir")
     assert found["compilation cache"].status == "ok"
@@ -171,7 +171,7 @@ def test_checkpoint_folder_is_checked(
 
     assert "a checkpoint needs" in folders(tmp_path / "saved")["checkpoint folder"].text
     assert "a checkpoint needs" not in folders(tmp_path / "saved")["run folder"].text
-    (tmp_path / "saved").write_text("a file in the way")
+    (tmp_path / "saved").write_text("not a folder")
     explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
     monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
@@ -211,7 +211,7 @@ def test_restore_source_is_checked(config: list[str], tmp_path: Path):
 
 
 def test_unwritable_cache_is_reported_as_warning(config: list[str], tmp_path: Path):
-    (tmp_path / "cache").write_text("a file in the way")
+    (tmp_path / "cache").write_text("not a folder")
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
     assert found["compilation cache"].status == "warning"
     assert "runtime.compilation_cache" in found["compilation cache"].action
@@ -235,7 +235,7 @@ def test_default_cache_without_home_folder_is_warning(
 def test_free_space_for_checkpoints_is_checked(
     free: float, status: str, config: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """In checkpoints; three are kept while one is written."""
+    """`free` is in checkpoints; three are kept while one is written."""
     from maxpipe.models.count import num_params
     from maxpipe.models.registry import describe
 
@@ -260,7 +260,7 @@ def test_data_and_tokenizer_are_checked(config: list[str], tmp_path: Path):
     read, tokens = doctor.check_data(load(config).config)
     assert read.text == "text, 1 document, the first has 18 characters"
     assert tokens.text == "bytes, 259 ids, 18 tokens for 18 characters"
-    # The tokenizer is looked at without data, and the other way round.
+    # The tokenizer is checked even if the data is invalid, and vice versa.
     missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
     explained(missing, "data.path = ", "0 files match", "Set data.path")
     assert tokens.status == "ok"
@@ -304,7 +304,7 @@ def test_clock_jump_is_reported(monkeypatch: pytest.MonkeyPatch):
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[Any]:
-    """Stands in for processes; returns what they were asked."""
+    """Replace probe processes by these records, and return a list of the calls."""
     asked: list[Any] = []
 
     def probe(specs: list[Any], seconds: float, **options: Any) -> list[list[dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""What a bug report says, and processes that answer in time or are ended."""
+"""Contents of bug reports, and probe processes with a time limit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_requirements_match_project_metadata(monkeypatch: pytest.MonkeyPatch, tm
     assert ("jax", "0.10.2", True) in here and ("tokenizers", "0.21", False) in here
     assert ("python", "3.11", True) in here
     assert not [name for name, _, _ in here if name == "ruff"]
-    # Installed, without a checkout, the same are in the package's metadata.
+    # Without a checkout, requirements are read from the metadata of the installed package.
     monkeypatch.setattr(environment, "_PROJECT", tmp_path / "none")
     assert {name for name, _, _ in environment.requirements()} >= {"jax", "python", "numpy"}
 

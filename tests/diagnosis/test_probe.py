@@ -1,4 +1,4 @@
-"""Collectives are tested by what they give: a wrong one is named."""
+"""The probe compares results of collectives, and reports those with wrong results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_wrong_collective_is_reported_by_name(
     right = getattr(lax, name)
 
     def wrong(row: jax.Array, axis: str, *args: Any, **options: Any) -> jax.Array:
-        # One device of eight gets one value that is not right.
+        # Change one value on one of the eight devices.
         result = right(row, axis, *args, **options)
         return result.at[(0,) * result.ndim].add(lax.axis_index("stage") == 2)
 
@@ -54,7 +54,7 @@ def test_wrong_collective_is_reported_by_name(
 def test_ppermute_from_wrong_neighbor_is_detected(
     mesh: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch
 ):
-    """Right sums, from the wrong neighbours."""
+    """The sums are correct, but come from the wrong neighbors."""
     right = lax.ppermute
     backwards = [(i, (i - 1) % 4) for i in range(4)]
     monkeypatch.setattr(lax, "ppermute", lambda row, axis, pairs: right(row, axis, backwards))

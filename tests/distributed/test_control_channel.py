@@ -1,4 +1,4 @@
-"""Processes that watch over each other: real ones, without jax, that stop, fail, hang and die."""
+"""Control channel between real processes, without jax, that stop, fail, hang and are killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ limits = Timeouts({limits})
 {before}
 
 def steps(link, number, each=lambda step: None):
-    # As a run does: read, then wait for the others in a step.
+    # Like a run: read data, then wait for other processes in a step.
     with phases.enter(LOOP):
         for step in range(1, number + 1):
             phases.progress(step)
@@ -91,7 +91,7 @@ def members(
     facts: tuple[str, ...] = (),
     before: str = "",
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that run `body`; `started` of `count` are, and run `before` first."""
+    """Start processes that run `before`, then `body`: `started` of `count`, or all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -124,7 +124,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
 
 
 def ends(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
-    """Exit codes, what was printed, and on stderr."""
+    """Wait for processes, and return their exit codes, stdout and stderr."""
     printed = [process.communicate(timeout=60) for process in processes]
     return [p.returncode for p in processes], [o for o, _ in printed], [e for _, e in printed]
 
@@ -169,7 +169,7 @@ def test_signal_before_all_processes_connect(asked: int) -> None:
     with members("pass", count=4, started=3) as processes:
         for process in processes:
             wait_for(process, "linked")
-        time.sleep(1)  # all three reach process 0
+        time.sleep(1)  # all three connect to process 0
         processes[asked].send_signal(signal.SIGTERM)
         codes, _, errors = ends(processes)
     assert codes == [75, 75, 75], errors
@@ -215,7 +215,7 @@ def test_second_signal_exits_immediately() -> None:
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_ctrl_c_or_closed_terminal_stops_all_with_same_code(number: int, code: int) -> None:
-    """Asked once in one process, which says so at once; all stop at the same step."""
+    """One process receives the signal and reports it immediately; all stop at the same step."""
     with members("steps(link, 1000)", count=2) as processes:
         for process in processes:
             wait_for(process, "running")
@@ -255,7 +255,7 @@ def test_ctrl_c_before_first_step_exits_immediately() -> None:
 
 @pytest.mark.fault("H5")
 def test_signals_ignored_at_startup_stay_ignored() -> None:
-    """`nohup maxpipe train`, and a closed terminal."""
+    """`nohup maxpipe train` ignores SIGHUP when the terminal is closed."""
     before = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
     with members("steps(link, 1000)", count=1, before=before) as (process,):
         wait_for(process, "running")
@@ -268,7 +268,7 @@ def test_signals_ignored_at_startup_stay_ignored() -> None:
 
 @pytest.mark.fault("F8")
 def test_signals_in_quick_succession_are_one_request() -> None:
-    """A launcher signals the process, and then its group."""
+    """A launcher signals the process and then its process group."""
     body = HANGS.replace("60", "1")
     with members(body, count=1) as (process,):
         wait_for(process, "hangs")
@@ -308,7 +308,7 @@ def test_killed_process_is_reported_immediately(victim: int) -> None:
 
 @pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_disconnect_is_reported_before_thread_aborts(killed: bool) -> None:
-    """As jax does without process 0; a process that aborts for another reason dies."""
+    """jax aborts if it loses process 0; a process that aborts for another reason is reported."""
     body = """
 def abort():
     ctypes.CDLL(None).abort()
@@ -357,7 +357,7 @@ def test_stall_prints_all_stacks_and_names_stalled_process() -> None:
     body = """
 def read(step):
     if index == 1 and step == 5:
-        time.sleep(60)  # a reader that hangs
+        time.sleep(60)  # the data reader hangs
 def step_of_all(step):
     if step == 6:
         with phases.enter(STEP):
@@ -377,7 +377,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
 
 
 def test_stall_requires_repeated_reports_from_all_processes() -> None:
-    """Beats are older than what has happened since, when a host was frozen."""
+    """Heartbeats may be outdated if a host was suspended."""
     told: list[CoordinatorMessage] = []
     with selectors.DefaultSelector() as selector:
         hub = Coordinator(2, Timeouts(stall_seconds=1), told.append, print, selector)
@@ -402,11 +402,11 @@ def test_stall_requires_repeated_reports_from_all_processes() -> None:
         beat(1, 0, 3.0)
         assert not verdict()
         beat(0, 0, 4.0)
-        assert not verdict()  # the other one has said nothing since
+        assert not verdict()  # the other process has sent no heartbeat since
         beat(1, 5, 0.5)
         assert not verdict()
         beat(1, 5, 1.5)
-        assert not verdict()  # suspected again, from here on
+        assert not verdict()  # the stall is suspected again
         beat(1, 5, 2.5)
         assert not verdict()
         beat(0, 0, 6.0)
@@ -415,7 +415,7 @@ def test_stall_requires_repeated_reports_from_all_processes() -> None:
 
 @pytest.mark.parametrize("phase", ["DATA_SET_UP", pytest.param("COMPILE", marks=pytest.mark.long)])
 def test_set_up_with_progress_or_compilation_is_not_a_stall(phase: str) -> None:
-    """And those who wait for it, before the first step and in it, are not stuck."""
+    """Processes that wait, before or in the first step, are not reported as stalled either."""
     body = f"""
 if index == 1:
     with phases.enter({phase}):
@@ -453,7 +453,7 @@ link.compare_across_processes("data", "x")
 
 @pytest.mark.long
 def test_stall_report_names_record_being_read() -> None:
-    """Also in an evaluation, in which all others wait."""
+    """The record is reported even in an evaluation, for which all other processes wait."""
     body = """
 def read(step):
     if step == 4:
@@ -514,7 +514,7 @@ steps(link, 5 if index == 1 else 1000, wait)
     ],
 )
 def test_process_that_saves_or_trains_on_is_not_terminated(rest: str) -> None:
-    """After the last save process 0 alone looks at the files, which may take minutes."""
+    """After the last save, only process 0 verifies the files, which may take minutes."""
     body = f"steps(link, 5)\nif index == 0:\n    {rest}\n    print('complete', flush=True)"
     with members(body, limits="heartbeat_seconds=1") as processes:
         codes, printed, errors = ends(processes)
@@ -523,7 +523,7 @@ def test_process_that_saves_or_trains_on_is_not_terminated(rest: str) -> None:
 
 
 def test_wait_for_disconnects_supports_high_descriptors() -> None:
-    """Their descriptors are beyond what select takes."""
+    """File descriptors above 1023 are not supported by `select`."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, before[1]))
     here, there = socket.socketpair()
@@ -573,7 +573,7 @@ def test_missing_processes_are_reported() -> None:
     limits = "init_seconds=2"
     with members("pass", count=4, started=2, limits=limits) as processes:
         codes, _, errors = ends(processes)
-    assert codes == [71, 71]  # hosts may come late: another start may find them
+    assert codes == [71, 71]  # a restart may succeed if hosts were late
     assert all("processes 2, 3 of 4 did not join within 2 s" in text for text in errors)
 
 
@@ -587,7 +587,7 @@ def test_unreachable_process_0_is_reported() -> None:
 def test_unresolved_host_name_is_not_blamed_on_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is a secret that is there no more, since process 0 has given up meanwhile."""
+    """The secret may be removed before the timeout, because process 0 has exited."""
 
     def unknown(*arguments: object, **options: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -610,7 +610,7 @@ def test_different_metadata_is_rejected_with_key() -> None:
 @pytest.mark.fault("P6")
 def test_duplicate_process_id_is_rejected_and_run_continues() -> None:
     with members("steps(link, 5)", started=2) as processes:
-        time.sleep(1.5)  # the first process 1 has come
+        time.sleep(1.5)  # the first process 1 has connected
         second = again(processes[1], 1)
         codes, _, errors = ends([second])
         assert codes == [2]
@@ -635,7 +635,7 @@ def test_different_num_processes_is_rejected_and_reported() -> None:
 @pytest.mark.fault("F10")
 @pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_disconnected_process_can_reconnect(silent: bool) -> None:
-    """Its host was lost while the others were waited for; a dead host closes no connection."""
+    """A host fails before all processes have connected; its connection may stay open."""
     limits = "init_seconds=20, heartbeat_seconds=3"
     with (
         members("steps(link, 5)", started=1, limits=limits) as (first,),
@@ -646,7 +646,7 @@ def test_disconnected_process_can_reconnect(silent: bool) -> None:
         else:
             wire.close()
         second = again(first, 2)
-        time.sleep(1.5)  # it comes before the other, and is not welcomed with the lost one
+        time.sleep(1.5)  # process 2 connects first, and must not be grouped with the lost process 1
         codes, _, errors = ends([first, again(first, 1), second])
     assert codes == [0, 0, 0], errors
 
@@ -664,7 +664,7 @@ def test_process_0_does_not_wait_for_goodbye_of_lost_host() -> None:
 
 
 def test_port_is_released_before_welcome() -> None:
-    """jax's own service listens there next."""
+    """jax's coordination service listens on the port next."""
     port, told = free_port(), []
 
     def hear(message: Any) -> None:
@@ -698,7 +698,7 @@ def test_values_are_compared_across_processes() -> None:
 
 
 def test_hello_message_may_arrive_in_pieces() -> None:
-    """It holds the whole config, which is more than a network hands over at once."""
+    """The message contains the complete config, and may be split by the network."""
     with (
         members("link.compare_across_processes('x', 'y')", count=2, started=1) as (process,),
         introduced(process, 1, count=2, pause=0.3) as wire,
@@ -712,7 +712,7 @@ def test_hello_message_may_arrive_in_pieces() -> None:
 def again(
     process: subprocess.Popen[str], index: int, *, count: int | None = None
 ) -> subprocess.Popen[str]:
-    """The same command as another process of the run."""
+    """Start the same command as another process of the run."""
     arguments: list[Any] = list(process.args)  # type: ignore[arg-type]
     arguments[3] = str(index)
     arguments[4] = str(count) if count else arguments[4]
@@ -726,7 +726,7 @@ def port_of(hub: subprocess.Popen[str]) -> int:
 
 @contextlib.contextmanager
 def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
-    """A connection that knows the run's secret, and says nothing."""
+    """Open an authenticated connection that sends no messages."""
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -745,7 +745,7 @@ def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
 def introduced(
     hub: subprocess.Popen[str], index: int, *, count: int = 3, pause: float = 0
 ) -> Iterator[AuthenticatedConnection]:
-    """A connection that says it is a process, and nothing more."""
+    """Open an authenticated connection that sends only the hello message of a process."""
     facts = {"train.steps": "10"}
     hello = {"index": index, "count": count, "host": "far", "pid": 1, "facts": facts}
     with proved(hub) as wire:
@@ -760,14 +760,14 @@ def introduced(
 
 
 class Nowhere:
-    """A network that takes nothing for now."""
+    """A socket that always blocks."""
 
     def send(self, data: bytes) -> int:
         raise BlockingIOError
 
 
 def heard(wire: AuthenticatedConnection, name: str) -> bool:
-    """Whether the hub says this."""
+    """Return whether a message with this name arrives before the connection closes."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         messages = wire.receive(CoordinatorMessage)
@@ -776,4 +776,4 @@ def heard(wire: AuthenticatedConnection, name: str) -> bool:
         if any(name in message for message in messages):
             return True
         time.sleep(0.01)
-    raise AssertionError(f"{name} was never said")
+    raise AssertionError(f"{name} was never received")

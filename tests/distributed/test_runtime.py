@@ -1,4 +1,4 @@
-"""Start and stop of a process, and what it says when the machine is not as configured."""
+"""Start and stop of a process, and errors if the machine does not match the config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS: Any = jax.config
 
 
 def environment() -> dict[str, str]:
-    """Without settings of jax."""
+    """Return the environment without variables of jax."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
     }
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """A process that starts like a user's."""
+    """Run code in a process with the environment of a user."""
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -53,7 +53,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def background(code: str) -> Iterator[subprocess.Popen[str]]:
-    """The same, beside the test."""
+    """Run code in a background process."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment()
@@ -65,7 +65,7 @@ def background(code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def started(config: str, cpu_devices: int = 1, then: str = "pass") -> str:
-    """Code that starts the runtime and exits as the command would."""
+    """Return code that starts the runtime and exits like the command."""
     return f"""
 import json, os, sys, tempfile, time
 from pathlib import Path
@@ -120,7 +120,7 @@ def test_missing_platform_is_rejected(platform: str, num_processes: int):
         pytest.skip("this machine has an accelerator")
     if platform == "cuda" and Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
-    # Where jax finds the cluster it has joined it before it looks for devices.
+    # With a detected cluster, jax connects to it before it searches for devices.
     joins = "import jax; jax.distributed.initialize = lambda **options: None\n"
     config = f"platform={platform!r}, compilation_cache='', num_processes={num_processes}"
     ran = python((joins if num_processes == 0 else "") + started(config))
@@ -200,7 +200,7 @@ def test_missing_processes_are_reported_after_timeout(rank: int):
     "host", ["localhost", pytest.param(socket.gethostname(), marks=pytest.mark.long)]
 )
 def test_processes_without_secret_read_it_from_run_folder(host: str, tmp_path: Path):
-    """It is gone when all have connected; also when process 0 is stopped before."""
+    """The secret is removed when all have connected, or when process 0 stops before that."""
     config = "platform='cpu', compilation_cache='', num_processes=2, "
     config += f"coordinator='{host}:{free_port()}', process_id="
     codes = [
@@ -266,7 +266,7 @@ def test_single_process_exits_with_error_code():
     assert (ran.returncode, ran.stderr) == (74, "full\n")
 
 
-# --- being asked to stop ---------------------------------------------------------------------
+# --- stop requests ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -330,13 +330,13 @@ def test_compiler_options_are_for_tpus_only() -> None:
     )
     limit = "xla_tpu_scoped_vmem_limit_kib"
     assert below == small and int(wide[limit]) > int(small[limit]) and limit not in old
-    # Only v5e may fuse gathers with other work, and it has no sparse cores.
+    # Only v5e can fuse all-gathers with other operations, and it has no sparse cores.
     fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     assert fused in small and fused not in old.keys() | new.keys()
     assert any("sparse_core" in name for name in new)
     assert not any("sparse_core" in name for name in small)
     spare = runtime.compiler_options("tpu", "TPU v5", d_model=4096, spares_memory=True)
-    # Experts' rows travel asynchronously either way.
+    # The all-to-all of expert tokens is asynchronous in both cases.
     assert spare.keys() & old.keys() == {"xla_tpu_enable_async_ragged_all_to_all"}
     rounds = runtime.compiler_options("tpu", "TPU v5", d_model=4096, in_8_bits=True)
     assert rounds.keys() - new.keys() == {"xla_tpu_allow_conv_input_fusion_with_downcast_convert"}

@@ -1,4 +1,4 @@
-"""Where the secret of a run comes from, and who may know it."""
+"""Sources of a run's secret, and the permissions of its file."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ def test_process_0_publishes_new_secret_while_processes_connect(
     assert protocol.read_published_secret(folder, 1) is None
     with protocol.publish_secret(folder, 1) as first:
         assert protocol.read_published_secret(folder, 1) == first and len(first) == 64
-        assert protocol.read_published_secret(folder, 2) is None  # another run's
+        assert protocol.read_published_secret(folder, 2) is None  # belongs to another run
         (path,) = folder.iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
     assert not list(folder.iterdir())
-    # What a folder brought along, or a process that was killed left, is not used.
+    # A file that already exists, such as one left by a killed process, is not used.
     planted.write_text(GOOD)
     protocol.secret_path(folder, 1).symlink_to(planted)
     with protocol.publish_secret(folder, 1) as second:
         assert protocol.read_published_secret(folder, 1) == second not in (first, GOOD.encode())
     assert planted.read_text() == GOOD and not list(folder.iterdir())
-    # Who is killed leaves its own, which goes when a run has the folder; another port is as likely.
+    # A killed process leaves its secret, which the next run in the folder removes, for any port.
     for port in (1, 2):
         protocol.secret_path(folder, port).write_text(GOOD)
     (folder / "config.yml").touch()
@@ -94,7 +94,7 @@ def test_process_0_publishes_new_secret_while_processes_connect(
 def test_folder_without_private_file_modes_is_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As mounts of buckets and of Windows shares are."""
+    """Mounted buckets and Windows shares ignore file modes."""
     opened = os.open
 
     def open_for_all(path: str, flags: int, mode: int = 0o777, **more: int) -> int:

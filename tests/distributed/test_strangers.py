@@ -1,4 +1,4 @@
-"""Who does not know the run's secret: at the port of process 0, in its place, and in between."""
+"""Peers without the run's secret: as clients, as process 0, and as man in the middle."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def soon() -> float:
     return time.monotonic() + 10
 
 
-# --- at the port -------------------------------------------------------------------------------
+# --- as clients -------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("P1")
@@ -80,7 +80,7 @@ def test_random_messages_at_port_do_not_end_run_or_use_much_cpu() -> None:
 
 @pytest.mark.fault("P2")
 def test_idle_connections_do_not_block_processes_or_use_cpu() -> None:
-    """More than this process may have files open."""
+    """There are more connections than the open-file limit of the process."""
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))"
     with members("steps(link, 5)", count=2, started=1, before=few) as (first,):
         wait_for(first, "linked")
@@ -126,11 +126,11 @@ def test_unauthenticated_peers_are_limited_in_number_size_and_time(
         new = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
         looks(opened, lambda: opened.num_refused == 3)
         for sock in new[:3]:
-            assert sock.recv(10) == b""  # the oldest went
+            assert sock.recv(10) == b""  # the oldest connections are closed
         new[3].sendall(b"[" * 1000)
-        looks(opened, lambda: opened.num_refused == 4)  # at its first words
+        looks(opened, lambda: opened.num_refused == 4)  # at its first invalid bytes
         new[4].sendall(b"maxpipe1")
-        looks(opened, lambda: opened.num_refused == 8)  # the others had their time
+        looks(opened, lambda: opened.num_refused == 8)  # the other peers time out
         assert opened.last_refused == "127.0.0.1"
 
 
@@ -149,7 +149,7 @@ def test_peers_of_busiest_address_are_dropped_first(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.fault("P3")
 def test_replayed_and_reflected_proofs_are_rejected() -> None:
-    """A challenge sent back, a greeting of this hub, and all that a member said an hour ago."""
+    """Peers replay all messages of a member, and send the coordinator's challenge back."""
     with listening() as (opened, address):
         recorded = recording(address)
         wires: list[AuthenticatedConnection] = []
@@ -208,7 +208,7 @@ def test_listener_binds_only_coordinator_address() -> None:
 def test_listener_binds_all_addresses_if_host_name_is_ambiguous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Names for 127.0.1.1, addresses of a router, names that only others know."""
+    """Names of 127.0.1.1, addresses of a router, and names that only other hosts can resolve."""
     names: dict[str, list[str]] = {
         "localhost": ["127.0.0.1"],
         "127.0.0.1": ["127.0.0.1"],
@@ -250,7 +250,7 @@ def test_listener_does_not_share_port_in_use() -> None:
     assert caught.value.errno == errno.EADDRINUSE
 
 
-# --- in the place of process 0 -----------------------------------------------------------------
+# --- as process 0 -----------------------------------------------------------------
 
 
 @pytest.mark.fault("P4")
@@ -299,7 +299,7 @@ def test_false_process_0_learns_nothing_and_ends_no_process(says: str) -> None:
 
 @contextlib.contextmanager
 def member_at(port: int, limits: str) -> Iterator[Any]:
-    """Process 1 of two, with this port."""
+    """Start process 1 of two, with this port of process 0."""
     with members("steps(link, 5)", count=2, started=1, limits=limits) as (first,):
         first.send_signal(signal.SIGKILL)
         first.wait()
@@ -314,11 +314,11 @@ def member_at(port: int, limits: str) -> Iterator[Any]:
             member.communicate()
 
 
-# --- in between --------------------------------------------------------------------------------
+# --- as man in the middle -------------------------------------------------------------------------
 
 
 class Recording:
-    """A port that hands everything on to another, both ways, and remembers what members say."""
+    """A proxy that forwards data in both directions, and records data from members."""
 
     def __init__(self, target: tuple[str, int], change: Callable[[bytes], bytes]):
         self._target, self._change = target, change
@@ -364,12 +364,12 @@ def cut_in(data: bytes) -> bytes:
     [
         (b"beat", cut_in),
         (b"beat", lambda data: data.replace(b'"beat"', b'"bye!"')),
-        (b"beat", lambda data: data + data),  # once more
+        (b"beat", lambda data: data + data),  # duplicated
         (b"hello", lambda data: data.replace(b'"10"', b'"11"')),
     ],
 )
 def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], bytes]) -> None:
-    """Of the words that were let in between, none is heard; the connection is over."""
+    """Injected messages are never processed, and the connection is closed."""
     done: list[int] = []
 
     def once(data: bytes) -> bytes:
@@ -395,7 +395,7 @@ def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], 
     assert done and not any("false" in text for text in errors)
 
 
-# --- what those of the run may say -------------------------------------------------------------
+# --- messages of authenticated processes ----------------------------------------------------------
 
 
 @pytest.mark.fault("P5")
@@ -408,7 +408,7 @@ def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], 
         {"hello": {"index": 1, "count": 2, "host": "", "pid": 1, "facts": {"a": [1]}}},
         {"stop": 75, "deep": json.loads("[" * 40 + "]" * 40)},
         {"text": "x" * MAX_MEMBER_MESSAGE_BYTES},
-        {"stop": 75},  # before it has said who it is
+        {"stop": 75},  # before the hello message
     ],
 )
 def test_invalid_messages_close_only_their_connection(message: Any) -> None:
@@ -432,7 +432,7 @@ def test_invalid_messages_close_only_their_connection(message: Any) -> None:
 
 @pytest.mark.fault("P5")
 def test_random_messages_of_authenticated_process_cause_no_bug() -> None:
-    """Those that have the right types, in any order and with any numbers."""
+    """Messages have valid types, but arbitrary order and values."""
     chance = random.Random(5)
     numbers = (0, 1, -1, 7, 2**62, -(2**62))
     texts = ("", "x", "save", "\x1b[2J", "step", "\u2028" * 300)
@@ -467,7 +467,7 @@ def test_random_messages_of_authenticated_process_cause_no_bug() -> None:
 
 @contextlib.contextmanager
 def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
-    """Process 0 of two, without a port; and the messages to it."""
+    """Yield the coordinator of two processes, without a port, and the messages to process 0."""
     told: list[Any] = []
     with selectors.DefaultSelector() as selector:
         hub = Coordinator(2, Timeouts(), told.append, print, selector)
@@ -507,7 +507,7 @@ def test_peer_that_reads_nothing_does_not_block_others() -> None:
         assert wire.receive(MemberMessage) is None
     with (
         members("steps(link, 5)", count=3, started=1) as (first,),
-        proved(first),  # says and reads nothing more
+        proved(first),  # sends and reads nothing
     ):
         codes, _, errors = ends([first, again(first, 1), again(first, 2)])
     assert codes == [0, 0, 0], errors

@@ -1,4 +1,4 @@
-"""TPU VMs: scripts that a stand-in for gcloud runs through."""
+"""Scripts for TPU VMs, run with a fake gcloud."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MULTISLICE = (
     "train.batch_size=64",
 )
 
-# Remembers calls and, in the file `state`, a queued resource that takes one look to become active;
-# answers to looks fail with what is in the file `trouble`.
+# Records calls, and stores the state of a queued resource in the file `state`; the resource becomes
+# active after one `describe`. If the file `trouble` exists, `describe` fails with its contents.
 GCLOUD = """\
 #!/bin/bash
 printf '%s\\n' "$*" >>"$FAKE/calls"
@@ -49,7 +49,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with the calls of gcloud, which is a stand-in."""
+    """File with the recorded calls of the fake gcloud."""
     tool = tmp_path / "bin/gcloud"
     tool.parent.mkdir()
     tool.write_text(GCLOUD)
@@ -69,7 +69,7 @@ def bash(script: Path, **variables: str) -> str:
 
 
 def done(calls: Path) -> list[str]:
-    """Calls that change something, without the common beginning."""
+    """Return the calls other than `describe`, without their common prefix."""
     lines = calls.read_text().splitlines()
     return [line.removeprefix("gcloud ")[13:] for line in lines if " describe " not in line]
 
@@ -110,12 +110,12 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
         "--command=bash maxpipe-quickstart/host.sh"
         for node in (0, 1)
     ]
-    # Again: they are there.
+    # On a second start, the slices exist.
     calls.unlink()
     bash(folder / "start.sh")
     assert "create" not in calls.read_text() and "host.sh" in calls.read_text()
-    assert secret.read_text() == text  # hosts may start their processes again meanwhile
-    # Capacity was taken away: the rest of the request goes first.
+    assert secret.read_text() == text  # hosts may restart their processes in the meantime
+    # If capacity was preempted, the suspended request is deleted first.
     calls.unlink()
     (tmp_path / "state").write_text("SUSPENDED\n")
     bash(folder / "start.sh")
@@ -174,7 +174,7 @@ def test_gcloud_error_does_not_request_slices(write: Write, calls: Path, tmp_pat
 
 
 def test_wait_ends_after_repeated_gcloud_errors(write: Write, calls: Path, tmp_path: Path):
-    """Credentials that expire while the slices are waited for."""
+    """The credentials expire during the wait for slices."""
     tool = tmp_path / "bin/gcloud"
     expires = 'echo PROVISIONING >"$FAKE/state"; cp "$FAKE/expired" "$FAKE/trouble"'
     tool.write_text(tool.read_text().replace('echo PROVISIONING >"$FAKE/state"', expires))

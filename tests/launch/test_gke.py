@@ -1,4 +1,4 @@
-"""JobSets: valid, and with the rules that exit codes ask for."""
+"""JobSets: validity, and restart rules for exit codes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MULTISLICE = (
     "mesh.dcn_fsdp=2",
     "train.batch_size=64",
 )
-# Remembers calls that change something and, in the file `state`, a JobSet that has been applied:
-# its name, and how it ended. As the real one, it refuses to change a JobSet.
+# Records calls that change something, and stores the name and result of the applied JobSet in the
+# file `state`. Like the real kubectl, it rejects changes of a JobSet.
 KUBECTL = """\
 #!/bin/bash
 [ "$1" = --context=gke_p_us-east5_c ] || { echo "error: no such context" >&2; exit 1; }
@@ -102,13 +102,13 @@ def test_schema_rejects_invalid_restart_policy(write: Write):
 
 
 def test_kubelet_never_restarts_containers(write: Write):
-    """A Job applies its rules on exit codes only to pods that are never restarted in place."""
+    """A Job applies its exit code rules only to pods that are never restarted in place."""
     _, jobset = manifests(write("gke", *NEEDED))
     assert job_of(jobset)["template"]["spec"]["restartPolicy"] == "Never"
 
 
 def outcome(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
-    """What the cluster does: the Job's policy, the message it leaves, the JobSet's rules."""
+    """Return the action of the cluster: the Job's policy, its message, then the JobSet's rules."""
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(job_of(jobset)["podFailurePolicy"]["rules"]):
         assert rule["action"] == "FailJob"
@@ -137,7 +137,7 @@ ALWAYS, COUNTED, NEVER = "RestartJobSetAndIgnoreMaxRestarts", "RestartJobSet", "
         (75, False, ALWAYS),
         (75, True, ALWAYS),
         (137, True, ALWAYS),
-        (74, True, ALWAYS),  # what fails on a node that goes may be the node's fault
+        (74, True, ALWAYS),  # a failure on a disrupted node may be caused by the node
         *((code, False, NEVER) for code in (1, 2, 70, 74, 126, 127, 128)),
         *((code, False, COUNTED) for code in (71, 134, 137, 143, 255)),
     ],
@@ -145,11 +145,11 @@ ALWAYS, COUNTED, NEVER = "RestartJobSetAndIgnoreMaxRestarts", "RestartJobSet", "
 def test_exit_code_determines_restart_action(write: Write, code: int, disrupted: bool, action: str):
     _, jobset = manifests(write("gke", *NEEDED))
     assert outcome(jobset, code, disrupted) == action
-    assert job_of(jobset)["backoffLimit"] == 0  # one failed pod ends all
+    assert job_of(jobset)["backoffLimit"] == 0  # one failed pod ends the Job
 
 
 def test_max_restarts_is_multiple_of_launch_restarts(write: Write):
-    """A JobSet cannot count in a row, and 71 is the code of most losses."""
+    """A JobSet cannot count consecutive failures, and most lost nodes cause exit code 71."""
     for restarts in (0, 3):
         _, jobset = manifests(write("gke", *NEEDED, f"launch.restarts={restarts}"))
         assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 10 * restarts
@@ -219,7 +219,7 @@ def test_run_secret_is_new_for_each_submission_and_in_no_file(
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with the calls of kubectl, which is a stand-in."""
+    """File with the recorded calls of the fake kubectl."""
     tool = tmp_path / "bin/kubectl"
     tool.parent.mkdir()
     tool.write_text(KUBECTL)
@@ -257,7 +257,7 @@ def test_running_jobset_is_not_replaced(
 
 
 def test_failed_kubectl_get_prevents_submission(calls: Path, write: Write):
-    script = write("gke", *NEEDED) / "submit.sh"  # without the context that is there
+    script = write("gke", *NEEDED) / "submit.sh"  # without the existing context
     ran = subprocess.run(["bash", script], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (1, "error: no such context\n")
     assert not calls.exists()

@@ -1,4 +1,4 @@
-"""Topologies as hosts, and what the section `launch` does not change."""
+"""Numbers of hosts and processes of topologies, and names of TPU slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes on this machine: watched, stopped, and started again."""
+"""Local launcher: monitors, stops and restarts processes on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.train.runs import Start
 
 Capture = pytest.CaptureFixture[str]
 
-# --- with processes that only behave like it ----------------------------------------------
+# --- with fake training processes ----------------------------------------------
 
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`launch(*codes)`: the launcher, with a Python program for each process."""
+    """`launch(*programs)`: run the launcher with a Python program for each process."""
     monkeypatch.setattr(local, "GRACE_SECONDS", 1.0)
 
     def run_launch(*programs: str, restarts: int = 1) -> int:
@@ -58,7 +58,7 @@ def test_first_failed_process_is_printed_last(
     fails = f"import sys; sys.stderr.write({first + second!r}); sys.exit(70)"
     begin = time.monotonic()
     assert launch(waits, fails) == 70
-    assert time.monotonic() - begin < 20  # the other was not waited for
+    assert time.monotonic() - begin < 20  # without waiting for the other process
     err = capsys.readouterr().err
     assert f"launch: this process failed first; log: {tmp_path}/run/logs/process-1.log\n" in err
     assert "process 1 of 2: exit code 70 (a bug in maxpipe)" in err
@@ -90,7 +90,7 @@ def test_number_of_restarts_after_kills_is_limited(
 
 
 def test_restarts_with_progress_are_not_limited(launch: Callable[..., int], tmp_path: Path):
-    """Hangs five times, each time after a newer checkpoint, with one restart allowed."""
+    """The run hangs five times, each time after a newer checkpoint, with one restart allowed."""
     saves = (
         "import pathlib, sys\n"
         f"folder = pathlib.Path({str(tmp_path / 'run/checkpoints')!r})\n"
@@ -154,7 +154,7 @@ def signal_when(ready: Callable[[], bool], number: signal.Signals) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's end")
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal exists only on Linux")
 def test_killed_launcher_stops_its_processes(start: Start, tmp_path: Path):
     program = (
         "import sys\n"
@@ -178,7 +178,7 @@ def until(ready: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-# --- commands and mistakes --------------------------------------------------------------------
+# --- commands and errors --------------------------------------------------------------------
 
 
 def test_processes_share_loopback_port_and_split_devices():
@@ -199,7 +199,7 @@ def test_processes_share_loopback_port_and_split_devices():
 def test_processes_share_new_secret_that_is_not_written(
     launch: Callable[..., int], capsys: Capture, tmp_path: Path
 ):
-    """A new one for each attempt, unless they were given one."""
+    """Each launch creates a new secret, unless the environment contains one."""
     folder = tmp_path / "told"
     folder.mkdir()
     tells = (
@@ -219,7 +219,7 @@ def test_processes_share_new_secret_that_is_not_written(
 def test_existing_secret_is_passed_on(
     launch: Callable[..., int], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ):
-    """And one process, perhaps of many on other hosts, gets none of its own."""
+    """A single process, which may be one of several hosts, is started without a new secret."""
     says = "import os; print(len(os.environ.get('MAXPIPE_RUN_SECRET', '')))"
     assert launch(says) == 0 and capsys.readouterr().out == "0\n"
     monkeypatch.setenv("MAXPIPE_RUN_SECRET", "s" * 40)

@@ -1,4 +1,4 @@
-"""Which ends of a run are followed by another start."""
+"""Restart policy: the exit codes after which a run is restarted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_describe_exit_code(code: int, words: str):
 
 def test_newest_step_in_other_folder_is_read_from_events(tmp_path: Path):
     assert newest_step(tmp_path, "gs://bucket") is None
-    save(tmp_path, 100)  # of a time before checkpoint.dir
+    save(tmp_path, 100)  # saved before checkpoint.dir was set
     restarts = RestartPolicy(1, tmp_path, "gs://bucket")
     records = tmp_path / "events.jsonl"
     for event, step, newest in (

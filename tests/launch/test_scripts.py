@@ -1,4 +1,4 @@
-"""Commands in scripts/ and in the documentation do what they say."""
+"""Commands in scripts/ and in the documentation are valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_scripts_pass_shellcheck():
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_scripts_run_valid_commands(script: Path, tmp_path: Path):
-    """`maxpipe` is a stand-in that prints its arguments."""
+    """`maxpipe` is replaced by a script that prints its arguments."""
     tool = tmp_path / "maxpipe"
     tool.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
     tool.chmod(0o755)

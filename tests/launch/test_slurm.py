@@ -1,4 +1,4 @@
-"""SLURM jobs: what the scripts say, and what they do on a cluster of one machine."""
+"""SLURM jobs: contents of the scripts, and their behavior on a fake cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def directives(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
 
 
-# --- what they say -----------------------------------------------------------------------------
+# --- contents of the scripts ----------------------------------------------------------------------
 
 
 def test_one_process_per_gpu(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -47,7 +47,7 @@ def test_one_process_per_gpu(write: Write, tmp_path: Path, monkeypatch: pytest.M
         "output": f"{folder}/slurm-%j.log",
     }
     config = load([str(folder / "config.yml")]).config
-    assert config.runtime.num_processes == 0  # jax finds the others
+    assert config.runtime.num_processes == 0  # jax detects the processes
     assert (config.mesh.ici_stage, config.mesh.ici_fsdp) == (4, 8)  # resolved
     assert f"run={tmp_path}/runs/quickstart\n" in (folder / "job.sh").read_text()
 
@@ -91,11 +91,11 @@ def test_environment_variable_values_are_not_written(
     assert ': "${MY_TOKEN:?' in (folder / "job.sh").read_text()
 
 
-# --- what they do ------------------------------------------------------------------------------
+# --- behavior of the jobs -------------------------------------------------------------------------
 
 
 def behave(cluster: Cluster, text: str) -> None:
-    """Tasks run this script instead of maxpipe; `$RUN` is the run's folder."""
+    """Make tasks run this script instead of maxpipe; `$RUN` is the run folder."""
     cluster.program.write_text(f"#!/bin/bash\n{text}\n")
 
 
@@ -116,10 +116,10 @@ def job(write: Write, cluster: Cluster, tmp_path: Path) -> Path:
         ("exit 1", 1, 1),
         ("exit 71", 71, 2),
         ("kill -KILL $$", 137, 2),
-        # The first failure counts, though srun reports the highest code.
+        # The first failure decides, although srun reports the highest code.
         ("if [ $SLURM_PROCID = 1 ]; then exit 2; fi; sleep 1; exit 134", 2, 1),
         ("if [ $SLURM_PROCID = 1 ]; then kill -KILL $$; fi; sleep 1; exit 74", 137, 2),
-        # Progress: a newer checkpoint each time, five kills in a row.
+        # With progress, a newer checkpoint each time, five consecutive kills are allowed.
         (
             "n=$(ls $RUN/checkpoints | wc -l); [ $n -ge 10 ] && exit 0\n"
             "mkdir -p $RUN/checkpoints/{$n-$SLURM_PROCID.tmp,$((8 + n))}\nsleep 0.5\n"
@@ -127,9 +127,9 @@ def job(write: Write, cluster: Cluster, tmp_path: Path) -> Path:
             0,
             -1,
         ),
-        # Stopped and saved: back in the queue, without counting.
+        # A preempted job that saved is requeued, and does not count as a failure.
         ("[ $SLURM_RESTART_COUNT -ge 3 ] && exit 0; exit 75", 0, 4),
-        # Stopped before maxpipe catches the signal.
+        # The job is stopped before maxpipe handles the signal.
         ("[ $SLURM_RESTART_COUNT -ge 3 ] && exit 0; kill -TERM $$", 0, 4),
     ],
 )
@@ -153,7 +153,7 @@ def test_exit_code_determines_job_restarts(
 def test_progress_in_other_checkpoint_folder_is_read_from_events(
     write: Write, cluster: Cluster, tmp_path: Path, elsewhere: list[str]
 ):
-    """Three kills in a row after newer checkpoints, then two without, of which one is allowed."""
+    """Three kills follow newer checkpoints; then two do not, of which one is allowed."""
     keys = ["launch.topology=cpu:4", "launch.slices=2", f"launch.program={cluster.program}"]
     cluster.environment["RUN"] = str(tmp_path / "quickstart")
     job = write("slurm", *keys, *elsewhere, "launch.restarts=1", f"run.dir={tmp_path}")
@@ -179,7 +179,7 @@ def test_progress_in_other_checkpoint_folder_is_read_from_events(
 def test_cancelled_job_is_not_requeued(
     job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int
 ):
-    """Cancelling signals the script, too; the end of the time does not."""
+    """Cancellation also signals the script; the time limit does not."""
     behave(cluster, f"{text}; touch {tmp_path}/ready-$SLURM_PROCID; sleep 60 & wait")
     with cluster.submitted(job) as submitted:
         until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, submitted)
@@ -222,7 +222,7 @@ def test_submit_calls_sbatch(
     assert f"wrote job.sh, task.sh, config.yml to {folder}" in capfd.readouterr().err
 
 
-# --- mistakes ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Real runs that are killed or stopped, by launchers that work here: the result is the same."""
+"""Real runs that are killed or stopped under the local and SLURM launchers: same result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def steps(folder: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Digests of the run that went through."""
+    """Digests of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("unbroken")
     shown = run("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={folder}")
     assert "ok         mesh: stage 2 = 2 devices in 2 processes" in shown
@@ -58,7 +58,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def children(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Rank to process id of the processes of a launcher."""
+    """Return the process IDs of a launcher's child processes, keyed by rank."""
     found = {}
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -67,7 +67,7 @@ def children(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="requires /proc")
 @pytest.mark.faults
 def test_result_is_identical_after_process_is_killed(
     start: Start, tiny: Path, tmp_path: Path, unbroken: list[str]
@@ -95,7 +95,7 @@ def test_result_is_identical_after_process_is_killed(
 def test_slurm_job_on_two_nodes_resumes_after_time_limit(
     cluster: Cluster, write: Write, tiny: Path, tmp_path: Path, unbroken: list[str]
 ):
-    """jax finds the two processes by SLURM's variables; the first job ends in the middle."""
+    """jax detects the two processes by SLURM's variables; the first job ends before the run."""
     keys = ("launch.topology=cpu:1", "launch.slices=2", f"launch.program={cluster.program}")
     folder = write("slurm", tiny, *keys, *TRAIN, f"run.dir={tmp_path}")
     metrics = tmp_path / "run/metrics.jsonl"

@@ -1,4 +1,4 @@
-"""What TensorBoard finds in a run's event files, read back as TensorBoard reads them."""
+"""A run's event files as read by TensorBoard, and `maxpipe board`."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_all_metrics_are_scalars(found: EventAccumulator) -> None:
 
 
 def test_linked_runs_keep_their_names(tmp_path: Path, found: EventAccumulator) -> None:
-    """As TensorBoard sees them; one that begins later is shown, too."""
+    """TensorBoard shows all linked runs, including those that start later."""
     runs, links = tmp_path / "runs", tmp_path / "links"
     links.mkdir()
     (runs / "no-run").mkdir(parents=True)
@@ -106,7 +106,7 @@ def test_board_rejects_path_that_is_not_folder(
 
 
 def test_ctrl_c_is_not_passed_to_tensorboard(tmp_path: Path) -> None:
-    """The terminal tells the whole group; TensorBoard would answer with a traceback."""
+    """The terminal signals the whole process group; TensorBoard would print a traceback."""
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "__init__.py").touch()
     (tmp_path / "tensorboard" / "main.py").write_text(
@@ -130,7 +130,7 @@ def test_ctrl_c_is_not_passed_to_tensorboard(tmp_path: Path) -> None:
 
 
 class FakeDevice:
-    """Tells of its memory as GPUs and TPUs do, or as CPUs do."""
+    """Reports memory statistics like GPUs and TPUs, or none like CPUs."""
 
     def __init__(self, peak: int | None):
         self._peak = peak
@@ -181,7 +181,7 @@ def test_timeline_is_legible_at_list_width(
 
 
 def assert_legible(drawn: Canvas) -> None:
-    """All words have 11 pixels or more at a width of 300; numbers of microbatches may not."""
+    """Assert that at a width of 300 pixels all labels but numbers are at least 11 pixels high."""
     words = [label for label in drawn.labels if not label.text.isdigit()]
     assert words and all(300 / drawn.width * label.size >= 11 for label in words)
     assert all(label.x + text_width(label.text, label.size) <= drawn.width for label in words)
@@ -189,7 +189,7 @@ def assert_legible(drawn: Canvas) -> None:
 
 
 def layouts(folder: Path) -> list[tuple[int, list[str]]]:
-    """(step, titles of the charts) of each layout in a run's event files."""
+    """Return (step, chart titles) of each layout in a run's event files."""
     reader = EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
     return [
@@ -204,7 +204,7 @@ def layout_of(event: Any) -> Any:
 
 
 def test_charts_without_data_are_not_in_layout(tmp_path: Path) -> None:
-    """A chart is added with its first number, also after a resume; the newest layout counts."""
+    """A chart is added with its first value, even after a resume; the newest layout applies."""
     writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
     writer.write(1, {"train/lr": 1.0, "train/entropy": 1.0})
     writer.write(2, {"train/lr": 1.0})
@@ -222,7 +222,7 @@ def test_charts_without_data_are_not_in_layout(tmp_path: Path) -> None:
 
 def test_no_summary_is_built_without_tensorboard(tmp_path: Path) -> None:
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
-    writer.show(lambda: pytest.fail("was asked"))
+    writer.show(lambda: pytest.fail("the summary was built"))
 
 
 def test_board_accepts_run_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_board_accepts_run_name_or_path(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Ended:
-    """A process that is over."""
+    """A process that has exited."""
 
     def terminate(self) -> None: ...
 

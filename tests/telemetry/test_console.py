@@ -51,7 +51,7 @@ def test_plain_output_lines(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_each_message_is_one_write():
-    """Another thread, which prints why the process ends, would cut a line in two."""
+    """Otherwise, output of another thread could be printed in the middle of a line."""
 
     class Writes(io.StringIO):
         def __init__(self):

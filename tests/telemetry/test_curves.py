@@ -1,4 +1,4 @@
-"""Curves of runs: what is drawn, and what is refused."""
+"""Curves of metrics, and invalid arguments of `maxpipe curves`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_tags_with_same_suffix_share_panel(runs: Path) -> None:
     assert titles == ["loss", "accuracy"]
     names = {label.text for label in canvas.labels if "  " in label.text}
     assert {"one  train/loss", "two  eval/loss"} <= names
-    # Two lines, and two points alone in each panel.
+    # There are two lines, and two single points in each panel.
     assert [len(curve.points) for curve in canvas.curves].count(1) == 4
     assert len(canvas.curves) == 2 + 2 + 2
     assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
@@ -102,7 +102,7 @@ def test_invalid_numbers_in_records_are_skipped_with_warning(
     found = read(runs / "runs/one", ["train/loss"])["train/loss"]
     assert found == [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30)), (48, 1e-320)]
     assert "train/loss has 8 records that cannot be plotted" in caplog.text
-    # Numbers of 400 and 5000 digits, and the torn line of `runs`.
+    # Numbers of 400 and 5000 digits, and the incomplete line of `runs`.
     assert "skipped 4 lines that are not valid JSON" in caplog.text
     assert main(["curves", "one", "--out", f"odd.{suffix}"]) == 0
     assert "Traceback" not in capsys.readouterr().err

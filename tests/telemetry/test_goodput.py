@@ -1,4 +1,4 @@
-"""Time by cause, from records made by hand: every second is counted once."""
+"""Goodput of hand-written event records: every second is attributed to one cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIDNIGHT = datetime(2026, 3, 1, 23, 59, 30, tzinfo=UTC)
 
 
 class Ledger:
-    """Writes records as a run does."""
+    """Writes event records like a run."""
 
     def __init__(self, folder: Path):
         self.folder, self.now, self.begun = folder, MIDNIGHT, MIDNIGHT
@@ -40,7 +40,7 @@ def killed_once(tmp_path: Path) -> Path:
     ledger.write("time", 100, step=10, seconds={"step": 80, "loop": 5, "data": 15})
     ledger.write("checkpoint", 5, step=10)
     ledger.write("time", 105, step=20, seconds={"step": 90, "data": 5, "eval": 10, "save": 5})
-    ledger.write("gc", 7)  # a record of another kind, then a kill
+    ledger.write("gc", 7)  # a record of another type, then a kill
     ledger.write("begin", 60)
     ledger.write("start", 10, step=15, seconds={"start": 4, "restore": 6})
     ledger.write("time", 50, step=20, seconds={"step": 45, "data": 5})

@@ -1,4 +1,4 @@
-"""Progress of commands in a log file."""
+"""Progress messages of commands in a log file."""
 
 from __future__ import annotations
 

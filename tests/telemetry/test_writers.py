@@ -21,7 +21,7 @@ def _records(path: Path) -> list[dict[str, object]]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch):
-    """Call it with True or False: every write fails after ten bytes, or works again."""
+    """`full_disk(True)`: every write fails after ten bytes. `full_disk(False)`: writes succeed."""
     write = os.pwrite
 
     def failing(descriptor: int, data: bytes, offset: int) -> int:
