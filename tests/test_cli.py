@@ -451,9 +451,10 @@ def test_compile_save_rejects_batch_ramp(capsys: Capture):
 def test_unwritable_output_is_reported_before_search(option: str, capsys: Capture):
     given = ["plan", "quickstart", "--topology", "cpu:8", "--search", option, "/nowhere/x.svg"]
     assert main(given) == 74
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        not told.out and "No such file or directory.\n  Specify a file in an existing" in told.err
+        not output.out
+        and "No such file or directory.\n  Specify a file in an existing" in output.err
     )
 
 
@@ -566,18 +567,18 @@ def test_rust_panic_is_reported_as_bug(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_config_that_is_named_pipe_is_rejected(tmp_path: Path, capsys: Capture):
     os.mkfifo(tmp_path / "a.yml")
-    said = fails(capsys, "train", str(tmp_path / "a.yml"))
-    assert "it is not a regular file" in said
+    err = fails(capsys, "train", str(tmp_path / "a.yml"))
+    assert "it is not a regular file" in err
 
 
 def test_control_characters_in_value_are_escaped(capsys: Capture):
-    said = fails(capsys, "train", TINY, "train.steps=3", "run.name=b\nc\td")
-    assert said.splitlines()[0].endswith("= b\\nc\\td")
+    err = fails(capsys, "train", TINY, "train.steps=3", "run.name=b\nc\td")
+    assert err.splitlines()[0].endswith("= b\\nc\\td")
 
 
 def test_run_name_length_is_limited(capsys: Capture):
-    said = fails(capsys, "train", TINY, "train.steps=3", f"run.name={'a' * 300}")
-    assert "at most 200 letters" in said
+    err = fails(capsys, "train", TINY, "train.steps=3", f"run.name={'a' * 300}")
+    assert "at most 200 letters" in err
 
 
 def test_unexpected_exception_prints_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):

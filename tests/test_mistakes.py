@@ -342,10 +342,10 @@ def prepare(folder: Path) -> None:
     for name, text in _FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    said(["init", "first"])
+    run_command(["init", "first"])
 
 
-def said(arguments: list[str]) -> tuple[int, str]:
+def run_command(arguments: list[str]) -> tuple[int, str]:
     """Return the exit code of a command and its combined output."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
@@ -365,14 +365,14 @@ def command(text: str) -> list[str]:
 
 def faults(mistake: Mistake) -> list[str]:
     """Return all defects of a message; that of a failing action starts with `action`."""
-    code, message = said(command(mistake.arguments))
+    code, message = run_command(command(mistake.arguments))
     found = [] if code == 2 and "Traceback" not in message else [f"exit code {code}"]
     found += [part for part in (mistake.where, mistake.rule, mistake.action) if part not in message]
     if mistake.action.startswith("Write these lines"):
         body = [line[4:] for line in message.split("Write these lines")[1].splitlines()[1:]]
         Path(mistake.followed).write_text("\n".join([*body, ""]))
     if mistake.followed:
-        code, message = said(command(mistake.followed))
+        code, message = run_command(command(mistake.followed))
         found += [f"action: {message}"] if code else []
     return found
 
@@ -393,17 +393,17 @@ def test_messages_for_common_user_errors_suggest_working_actions():
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("arguments", ACCEPTED)
 def test_unambiguous_arguments_are_accepted(arguments: str):
-    code, message = said(["config", "print", "first/run.yml", *arguments.split()])
+    code, message = run_command(["config", "print", "first/run.yml", *arguments.split()])
     assert code == 0, message
 
 
 @pytest.mark.usefixtures("here")
 def test_named_model_replaces_default_model_of_file(tmp_path: Path):
-    code, message = said(["config", "print", "llama3-8b", "first/run.yml"])
+    code, message = run_command(["config", "print", "llama3-8b", "first/run.yml"])
     assert code == 0 and "  num_layers: 32\n" in message and "  vocab_size: 128256\n" in message
     assert "model: llama3-8b replaces tiny, the default model of first/run.yml\n" in message
     assert "  name: first\n" in message and "  steps: 300\n" in message
-    code, message = said(["config", "print", "first/run.yml", "model=llama3-8b"])
+    code, message = run_command(["config", "print", "first/run.yml", "model=llama3-8b"])
     assert code == 0 and "  num_layers: 32\n" in message
 
 
@@ -413,10 +413,13 @@ def test_file_that_overrides_named_model_is_reported(tmp_path: Path):
         "model: {num_layers: 2, d_model: 64, compute_dtype: float32, num_kv_heads: 8}\n"
         "train: {steps: 5}\n"
     )
-    code, message = said(["config", "print", "llama3-8b", "shape.yml"])
+    code, message = run_command(["config", "print", "llama3-8b", "shape.yml"])
     assert code == 0 and "model: llama3-8b, 2 keys overridden by shape.yml\n" in message
-    assert "overridden" not in said(["config", "print", "shape.yml", "llama3-8b"])[1]
-    assert "overridden" not in said(["config", "print", "first/run.yml", "model.num_layers=2"])[1]
+    assert "overridden" not in run_command(["config", "print", "shape.yml", "llama3-8b"])[1]
+    assert (
+        "overridden"
+        not in run_command(["config", "print", "first/run.yml", "model.num_layers=2"])[1]
+    )
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def crafted(canary: Path) -> bytes:
     return f"cbuiltins\nopen\n(S'{canary}'\nS'w'\ntR.".encode()
 
 
-def refused(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     with pytest.raises(MaxpipeError) as caught:
         act()
     return str(caught.value)
@@ -191,7 +191,7 @@ def test_pickle_as_tokenizer_is_rejected(crafted: bytes, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(crafted)
     config = TokenizerConfig(kind="huggingface", path=str(path))
-    error = refused(lambda: open_tokenizer(config))
+    error = error_of(lambda: open_tokenizer(config))
     assert_error(error, "tokenizer.path", path, names="tokenizer.json", suggests="tokenizer.path")
 
 
@@ -207,14 +207,14 @@ def test_invalid_tokenizer_settings_are_rejected(text: str, crafted: bytes, tmp_
     content = crafted if text == "CRAFTED" else text.encode("latin-1")
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     config = TokenizerConfig(kind="huggingface", path=str(tmp_path / "tokenizer.json"))
-    assert "must be a JSON object: " in refused(lambda: open_tokenizer(config))
+    assert "must be a JSON object: " in error_of(lambda: open_tokenizer(config))
 
 
 @pytest.mark.parametrize("source", ["jsonl", "arrayrecord"])
 def test_pickle_as_data_file_is_rejected(source: str, crafted: bytes, tmp_path: Path):
     (tmp_path / "data.jsonl").write_bytes(crafted)
     config = DataConfig(source=source, path=str(tmp_path / "data.jsonl"))  # type: ignore[arg-type]
-    assert "must be" in refused(lambda: open_source(config, 0)[0])
+    assert "must be" in error_of(lambda: open_source(config, 0)[0])
 
 
 def test_pickle_inside_data_file_is_not_loaded(crafted: bytes, tmp_path: Path):
@@ -232,11 +232,11 @@ def test_pickle_inside_data_file_is_not_loaded(crafted: bytes, tmp_path: Path):
         DataConfig(source="arrayrecord", path=str(tmp_path / "a.array_record")), 0
     )
     assert records[0] == "a"
-    assert "must be a JSON object" in refused(lambda: records[1])
-    assert "must be a JSON object" in refused(lambda: records[2])
+    assert "must be a JSON object" in error_of(lambda: records[1])
+    assert "must be a JSON object" in error_of(lambda: records[2])
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     lines = open_source(DataConfig(source="jsonl", path=str(tmp_path / "deep.jsonl")), 0)
-    assert "must be a JSON object" in refused(lambda: lines[0])
+    assert "must be a JSON object" in error_of(lambda: lines[0])
 
 
 def test_pickle_in_document_index_is_not_loaded(
@@ -267,7 +267,7 @@ def test_pickle_in_document_index_is_not_loaded(
 def test_pickle_as_schedule_or_config_is_rejected(crafted: bytes, tmp_path: Path, capsys: Capture):
     for name in ("schedule.csv", "config.yml"):
         (tmp_path / name).write_bytes(crafted)
-    refused(lambda: read_orders(tmp_path / "schedule.csv"))
+    error_of(lambda: read_orders(tmp_path / "schedule.csv"))
     assert main(["config", "print", TINY, str(tmp_path / "config.yml")]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -295,7 +295,7 @@ def test_malformed_provenance_is_rejected(
 ):
     folder, load_it = executable
     (folder / "provenance.json").write_text(provenance)
-    assert "is damaged" in refused(load_it)
+    assert "is damaged" in error_of(load_it)
 
 
 def test_pickle_as_executable_is_rejected(
@@ -306,19 +306,19 @@ def test_pickle_as_executable_is_rejected(
 
     folder, load_it = executable
     (folder / "program.bin").write_bytes(crafted)
-    assert "is damaged" in refused(load_it)
+    assert "is damaged" in error_of(load_it)
     record = {"sha256": hashlib.sha256(crafted).hexdigest(), "facts": {"program": "abc"}}
     (folder / "provenance.json").write_text(json.dumps(record))
     for path in (folder / "program.bin", folder / "provenance.json", folder):
         mode = path.stat().st_mode
         path.chmod(mode | 0o022)
-        assert "can be written by other users" in refused(load_it)
+        assert "can be written by other users" in error_of(load_it)
         path.chmod(mode)
     # The permissions of the target of a symbolic link are checked.
     (folder / "program.bin").rename(folder.parent / "elsewhere")
     (folder.parent / "elsewhere").chmod(0o666)
     (folder / "program.bin").symlink_to(folder.parent / "elsewhere")
-    assert "can be written by other users" in refused(load_it)
+    assert "can be written by other users" in error_of(load_it)
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -403,7 +403,7 @@ def test_array_names_are_not_used_as_paths(copy: Path, tmp_path: Path):
     assert "embedding" in text
     metadata.write_text(text.replace("embedding", "../../../../x"))
     before = sorted(tmp_path.rglob("*"))
-    refused(lambda: restored(copy))
+    error_of(lambda: restored(copy))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -502,7 +502,7 @@ def test_hostile_yaml_as_measured_hardware_is_rejected(
     monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
     hardware.known_hardware.cache_clear()
     try:
-        assert "`maxpipe plan --calibrate`" in refused(hardware.known_hardware)
+        assert "`maxpipe plan --calibrate`" in error_of(hardware.known_hardware)
     finally:
         hardware.known_hardware.cache_clear()
 
@@ -527,7 +527,7 @@ def test_oversized_tokenizer_or_schedule_is_rejected(
         monkeypatch.setattr(module, "_MAX_BYTES", 99)
     config = TokenizerConfig(kind="huggingface", path=str(path))
     for act in (lambda: open_tokenizer(config), lambda: read_orders(path)):
-        message = refused(act)
+        message = error_of(act)
         assert "larger than 99 bytes" in message and message.count("\n") == 2
 
 
@@ -535,7 +535,7 @@ def test_oversized_tokenizer_or_schedule_is_rejected(
 def test_dataset_names_load_no_code(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # importing it fails
     config = DataConfig(source="tfds", path=name)
-    assert "must be name, name:version" in refused(lambda: open_source(config, 0))
+    assert "must be name, name:version" in error_of(lambda: open_source(config, 0))
 
 
 # --- mutations --------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ def by_name(checks: list[CheckResult]) -> dict[str, CheckResult]:
     return {check.name: check for check in checks}
 
 
-def explained(check: CheckResult, *words: str) -> None:
+def assert_failed(check: CheckResult, *words: str) -> None:
     """Assert that a check failed, with its cause and an action on one line."""
     assert check.status == "FAILED" and check.action.endswith((".", "?", ")"))
     assert "\n" not in str(check)
@@ -127,7 +127,7 @@ def test_outdated_or_missing_packages_are_reported(
         "installed_version",
         lambda name: present[name] if name in present else right(name),
     )
-    explained(doctor.check_versions(), words)
+    assert_failed(doctor.check_versions(), words)
 
 
 def test_gpu_plugin_of_different_jax_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_gpu_plugin_of_different_jax_version_is_reported(monkeypatch: pytest.Mon
         lambda name: "0.9" if name in topology.PLUGINS else right(name),
     )
     monkeypatch.setattr(topology, "missing_compiler", lambda: ("needs another", "pip install x"))
-    explained(doctor.check_versions(), "jax for GPUs needs another")
+    assert_failed(doctor.check_versions(), "jax for GPUs needs another")
     monkeypatch.setattr(topology, "missing_compiler", lambda: None)
     assert doctor.check_versions().status == "ok"
 
@@ -155,7 +155,7 @@ def test_versions_are_compared_numerically(lower: str, higher: str):
 def test_unwritable_run_folder_is_reported(config: list[str], tmp_path: Path):
     (tmp_path / "runs").write_text("not a folder")
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
-    explained(found["run folder"], "Not a directory", "Set run.dir")
+    assert_failed(found["run folder"], "Not a directory", "Set run.dir")
     assert found["compilation cache"].status == "ok"
 
 
@@ -172,7 +172,7 @@ def test_checkpoint_folder_is_checked(
     assert "a checkpoint needs" in folders(tmp_path / "saved")["checkpoint folder"].text
     assert "a checkpoint needs" not in folders(tmp_path / "saved")["run folder"].text
     (tmp_path / "saved").write_text("not a folder")
-    explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
+    assert_failed(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
     monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
@@ -185,7 +185,7 @@ def test_checkpoint_folder_in_bucket_is_checked(config: list[str], bucket: Bucke
     bucket.refused.add("POST")
     try:
         found = by_name(list(doctor.check_folders(CheckTarget.of(loaded))))["checkpoint folder"]
-        explained(found, "Forbidden", "Storage Object User")
+        assert_failed(found, "Forbidden", "Storage Object User")
     finally:
         bucket.refused.clear()
 
@@ -200,10 +200,10 @@ def test_restore_source_is_checked(config: list[str], tmp_path: Path):
     for source, step in (("base", "newest"), ("base@120", "120"), ("base@best", "best")):
         check = checks(source)
         assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, restores all")
-    explained(checks("base@7"), "base@7 does not exist", "has steps 120", "RUN@newest")
-    explained(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
+    assert_failed(checks("base@7"), "base@7 does not exist", "has steps 120", "RUN@newest")
+    assert_failed(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
     (tmp_path / "none").mkdir()
-    explained(checks(f"{tmp_path}/none"), "has no checkpoint")
+    assert_failed(checks(f"{tmp_path}/none"), "has no checkpoint")
     own = load([*config, f"run.dir={tmp_path}", "run.name=base", "checkpoint.restore_from=nothing"])
     (check,) = doctor.check_restore_source(own.config)
     assert check.status == "ok" and "is ignored" in check.text
@@ -262,13 +262,13 @@ def test_data_and_tokenizer_are_checked(config: list[str], tmp_path: Path):
     assert tokens.text == "bytes, 259 ids, 18 tokens for 18 characters"
     # The tokenizer is checked even if the data is invalid, and vice versa.
     missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
-    explained(missing, "data.path = ", "0 files match", "Set data.path")
+    assert_failed(missing, "data.path = ", "0 files match", "Set data.path")
     assert tokens.status == "ok"
     (tmp_path / "tokenizer.json").write_text("{}")
     both = ["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json"]
     read, tokens = doctor.check_data(load([*config, *both]).config)
     assert read.status == "ok"
-    explained(tokens, "tokenizer.path", "must be a tokenizer.json file")
+    assert_failed(tokens, "tokenizer.path", "must be a tokenizer.json file")
 
 
 def test_vocab_size_smaller_than_tokenizer_is_reported(config: list[str]):
@@ -276,7 +276,7 @@ def test_vocab_size_smaller_than_tokenizer_is_reported(config: list[str]):
     small = dataclasses.replace(whole, model=dataclasses.replace(whole.model, vocab_size=100))
     read, tokens = doctor.check_data(small)
     assert read.status == "ok"
-    explained(tokens, "model.vocab_size = 100", "259")
+    assert_failed(tokens, "model.vocab_size = 100", "259")
 
 
 # --- clocks -----------------------------------------------------------------------------------
@@ -297,58 +297,60 @@ def test_invalid_time_zone_is_reported_as_warning(monkeypatch: pytest.MonkeyPatc
 def test_clock_jump_is_reported(monkeypatch: pytest.MonkeyPatch):
     readings = iter([1e9, 1e9 + 40])
     monkeypatch.setattr(doctor.time, "time", lambda: next(readings))
-    explained(doctor.check_clock(), "the wall clock advanced by 40.00 s")
+    assert_failed(doctor.check_clock(), "the wall clock advanced by 40.00 s")
 
 
 # --- devices ----------------------------------------------------------------------------------
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[Any]:
+def fake_probe(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[Any]:
     """Replace probe processes by these records, and return a list of the calls."""
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def probe(specs: list[Any], seconds: float, **options: Any) -> list[list[dict[str, Any]]]:
-        asked.append((specs, seconds, options))
+        calls.append((specs, seconds, options))
         return [list(records) for _ in specs]
 
     monkeypatch.setattr(environment, "probe", probe)
-    return asked
+    return calls
 
 
 def test_mesh_of_config_is_checked(config: list[str], monkeypatch: pytest.MonkeyPatch):
-    asked = answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
+    calls = fake_probe(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
     (found,) = doctor.check_devices(
         CheckTarget.of(load([*config, "runtime.init_timeout_seconds=77"]))
     )
     assert found == CheckResult("mesh", "ok", "stage 2")
-    ((specs, seconds, _),) = asked
+    ((specs, seconds, _),) = calls
     assert specs[0]["mesh"]["ici_stage"] == 2 and specs[0]["runtime"]["platform"] == "cpu"
     assert seconds == doctor.DEVICE_SECONDS
-    answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "one", "platform": "gpu"})
+    fake_probe(monkeypatch, {"name": "mesh", "status": "ok", "text": "one", "platform": "gpu"})
     target = CheckTarget.of(load([*config, "train.sequence_length=4096"]))
     assert [each.name for each in doctor.check_devices(target)] == ["mesh", "attention"]
     named = CheckTarget.of(load([*config, "model.attention=xla"]))
     assert [each.name for each in doctor.check_devices(named)] == ["mesh"]
-    asked = answers(monkeypatch)
+    calls = fake_probe(monkeypatch)
     several = load([*config, "runtime.num_processes=0", "runtime.init_timeout_seconds=77"])
     list(doctor.check_devices(CheckTarget.of(several)))
-    assert asked[0][1] == doctor.DEVICE_SECONDS + 77
+    assert calls[0][1] == doctor.DEVICE_SECONDS + 77
 
 
 def test_unresponsive_devices_are_reported(monkeypatch: pytest.MonkeyPatch):
-    answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
+    fake_probe(
+        monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."}
+    )
     (found,) = doctor.check_devices(CheckTarget())
-    explained(found, "no answer within 9 s.", "Stop other programs")
-    explained(doctor.check_loopback(), "process 0: no answer within 9 s.", "no_proxy")
+    assert_failed(found, "no answer within 9 s.", "Stop other programs")
+    assert_failed(doctor.check_loopback(), "process 0: no answer within 9 s.", "no_proxy")
     assert doctor.count_device_kinds() == "no answer within 9 s."
 
 
 def test_wrong_mesh_size_and_missing_platform_are_reported(config: list[str]):
     found = list(doctor.check_devices(CheckTarget.of(load([*config, "mesh.ici_fsdp=4"]))))
     assert [check.status for check in found] == ["ok", "FAILED"]
-    explained(found[1], "the run needs 8, but there are 4", "set mesh.cpu_devices=8")
+    assert_failed(found[1], "the run needs 8, but there are 4", "set mesh.cpu_devices=8")
     (found,) = doctor.check_devices(CheckTarget.of(load([*config, "runtime.platform=tpu"])))
-    explained(found, "runtime.platform", "must have devices on this machine")
+    assert_failed(found, "runtime.platform", "must have devices on this machine")
 
 
 @pytest.mark.multihost
@@ -363,7 +365,7 @@ def test_failed_loopback_connection_is_reported(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(doctor, "free_port", lambda: other.getsockname()[1])
         monkeypatch.setattr(doctor, "LOOPBACK_SECONDS", 15.0)
         begin = time.monotonic()
-        explained(doctor.check_loopback(), "process ", "127.0.0.1")
+        assert_failed(doctor.check_loopback(), "process ", "127.0.0.1")
         assert time.monotonic() - begin < 25
 
 

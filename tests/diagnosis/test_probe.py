@@ -22,14 +22,14 @@ def mesh(devices: list[Any]) -> jax.sharding.Mesh:
     return build_mesh(MeshConfig(ici_stage=4, ici_tensor=2), devices)
 
 
-def said(capsys: Capture) -> list[dict[str, str]]:
+def printed_records(capsys: Capture) -> list[dict[str, str]]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize("axis", ["stage", "tensor"])
 def test_correct_collectives_pass(mesh: jax.sharding.Mesh, axis: str, capsys: Capture):
     probe._collectives(mesh, axis)
-    (record,) = said(capsys)
+    (record,) = printed_records(capsys)
     assert record["name"] == f"collectives over {axis}" and record["status"] == "ok"
 
 
@@ -46,7 +46,7 @@ def test_wrong_collective_is_reported_by_name(
 
     monkeypatch.setattr(lax, name, wrong)
     probe._collectives(mesh, "stage")
-    (record,) = said(capsys)
+    (record,) = printed_records(capsys)
     assert record["status"] == "FAILED" and record["text"] == f"wrong results from {name}."
     assert record["action"]
 
@@ -70,5 +70,5 @@ def test_clock_difference_is_reported_as_warning(monkeypatch: pytest.MonkeyPatch
 
         monkeypatch.setattr(probe.multihost_utils, "process_allgather", gather)
         probe._clocks()
-        (record,) = said(capsys)
+        (record,) = printed_records(capsys)
         assert record["status"] == status and f"at most {apart}.00 s" in record["text"]

@@ -123,7 +123,7 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"{text!r} was never printed")
 
 
-def ends(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+def wait_for_exit(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
     """Wait for processes, and return their exit codes, stdout and stderr."""
     printed = [process.communicate(timeout=60) for process in processes]
     return [p.returncode for p in processes], [o for o, _ in printed], [e for _, e in printed]
@@ -134,7 +134,7 @@ def test_signal_to_one_process_stops_all_at_same_step() -> None:
         for process in processes:
             wait_for(process, "running")
         processes[1].send_signal(signal.SIGTERM)
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [75, 75, 75], errors
     (step,) = {re.search(r"stopped at (\d+)", text)[1] for text in printed}  # type: ignore[index]
     assert 3 < int(step) < 1000
@@ -144,13 +144,13 @@ def test_single_process_stops_on_signal() -> None:
     with members("steps(link, 1000)", count=1) as (process,):
         wait_for(process, "running")
         process.send_signal(signal.SIGTERM)
-        codes, printed, _ = ends([process])
+        codes, printed, _ = wait_for_exit([process])
     assert codes == [75] and "stopped at" in printed[0]
 
 
 def test_all_processes_exit_when_run_ends() -> None:
     with members("steps(link, 5)") as processes:
-        assert ends(processes)[0] == [0, 0, 0]
+        assert wait_for_exit(processes)[0] == [0, 0, 0]
 
 
 def test_signal_before_first_step_exits_immediately() -> None:
@@ -159,7 +159,7 @@ def test_signal_before_first_step_exits_immediately() -> None:
         for process in processes:
             wait_for(process, "running")
         processes[0].send_signal(signal.SIGTERM)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [75, 75]
     assert all("before the first step" in text for text in errors)
 
@@ -171,7 +171,7 @@ def test_signal_before_all_processes_connect(asked: int) -> None:
             wait_for(process, "linked")
         time.sleep(1)  # all three connect to process 0
         processes[asked].send_signal(signal.SIGTERM)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [75, 75, 75], errors
     assert all("before the first step" in text for text in errors)
 
@@ -185,7 +185,7 @@ def test_signal_before_process_0_listens(comes: bool) -> None:
             processes[0].kill()
         wait_for(processes[1], "linked")
         processes[1].send_signal(signal.SIGTERM)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [75 if comes else -signal.SIGKILL, 75], errors
     assert all("before the first step" in text for text in errors[not comes :])
 
@@ -208,7 +208,7 @@ def test_second_signal_exits_immediately() -> None:
         time.sleep(1.2)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        codes, _, errors = ends([process])
+        codes, _, errors = wait_for_exit([process])
     assert codes == [75] and "second stop request" in errors[0]
 
 
@@ -220,7 +220,7 @@ def test_ctrl_c_or_closed_terminal_stops_all_with_same_code(number: int, code: i
         for process in processes:
             wait_for(process, "running")
         processes[1].send_signal(number)
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [code, code], errors
     assert len({re.search(r"stopped at (\d+)", text)[1] for text in printed}) == 1  # type: ignore[index]
     assert errors[1].startswith("stopping after this step and saving; ")
@@ -236,7 +236,7 @@ def test_second_ctrl_c_exits_immediately() -> None:
         assert process.poll() is None
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
-        codes, _, errors = ends([process])
+        codes, _, errors = wait_for_exit([process])
     assert codes == [130] and time.monotonic() - begin < 5
     assert "second stop request" in errors[0] and "Traceback" not in errors[0]
 
@@ -248,7 +248,7 @@ def test_ctrl_c_before_first_step_exits_immediately() -> None:
         for process in processes:
             wait_for(process, "running")
         processes[1].send_signal(signal.SIGINT)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [130, 130]
     assert all("before the first step" in text for text in errors)
 
@@ -263,7 +263,7 @@ def test_signals_ignored_at_startup_stay_ignored() -> None:
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert ends([process])[0] == [75]
+        assert wait_for_exit([process])[0] == [75]
 
 
 @pytest.mark.fault("F8")
@@ -275,7 +275,7 @@ def test_signals_in_quick_succession_are_one_request() -> None:
         for _ in range(3):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
-        codes, printed, errors = ends([process])
+        codes, printed, errors = wait_for_exit([process])
     assert codes == [75], errors
     assert "stopped at" in printed[0] and "second stop request" not in errors[0]
 
@@ -286,7 +286,7 @@ def test_process_exits_after_grace_period() -> None:
     with members(body, count=1, limits="heartbeat_seconds=1, grace_seconds=1") as (process,):
         wait_for(process, "hangs")
         process.send_signal(signal.SIGTERM)
-        codes, _, errors = ends([process])
+        codes, _, errors = wait_for_exit([process])
     assert codes == [75] and "time limit for saving" in errors[0]
 
 
@@ -297,7 +297,7 @@ def test_killed_process_is_reported_immediately(victim: int) -> None:
             wait_for(process, "running")
         begin = time.monotonic()
         processes[victim].kill()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
         assert time.monotonic() - begin < 5
     del codes[victim], errors[victim]
     assert codes == [71, 71]
@@ -322,7 +322,7 @@ steps(link, 1000, step_of)
         wait_for(processes[1], "aborts")
         if killed:
             processes[0].kill()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     if killed:
         assert codes == [-signal.SIGKILL, 71] and "process 0 disconnected" in errors[1]
     else:
@@ -336,7 +336,7 @@ def test_unresponsive_process_ends_run_after_timeout(victim: int) -> None:
         for process in processes:
             wait_for(process, "running")
         processes[victim].send_signal(signal.SIGSTOP)
-        codes, _, errors = ends(processes[:victim] + processes[victim + 1 :])
+        codes, _, errors = wait_for_exit(processes[:victim] + processes[victim + 1 :])
     assert codes == [71, 71]
     assert all(f"process {victim}" in text and "did not respond for 2 s" in text for text in errors)
 
@@ -345,7 +345,7 @@ def test_unresponsive_process_ends_run_after_timeout(victim: int) -> None:
 def test_first_failure_is_printed_last_by_all_processes() -> None:
     body = "steps(link, 1000, lambda step: 1 / (step - 5) if index == 2 else None)"
     with members(body) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [70, 70, 70]
     for text in errors:
         assert text.rstrip().endswith("ZeroDivisionError: division by zero")
@@ -366,7 +366,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
 """
     limits = "init_seconds=20, heartbeat_seconds=2, stall_seconds=2"
     with members(body, limits=limits) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 71, 71]
     for index, text in enumerate(errors):
         assert f"process {index} on " in text and "most recent call first" in text
@@ -431,7 +431,7 @@ elif index != 1:
 steps(link, 5)
 """
     with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0], errors
 
 
@@ -443,7 +443,7 @@ if index == 1:
 link.compare_across_processes("data", "x")
 """
     with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 71, 71]
     for text in errors:
         what, who, _ = text.splitlines()[-3:]
@@ -465,7 +465,7 @@ steps(link, 1000, read)
 """
     limits = "init_seconds=20, heartbeat_seconds=5, stall_seconds=2"
     with members(body, limits=limits) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 71, 71]
     for text in errors:
         who = text.splitlines()[-2]
@@ -484,7 +484,7 @@ def wait(step):
 steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
 """
     with members(body) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0]
     found = re.search(r"^process 2 \(.*\) delays the other processes: (\d+) ms", errors[0], re.M)
     assert found and 35 <= int(found[1]) <= 90
@@ -500,7 +500,7 @@ def wait(step):
 steps(link, 5 if index == 1 else 1000, wait)
 """
     with members(body, limits="heartbeat_seconds=2") as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 0, 71]
     for text in (errors[0], errors[2]):
         assert re.search(r"process 1 exited \d s ago, but processes 0, 2 did not", text)
@@ -517,7 +517,7 @@ def test_process_that_saves_or_trains_on_is_not_terminated(rest: str) -> None:
     """After the last save, only process 0 verifies the files, which may take minutes."""
     body = f"steps(link, 5)\nif index == 0:\n    {rest}\n    print('complete', flush=True)"
     with members(body, limits="heartbeat_seconds=1") as processes:
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0], errors
     assert "complete" in printed[0]
 
@@ -563,7 +563,7 @@ link._coordinator._end(71, "nothing moves")
 """
     with members(body, count=1) as processes:
         begin = time.monotonic()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
         assert time.monotonic() - begin < 30
     assert codes == [71] and errors == ["nothing moves\n"]
 
@@ -572,7 +572,7 @@ link._coordinator._end(71, "nothing moves")
 def test_missing_processes_are_reported() -> None:
     limits = "init_seconds=2"
     with members("pass", count=4, started=2, limits=limits) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 71]  # a restart may succeed if hosts were late
     assert all("processes 2, 3 of 4 did not join within 2 s" in text for text in errors)
 
@@ -580,7 +580,7 @@ def test_missing_processes_are_reported() -> None:
 def test_unreachable_process_0_is_reported() -> None:
     with members("pass", count=2, limits="init_seconds=1") as processes:
         processes[0].kill()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes[1] == 71 and "process 0 was not reachable at 127.0.0.1:" in errors[1]
 
 
@@ -602,7 +602,7 @@ def test_unresolved_host_name_is_not_blamed_on_secret(
 
 def test_different_metadata_is_rejected_with_key() -> None:
     with members("pass", facts=("10", "10", "11")) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [2, 2, 2]
     assert all("train.steps is 10 in process 0 and 11 in process 2" in text for text in errors)
 
@@ -611,12 +611,12 @@ def test_different_metadata_is_rejected_with_key() -> None:
 def test_duplicate_process_id_is_rejected_and_run_continues() -> None:
     with members("steps(link, 5)", started=2) as processes:
         time.sleep(1.5)  # the first process 1 has connected
-        second = again(processes[1], 1)
-        codes, _, errors = ends([second])
+        second = start_again(processes[1], 1)
+        codes, _, errors = wait_for_exit([second])
         assert codes == [2]
         (twice,) = errors
         assert contains(twice, "process 1") and contains(twice, "the same process_id as process 1")
-        codes, _, errors = ends([*processes, again(processes[1], 2)])
+        codes, _, errors = wait_for_exit([*processes, start_again(processes[1], 2)])
     assert codes == [0, 0, 0]
     assert "rejected: process 1 (" in errors[0]
 
@@ -626,7 +626,7 @@ def test_duplicate_process_id_is_rejected_and_run_continues() -> None:
 def test_different_num_processes_is_rejected_and_reported() -> None:
     limits = "init_seconds=4"
     with members("pass", count=2, started=1, limits=limits) as (first,):
-        codes, _, errors = ends([again(first, 1, count=3), first])
+        codes, _, errors = wait_for_exit([start_again(first, 1, count=3), first])
     assert codes == [2, 71]
     assert all("has num_processes=3, but process 0 has 2" in text for text in errors)
     assert "process 1 of 2 did not join within 4 s; process 1 (" in errors[1]
@@ -639,15 +639,15 @@ def test_disconnected_process_can_reconnect(silent: bool) -> None:
     limits = "init_seconds=20, heartbeat_seconds=3"
     with (
         members("steps(link, 5)", started=1, limits=limits) as (first,),
-        introduced(first, 1) as wire,
+        joined(first, 1) as wire,
     ):
         if silent:
             time.sleep(3.5)
         else:
             wire.close()
-        second = again(first, 2)
+        second = start_again(first, 2)
         time.sleep(1.5)  # process 2 connects first, and must not be grouped with the lost process 1
-        codes, _, errors = ends([first, again(first, 1), second])
+        codes, _, errors = wait_for_exit([first, start_again(first, 1), second])
     assert codes == [0, 0, 0], errors
 
 
@@ -655,10 +655,10 @@ def test_process_0_does_not_wait_for_goodbye_of_lost_host() -> None:
     limits = "init_seconds=20, heartbeat_seconds=1"
     with (
         members("steps(link, 5)", count=2, started=1, limits=limits) as (first,),
-        introduced(first, 1, count=2),
+        joined(first, 1, count=2),
     ):
         begin = time.monotonic()
-        codes, _, errors = ends([first])
+        codes, _, errors = wait_for_exit([first])
         assert time.monotonic() - begin < 20
     assert codes == [71] and "process 1 (far, pid 1) did not respond for 1 s" in errors[0]
 
@@ -692,7 +692,7 @@ def test_port_is_released_before_welcome() -> None:
 def test_values_are_compared_across_processes() -> None:
     body = "print(link.compare_across_processes('data', 'b' if index == 1 else 'a'))"
     with members(body) as processes:
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0], errors
     assert {text.splitlines()[-1] for text in printed} == {"{'a': [0, 2], 'b': [1]}"}
 
@@ -701,15 +701,15 @@ def test_hello_message_may_arrive_in_pieces() -> None:
     """The message contains the complete config, and may be split by the network."""
     with (
         members("link.compare_across_processes('x', 'y')", count=2, started=1) as (process,),
-        introduced(process, 1, count=2, pause=0.3) as wire,
+        joined(process, 1, count=2, pause=0.3) as wire,
     ):
-        assert heard(wire, "welcome")
+        assert received(wire, "welcome")
         wire.send({"same": "x", "value": "y"})
         wire.send({"bye": True})
         assert process.wait(10) == 0
 
 
-def again(
+def start_again(
     process: subprocess.Popen[str], index: int, *, count: int | None = None
 ) -> subprocess.Popen[str]:
     """Start the same command as another process of the run."""
@@ -725,7 +725,7 @@ def port_of(hub: subprocess.Popen[str]) -> int:
 
 
 @contextlib.contextmanager
-def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
+def authenticated(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
     """Open an authenticated connection that sends no messages."""
     deadline = time.monotonic() + 10
     while True:
@@ -742,13 +742,13 @@ def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
 
 
 @contextlib.contextmanager
-def introduced(
+def joined(
     hub: subprocess.Popen[str], index: int, *, count: int = 3, pause: float = 0
 ) -> Iterator[AuthenticatedConnection]:
     """Open an authenticated connection that sends only the hello message of a process."""
     facts = {"train.steps": "10"}
     hello = {"index": index, "count": count, "host": "far", "pid": 1, "facts": facts}
-    with proved(hub) as wire:
+    with authenticated(hub) as wire:
         sock = wire._socket
         wire._socket = Nowhere()  # type: ignore[assignment]
         wire.send({"hello": hello})
@@ -766,7 +766,7 @@ class Nowhere:
         raise BlockingIOError
 
 
-def heard(wire: AuthenticatedConnection, name: str) -> bool:
+def received(wire: AuthenticatedConnection, name: str) -> bool:
     """Return whether a message with this name arrives before the connection closes."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:

@@ -84,7 +84,7 @@ except MaxpipeError as error:
 """
 
 
-def is_explained(message: str) -> None:
+def assert_complete_error(message: str) -> None:
     assert "Traceback" not in message
     where, rule, action = message.splitlines()
     assert not where.startswith(" ") and rule.startswith("  ") and action.startswith("  ")
@@ -125,7 +125,7 @@ def test_missing_platform_is_rejected(platform: str, num_processes: int):
     config = f"platform={platform!r}, compilation_cache='', num_processes={num_processes}"
     ran = python((joins if num_processes == 0 else "") + started(config))
     assert ran.returncode == 2, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     assert ran.stderr.startswith(f"runtime.platform = {platform}\n")
     assert "runtime.platform=cpu" in ran.stderr
 
@@ -186,7 +186,7 @@ def test_missing_processes_are_reported_after_timeout(rank: int):
     ran = python(started(config))
     assert time.monotonic() - start < 30
     assert ran.returncode == 71, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     assert ran.stderr.startswith(f"runtime.coordinator = {address}\n")
     assert f"process {rank} of 2" in ran.stderr and "within 2 s" in ran.stderr
     if rank:
@@ -226,7 +226,7 @@ def test_processes_without_secret_read_it_from_run_folder(host: str, tmp_path: P
 def test_undetected_cluster_is_rejected():
     ran = python(started("platform='cpu', compilation_cache='', num_processes=0"))
     assert ran.returncode == 2, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     assert "detected by jax" in ran.stderr
 
 
@@ -311,7 +311,7 @@ def test_port_in_use_is_config_error():
         config = f"platform='cpu', compilation_cache='', num_processes=2, coordinator={address!r}"
         ran = python(started(config))
     assert ran.returncode == 2, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     cause = os.strerror(errno.EADDRINUSE)
     action = "set the same new port in runtime.coordinator"
     assert_error(ran.stderr, names=[f"port {port} cannot be used here", cause], suggests=action)

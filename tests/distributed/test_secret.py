@@ -13,7 +13,7 @@ from maxpipe.errors import ConfigError, StorageError
 GOOD = "0123456789" * 4
 
 
-def refused(environment: dict[str, str]) -> str:
+def error_of(environment: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as caught:
         protocol.secret_from_environment(environment)
     text = str(caught.value)
@@ -27,9 +27,9 @@ def test_secret_from_environment_takes_precedence(tmp_path: Path) -> None:
     assert protocol.secret_from_environment({}) is None
     assert protocol.secret_from_environment({protocol.VARIABLE: f" {GOOD}\n"}) == GOOD.encode()
     for text in ("", "short", "x" * 2000):
-        said = refused({protocol.VARIABLE: text})
-        assert "32 to 1024" in said and "openssl rand -hex 32" in said
-        assert not text or text not in said
+        message = error_of({protocol.VARIABLE: text})
+        assert "32 to 1024" in message and "openssl rand -hex 32" in message
+        assert not text or text not in message
 
 
 @pytest.mark.fault("P7")
@@ -38,13 +38,13 @@ def test_secret_file_must_be_private_to_owner(
 ) -> None:
     path = tmp_path / "file"
     named = {protocol.FILE_VARIABLE: str(path)}
-    said = refused(named)
-    assert "No such file" in said and "openssl rand -hex 32 > FILE" in said
+    message = error_of(named)
+    assert "No such file" in message and "openssl rand -hex 32 > FILE" in message
     path.write_text(GOOD + "\n")
     for mode in (0o640, 0o604, 0o620, 0o666):
         path.chmod(mode)
-        said = refused(named)
-        assert f"the file mode is {mode:o}" in said and "chmod 600" in said
+        message = error_of(named)
+        assert f"the file mode is {mode:o}" in message and "chmod 600" in message
     path.chmod(0o600)
     assert protocol.secret_from_environment(named) == GOOD.encode()
     assert (
@@ -53,15 +53,15 @@ def test_secret_file_must_be_private_to_owner(
     )
     for text in ("", "short", "x" * 5000):
         path.write_text(text)
-        said = refused(named)
-        assert "32 to 1024" in said and "openssl rand -hex 32 > FILE" in said
+        message = error_of(named)
+        assert "32 to 1024" in message and "openssl rand -hex 32 > FILE" in message
     me = os.geteuid()
     path.write_text(GOOD)
     monkeypatch.setattr(os, "geteuid", lambda: me + 1)
-    assert "belongs to another user" in refused(named)
+    assert "belongs to another user" in error_of(named)
     path.unlink()
     os.mkfifo(path, 0o600)
-    assert "not a regular file" in refused(named)
+    assert "not a regular file" in error_of(named)
 
 
 @pytest.mark.fault("P7")

@@ -38,21 +38,21 @@ from maxpipe.errors import ExitCode
 from maxpipe.io.typed_json import parse_json
 from tests.distributed.test_control_channel import (
     SECRET,
-    again,
-    ends,
-    heard,
-    introduced,
+    authenticated,
+    joined,
     members,
     port_of,
-    proved,
+    received,
+    start_again,
     wait_for,
+    wait_for_exit,
 )
 from tests.strangers import Flood, measured
 
 KEY = SECRET.encode()
 
 
-def soon() -> float:
+def deadline_soon() -> float:
     return time.monotonic() + 10
 
 
@@ -72,8 +72,8 @@ def test_random_messages_at_port_do_not_end_run_or_use_much_cpu() -> None:
         assert share[0] < 0.05
         with Flood(port_of(first), 9, 40) as flood:
             flood.send(40, 2.0)
-            second = again(first, 1)
-            codes, printed, errors = ends([first, second])
+            second = start_again(first, 1)
+            codes, printed, errors = wait_for_exit([first, second])
     assert codes == [0, 0] and "together" in printed[0]
     assert "\x1b" not in errors[0] and "Traceback" not in errors[0]
 
@@ -92,7 +92,7 @@ def test_idle_connections_do_not_block_processes_or_use_cpu() -> None:
             with measured(first.pid) as share:
                 time.sleep(2)
             assert share[0] < 0.05
-            codes, _, errors = ends([first, again(first, 1)])
+            codes, _, errors = wait_for_exit([first, start_again(first, 1)])
     assert codes == [0, 0], errors
 
 
@@ -106,9 +106,9 @@ def listening(count: int = 2) -> Iterator[tuple[Listener, tuple[str, int]]]:
         opened.close()
 
 
-def looks(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConnection]:
+def accept_until(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConnection]:
     found: list[AuthenticatedConnection] = []
-    deadline = soon()
+    deadline = deadline_soon()
     while not until():
         assert time.monotonic() < deadline
         found += opened.accept_authenticated()
@@ -124,13 +124,13 @@ def test_unauthenticated_peers_are_limited_in_number_size_and_time(
     monkeypatch.setattr(protocol, "_AUTHENTICATION_SECONDS", 0.5)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         new = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
-        looks(opened, lambda: opened.num_refused == 3)
+        accept_until(opened, lambda: opened.num_refused == 3)
         for sock in new[:3]:
             assert sock.recv(10) == b""  # the oldest connections are closed
         new[3].sendall(b"[" * 1000)
-        looks(opened, lambda: opened.num_refused == 4)  # at its first invalid bytes
+        accept_until(opened, lambda: opened.num_refused == 4)  # at its first invalid bytes
         new[4].sendall(b"maxpipe1")
-        looks(opened, lambda: opened.num_refused == 8)  # the other peers time out
+        accept_until(opened, lambda: opened.num_refused == 8)  # the other peers time out
         assert opened.last_refused == "127.0.0.1"
 
 
@@ -138,10 +138,10 @@ def test_peers_of_busiest_address_are_dropped_first(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(protocol, "_MAX_UNAUTHENTICATED", 3)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(address, 5, ("127.0.0.9", 0)))
-        looks(opened, lambda: bool(opened._unauthenticated))
+        accept_until(opened, lambda: bool(opened._unauthenticated))
         for _ in range(10):
             stack.enter_context(socket.create_connection(address))
-        looks(opened, lambda: opened.num_refused == 6)
+        accept_until(opened, lambda: opened.num_refused == 6)
         other.settimeout(0.1)
         with pytest.raises(TimeoutError):
             other.recv(1)
@@ -154,11 +154,11 @@ def test_replayed_and_reflected_proofs_are_rejected() -> None:
         recorded = recording(address)
         wires: list[AuthenticatedConnection] = []
         thread = threading.Thread(
-            target=lambda: wires.append(connect(recorded.address, KEY, soon)), daemon=True
+            target=lambda: wires.append(connect(recorded.address, KEY, deadline_soon)), daemon=True
         )
         thread.start()
         proved_wires: list[AuthenticatedConnection] = []
-        deadline = soon()
+        deadline = deadline_soon()
         while not proved_wires:
             assert time.monotonic() < deadline
             proved_wires += opened.accept_authenticated()
@@ -169,12 +169,12 @@ def test_replayed_and_reflected_proofs_are_rejected() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert messages == [{"stop": 75}]
-        said = recorded.said()
+        said = recorded.sent()
         assert b"stop" in said and SECRET.encode() not in said
         with socket.create_connection(address, timeout=5) as sock:
             before = opened.num_refused
             sock.sendall(said)
-            assert looks(opened, lambda: opened.num_refused > before) == []
+            assert accept_until(opened, lambda: opened.num_refused > before) == []
         with socket.create_connection(address, timeout=0.05) as sock:
             sock.sendall(said[:40])
             before, answer = opened.num_refused, b""
@@ -183,7 +183,7 @@ def test_replayed_and_reflected_proofs_are_rejected() -> None:
                 with contextlib.suppress(TimeoutError):
                     answer += sock.recv(64)
             sock.sendall(answer[-32:])
-            assert looks(opened, lambda: opened.num_refused > before) == []
+            assert accept_until(opened, lambda: opened.num_refused > before) == []
         for wire in (*wires, *proved_wires):
             wire.close()
 
@@ -194,8 +194,8 @@ def test_different_secret_is_rejected() -> None:
         wait_for(first, "linked")
         time.sleep(0.5)
         with pytest.raises(PeerAuthenticationError):
-            connect(("127.0.0.1", port_of(first)), b"x" * 40, soon)
-        codes, _, errors = ends([first])
+            connect(("127.0.0.1", port_of(first)), b"x" * 40, deadline_soon)
+        codes, _, errors = wait_for_exit([first])
     told = "process 1 of 2 did not join within 3 s; 1 connections without the run's secret"
     assert codes == [71] and told in errors[0]
 
@@ -282,14 +282,14 @@ def test_false_process_0_learns_nothing_and_ends_no_process(says: str) -> None:
     with member_at(port, f"init_seconds={3 if for_ever else 30}") as member:
         with socket.create_server(("127.0.0.1", port)) as opened:
             threading.Thread(target=answer, args=(opened,), daemon=True).start()
-            deadline = soon()
+            deadline = deadline_soon()
             while len(heard_by_it) < 4:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             if for_ever:
                 member.wait(20)
             opened.shutdown(socket.SHUT_RDWR)
-        codes, _, errors = ends([member] if for_ever else [member, again(member, 0)])
+        codes, _, errors = wait_for_exit([member] if for_ever else [member, start_again(member, 0)])
     assert codes == ([71] if for_ever else [0, 0]), errors
     if for_ever:
         assert f"process 0 was not reachable at 127.0.0.1:{port} within 3 s; " in errors[0]
@@ -306,7 +306,7 @@ def member_at(port: int, limits: str) -> Iterator[Any]:
         arguments: list[Any] = list(first.args)  # type: ignore[arg-type]
         arguments[-2] = str(port)
         first.args = arguments
-        member = again(first, 1)
+        member = start_again(first, 1)
         try:
             yield member
         finally:
@@ -322,13 +322,13 @@ class Recording:
 
     def __init__(self, target: tuple[str, int], change: Callable[[bytes], bytes]):
         self._target, self._change = target, change
-        self._said: list[bytes] = []
+        self._sent: list[bytes] = []
         self._opened = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._opened.getsockname()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def said(self) -> bytes:
-        return b"".join(self._said)
+    def sent(self) -> bytes:
+        return b"".join(self._sent)
 
     def _run(self) -> None:
         while True:
@@ -341,7 +341,7 @@ class Recording:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if keep:
-                    self._said.append(data)
+                    self._sent.append(data)
                     data = self._change(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
@@ -384,13 +384,13 @@ def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], 
         between = recording(("127.0.0.1", port_of(first)), once)
         with member_at(between.address[1], "init_seconds=15") as second:
             if after == b"beat":
-                codes, _, errors = ends([first, second])
+                codes, _, errors = wait_for_exit([first, second])
                 assert codes == [71, 71]
                 assert "process 1 (" in errors[0] and "disconnected" in errors[0]
             else:
-                codes, _, errors = ends([second])
+                codes, _, errors = wait_for_exit([second])
                 assert codes == [71] and "process 0 disconnected" in errors[0]
-                codes, _, errors = ends([first, again(first, 1)])
+                codes, _, errors = wait_for_exit([first, start_again(first, 1)])
                 assert codes == [0, 0]
     assert done and not any("false" in text for text in errors)
 
@@ -420,7 +420,7 @@ def test_invalid_messages_close_only_their_connection(message: Any) -> None:
             hub._unknown[near] = time.monotonic()
             selector.register(near, selectors.EVENT_READ)
             far.send(message)
-            deadline = soon()
+            deadline = deadline_soon()
             while near in hub._unknown:
                 assert time.monotonic() < deadline
                 far.send_pending()
@@ -485,11 +485,11 @@ def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
 def test_no_message_of_process_ends_run_with_exit_code_0(code: int) -> None:
     with (
         members("steps(link, 1000)", count=2, started=1) as (first,),
-        introduced(first, 1, count=2) as wire,
+        joined(first, 1, count=2) as wire,
     ):
-        assert heard(wire, "welcome")
+        assert received(wire, "welcome")
         wire.send({"failed": {"code": code, "text": "\x1b]0;owned\x07done\r\n" + "x" * 9000}})
-        codes, _, errors = ends([first])
+        codes, _, errors = wait_for_exit([first])
     assert codes == [int(ExitCode.BUG)]
     text = errors[0]
     assert re.search(r"^process 1 \(far, pid 1\) failed first:$", text, re.M)
@@ -507,7 +507,7 @@ def test_peer_that_reads_nothing_does_not_block_others() -> None:
         assert wire.receive(MemberMessage) is None
     with (
         members("steps(link, 5)", count=3, started=1) as (first,),
-        proved(first),  # sends and reads nothing
+        authenticated(first),  # sends and reads nothing
     ):
-        codes, _, errors = ends([first, again(first, 1), again(first, 2)])
+        codes, _, errors = wait_for_exit([first, start_again(first, 1), start_again(first, 2)])
     assert codes == [0, 0, 0], errors

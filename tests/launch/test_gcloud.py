@@ -68,7 +68,7 @@ def bash(script: Path, **variables: str) -> str:
     return ran.stdout
 
 
-def done(calls: Path) -> list[str]:
+def changing_calls(calls: Path) -> list[str]:
     """Return the calls other than `describe`, without their common prefix."""
     lines = calls.read_text().splitlines()
     return [line.removeprefix("gcloud ")[13:] for line in lines if " describe " not in line]
@@ -90,7 +90,7 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
     location = "--zone=us-west4-a --project=p"
     shown = bash(folder / "start.sh")
     assert shown.startswith("waiting for 2 slices of v5p:2x2x4, 32 devices: PROVISIONING\nstarted;")
-    request, *others = done(calls)
+    request, *others = changing_calls(calls)
     assert request == (
         f"queued-resources create quickstart {location} --accelerator-type=v5p-32 "
         "--runtime-version=v2-alpha-tpuv5 --node-count=2 --node-prefix=quickstart --spot"
@@ -119,15 +119,15 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
     calls.unlink()
     (tmp_path / "state").write_text("SUSPENDED\n")
     bash(folder / "start.sh")
-    assert [line.split()[1] for line in done(calls)[:2]] == ["delete", "create"]
+    assert [line.split()[1] for line in changing_calls(calls)[:2]] == ["delete", "create"]
     bash(folder / "stop.sh")
     assert not (tmp_path / "state").exists() and not secret.exists()
 
 
 def test_single_slice_is_requested_as_one_node(write: Write, calls: Path):
     bash(write("gcloud", *NEEDED) / "start.sh")
-    assert "--accelerator-type=v5litepod-8 " in done(calls)[0]
-    assert done(calls)[0].endswith("--node-id=quickstart")
+    assert "--accelerator-type=v5litepod-8 " in changing_calls(calls)[0]
+    assert changing_calls(calls)[0].endswith("--node-id=quickstart")
 
 
 def test_host_starts_run_only_once(write: Write, tmp_path: Path):
@@ -160,7 +160,7 @@ def test_submit_starts_run(
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "gcloud", QUICKSTART, *NEEDED, "--submit"]) == 0
     assert "started; to follow the output of process 0:" in capfd.readouterr().out
-    assert len(done(calls)) == 4
+    assert len(changing_calls(calls)) == 4
 
 
 EXPIRED = "ERROR: (gcloud) There was a problem refreshing your current auth tokens\n"
@@ -170,7 +170,7 @@ def test_gcloud_error_does_not_request_slices(write: Write, calls: Path, tmp_pat
     (tmp_path / "trouble").write_text(EXPIRED)
     ran = start(write("gcloud", *NEEDED))
     assert (ran.returncode, ran.stderr) == (1, EXPIRED)
-    assert done(calls) == []
+    assert changing_calls(calls) == []
 
 
 def test_wait_ends_after_repeated_gcloud_errors(write: Write, calls: Path, tmp_path: Path):

@@ -39,12 +39,12 @@ def test_scripts_run_valid_commands(script: Path, tmp_path: Path):
     ran = subprocess.run(
         ["bash", script], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
     )
-    is_right(ran.stdout.splitlines(), tmp_path)
+    assert_valid(ran.stdout.splitlines(), tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda text: text.split()[1])
 def test_commands_on_launch_page_are_valid(command: str, tmp_path: Path):
-    is_right(shlex.split(command), tmp_path)
+    assert_valid(shlex.split(command), tmp_path)
 
 
 def test_launch_page_shows_every_launcher():
@@ -52,7 +52,7 @@ def test_launch_page_shows_every_launcher():
     assert len(SCRIPTS) == 4
 
 
-def is_right(arguments: list[str], folder: Path) -> None:
+def assert_valid(arguments: list[str], folder: Path) -> None:
     launch, way, *rest = arguments
     given = [str(ROOT / word) if word.endswith(".yml") else word for word in rest]
     assert launch == "launch"

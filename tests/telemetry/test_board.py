@@ -125,8 +125,8 @@ def test_ctrl_c_is_not_passed_to_tensorboard(tmp_path: Path) -> None:
     while process.stdout.readline() != "up\n":
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (0, "")
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
 
 
 class FakeDevice:

@@ -76,8 +76,8 @@ def test_curves_command_rejects_invalid_arguments(
     arguments: list[str], code: int, words: str, runs: Path, capsys: Capture
 ) -> None:
     assert main(["curves", *arguments]) == code
-    said = capsys.readouterr().err
-    assert words in said and "Traceback" not in said
+    err = capsys.readouterr().err
+    assert words in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.33, 0.34), (-5, 120), (2.0, 2.0001), (0, 7e6)])
