@@ -1,8 +1,8 @@
-"""Test set-up: eight virtual CPU devices, golden files.
+"""Test set-up: eight virtual CPU devices and golden files.
 
-jax is configured the moment a test module, or code under test, first imports
-it: early enough for every backend use, and free for tests that never do. No
-environment variable stays set, so a subprocess of a test starts like a user's.
+jax is configured when a test module or the tested code first imports it: early enough for all uses
+of a backend, and at no cost for tests that do not import jax. No environment variable stays set, so
+a subprocess of a test starts with the environment of a user.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ import tests.times
 from tests.bucket import Bucket, served, variables
 from tests.fork_server import ForkServer, running_servers
 
-# A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C would wait for ever.
+# A shell starts background jobs with SIGINT ignored; tests of Ctrl-C would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NUM_DEVICES = 8
-# Where calls are held against the shapes and types of their signatures.
+# Modules whose calls are checked against the shapes and types in their signatures.
 CHECKED = (
     "maxpipe.nn.attention",
     "maxpipe.nn.decoder",
@@ -46,24 +46,25 @@ CHECKED = (
 )
 GOLDEN = Path(__file__).parent / "golden"
 
-# On a busy machine any example may take long, once.
+# On a busy machine, any single example may be slow.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-# Tracing makes many short-lived objects, and programs stay: collecting this rarely saves a tenth.
+# Tracing creates many short-lived objects, and compiled programs stay in memory: less frequent
+# garbage collection saves about 10% of the time.
 gc.set_threshold(200_000, 50, 50)
 
-# Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
-# they are. There is no compilation cache: see `maxpipe.distributed.runtime.start`.
-# One test process for each core: threads that compile parts of one program have no core to gain.
+# Machine code is half as fast and compiles in half the time; partitioning, fusion and memory do not
+# change. There is no compilation cache: see `maxpipe.distributed.runtime.start`.
+# Each core runs one test process, so parallel compilation of one program gains nothing.
 FAST_COMPILE = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
 }
-"""Variables of a subprocess that compiles a step, where its speed does not matter."""
+"""Environment variables of a subprocess that compiles a step whose speed does not matter."""
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # A fusion is written as LLVM code at once, not through MLIR: a third of the compile time.
-    # XLA ends a process with a flag that it does not know, and later versions lack this one.
+    # Fusions are lowered directly to LLVM instead of through MLIR, in a third of the compile time.
+    # XLA aborts the process at an unknown flag, and newer versions do not have this flag.
     FAST_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 CACHE = Path.home() / ".cache" / "maxpipe" / "test"
@@ -72,7 +73,7 @@ sys.pycache_prefix, sys.dont_write_bytecode = str(CACHE), False
 
 
 def environment_of_command() -> dict[str, str]:
-    """Variables of a process that runs the command: modules load and steps compile faster."""
+    """Return variables with which a maxpipe process loads modules and compiles steps faster."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -90,7 +91,7 @@ def _configure_jax(jax: Any) -> None:
 
 
 def _read_by_xla(flags: str) -> None:
-    """XLA reads its flags once, when it is first asked for options."""
+    """Make XLA read `flags`, which it does once, when compile options are first created."""
     from jaxlib import xla_client
 
     with pytest.MonkeyPatch.context() as patch:
@@ -105,7 +106,7 @@ class _JaxLoader(importlib.machinery.SourceFileLoader):
 
 
 class _JaxFinder:
-    """Runs `_configure_jax` right after the first `import jax`, wherever that happens."""
+    """Run `_configure_jax` after the first `import jax` of the process."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -117,7 +118,7 @@ class _JaxFinder:
         return spec
 
 
-if "jax" in sys.modules:  # a pytest plugin was faster
+if "jax" in sys.modules:  # a pytest plugin has imported jax
     _configure_jax(sys.modules["jax"])
 else:
     sys.meta_path.insert(0, _JaxFinder)
@@ -142,13 +143,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
-    """True when golden files are to be rewritten."""
+    """True if golden files should be rewritten."""
     return bool(request.config.getoption("--update-golden"))
 
 
 @pytest.fixture
 def golden(update_golden: bool) -> Callable[[str, str], None]:
-    """`golden(name, text)`: `text` equals the file tests/golden/`name`."""
+    """`golden(name, text)`: assert that `text` equals the file tests/golden/`name`."""
 
     def check(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -164,7 +165,7 @@ def golden(update_golden: bool) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty home folder, where no figures of hardware were measured."""
+    """Empty home folder, without hardware measurements."""
     from maxpipe.hardware import known_hardware
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -175,7 +176,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def next_server() -> Iterator[Callable[[], ForkServer]]:
-    """`next_server()`: one of the two fork servers of this session, in turn."""
+    """`next_server()`: return the two fork servers of this session in turn."""
     with running_servers(environment_of_command()) as servers:
         yield servers
 
@@ -192,7 +193,7 @@ def devices() -> list[Any]:
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[Bucket]:
-    """What `gs://` leads to, here and in processes that are started from now on."""
+    """Fake bucket for `gs://` in this process and in processes that are started later."""
     if importlib.util.find_spec("gcsfs") is None:
         pytest.skip("buckets need the extra gcs")
     from fsspec.config import conf
