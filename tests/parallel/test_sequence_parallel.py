@@ -52,7 +52,7 @@ def plainly(split: SequenceParallel, *arrays: Any) -> Any:
 
 @pytest.mark.parametrize("rings", [False, True])
 @pytest.mark.parametrize("size", keeping([2, 3, 8], 0))
-def test_values_and_gradients_are_those_of_plain_matmuls(size: int, rings: bool) -> None:
+def test_values_and_gradients_match_plain_matmuls(size: int, rings: bool) -> None:
     mesh, rules = split_of(size, rings=rings, kv_heads=[] if size == 3 else ["tensor"])
     arrays = arrays_of(size, jnp.float32)
     wanted = plainly(SequenceParallel(rules), *arrays)
@@ -68,7 +68,7 @@ def test_values_and_gradients_are_those_of_plain_matmuls(size: int, rings: bool)
         assert np.abs(np.asarray(a) - np.asarray(b)).max() < TOLERANCE * np.abs(a).max()
 
 
-def test_sums_in_bfloat16_are_in_float32_on_a_device() -> None:
+def test_bfloat16_ring_sums_accumulate_in_float32() -> None:
     """As close to float32 as plain matmuls of bfloat16 are."""
     mesh, rules = split_of(4, rings=True)
     narrow, wide = arrays_of(4, jnp.bfloat16), arrays_of(4, jnp.float32)
@@ -84,7 +84,7 @@ def test_sums_in_bfloat16_are_in_float32_on_a_device() -> None:
         assert np.abs(of(c) - a).max() < 2 * np.abs(of(b) - a).max() + 0.01 * scale
 
 
-def test_programs_that_are_automatic_throughout_have_rows_of_any_length() -> None:
+def test_sequence_parallel_is_off_if_all_axes_are_automatic() -> None:
     rules = split_of(2, rings=True)[1]
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     with jax.set_mesh(Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)):
@@ -104,7 +104,7 @@ def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
     return found
 
 
-def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided() -> None:
+def test_cpu_weight_gradients_contract_one_dim_unless_tokens_are_sharded() -> None:
     """Over two, XLA for CPU copies an operand of each in another order."""
     rules, (_, into, out_of) = (
         split_of(2, rings=False)[1].for_platform("cpu"),
@@ -134,7 +134,7 @@ def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_gradients_of_weights_are_products_over_inner_dims_on_cpus(wide: bool) -> None:
+def test_cpu_weight_gradients_contract_inner_dims(wide: bool) -> None:
     """In the compiled program, too: XLA for CPU is slow over outer dims."""
     rules = split_of(2, rings=False)[1].for_platform("cpu")
     inside, outside = (64, 160) if wide else (160, 64)

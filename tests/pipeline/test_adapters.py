@@ -55,14 +55,14 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("case", keeping([*CASES, *FAMILIES], 0), ids=str)
-def test_gradients_equal_the_plain_loop(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.parametrize(
     ("own", "adapter"), keeping([(None, LORA), (V3, DORA), (NEXT, LORA), (None, INT8)], 0)
 )
-def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) -> None:
+def test_adapted_model_matches_merged_weights(own: Any, adapter: AdapterConfig) -> None:
     """Value, and gradients of factors and lengths, of weights that are put together here."""
     epsilon = 0.01 if own is NEXT else Case.epsilon
     layers = 2 if own is None else 4  # as many as have every kind
@@ -130,7 +130,7 @@ PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("adapter", "mesh", "pipeline"), PLANS)
-def test_buffers_and_state_are_predicted(
+def test_predicted_buffers_and_state_match_engine(
     adapter: AdapterConfig, mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     plain = config_of({}, mesh, pipeline)
@@ -152,7 +152,7 @@ def test_buffers_and_state_are_predicted(
 
 
 @pytest.mark.layouts
-def test_no_product_makes_a_gradient_of_the_base() -> None:
+def test_base_weights_have_no_gradient_matmuls() -> None:
     """Counted in the compiled program, beside that of frozen layers behind a trained embedding."""
     mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "schedule": "1f1b"}
     frozen = ["head", "final_norm.scale", "layers.*"]

@@ -37,13 +37,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0), ids=str)
-def test_blocks_in_the_engine_equal_the_plain_loop(case: Case) -> None:
+def test_blockwise_attention_matches_unpipelined_model(case: Case) -> None:
     """Windows that differ by layer, sinks, values of another size; a split backward."""
     check_gradients(replace(case, attention="blockwise"))
 
 
 @pytest.mark.parametrize("case", keeping(CASES[:3] + CASES[-1:], 0), ids=str)
-def test_blocks_without_loops_in_the_engine_equal_the_plain_loop(
+def test_unrolled_blockwise_attention_matches_unpipelined_model(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in short rows."""
@@ -52,7 +52,7 @@ def test_blocks_without_loops_in_the_engine_equal_the_plain_loop(
 
 
 @pytest.mark.parametrize("schedule", keeping(["interleaved", "zb_h1"], 1))
-def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_slots_do_not_affect_results(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a buffer contains before something is written there: here NaN."""
 
     def rubbish(count: int, like: Any) -> Any:
@@ -67,11 +67,11 @@ def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", range(11, len(matrix()), 53))
-def test_sample_of_the_matrix(number: int) -> None:
+def test_config_matrix_sample(number: int) -> None:
     """Another family for each case."""
     case, family = matrix()[number], FAMILIES_IN_MATRIX[number % len(FAMILIES_IN_MATRIX)]
     check_gradients(replace(case, **family, attention="blockwise"))
 
 
-def test_what_waits_between_slots_is_the_same_for_all_kinds_of_remat() -> None:
+def test_saved_attention_activations_do_not_depend_on_remat() -> None:
     """Names keep the result once, and beside it one number for each query and head."""

@@ -39,7 +39,7 @@ def taught(case: Case, objective: Distill) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("case", "objective"), keeping(CASES, 2), ids=str)
-def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill) -> None:
+def test_values_and_gradients_match_unpipelined_model(case: Case, objective: Distill) -> None:
     steps = steps_of(case, case.rows, objective=objective)
     parts, batch = steps.param_layout, taught(case, objective)
     batch = {name: batch[name] for name in steps.abstract_batch()}
@@ -63,7 +63,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill
 
 
 @pytest.mark.layouts
-def test_a_teacher_says_the_same_on_every_layout() -> None:
+def test_teacher_logits_are_equal_on_every_layout() -> None:
     """The same parameters: ids of equal logits in the order of the vocabulary, everywhere."""
     found = []
     ask = partial(LossHead.top_log_probs, count=7, temperature=1.5)

@@ -170,7 +170,7 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("case", keeping(SHAPES, 0, 18, 30, 33, 39), ids=str)
-def test_gradients_equal_the_plain_loop(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -178,7 +178,7 @@ HANDWRITTEN = f"file:{GOLDEN / 'handwritten.csv'}"
 
 
 @pytest.mark.parametrize("delayed", keeping([False, True], 1))
-def test_a_handwritten_schedule_runs(delayed: bool) -> None:
+def test_handwritten_schedule_gradients_match_unpipelined_model(delayed: bool) -> None:
     ring, orders = read_orders(GOLDEN / "handwritten.csv")
     count = 1 + max(action.microbatch for action in orders[0])
     case = Case(ring.num_stages, ring.num_repeats, count, schedule=HANDWRITTEN, delayed=delayed)
@@ -194,7 +194,7 @@ def test_a_handwritten_schedule_runs(delayed: bool) -> None:
     ids=str,
 )
 @pytest.mark.long
-def test_collectives_meet_in_one_order(case: Case) -> None:
+def test_repeated_steps_do_not_deadlock_and_are_bitwise_equal(case: Case) -> None:
     """Many runs of one program: no device waits for ever, and all runs give the same bits."""
     steps = steps_of(case, 2 * case.microbatches * case.fsdp)
     batch = jax.device_put(batch_of(steps.shape[0]), steps.batch_sharding)
@@ -208,7 +208,7 @@ def test_collectives_meet_in_one_order(case: Case) -> None:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("group", [2, 3, 4, 5])
-def test_every_group_size(group: int) -> None:
+def test_group_sizes_match_unpipelined_model(group: int) -> None:
     check_gradients(Case(2, 2, 5, group=group, fsdp=2))
 
 
@@ -225,7 +225,7 @@ VISITS = [
 
 
 @pytest.mark.parametrize("case", keeping(VISITS, 0), ids=str)
-def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
+def test_weight_prefetch_window_matches_unpipelined_model(case: Case) -> None:
     """Every number of stages and every group: stages turn to the next chunk at other ticks."""
     check_gradients(replace(case, gather="window"))
 
@@ -255,7 +255,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("case", keeping(OUTSIDE, 3, 12), ids=str)
-def test_layers_outside_the_ring(case: Case) -> None:
+def test_prologue_layers_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -310,17 +310,17 @@ def matrix() -> list[Case]:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", matrix()[::53], ids=str)
-def test_sample_of_the_matrix(case: Case) -> None:
+def test_config_matrix_sample(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", matrix(), ids=str)
-def test_whole_matrix(case: Case) -> None:
+def test_config_matrix(case: Case) -> None:
     check_gradients(case)
 
 
-def test_the_matrix_has_every_choice() -> None:
+def test_config_matrix_covers_every_option() -> None:
     """The choices that take turns still meet every schedule."""
     cases = matrix()
     for schedule in SCHEDULES:

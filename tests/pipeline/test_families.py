@@ -126,7 +126,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 20), ids=str)
-def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
+def test_model_families_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -164,9 +164,7 @@ BALANCED = [
 
 
 @pytest.mark.parametrize(("over", "case"), BALANCED, ids=str)
-def test_a_balance_loss_over_rows_that_meet_equals_that_of_the_plain_loop(
-    over: Any, case: Case
-) -> None:
+def test_load_balance_scopes_match_unpipelined_model(over: Any, case: Case) -> None:
     """Under any schedule: what it depends on is which rows meet."""
     own = replace(GROUPED, num_dense_layers=1, load_balance_scope=over)
     check_gradients(replace(case, own=own), rows_together(case, over))
@@ -189,7 +187,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES_IN_MATRIX, ids=lambda each: str(each["own"])[:40])
 @pytest.mark.parametrize("number", range(0, len(matrix()), 53))
-def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
+def test_config_matrix_sample(number: int, family: dict[str, Any]) -> None:
     """Every schedule, gather, remat and idle mode; tensor 2, dropout, layers outside the ring.
 
     Another sample for each family.
@@ -202,7 +200,7 @@ def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
     check_gradients(case)
 
 
-def test_every_family_but_llama_is_here() -> None:
+def test_every_family_except_llama_is_covered() -> None:
     """Llama is that of `test_executor`."""
     tried = {type(each["own"]) for each in FAMILIES_IN_MATRIX}
     assert tried == {each.section for name, each in FAMILIES.items() if name != "llama"}

@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 4, 6), ids=str)
-def test_gradients_of_the_others_equal_the_plain_loop(case: Case) -> None:
+def test_trainable_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -56,7 +56,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("case", keeping(KINDS, 0), ids=str)
-def test_a_frozen_kind_hands_on_the_gradient_of_its_input(case: test_kinds.Case) -> None:
+def test_frozen_layer_types_propagate_input_gradients(case: test_kinds.Case) -> None:
     test_kinds.check(case)
 
 
@@ -101,7 +101,7 @@ def size_of(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), PLANS)
-def test_buffers_and_state_are_predicted(
+def test_predicted_buffers_and_state_match_engine(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     config = config_of(model, mesh, pipeline)
@@ -115,7 +115,7 @@ def test_buffers_and_state_are_predicted(
     assert sum(leaf.size for leaf in trained) == num_trained(sizes.model)
 
 
-def test_what_waits_for_weight_gradients_is_no_more_than_predicted() -> None:
+def test_deferred_buffers_do_not_exceed_prediction() -> None:
     """Of a layer that is frozen in part, less is deferred and kept; all else is exact."""
     mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}
     for remat in ("full", "names", "none"):
@@ -140,7 +140,7 @@ def compiled_traffic(config: Any) -> tuple[dict[tuple[str, str], tuple[float, fl
     return found, profile.flops
 
 
-def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
+def test_frozen_weights_have_no_gradient_reductions_or_matmuls() -> None:
     """Counted in the compiled program: reductions over fsdp and data, and operations."""
     model, mesh, pipeline = PLANS[0]
     frozen = config_of(model | {"compute_dtype": "float32"}, mesh, pipeline)

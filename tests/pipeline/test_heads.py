@@ -32,12 +32,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0), ids=str)
-def test_heads_ahead_equal_the_plain_loop(case: Case) -> None:
+def test_mtp_heads_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.parametrize("distance", [1, 3, 6])
-def test_further_targets_stay_in_their_segment_and_row(distance: int) -> None:
+def test_shifted_targets_stay_within_segment_and_sequence(distance: int) -> None:
     random = np.random.default_rng(2)
     rows, tokens = 5, 7
     inputs = {
@@ -57,7 +57,7 @@ def test_further_targets_stay_in_their_segment_and_row(distance: int) -> None:
                 assert targets[row, place] == inputs["targets"][row, later]
 
 
-def test_evaluation_is_that_of_the_ordinary_head() -> None:
+def test_evaluation_ignores_mtp_heads() -> None:
     case = Case(2, 1, 2, ahead=2)
     steps = steps_of(case, case.rows)
     batch = batch_of(case.rows)
@@ -95,12 +95,12 @@ def other_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ),
     ids=str,
 )
-def test_layer_norms_and_capped_logits_equal_the_plain_loop(case: Case) -> None:
+def test_layer_norms_and_logit_softcap_match_unpipelined_model(case: Case) -> None:
     check_gradients(replace(case, layers=4))
 
 
 @pytest.mark.usefixtures("other_ends")
-def test_norms_do_not_decay() -> None:
+def test_norm_parameters_have_no_weight_decay() -> None:
     parts = steps_of(Case(ahead=1), 2).param_layout
     targets = parts.trainable_params(OptimConfig()).items()
     names = {".".join(path): target.decay for path, target in targets}

@@ -289,7 +289,7 @@ CASES = [
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_unlike_layers_equal_the_plain_loop(case: Case) -> None:
+def test_heterogeneous_layers_match_unpipelined_model(case: Case) -> None:
     check(case)
 
 
@@ -303,7 +303,7 @@ def buffers(case: Case) -> dict[str, int]:
     return {name: sizes(leaves) for name, leaves in shapes.items()}
 
 
-def test_memory_is_the_sum_of_what_each_kind_has() -> None:
+def test_buffer_bytes_are_sum_over_layer_types() -> None:
     one = Case("", 2, 1, 4, remat="none", schedule="zb_h1")
     both, wides, plains = (
         buffers(replace(one, pattern=pattern)) for pattern in ("wwpwwp", "wwww", "pp")
@@ -314,7 +314,7 @@ def test_memory_is_the_sum_of_what_each_kind_has() -> None:
     assert both["gradients"] == wides["gradients"] + ends
 
 
-def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
+def test_auxiliary_losses_do_not_depend_on_microbatch_count() -> None:
     values = []
     for count in (1, 2, 6):
         case = Case("wnwn", 2, 1, count)
@@ -350,7 +350,7 @@ def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
     ),
     ids=str,
 )
-def test_idle_slots_contribute_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_slots_do_not_affect_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a buffer contains before something is written there: here NaN."""
 
     def rubbish(count: int, like: Any) -> Any:

@@ -33,7 +33,7 @@ def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[LayerLa
 
 @given(layouts(40, 8, 4))
 @settings(max_examples=200)
-def test_chunks_are_even_and_in_network_order(layout: LayerLayout) -> None:
+def test_chunks_are_balanced_and_in_model_order(layout: LayerLayout) -> None:
     sizes, first = layout.chunk_sizes, layout.first_layer
     assert sizes.shape == first.shape == (layout.ring.num_repeats, layout.ring.num_stages)
     assert sizes.dtype == first.dtype == np.int32
@@ -57,7 +57,7 @@ def test_chunks_are_even_and_in_network_order(layout: LayerLayout) -> None:
 # A smaller range: every new shape is compiled.
 @given(layouts(9, 4, 3))
 @settings(max_examples=25)
-def test_stacking_is_undone_and_pads_with_zeros(layout: LayerLayout) -> None:
+def test_stack_pads_with_zeros_and_unstack_inverts_it(layout: LayerLayout) -> None:
     layers = 1.0 + np.arange(layout.num_layers * 2, dtype=np.float32).reshape(-1, 2)
     stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = np.asarray(stack.stack(jnp.asarray(layers)))
@@ -76,7 +76,7 @@ def test_stacking_is_undone_and_pads_with_zeros(layout: LayerLayout) -> None:
     np.testing.assert_array_equal(whole, layers)
 
 
-def test_nothing_reads_the_padding() -> None:
+def test_unstack_ignores_padding() -> None:
     layout = even(5, 2, 2)
     layers = jnp.arange(5.0)
     padding, stack = jnp.asarray(layout.layer_at < 0), layout.stacks[SINGLE_LAYER_TYPE]
@@ -84,21 +84,21 @@ def test_nothing_reads_the_padding() -> None:
     np.testing.assert_array_equal(stack.unstack(spoiled), layers)
 
 
-def test_an_uneven_cut_by_hand() -> None:
+def test_uneven_layer_partition_example() -> None:
     layout = even(6, 2, 2)
     assert layout.chunk_sizes.tolist() == [[2, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 2], [4, 5]]
     assert layout.layer_at.tolist() == [[[0, 1], [2, 3]], [[4, -1], [5, -1]]]
 
 
-def test_a_cut_on_a_v_by_hand() -> None:
+def test_layer_partition_on_v_ring_example() -> None:
     layout = LayerLayout(Ring(2, 2, "v"), (1, 2, 1, 1))
     assert layout.chunk_sizes.tolist() == [[1, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 1], [4, 3]]
     assert layout.layer_at.tolist() == [[[0, -1], [1, 2]], [[4, -1], [3, -1]]]
 
 
-def test_layers_in_front_of_the_ring_by_hand() -> None:
+def test_prologue_layers_example() -> None:
     layout = LayerLayout(Ring(2, 1), (2, 1), num_prologue_layers=2)
     assert layout.num_layers == 5 and layout.first_layer.tolist() == [[2, 4]]
     assert layout.layer_at.tolist() == [[[2, 3], [4, -1]]]
@@ -108,7 +108,7 @@ def test_layers_in_front_of_the_ring_by_hand() -> None:
     assert stack.unstack(stacked, jnp.arange(2.0)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_kinds_have_stacks_of_their_own() -> None:
+def test_layer_types_have_separate_stacks() -> None:
     layout = LayerLayout(
         Ring(2, 1), (3, 2), num_prologue_layers=1, layer_types=("c", "a", "b", "a", "b", "b")
     )
@@ -134,7 +134,7 @@ def test_kinds_have_stacks_of_their_own() -> None:
 
 @given(layouts(12, 4, 3), st.data())
 @settings(max_examples=60)
-def test_every_layer_is_found_by_kind_and_place(layout: LayerLayout, data: st.DataObject) -> None:
+def test_layers_are_indexed_by_type_and_position(layout: LayerLayout, data: st.DataObject) -> None:
     """The engine's way to a layer: the table's kind, and its place in that kind's stack."""
     names = st.lists(st.sampled_from("abc"), min_size=layout.num_layers, max_size=layout.num_layers)
     layout = LayerLayout(
@@ -152,7 +152,7 @@ def test_every_layer_is_found_by_kind_and_place(layout: LayerLayout, data: st.Da
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
-def test_types_survive(dtype: jnp.dtype) -> None:
+def test_stack_preserves_dtype(dtype: jnp.dtype) -> None:
     layout = even(3, 2, 1)
     stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = stack.stack(jnp.arange(3, dtype=dtype))
@@ -160,13 +160,13 @@ def test_types_survive(dtype: jnp.dtype) -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))
-def test_the_padded_vocabulary_is_the_next_multiple(size: int, shards: int) -> None:
+def test_padded_vocab_size_is_next_multiple_of_shards(size: int, shards: int) -> None:
     padded = padded_vocab_size(size, shards)
     assert padded % shards == 0 and size <= padded < size + shards
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_vocabulary_is_padded_at_its_end(dim: int) -> None:
+def test_pad_vocabulary_appends_zeros(dim: int) -> None:
     table = jnp.ones((3, 2))
     padded = np.asarray(pad_vocabulary(table, dim, 5))
     assert padded.shape == ((5, 2) if dim == 0 else (3, 5))

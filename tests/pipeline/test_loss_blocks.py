@@ -35,12 +35,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 3, 12), ids=str)
-def test_a_loss_by_blocks_equals_the_plain_loop(case: Case) -> None:
+def test_blockwise_loss_matches_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (2, 4), (3, 9)])
-def test_each_token_counts_once(rows: int, length: int) -> None:
+def test_map_token_blocks_processes_each_token_once(rows: int, length: int) -> None:
     """Whatever the block: sums see each token that counts once, and arrays stay in order."""
     tokens = rows * length
     sizes = sorted({0, 1, 2, 3, 5, 7, tokens // 2, tokens - 1, tokens, tokens + 1})
@@ -68,7 +68,7 @@ def test_each_token_counts_once(rows: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "mode"), keeping([(3, "auto"), (8, "explicit")], 1))
-def test_evaluation_by_blocks(size: int, mode: str) -> None:
+def test_blockwise_evaluation_matches_full_logits(size: int, mode: str) -> None:
     case = Case(2, 1, 2, loss_block=size, data=2, shard_mode=mode)
     whole = replace(case, loss_block=0)
     batch, found = batch_of(case.rows), []
@@ -81,7 +81,7 @@ def test_evaluation_by_blocks(size: int, mode: str) -> None:
     assert found[0]["targets"] == found[1]["targets"]
 
 
-def test_small_runs_are_those_of_before() -> None:
+def test_small_models_compile_without_loss_blocks() -> None:
     """By rule nothing is by blocks there: it is the same program."""
     case = Case(2, 1, 2)
     texts = []
@@ -107,5 +107,5 @@ def test_small_runs_are_those_of_before() -> None:
         (100, 100, 30, 0),
     ],
 )
-def test_blocks_by_rule(setting: int, tokens: int, vocabulary: int, wanted: int) -> None:
+def test_auto_loss_block_size(setting: int, tokens: int, vocabulary: int, wanted: int) -> None:
     assert loss_block(setting, tokens, vocabulary) == wanted

@@ -127,7 +127,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "objective"), keeping(CASES, 4), ids=str)
-def test_pairs_in_rows_equal_pairs_alone(case: Case, objective: Preference) -> None:
+def test_packed_pairs_match_unpacked_pairs(case: Case, objective: Preference) -> None:
     steps = steps_of(case, case.rows, objective=objective)
     parts = steps.param_layout
     batch, made, inside = packed(case)
@@ -154,7 +154,7 @@ def test_pairs_in_rows_equal_pairs_alone(case: Case, objective: Preference) -> N
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def test_segments_are_what_pairs_alone_say() -> None:
+def test_packed_reference_scores_match_unpacked_pairs() -> None:
     """What the reference pass finds, in each place of a row; and a digest that knows no layout."""
     case = Case(2, 1, 2, fsdp=2, context=2, length=TOKENS)
     steps = steps_of(case, case.rows, objective=LOSSES[0])
@@ -178,7 +178,7 @@ def test_segments_are_what_pairs_alone_say() -> None:
 
 
 @pytest.mark.layouts
-def test_losses_of_layers_count_by_token() -> None:
+def test_auxiliary_losses_are_weighted_by_token() -> None:
     """A balance loss weighs as beside cross entropy, however many pairs there are."""
     found = {}
     for objective in (LOSSES[0], CrossEntropy()):

@@ -117,7 +117,7 @@ def whole_layer() -> Any:
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=name_of)
-def test_the_pieces_are_the_layer(keep: RematPolicy) -> None:
+def test_split_vjp_matches_autodiff(keep: RematPolicy) -> None:
     pieces = run_pieces(keep)
     for a, b in zip(
         jax.tree.leaves(whole_layer()), jax.tree.leaves((pieces.output, pieces.whole)), strict=True
@@ -129,7 +129,7 @@ def test_the_pieces_are_the_layer(keep: RematPolicy) -> None:
 
 
 @pytest.mark.parametrize("keep", [keep for keep in KEEPS if not keep.offloaded], ids=name_of)
-def test_a_split_backward_costs_no_more_than_a_whole_one(keep: RematPolicy) -> None:
+def test_split_backward_has_no_more_flops_than_full_backward(keep: RematPolicy) -> None:
     """By the compiler's count of operations; what is offloaded is not traced on the host."""
     costs = run_pieces(keep).flops
     assert costs["input_grad"] + costs["weight_grad"] <= 1.02 * costs["backward"]
@@ -138,7 +138,7 @@ def test_a_split_backward_costs_no_more_than_a_whole_one(keep: RematPolicy) -> N
     assert not matrices & {leaf.shape for leaf in pieces_of(keep).deferred}
 
 
-def test_two_pullbacks_would_cost_half_as_much_again() -> None:
+def test_two_full_pullbacks_cost_more_than_one_backward() -> None:
     """What the cut saves: each of two plain pullbacks recomputes the layer."""
     weights, x, constants, cotangent = arguments()
 
@@ -164,7 +164,7 @@ def test_saved_activations_of_each_mode() -> None:
     assert len(pieces_of(RematPolicy("none")).saved) > 1 + len(ACTIVATIONS)
 
 
-def test_offloaded_names_are_kept_on_the_host() -> None:
+def test_offloaded_names_are_saved_on_host() -> None:
     saved = pieces_of(RematPolicy("names", ("gate", "up"), offloaded=("up", "query"))).saved
     assert sorted(leaf.shape for leaf in saved if leaf.on_host) == [
         (ROWS, TOKENS, 8, 16),
@@ -173,7 +173,7 @@ def test_offloaded_names_are_kept_on_the_host() -> None:
     assert sum(not leaf.on_host for leaf in saved) == 2
 
 
-def test_keeping_names_saves_their_matmuls() -> None:
+def test_saved_names_are_not_recomputed() -> None:
     full, names, none = (
         run_pieces(keep).flops["backward"]
         for keep in (RematPolicy("full"), RematPolicy("names", ACTIVATIONS), RematPolicy("none"))
@@ -198,7 +198,7 @@ DERIVED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", DERIVED)
 @pytest.mark.parametrize("halves", [False, True])
-def test_what_follows_from_weights_is_never_kept(name: str, halves: bool) -> None:
+def test_values_derived_from_weights_are_never_saved(name: str, halves: bool) -> None:
     """Where all shapes are alike: a slot keeps what follows from the input, and nothing else."""
 
     def layer(weights: Any, x: jax.Array, ids: jax.Array, *_: Any) -> Any:

@@ -64,7 +64,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0, 12), ids=str)
-def test_gradients_equal_the_plain_loop(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -121,7 +121,7 @@ def compiled(split: str, **pipeline: Any) -> Compiled:
     return Compiled(config_of(split, **pipeline))
 
 
-def test_sums_become_gathers_and_scatters_and_these_rings() -> None:
+def test_sequence_parallel_replaces_all_reduces() -> None:
     kinds = {split: compiled(split).layers() for split in ("", "sequence", "ring")}
     assert kinds[""].keys() == {"all-reduce"}
     assert kinds["sequence"].keys() == {"all-gather", "reduce-scatter"}
@@ -137,7 +137,7 @@ def test_sums_become_gathers_and_scatters_and_these_rings() -> None:
     keeping([{}, {"remat": "none"}, {"remat": "none", "schedule": "zb_h1"}], 0),
     ids=str,
 )
-def test_predicted_traffic_is_near_the_compilers(pipeline: dict[str, Any]) -> None:
+def test_predicted_traffic_is_close_to_compiled_program(pipeline: dict[str, Any]) -> None:
     found = compiled("ring", **pipeline)
     recomputed = CostModel(found.sizes, published_hardware()["v5p"]).recomputed
     predicted = step_traffic(found.sizes, found.steps.train_schedule, recomputed)["tensor", "ici"]
@@ -151,7 +151,7 @@ def test_predicted_traffic_is_near_the_compilers(pipeline: dict[str, Any]) -> No
     ),
     ids=str,
 )
-def test_what_waits_between_slots_is_split(pipeline: dict[str, Any]) -> None:
+def test_sequence_parallel_splits_buffers_between_slots(pipeline: dict[str, Any]) -> None:
     """The compiler carries what is predicted: messages and kept inputs have a device's tokens."""
     whole, split = (compiled(each, **pipeline) for each in ("", "sequence"))
     table = split.steps.train_schedule

@@ -60,7 +60,7 @@ def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32, d_mlp: int = 64)
         *itertools.product(["h100", "v5p"], [1.0], [3e-3, 1e-6, 1e-7, 3e-8, 1e-8, 1e-9]),
     ],
 )
-def test_the_cost_model_gives_back_what_was_measured(
+def test_fitted_cost_model_reproduces_measurements(
     kind: str, contention: float, forward: float
 ) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
@@ -111,7 +111,7 @@ def test_the_cost_model_gives_back_what_was_measured(
     assert layer.scatter == pytest.approx(found.scatter + 6 * latency - 4 * norms / rate)
 
 
-def test_the_size_of_microbatches_counts_as_measured() -> None:
+def test_fitted_cost_depends_on_microbatch_size() -> None:
     sizes = Sizes(config_of(tokens=256))  # two rows on each device
     moved = CostModel(sizes, published_hardware()["cpu"]).most_common_layer.moved_bytes
     flat = Measurements(
@@ -162,7 +162,7 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     assert backward == pytest.approx(found.none_recomputed / 4, rel=1e-3)
 
 
-def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timed_layers_use_axis_rules_of_train_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and attention have other forms on CPUs than on accelerators."""
     asked: list[AxisRules] = []
     decoder = calibrate.Decoder
@@ -178,7 +178,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     assert timed.flattens_tokens
 
 
-def test_memory_is_as_fast_as_it_was_measured() -> None:
+def test_memory_rate_is_fitted_to_measurement() -> None:
     sizes, streamed = Sizes(config_of(fsdp=NUM_DEVICES)), 1 / 40e9
     found = Measurements(
         forward=12e-3,
@@ -200,7 +200,7 @@ def test_memory_is_as_fast_as_it_was_measured() -> None:
     assert after.memory_gb_per_second == pytest.approx(4 * 40)
 
 
-def test_small_temporary_memory_stays_with_the_process() -> None:
+def test_small_temporary_memory_is_not_charged_each_step() -> None:
     sizes, schedule = (
         Sizes(config_of(fsdp=NUM_DEVICES)),
         build_schedule(config_of(fsdp=NUM_DEVICES)),
@@ -216,7 +216,7 @@ def test_small_temporary_memory_stays_with_the_process() -> None:
         assert found == pytest.approx(share * held.temporary / 5e8)
 
 
-def test_split_tokens_travel_at_their_own_rate() -> None:
+def test_sequence_parallel_collectives_use_tokens_rate() -> None:
     config = config_of(tokens=32)
     mesh = dataclasses.replace(config.mesh, ici_data=1, ici_tensor=4, sequence_parallel=True)
     sizes = Sizes(dataclasses.replace(config, mesh=mesh))
@@ -241,7 +241,7 @@ def again(measure: Callable[[], T]) -> T:
 
 
 @pytest.mark.timing
-def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_on_local_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     # Weights' gradients are a difference, and have to be more than what scores vary by.
@@ -258,7 +258,7 @@ def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.timing
-def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrated_model_predicts_measured_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within a factor: what was measured is not the step that is predicted."""
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
@@ -272,7 +272,7 @@ def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.Mo
     assert 1 / 3 < predicted / taken < 3
 
 
-def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_times_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 4e-3, 5e-3, 5e-3, 5e-3])
     monkeypatch.setattr(calibrate, "NUM_STREAMED_PARAMS", 1000)
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.0)
@@ -280,7 +280,7 @@ def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
 
-def test_measured_figures_are_kept_and_used(
+def test_calibration_is_saved_and_used_by_plan(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = published_hardware()["cpu"]
@@ -295,7 +295,7 @@ def test_measured_figures_are_kept_and_used(
     assert "8 devices of CPU, measured today" in capsys.readouterr().out
 
 
-def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
+def test_calibration_file_of_earlier_release_is_loaded(home: Path) -> None:
     after = dataclasses.replace(
         published_hardware()["cpu"], names_recomputed=0.125, measured="today"
     )
@@ -317,7 +317,7 @@ def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
         ("topology", "zz"),
     ],
 )
-def test_figures_with_which_nothing_can_be_planned(
+def test_out_of_range_hardware_values_are_rejected(
     figure: str, value: float | str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = hardware.save_measured(published_hardware()["cpu"])
@@ -329,7 +329,7 @@ def test_figures_with_which_nothing_can_be_planned(
     known_hardware.cache_clear()
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
+def test_unwritable_folder_is_reported_before_timing(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hardware.measured_folder().parent.mkdir(parents=True)
@@ -340,7 +340,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
     assert "set HOME to a writable folder" in capsys.readouterr().err
 
 
-def test_without_a_home_folder_there_are_no_measured_figures(
+def test_published_values_are_used_without_home_folder(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hardware.save_measured(dataclasses.replace(published_hardware()["cpu"], memory_gib=3.0))
@@ -356,7 +356,7 @@ def test_without_a_home_folder_there_are_no_measured_figures(
     )
 
 
-def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:
+def test_invalid_calibration_file_is_rejected(home: Path) -> None:
     hardware.measured_folder().mkdir(parents=True)
     (hardware.measured_folder() / "cpu.yml").write_text("speed: high\n")
     with pytest.raises(ConfigError, match="is not a valid calibration file"):

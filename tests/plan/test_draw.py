@@ -25,12 +25,12 @@ def texts(canvas: Canvas) -> str:
     return "\n".join(label.text for label in canvas.labels)
 
 
-def test_every_term_has_a_colour_of_its_own() -> None:
+def test_memory_terms_have_distinct_colours() -> None:
     assert COLOURS.keys() == TERMS.keys()
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
-def test_memory_and_timeline_are_drawn() -> None:
+def test_picture_shows_memory_and_timeline() -> None:
     plan = found()
     drawn = texts(picture(plan, V5P))
     for name, _ in plan.memory.largest:
@@ -42,11 +42,11 @@ def test_memory_and_timeline_are_drawn() -> None:
     assert share == pytest.approx(plan.memory.total / V5P.memory_bytes, rel=0.01)
 
 
-def test_a_long_step_is_drawn_with_fewer_microbatches() -> None:
+def test_long_steps_are_drawn_with_fewer_microbatches() -> None:
     assert "drawn with only 8 microbatches" in texts(picture(found(2048, microbatches=256), V5P))
 
 
 @pytest.mark.parametrize(("name", "start"), [("plan.svg", b"<svg"), ("plan.png", b"\x89PNG")])
-def test_drawings_are_written_to_files(name: str, start: bytes, tmp_path: Path) -> None:
+def test_write_svg_and_png(name: str, start: bytes, tmp_path: Path) -> None:
     write(found(schedule="zb_v", remat="names"), V5P, tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)

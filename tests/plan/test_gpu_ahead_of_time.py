@@ -35,7 +35,7 @@ def traffic(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     return {(each["kind"], each["axes"]): each for each in found}
 
 
-def test_a_step_for_eight_gpus_is_reported() -> None:
+def test_compile_report_for_eight_gpus() -> None:
     found = compiled("--topology", "h100:8", "pipeline.weight_gather=iteration")
     assert (found["num_devices"], found["attention"]) == (8, "xla")
     assert found["peak_bytes"] == found["cycles"] == 0 and found["fits"]
@@ -49,7 +49,7 @@ def test_a_step_for_eight_gpus_is_reported() -> None:
     assert moved["reduce-scatter", "fsdp"]["flops_behind"] > 0
 
 
-def test_slices_are_joined_by_the_network() -> None:
+def test_traffic_between_gpu_hosts_is_labeled_dcn() -> None:
     sizes = ("mesh.ici_stage=1", "mesh.dcn_stage=2", "mesh.ici_fsdp=4")
     found = compiled("--topology", "b200:4", "--slices", "2", *sizes)
     moved = traffic(found)
@@ -58,7 +58,7 @@ def test_slices_are_joined_by_the_network() -> None:
 
 
 @pytest.mark.skipif(not has_cudnn(), reason=f"needs cuDNN: {INSTALL}")
-def test_fused_attention_is_compiled_on_several_devices_with_its_heads_divided() -> None:
+def test_cudnn_attention_compiles_with_sharded_heads() -> None:
     """jax's own rule for the kernel fails there; a run would end with it at its first step."""
     sizes = ("mesh.ici_stage=2", "mesh.ici_fsdp=2", "mesh.ici_tensor=2")
     found = compiled("--topology", "h100:8", *sizes, "model.compute_dtype=bfloat16")

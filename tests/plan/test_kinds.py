@@ -85,7 +85,7 @@ def test_counts_are_sums_over_layers(config: Config) -> None:
     assert sum(count.layer_costs(model, 32)) + head == needed + wasted + pairs
 
 
-def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Config) -> None:
+def test_attention_window_reduces_needed_but_not_computed_flops(config: Config) -> None:
     plain = describe(config.model)
     (kind,) = plain.layer_types.values()
     (scores,) = (each for each in kind.parts["attention"].operations if hasattr(each, "window"))
@@ -113,7 +113,7 @@ def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Confi
     assert count.layer_costs(model, 32) == count.layer_costs(full, 32)
 
 
-def test_the_cut_knows_what_layers_cost(config: Config) -> None:
+def test_layer_partition_is_balanced_by_cost(config: Config) -> None:
     costs = count.layer_costs(unlike(config.model), config.train.sequence_length)
     assert len({*costs}) == 2 and costs[0] > 2 * costs[3]
     assert Sizes(config).layers.partition == (3, 6)
@@ -124,7 +124,7 @@ def test_the_cut_knows_what_layers_cost(config: Config) -> None:
 
 @pytest.mark.parametrize("remat", ["full", "chunk", "names", "none"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, remat: str) -> None:
+def test_memory_is_sum_over_layer_types(config: Config, schedule: str, remat: str) -> None:
     pipeline = replace(config.pipeline, remat=remat, schedule=schedule, weight_gather="step")
     config = replace(config, pipeline=pipeline)
     sizes, table = Sizes(config), build_schedule(config)
@@ -160,7 +160,7 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
     assert working >= 0.8 * 2 * sizes.params.layer_elements("wide", whole=True) + mlp
 
 
-def test_ticks_take_what_their_layers_take(config: Config) -> None:
+def test_tick_time_is_sum_of_layer_times(config: Config) -> None:
     hardware = published_hardware()["v5p"]
     model = CostModel(Sizes(config), hardware)
     wide, usual = model.layers["wide"].slot("F"), model.layers["layer"].slot("F")
@@ -183,7 +183,7 @@ def _computing(config: Config, schedule: str, devices: str) -> tuple[float, floa
     return found[0], found[1]
 
 
-def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
+def test_idle_compute_slows_devices_that_share_cores() -> None:
     # Two stages: 4 microbatches are 5 turns of each stage, of which it needs 4.
     run = config_of({"num_layers": 8}, MESH, PIPELINE)
     skips, computes = _computing(run, "1f1b", "cpu")
@@ -198,7 +198,7 @@ def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
     assert computes == pytest.approx(7 * forward + 8 * backward + 8 * weights)
 
 
-def test_stages_that_compute_run_what_any_has_at_each_place(config: Config) -> None:
+def test_idle_compute_runs_every_layer_type_at_each_position(config: Config) -> None:
     model = CostModel(Sizes(config), published_hardware()["v5p"])
     assert model.sizes.layers.chunks == ({"wide": 3}, {"layer": 5, "wide": 1})
     # The last chunk's wide layer is its last: where the first chunk has none.

@@ -35,14 +35,14 @@ def slow(key: str, values: Container[Any], factor: float) -> Callable[[Candidate
     )
 
 
-def test_the_best_predicted_runs_first(candidates: list[Candidate]) -> None:
+def test_best_predicted_layout_runs_first(candidates: list[Candidate]) -> None:
     assert choose_next(candidates, {}) == 0
     mean, error = posterior_seconds(candidates, {})
     assert mean == pytest.approx([each.cost.seconds for each in candidates])
     assert error == pytest.approx(error[0]) and error[0] > 1  # of layouts' times, not their order
 
 
-def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Candidate]) -> None:
+def test_measurements_correct_predictions_of_similar_layouts(candidates: list[Candidate]) -> None:
     gather = candidates[0].config.pipeline.weight_gather
     takes = slow("pipeline.weight_gather", {gather}, 1.2)
     ran = {index: takes(candidates[index]) for index in range(0, 60, 3)}
@@ -56,13 +56,13 @@ def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Cand
     assert np.square(off - off.mean()).sum() < 0.25 * np.square(before - before.mean()).sum()
 
 
-def test_a_machine_that_is_slow_throughout_changes_no_order(candidates: list[Candidate]) -> None:
+def test_uniform_slowdown_keeps_ranking(candidates: list[Candidate]) -> None:
     mean, _ = posterior_seconds(candidates, {0: 3.0 * candidates[0].cost.seconds})
     assert mean[0] == pytest.approx(mean.min(), rel=1e-3)
     assert mean == pytest.approx([3.0 * each.cost.seconds for each in candidates], rel=0.01)
 
 
-def test_a_search_leaves_what_proves_slow(
+def test_search_avoids_layouts_measured_slow(
     candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fastest of all is found in fewer runs than its predicted place says."""
@@ -79,7 +79,7 @@ def test_a_search_leaves_what_proves_slow(
     assert [each.seconds for each in ran] == sorted(each.seconds for each in ran)
 
 
-def test_what_does_not_fit_runs_once_and_comes_last(
+def test_layout_that_does_not_fit_runs_once_and_ranks_last(
     candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[Candidate] = []

@@ -178,7 +178,7 @@ def check_buffers(config: Config, steps: Steps) -> None:
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), thinned(CASES, 2))
-def test_buffers_and_state_are_those_of_the_engine(
+def test_predicted_buffers_and_state_match_engine(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     config = config_of(model, mesh, pipeline)
@@ -194,7 +194,7 @@ def test_buffers_and_state_are_those_of_the_engine(
 
 
 @pytest.mark.parametrize("adapter", [{}, {"rank": 3}])
-def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[str, int]) -> None:
+def test_grpo_reference_memory_is_copy_of_trained_parameters(adapter: dict[str, int]) -> None:
     mesh = {"ici_stage": 2, "ici_fsdp": 2}
     sections = to_dict(config_of({}, mesh, {"microbatches": 2, "schedule": "1f1b"}))
     train = sections["train"] | {"objective": "grpo"}
@@ -225,7 +225,7 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
         BIASED | {"compute_dtype": "float32"},
     ],
 )
-def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> None:
+def test_experts_save_token_counts_beyond_prediction(model: dict[str, Any]) -> None:
     """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
     pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
     config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
@@ -280,7 +280,7 @@ def small_config(random: np.random.Generator) -> Config:
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 4), pytest.param(4, 208, marks=pytest.mark.faults)]
 )
-def test_no_shape_is_taken_for_another(first: int, count: int) -> None:
+def test_buffers_if_shapes_coincide(first: int, count: int) -> None:
     """Whatever sizes coincide, each buffer holds what is predicted, and no weight is in a slot."""
     for seed in range(first, first + count):
         config = small_config(np.random.default_rng(seed))
@@ -290,7 +290,7 @@ def test_no_shape_is_taken_for_another(first: int, count: int) -> None:
             raise AssertionError(f"seed {seed}: {config}") from error
 
 
-def test_activations_of_a_weights_shape() -> None:
+def test_buffers_if_activations_have_weight_shape() -> None:
     """In the first example, cut so that a microbatch has the shape of attention's last weight."""
     text = (ROOT / "configs/quickstart.yml").read_text(encoding="utf-8")
     sections = yaml.safe_load(text)
@@ -303,7 +303,7 @@ def test_activations_of_a_weights_shape() -> None:
         check_buffers(config, steps_of(config))
 
 
-def test_parameters_are_those_of_the_model() -> None:
+def test_declared_parameters_match_initialized_model() -> None:
     """Every name, shape and logical axis that the description declares, and no other."""
     decoder = steps_of(config_of({}, {}, {"microbatches": 1})).param_layout.decoder
     ((name, kind),) = describe(decoder.config).layer_types.items()
@@ -363,17 +363,19 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"attention": "blockwise", "family": "gemma2", "tied_embeddings": True},
     ],
 )
-def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
+def test_sublayers_save_declared_activations(
+    changes: dict[str, Any], remat: str, tokens: int
+) -> None:
     check_kept(changes, remat, tokens)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
-def test_a_kernel_keeps_what_is_declared(remat: str) -> None:
+def test_cudnn_attention_saves_declared_activations(remat: str) -> None:
     check_kept({"attention": "cudnn", "head_dim": 16}, remat, 28)
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_norms_save_declared_activations(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(module, "describe", lambda config: with_layer_norms(describe(config)))
     check_kept({}, remat, 7)
@@ -383,7 +385,7 @@ def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize("backend", ["xla", "blockwise"])
-def test_sinks_keep_what_they_declare(
+def test_attention_sinks_save_declared_activations(
     backend: str, remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = Attention(20, 6, 2, 10, 1.0, backend, Rope(1e4), sinks=True)
@@ -405,7 +407,7 @@ def test_sinks_keep_what_they_declare(
         (0, 3 * QUERY_BLOCK, {"compute_dtype": "float32"}, "blockwise"),
     ],
 )
-def test_latent_attention_keeps_what_it_declares(
+def test_latent_attention_saves_declared_activations(
     q_lora_rank: int,
     tokens: int,
     changes: dict[str, Any],
@@ -427,7 +429,7 @@ def attention_of(config: Config) -> Part:
     return kind.parts["attention"]
 
 
-def test_a_fused_attention_holds_no_scores() -> None:
+def test_fused_attention_saves_no_scores() -> None:
     pipeline = {"microbatches": 2, "remat": "none"}
     plain, fused = (config_of({"attention": name}, {}, pipeline) for name in ("xla", "cudnn"))
     pairs, mask = (
@@ -454,7 +456,7 @@ def test_a_fused_attention_holds_no_scores() -> None:
     assert needs[0] - needs[1] > layers * kept + 2 * (pairs - mask)
 
 
-def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
+def test_gathered_accumulators_add_head_gradient_in_place() -> None:
     """By the TPU compiler; shards of it are added after a sum, for which it must be whole."""
     model, mesh = {"vocab_size": 4096, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
     logits = {}
@@ -468,7 +470,7 @@ def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "gpu"])
-def test_logits_of_a_block_take_its_share(platform: str) -> None:
+def test_loss_blocks_reduce_logits_memory(platform: str) -> None:
     """Of long rows, on one stage; what is summed over blocks does not shrink with them."""
     sizes = {"vocab_size": 2**17, "compute_dtype": "float32"}
     found = {}
@@ -504,7 +506,7 @@ def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])
-def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: str) -> None:
+def test_window_with_every_chunk_holds_weights_like_step_gather(platform: str) -> None:
     found = []
     for gather in ("step", "window"):
         pipeline = {"microbatches": 4, "repeats": 2, "weight_gather": gather}
@@ -515,7 +517,7 @@ def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: s
     assert found[0].terms["held"] == found[1].terms["held"] > 0
 
 
-def test_a_chunk_arrives_beside_the_window() -> None:
+def test_window_memory_includes_arriving_chunk() -> None:
     """By the TPU compiler: gathered weights stand in memory until their slot is free."""
     pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "window", "group": 4}
     config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
@@ -592,7 +594,7 @@ BLOCKED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(BLOCKED, 1))
-def test_memory_by_blocks_is_near_the_compilers(
+def test_blockwise_attention_memory_is_close_to_compiler(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     """In rows of which plain attention's scores would take most of it."""
@@ -630,7 +632,7 @@ DIVIDED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(DIVIDED, 6))
-def test_memory_of_divided_rows_and_experts_is_near_the_compilers(
+def test_context_and_expert_parallel_memory_is_close_to_compiler(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:
     attention = pipeline.get("attention", "xla")
@@ -645,7 +647,7 @@ def test_memory_of_divided_rows_and_experts_is_near_the_compilers(
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(TEMPORARY, 8, 9, 12, 19))
-def test_memory_on_cpus_is_near_the_compilers(
+def test_cpu_memory_is_close_to_compiler(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     named = {"compute_dtype": "float32", "attention": "xla"}
@@ -656,7 +658,7 @@ def test_memory_on_cpus_is_near_the_compilers(
     assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
 
 
-def test_loops_over_layers_ahead_have_known_trips() -> None:
+def test_mtp_layer_loops_have_known_trip_counts() -> None:
     """Their bound is data, so that XLA does not unroll them."""
     pipeline = {"microbatches": 4}
     for heads, form in ((0, "layer"), (2, "projection"), (2, "layer")):

@@ -39,7 +39,9 @@ def with_optim(place: int, shared: bool, changes: dict[str, Any]) -> Config:
 @pytest.mark.parametrize("changes", OPTIMIZERS, ids=lambda each: each["name"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("place", range(len(MESHES)))
-def test_state_is_what_the_arrays_take(place: int, shared: bool, changes: dict[str, Any]) -> None:
+def test_predicted_optimizer_state_matches_arrays(
+    place: int, shared: bool, changes: dict[str, Any]
+) -> None:
     config = with_optim(place, shared, changes)
     steps = steps_of(config)
 
@@ -58,9 +60,9 @@ def test_state_is_what_the_arrays_take(place: int, shared: bool, changes: dict[s
 
 
 @pytest.mark.parametrize("name", keeping(["adamw", "muon"], 1))
-def test_arguments_of_the_compiled_step_fall_as_said(name: str) -> None:
+def test_zero1_reduces_compiled_argument_bytes_as_predicted(name: str) -> None:
     """By the share of what devices along data divide, within 5%. The step that divides nothing is
-    compiled in `test_memory_of_updates_is_near_the_compilers`.
+    compiled in `test_optimizer_update_memory_is_close_to_compiler`.
     """
     config = config_of({"num_layers": 2}, {"ici_data": 2, "ici_fsdp": 2}, {"microbatches": 1})
     whole, divided = (
@@ -94,7 +96,7 @@ FEW_TOKENS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ("gather", "model", "mesh", "changes"),
     keeping([(g, *case) for g in (None, "step") for case in FEW_TOKENS], 0, 1, 12, 13),
 )
-def test_memory_of_updates_is_near_the_compilers(
+def test_optimizer_update_memory_is_close_to_compiler(
     gather: str | None, model: dict[str, Any], mesh: dict[str, int], changes: dict[str, Any]
 ) -> None:
     """With so few tokens that parameters and gradients are nearly all there is. Where nothing is

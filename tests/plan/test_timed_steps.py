@@ -28,7 +28,7 @@ def config_of() -> Config:
     )
 
 
-def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fit_split_costs_recovers_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling, and
     of 0.3 for each further part of a ring."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
@@ -57,7 +57,7 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
     assert rerank.fit_split_costs(alone, costly, devices) == costly
 
 
-def test_rings_that_hide_all_their_work_keep_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ring_cost_is_unchanged_if_communication_dominates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a small model on devices whose links are slow beside their matrix units."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(published_hardware()["h100"], link_gb_per_second=1e-6)
@@ -72,7 +72,7 @@ def test_rings_that_hide_all_their_work_keep_the_figure(monkeypatch: pytest.Monk
     assert rerank.fit_split_costs(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
 
 
-def test_ticks_take_what_is_left_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_tick_recovers_tick_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(published_hardware()["cpu"], tick_us=700.0)
     monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)

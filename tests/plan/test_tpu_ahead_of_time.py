@@ -153,7 +153,7 @@ def by_iteration() -> dict[str, Any]:
     return compiled(mesh, weight_gather="iteration", repeats=2, group=6)
 
 
-def test_messages_travel_while_layers_compute(by_iteration: dict[str, Any]) -> None:
+def test_stage_messages_overlap_with_layers(by_iteration: dict[str, Any]) -> None:
     sends = [
         (is_async, cycles)
         for kind, region, is_async, cycles, *_ in by_iteration["collectives"]
@@ -163,7 +163,7 @@ def test_messages_travel_while_layers_compute(by_iteration: dict[str, Any]) -> N
     assert all(is_async and cycles > 0 for is_async, cycles in sends), sends
 
 
-def test_kernels_of_attention_state_their_products(by_iteration: dict[str, Any]) -> None:
+def test_attention_kernels_have_flop_counts(by_iteration: dict[str, Any]) -> None:
     """`auto` takes splash here; what stands behind kernels is read, too."""
     product = 2 * 256**2 * 4 * 128  # tokens, heads of 128: one block is the whole row
     each = {"fwd": 2 * product, "dq": 3.5 * product, "dkv": 3.5 * product}
@@ -179,14 +179,14 @@ def test_kernels_of_attention_state_their_products(by_iteration: dict[str, Any])
     assert by_iteration["cycles"]["backward"] > 1.5 * by_iteration["cycles"]["forward"]
 
 
-def test_no_buffer_is_copied_in_a_loop(by_iteration: dict[str, Any]) -> None:
+def test_buffers_are_not_copied_in_loops(by_iteration: dict[str, Any]) -> None:
     """But for the gradients of two weights, which are scattered along their last dim."""
     shapes = [each.split("{")[0] for each in by_iteration["copies"]]
     assert sorted(shapes) == ["f32[256,1024]", "f32[256,4,128]"]
     assert all(each.endswith("/backward/while/body/transpose") for each in by_iteration["copies"])
 
 
-def test_what_is_kept_on_the_host_travels_while_layers_compute() -> None:
+def test_offloaded_activations_overlap_with_layers() -> None:
     names = {"remat": "names", "saved_names": ["attention"], "offloaded_names": ["gate", "up"]}
     found = compiled({"ici_stage": 2, "ici_fsdp": 4}, weight_gather="step", **names)["transfers"]
     assert sorted(place for *place, _ in found) == 2 * [["from host", "backward"]] + 2 * [
@@ -195,7 +195,7 @@ def test_what_is_kept_on_the_host_travels_while_layers_compute() -> None:
     assert all(cycles > 0 for *_, cycles in found)
 
 
-def test_state_on_the_host_is_not_in_the_peak() -> None:
+def test_offloaded_state_is_not_in_peak_memory() -> None:
     found = run(STATE)
     here, away = found["here"], found["away"]
     state = away[2]
@@ -205,7 +205,7 @@ def test_state_on_the_host_is_not_in_the_peak() -> None:
 
 
 @pytest.mark.parametrize("rings", [False, True])
-def test_split_tokens_travel_behind_matmuls(rings: bool) -> None:
+def test_sequence_parallel_collectives_overlap_with_matmuls(rings: bool) -> None:
     tokens, width, tensor = 2048, 256, 4
     mesh = {"ici_stage": 2, "ici_tensor": tensor, "sequence_parallel": True}
     mesh |= {"collective_matmul": rings}
@@ -225,7 +225,7 @@ def test_split_tokens_travel_behind_matmuls(rings: bool) -> None:
         assert sum(cycles > 0 for *_, cycles in layers) > 0.8 * len(layers)
 
 
-def test_the_compiler_refuses_by_the_peak() -> None:
+def test_compiler_rejects_by_peak_memory() -> None:
     found, there = run(SIZES), 15.75 * 2**30
     peak, total = found["8192"]
     scale = (17152 / 8192) ** 2

@@ -88,7 +88,7 @@ _NUMBERS = 1100
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 15), ids=str)
-def test_predicted_bytes_are_those_of_the_program(
+def test_predicted_traffic_matches_compiled_program(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:
     """But for sums of losses, statistics and the gradient's norm."""

@@ -55,7 +55,7 @@ def test_every_size_is_built_and_verified(name: str, stages: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
-def test_forward_only_tables_do_the_forwards_and_keep_nothing(shape: Literal["loop", "v"]) -> None:
+def test_forward_only_schedule_saves_no_activations(shape: Literal["loop", "v"]) -> None:
     for stages, repeats, microbatches in itertools.product(range(1, 6), (1, 2, 3), range(1, 12)):
         only = make_forward_schedule(Ring(stages, repeats, shape), microbatches)
         assert not only.trains and not only.mixed
@@ -72,7 +72,7 @@ def test_forward_only_tables_do_the_forwards_and_keep_nothing(shape: Literal["lo
 
 
 @pytest.mark.parametrize("name", ["gpipe", "circular", "1f1b", "interleaved", "breadth_first"])
-def test_typed_slots_idle_as_little_as_interleaved_1f1b(name: str) -> None:
+def test_typed_schedules_have_idle_fraction_of_interleaved_1f1b(name: str) -> None:
     for sizes in all_sizes(name):
         stages, work = sizes["stages"], sizes["microbatches"] * sizes["repeats"]
         if sizes["microbatches"] >= stages:
@@ -96,7 +96,7 @@ def test_delayed_messages_double_the_bubble(name: str, stages: tuple[int, ...]) 
         assert schedule.num_stash == microbatches * repeats
 
 
-def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
+def test_embedding_and_loss_are_at_first_and_last_chunk() -> None:
     schedule = make_schedule("interleaved", stages=3, repeats=2, microbatches=6)
     entered = schedule.embed_microbatch
     left = schedule.loss_microbatch
@@ -111,7 +111,7 @@ def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
         assert leave - enter == 5 and back - leave == 5
 
 
-def test_in_a_v_the_network_ends_where_it_begins() -> None:
+def test_v_ring_ends_on_first_stage() -> None:
     schedule = make_schedule("zb_v", stages=3, repeats=2, microbatches=6)
     assert schedule.ring.last_stage == 0
     for m in range(6):
@@ -134,7 +134,7 @@ def depth_by_hand(schedule: Schedule) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_stash_depth_counts_from_f_to_the_last_use(name: str) -> None:
+def test_stash_depth_counts_from_forward_to_last_use(name: str) -> None:
     repeats = SCHEDULES[name].repeats or 2
     schedule = make_schedule(name, stages=4, repeats=repeats, microbatches=7)
     assert np.array_equal(schedule.stash_depth(), depth_by_hand(schedule))
@@ -158,7 +158,7 @@ ILLEGAL: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "key"), ILLEGAL)
-def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key: str) -> None:
+def test_invalid_sizes_raise_config_error(name: str, change: dict[str, Any], key: str) -> None:
     sizes: dict[str, Any] = {"stages": 4, "repeats": 1, "microbatches": 8} | change
     with pytest.raises(ConfigError) as caught:
         make_schedule(name, **sizes)
@@ -170,7 +170,7 @@ def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key:
 
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
-def test_a_forward_sweep_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
+def test_forward_schedule_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
     for stages, repeats in ((1, 1), (1, 3), (2, 2), (3, 2), (4, 3)):
         ring = Ring(stages, repeats, shape)
         for microbatches in (1, 2, 3, 5, 8, 13):
@@ -183,11 +183,11 @@ def test_a_forward_sweep_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
                 assert schedule.num_ticks == microbatches * repeats + stages - 1
 
 
-def test_on_one_stage_a_v_is_a_loop() -> None:
+def test_v_ring_on_one_stage_is_loop() -> None:
     assert make_schedule("zb_v", stages=1, repeats=2, microbatches=3).ring.shape == "loop"
     assert make_schedule("zb_v", stages=2, repeats=2, microbatches=3).ring.shape == "v"
 
 
-def test_why_repeats_are_fixed_is_said() -> None:
+def test_repeats_rule_states_reason() -> None:
     assert "one chunk per stage" in repeats_rule("gpipe", SCHEDULES["gpipe"])
     assert "a V" in repeats_rule("zb_v", SCHEDULES["zb_v"])

@@ -46,9 +46,7 @@ def assert_same(one: Any, two: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_written_schedule_reads_back_exactly(
-    name: str, all_stages: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_csv_round_trip_is_exact(name: str, all_stages: tuple[int, ...], tmp_path: Path) -> None:
     spec, file = SCHEDULES[name], tmp_path / "schedule.csv"
     for stages in all_stages:
         for repeats in (spec.repeats,) if spec.repeats else (1, 2, 3):
@@ -65,7 +63,7 @@ def test_a_written_schedule_reads_back_exactly(
                     assert_same(make_schedule(f"file:{file}", **sizes), schedule)
 
 
-def test_a_file_can_be_delayed(tmp_path: Path) -> None:
+def test_csv_schedule_can_be_delayed(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 4}
     file.write_text(to_csv(make_schedule("zb_v", **sizes)))
@@ -76,7 +74,7 @@ def test_a_file_can_be_delayed(tmp_path: Path) -> None:
     assert delayed.delayed and delayed.num_ticks > prompt.num_ticks
 
 
-def test_the_notation_is_the_usual_one() -> None:
+def test_csv_uses_standard_notation() -> None:
     assert to_csv(make_schedule("gpipe", stages=2, microbatches=2)) == (
         "0F0,,0F1,,,,,0B0,,0B1\n"
         ",,1F0,,1F1,1B0,,1B1,,\n"
@@ -87,7 +85,7 @@ def test_the_notation_is_the_usual_one() -> None:
     )  # fmt: skip
 
 
-def test_a_handwritten_file_is_a_schedule() -> None:
+def test_handwritten_csv_is_valid_schedule() -> None:
     ring, orders = read_orders(HANDWRITTEN)
     assert (ring.num_stages, ring.num_repeats, ring.shape) == (2, 2, "v")
     # B beside I and W is I and then W.
@@ -101,7 +99,7 @@ def test_a_handwritten_file_is_a_schedule() -> None:
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("prefix", ["", "\ufeff", "\n , \n"])
-def test_blank_lines_spaces_and_what_spreadsheets_add_mean_nothing(
+def test_blank_lines_spaces_and_spreadsheet_artifacts_are_ignored(
     prefix: str, newline: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "schedule.csv"
@@ -184,7 +182,7 @@ def explained(file: Path, **sizes: Any) -> str:
 
 
 @pytest.mark.parametrize(("text", "parts"), WRONG, ids=lambda value: repr(value)[:40])
-def test_a_mistake_in_a_file_is_explained(text: str, parts: list[str], tmp_path: Path) -> None:
+def test_invalid_csv_is_rejected(text: str, parts: list[str], tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text(text, encoding="utf-8")
     sizes = {}
@@ -195,7 +193,7 @@ def test_a_mistake_in_a_file_is_explained(text: str, parts: list[str], tmp_path:
         assert part in message
 
 
-def test_what_is_not_a_text_file_is_explained(tmp_path: Path) -> None:
+def test_unreadable_schedule_file_is_rejected(tmp_path: Path) -> None:
     assert "FILE\n  cannot be read: No such file" in explained(tmp_path / "nothing.csv")
     assert "cannot be read: Is a directory." in explained(tmp_path)
     binary = tmp_path / "picture.png"
@@ -216,12 +214,12 @@ def test_what_is_not_a_text_file_is_explained(tmp_path: Path) -> None:
         ({"microbatches": 3}, "pipeline.microbatches = 3\n  must be 2"),
     ],
 )
-def test_sizes_must_agree_with_the_file(sizes: dict[str, int], message: str) -> None:
+def test_config_sizes_must_match_csv(sizes: dict[str, int], message: str) -> None:
     fitting = {"stages": 2, "repeats": 2, "microbatches": 2}
     assert explained(HANDWRITTEN, **fitting | sizes).startswith(message)
 
 
-def test_no_edit_of_a_file_ends_without_explanation(tmp_path: Path) -> None:
+def test_randomly_edited_csv_is_valid_or_rejected(tmp_path: Path) -> None:
     """Either it is still a schedule, or a mistake of the file: never a bug of ours."""
     rng, file = random.Random(0), tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 3}

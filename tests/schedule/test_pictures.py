@@ -49,14 +49,14 @@ def slot_boxes(text: str) -> dict[str, tuple[float, float, float, float]]:
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
-def test_the_picture_is_the_golden_one(name: str, golden: Golden) -> None:
+def test_svg_matches_golden(name: str, golden: Golden) -> None:
     schedule = make_schedule(name, stages=2, repeats=2, microbatches=3)
     golden(f"schedule-{name}.svg", pictures.svg(schedule, UNEQUAL))
 
 
 @pytest.mark.parametrize("costs", [Costs(), UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_slot_is_a_box_that_overlaps_no_other(name: str, costs: Costs) -> None:
+def test_svg_has_one_box_per_slot_without_overlap(name: str, costs: Costs) -> None:
     schedule = small(name)
     text = pictures.svg(schedule, costs)
     assert text == pictures.svg(schedule, costs)
@@ -74,7 +74,7 @@ def test_every_slot_is_a_box_that_overlaps_no_other(name: str, costs: Costs) -> 
             assert end < start
 
 
-def test_boxes_are_as_wide_as_their_slots_are_long() -> None:
+def test_svg_box_width_is_proportional_to_slot_cost() -> None:
     boxes = slot_boxes(pictures.svg(small("zb_h1"), Costs(2.0, 3.0, 1.0)))
     widths: dict[str, set[float]] = {}
     for title, (_, _, width, _) in boxes.items():
@@ -88,7 +88,7 @@ def test_boxes_are_as_wide_as_their_slots_are_long() -> None:
     assert weight + 1 + 1.5 == pytest.approx((forward + 1.5) / 2, abs=0.02)
 
 
-def test_microbatches_axis_legend_and_summary_are_written() -> None:
+def test_svg_has_microbatches_axis_legend_and_summary() -> None:
     schedule = small("zb_v")
     texts = [
         text.text or ""
@@ -105,7 +105,7 @@ def test_microbatches_axis_legend_and_summary_are_written() -> None:
     assert [str(depth) for depth in schedule.stash_depth().max(axis=0)] == texts[-3:]
 
 
-def test_what_is_odd_is_drawn_too(tmp_path: Path) -> None:
+def test_svg_edge_cases(tmp_path: Path) -> None:
     file = tmp_path / "a&b<c>.csv"
     file.write_text("0F0,0B0\n")
     named = pictures.svg(make_schedule(f"file:{file}", stages=1, microbatches=1))
@@ -126,7 +126,7 @@ def test_what_is_odd_is_drawn_too(tmp_path: Path) -> None:
         assert min(width for _, _, width, _ in boxes.values()) > 10
 
 
-def test_depths_are_drawn_to_scale() -> None:
+def test_svg_stash_depths_are_to_scale() -> None:
     schedule = small("circular")
     areas = list(ElementTree.fromstring(pictures.svg(schedule)).iter(f"{SVG}polygon"))
     assert len(areas) == 3
@@ -141,7 +141,7 @@ def test_depths_are_drawn_to_scale() -> None:
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
-def test_the_png_shows_what_the_svg_shows(name: str, tmp_path: Path) -> None:
+def test_png_matches_svg(name: str, tmp_path: Path) -> None:
     schedule = small(name)
     path = tmp_path / "drawing"  # any name will do
     pictures.png(schedule, path, UNEQUAL)
@@ -162,7 +162,7 @@ def test_the_png_shows_what_the_svg_shows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("costs", [Costs(), UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> None:
+def test_perfetto_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> None:
     schedule = small(name)
     trace = json.loads(pictures.perfetto_trace(schedule, costs))
     by_phase: dict[str, list[dict[str, Any]]] = {}
@@ -214,7 +214,7 @@ def num_messages(schedule: Schedule) -> int:
     return 2 * hops * schedule.num_microbatches
 
 
-def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
+def test_drawing_without_png_does_not_import_pillow_or_jax() -> None:
     code = (
         "import sys\n"
         "from maxpipe.schedule import catalog, pictures\n"
@@ -226,7 +226,7 @@ def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
     assert ran.stdout.strip() == "[]"
 
 
-def test_compared_schedules_are_drawn_below_each_other(
+def test_compare_svg_stacks_schedules_vertically(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "both.svg"
@@ -244,7 +244,7 @@ def test_compared_schedules_are_drawn_below_each_other(
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "csv", "json"])
-def test_out_writes_what_the_ending_says(tmp_path: Path, ending: str) -> None:
+def test_out_format_follows_file_extension(tmp_path: Path, ending: str) -> None:
     kind = {"json": "perfetto"}.get(ending, ending)
     one, other = tmp_path / f"a.{ending}", tmp_path / "b"
     assert main(["schedule", "zb_v", "--out", str(one), f"--{kind}", str(other)]) == 2

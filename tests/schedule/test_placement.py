@@ -55,13 +55,13 @@ def check_closed_forms(schedule: Schedule, group: int) -> None:
 
 
 @pytest.mark.parametrize(("stages", "repeats", "group"), SMALL)
-def test_interleaved_has_the_closed_forms(stages: int, repeats: int, group: int) -> None:
+def test_interleaved_sizes_match_closed_forms(stages: int, repeats: int, group: int) -> None:
     for num_groups in GROUPS:
         check_closed_forms(interleaved(stages, repeats, group, num_groups), group)
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 3), (8, 2)])
-def test_1f1b_and_breadth_first_are_the_two_ends(stages: int, repeats: int) -> None:
+def test_1f1b_and_breadth_first_have_extreme_group_sizes(stages: int, repeats: int) -> None:
     for num_groups in (1, 2, 4):
         sizes: dict[str, Any] = {
             "stages": stages,
@@ -73,7 +73,7 @@ def test_1f1b_and_breadth_first_are_the_two_ends(stages: int, repeats: int) -> N
 
 
 @pytest.mark.parametrize(("stages", "repeats", "group"), SMALL)
-def test_every_action_stands_where_the_formula_says(stages: int, repeats: int, group: int) -> None:
+def test_interleaved_action_ticks_match_closed_form(stages: int, repeats: int, group: int) -> None:
     for num_groups in GROUPS:
         schedule = interleaved(stages, repeats, group, num_groups)
         delay = (repeats - 1) * group + stages - 1
@@ -96,7 +96,7 @@ def test_every_action_stands_where_the_formula_says(stages: int, repeats: int, g
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2), (8, 3)])
-def test_memory_is_independent_of_the_microbatches(name: str, stages: int, repeats: int) -> None:
+def test_memory_does_not_depend_on_microbatch_count(name: str, stages: int, repeats: int) -> None:
     sizes = {
         (schedule.num_stash, schedule.num_inbox)
         for num_groups in (2, 3, 8)
@@ -153,7 +153,7 @@ def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
     ]
 
 
-def test_a_typed_tick_has_a_forward_and_then_a_backward() -> None:
+def test_typed_tick_has_forward_then_backward() -> None:
     # F, the loss head and B of the last stage are in one tick; each hop takes the next.
     assert placed("F0 B0", "F0 B0") == [["F0", ""], ["", "F0B0"], ["B0", ""]]
     assert placed("F0 F1 B0 B1", "F0 B0 F1 B1") == [
@@ -166,7 +166,7 @@ def test_a_typed_tick_has_a_forward_and_then_a_backward() -> None:
     assert placed("F0 B0 F1 B1") == [["F0B0"], ["F1B1"]]
 
 
-def test_a_mixed_tick_has_one_action() -> None:
+def test_mixed_tick_has_one_action() -> None:
     assert placed("F0 I0 W0", "F0 I0 W0") == [
         ["F0", ""],
         ["", "F0"],
@@ -186,7 +186,7 @@ def test_delayed_messages_take_two_ticks() -> None:
     ]
 
 
-def test_an_action_runs_as_early_as_order_and_inputs_allow() -> None:
+def test_actions_run_as_early_as_order_and_inputs_allow() -> None:
     for name, spec in SCHEDULES.items():
         schedule = make_schedule(name, stages=3, repeats=spec.repeats or 2, microbatches=5)
         at = {
@@ -228,9 +228,7 @@ def test_an_action_runs_as_early_as_order_and_inputs_allow() -> None:
     ],
 )
 @pytest.mark.parametrize("delayed", [False, True])
-def test_orders_that_wait_for_each_other_are_refused(
-    lines: list[str], stuck: str, delayed: bool
-) -> None:
+def test_deadlocked_orders_are_rejected(lines: list[str], stuck: str, delayed: bool) -> None:
     with pytest.raises(OrderError) as caught:
         placed(*lines, delayed=delayed)
     assert isinstance(caught.value, ConfigError)
@@ -242,7 +240,7 @@ def test_orders_that_wait_for_each_other_are_refused(
 # Chunks gathered by visit.
 
 
-def test_up_to_two_repeats_need_no_visits() -> None:
+def test_up_to_two_repeats_need_no_weight_window() -> None:
     for repeats in (1, 2):
         visits = make_schedule(
             "interleaved", stages=3, repeats=repeats, microbatches=6
@@ -254,9 +252,7 @@ def test_up_to_two_repeats_need_no_visits() -> None:
 @pytest.mark.parametrize(
     ("stages", "repeats", "group"), [(2, 3, 2), (3, 4, 5), (4, 8, 8), (8, 3, 8)]
 )
-def test_a_chunk_is_gathered_and_reduced_once_per_visit(
-    stages: int, repeats: int, group: int
-) -> None:
+def test_window_gathers_and_reduces_once_per_repeat(stages: int, repeats: int, group: int) -> None:
     for num_groups in GROUPS:
         schedule = interleaved(stages, repeats, group, num_groups)
         visits = schedule.weight_window
@@ -279,7 +275,7 @@ def test_a_chunk_is_gathered_and_reduced_once_per_visit(
         assert (visits.reduce_tick <= schedule.num_ticks).all()
 
 
-def test_forward_only_visits_reduce_nothing() -> None:
+def test_forward_only_window_has_no_reductions() -> None:
     visits = make_forward_schedule(Ring(2, 4), 6).weight_window
     # Three groups of two microbatches; a chunk is gathered again for each.
     assert len(visits.gather_tick) == 3 * 4 and visits.num_chunk_slots == 2
@@ -289,7 +285,7 @@ def test_forward_only_visits_reduce_nothing() -> None:
 # Layers outside the ring.
 
 
-def test_rounds_by_hand() -> None:
+def test_prologue_rounds_example() -> None:
     outside = make_schedule("1f1b", stages=2, microbatches=3).prologue
     # Microbatches 0, 1, 2 enter in ticks 0, 1, 2 and are back in ticks 2, 3, 4.
     assert outside.forward.tolist() == [0, IDLE, 1, IDLE, IDLE]
@@ -300,7 +296,7 @@ def test_rounds_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(name: str) -> None:
+def test_prologue_round_spans_first_to_last_microbatch(name: str) -> None:
     stages, microbatches = 3, 7
     repeats = SCHEDULES[name].repeats or 2
     schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
@@ -317,7 +313,7 @@ def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(nam
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2), (8, 3)])
-def test_rounds_kept_at_once(stages: int, repeats: int) -> None:
+def test_prologue_rounds_in_flight(stages: int, repeats: int) -> None:
     sizes: dict[str, Any] = {"stages": stages, "repeats": repeats}
     for rounds in (4, 8):
         outside = make_schedule("1f1b", microbatches=rounds * stages, **sizes).prologue

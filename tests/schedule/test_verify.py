@@ -678,7 +678,7 @@ def refuses(wrong: Schedule) -> ScheduleError:
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
-def test_wrong_tables_are_refused_with_the_bad_cell_marked(corrupt: Corruption) -> None:
+def test_corrupted_tables_are_rejected_with_bad_cell_marked(corrupt: Corruption) -> None:
     rng = Random(corrupt.__name__)
     found = 0
     for _ in range(100 * PER_CORRUPTION):
@@ -695,11 +695,11 @@ def test_wrong_tables_are_refused_with_the_bad_cell_marked(corrupt: Corruption) 
     assert found == PER_CORRUPTION, "too few tables have anything to corrupt"
 
 
-def test_there_are_a_thousand_corruptions() -> None:
+def test_corruptions_number_at_least_one_thousand() -> None:
     assert len(CORRUPTIONS) * PER_CORRUPTION >= 1000
 
 
-def test_the_message_names_slot_reason_and_grid() -> None:
+def test_error_has_slot_reason_and_grid() -> None:
     schedule = make_schedule("interleaved", stages=3, repeats=2, microbatches=4, group=4)
     slot = (int(schedule.forward.inbox[2, 2]) + 1) % schedule.num_inbox
     error = refuses(edited(schedule, "F", "inbox", {(2, 2): slot}))
@@ -710,7 +710,7 @@ def test_the_message_names_slot_reason_and_grid() -> None:
     assert any(line.startswith("stage  2 F") and "[0a]" in line for line in rest)
 
 
-def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
+def test_error_marks_forward_that_overwrites_saved_chunk() -> None:
     schedule = make_schedule("1f1b", stages=2, microbatches=4)
     taken = int(schedule.forward.stash[0, 0])
     error = refuses(edited(schedule, "F", "stash", {(1, 0): taken}))
@@ -718,7 +718,7 @@ def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
     assert marked_cell(str(error)) == (1, 0, "F")
 
 
-def test_an_overwritten_message_is_blamed_on_what_overwrites_it() -> None:
+def test_error_marks_arrival_that_overwrites_message() -> None:
     schedule = make_schedule("circular", stages=2, repeats=2, microbatches=4)
     message = next(m for m in messages(schedule) if m.kind == "F" and m.read > m.written[0] + 2)
     tick, stage = message.written[0] + 1, message.written[1]
@@ -737,7 +737,7 @@ def test_idle_time_is_compared_with_the_closed_form() -> None:
         verify(schedule, idle=found + 0.0011)
 
 
-def test_verifying_takes_no_jax_and_milliseconds() -> None:
+def test_verify_is_fast_and_does_not_import_jax() -> None:
     code = (
         "import sys, time\n"
         "from maxpipe.schedule.catalog import make_schedule, verify\n"
