@@ -1,4 +1,4 @@
-"""Adapters: the engine against the plain loop, and the plain loop against merged weights."""
+"""Adapters: the engine against the unpipelined model, and that model against merged weights."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-# Layers of unlike kinds, with matrices that have none.
+# Heterogeneous layers, some with matrices that have no adapter.
 FAMILIES = [
     Case(2, 2, 4, layers=5, own=ROOM, fsdp=2, remat="none", adapter=LORA),
     Case(2, 1, 3, layers=5, own=V3, schedule="zb_h1", tensor=2, adapter=DORA),
@@ -63,9 +63,9 @@ def test_gradients_match_unpipelined_model(case: Case) -> None:
     ("own", "adapter"), keeping([(None, LORA), (V3, DORA), (NEXT, LORA), (None, INT8)], 0)
 )
 def test_adapted_model_matches_merged_weights(own: Any, adapter: AdapterConfig) -> None:
-    """Value, and gradients of factors and lengths, of weights that are put together here."""
+    """Compare loss and gradients of factors and magnitudes with weights merged in this test."""
     epsilon = 0.01 if own is NEXT else Case.epsilon
-    layers = 2 if own is None else 4  # as many as have every kind
+    layers = 2 if own is None else 4  # enough for every layer type
     case = Case(layers=layers, own=own, epsilon=epsilon, adapter=adapter)
     rules = AxisRules.from_config(case.mesh)
     decoder = Decoder(case.model, rules)
@@ -115,7 +115,7 @@ def test_adapted_model_matches_merged_weights(own: Any, adapter: AdapterConfig) 
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-# What is predicted, and what the compiler makes of it.
+# Predictions against the compiled program.
 
 PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
     (LORA, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
@@ -153,7 +153,7 @@ def test_predicted_buffers_and_state_match_engine(
 
 @pytest.mark.layouts
 def test_base_weights_have_no_gradient_matmuls() -> None:
-    """Counted in the compiled program, beside that of frozen layers behind a trained embedding."""
+    """Compares compiled FLOPs with those of frozen layers after a trained embedding."""
     mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "schedule": "1f1b"}
     frozen = ["head", "final_norm.scale", "layers.*"]
     plain = config_of({"compute_dtype": "float32", "frozen": frozen}, mesh, pipeline)
@@ -169,7 +169,7 @@ def test_base_weights_have_no_gradient_matmuls() -> None:
         * sum(sizes.layers.partition)
         // sizes.mesh.stages
     )
-    # Forward, forward again, and both gradients.
+    # Forward, recomputation, and both gradients.
     assert 0 < after - before <= 2 * tokens * 4 * factors
     base = sum(size(param) for param in kind.declared.values() if len(param.dims) > 1)
     assert 4 * factors < base / 4

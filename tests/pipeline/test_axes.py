@@ -1,4 +1,4 @@
-"""Sequences and experts over several devices: the engine against the plain loop, every leaf."""
+"""Context and expert parallelism: every gradient leaf matches the unpipelined model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_expert_parallel_gradients_match_unpipelined_model(case: Case) -> None:
 
 
 def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array) -> jax.Array:
-    """An exchange as TPUs have it: where nothing arrives is what was in memory."""
+    """All-to-all as on TPU: rows that receive no data are uninitialized, here NaN."""
     used = jnp.arange(len(x) // len(got)) < got[:, None]
     return jnp.where(used.reshape(-1, 1), collectives.all_to_all(x, mesh.EXPERT, 0, 0), jnp.nan)
 

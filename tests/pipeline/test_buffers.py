@@ -1,4 +1,4 @@
-"""How arrays that wait between slots lie in memory."""
+"""Memory layout of the buffers that store arrays between slots."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The ends of the network as values: heads ahead, norms of another kind, capped logits."""
+"""Multi-token prediction heads, layer norms and capped logits."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def test_evaluation_ignores_mtp_heads() -> None:
 
 @pytest.fixture
 def other_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models with layer norms and a cap, which no family has."""
+    """Give models layer norms and capped logits, a combination that no family has."""
 
     def changed(config: decoder.ModelConfig) -> decoder.Model:
         return with_layer_norms(describe(config), final_logit_softcapping=0.7, embed_scale=3.0)
 
     monkeypatch.setattr(decoder, "describe", changed)
-    test_engine._plain.cache_clear()  # decoders of one config count as the same
+    test_engine._plain.cache_clear()  # decoders with equal configs share a cache entry
     yield
     test_engine._plain.cache_clear()
 

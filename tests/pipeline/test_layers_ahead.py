@@ -1,4 +1,4 @@
-"""Heads ahead that are whole layers, in the engine, against the plain loop."""
+"""Multi-token prediction layers: gradients match the unpipelined model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts: the cut of the layers into chunks, and the way there and back."""
+"""Layer layouts: partitioning of layers into chunks, stacking and unstacking."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maxpipe.schedule.table import Ring, balance_layers
 def even(
     layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0
 ) -> LayerLayout:
-    """`layers` of the ring are cut evenly."""
+    """Return a layout with `layers` ring layers partitioned evenly."""
     ring = Ring(stages, repeats, shape)  # type: ignore[arg-type]
     cut = balance_layers([1.0] * max(layers, ring.num_chunks), ring.num_chunks)
     return LayerLayout(ring, cut, outside)
@@ -42,7 +42,7 @@ def test_chunks_are_balanced_and_in_model_order(layout: LayerLayout) -> None:
         and sizes.max() - sizes.min() <= 1
     )
     assert sizes.max() == layout.max_layers_per_chunk
-    # Each chunk follows the one before it without a gap, wherever the ring has it.
+    # Each chunk starts where the previous one ends, on any stage.
     expected = layout.num_prologue_layers
     for chunk in range(layout.ring.num_chunks):
         stage, repeat = layout.ring.locate_chunk(chunk)
@@ -54,7 +54,7 @@ def test_chunks_are_balanced_and_in_model_order(layout: LayerLayout) -> None:
     assert layout.stacks[SINGLE_LAYER_TYPE].shape == layout.layer_at.shape
 
 
-# A smaller range: every new shape is compiled.
+# A smaller range, because every new shape is compiled.
 @given(layouts(9, 4, 3))
 @settings(max_examples=25)
 def test_stack_pads_with_zeros_and_unstack_inverts_it(layout: LayerLayout) -> None:
@@ -135,7 +135,7 @@ def test_layer_types_have_separate_stacks() -> None:
 @given(layouts(12, 4, 3), st.data())
 @settings(max_examples=60)
 def test_layers_are_indexed_by_type_and_position(layout: LayerLayout, data: st.DataObject) -> None:
-    """The engine's way to a layer: the table's kind, and its place in that kind's stack."""
+    """The engine finds a layer by its type and its index in the stack of that type."""
     names = st.lists(st.sampled_from("abc"), min_size=layout.num_layers, max_size=layout.num_layers)
     layout = LayerLayout(
         layout.ring, layout.layer_partition, layout.num_prologue_layers, tuple(data.draw(names))

@@ -1,4 +1,4 @@
-"""Objectives by token and by segment, and what is read of rows, against plain logits."""
+"""Per-token and per-segment objectives, and outputs read per sequence, against full logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNT = 3
 
 @dataclass(frozen=True)
 class Mixed(Objective):
-    """Of several tokens each at a temperature, beside the target."""
+    """Uses log-probabilities of several tokens at a temperature in addition to the target's."""
 
     report_names: ClassVar[tuple[str, ...]] = ("nats", "likely")
     temperature: float = 2.0
@@ -56,7 +56,7 @@ class Mixed(Objective):
 
 @dataclass(frozen=True)
 class Better(Objective):
-    """The first of two segments is to be likelier than the second."""
+    """Loss that makes the first of two segments more likely than the second."""
 
     segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = "pairs"
@@ -73,7 +73,7 @@ class Better(Objective):
 
 
 def batch_for(case: Case) -> dict[str, np.ndarray]:
-    """With arrays of both objectives; one row has no pair."""
+    """Return a batch with the arrays of both objectives; one sequence has no pair."""
     random, batch = np.random.default_rng(1), batch_of(case.rows, case=case)
     shape = (*batch["tokens"].shape, COUNT)
     pairs = np.ones((case.rows, 1), np.float32)
@@ -89,7 +89,7 @@ def batch_for(case: Case) -> dict[str, np.ndarray]:
 
 
 def plain(steps: Any, objective: Objective, batch: Any) -> tuple[Any, list[float], Any]:
-    """Parameters, means of the loss and reports, and gradients; row by row, in float64."""
+    """Return parameters, mean loss and reports, and gradients, summed in float64."""
     decoder = steps.param_layout.decoder
 
     def total(params: Any, row: Any) -> tuple[Array, Any]:
@@ -209,7 +209,7 @@ ROWS = [
 
 @pytest.mark.parametrize("case", keeping(ROWS, 3), ids=str)
 def test_read_outputs_match_logits(case: Case) -> None:
-    """Scores of tokens and of segments, and the likeliest tokens."""
+    """Covers scores of tokens and segments, and the most likely tokens."""
     for objective in (Mixed(), Better()):
         steps = steps_of(case, case.rows, objective=objective)
         parts, engine = steps.param_layout, steps.engine

@@ -1,4 +1,4 @@
-"""Preferences under layouts and schedules: each pair as if it were alone."""
+"""Preference losses of packed pairs equal those of separate pairs, on every layout and schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOKENS, MOST = 24, 3
 
 
 class Drawn:
-    """Random pairs: prompts, and two responses of other lengths to each."""
+    """Random preference pairs: a prompt with two responses of different lengths."""
 
     pad_id = 0
 
@@ -50,7 +50,7 @@ class Drawn:
 
 
 def packed(case: Case) -> tuple[dict[str, np.ndarray], Drawn, list[int]]:
-    """A batch of rows, of which one is empty; all pairs, and which of them are in the batch."""
+    """Return a batch with one empty sequence, all pairs, and indices of the batch's pairs."""
     made = Drawn(4 * case.rows + 6, case.model.vocab_size)
     order = np.arange(len(made.encoded))
     sequences = Packer("best_fit", TOKENS, max_pairs=MOST)(made, order)
@@ -68,7 +68,7 @@ def packed(case: Case) -> tuple[dict[str, np.ndarray], Drawn, list[int]]:
 
 
 def alone(made: Drawn, inside: list[int]) -> dict[str, Any]:
-    """A batch in which each half of these pairs is a row of its own."""
+    """Return a batch in which each half of every pair is a separate sequence."""
     tokens = 12
     rows = {name: [] for name in ("tokens", "targets", "mask", "segment_ids")}
     for document in inside:
@@ -86,14 +86,14 @@ def alone(made: Drawn, inside: list[int]) -> dict[str, Any]:
 
 
 def sums_of(decoder: Any, params: Any, batch: dict[str, Any]) -> jax.Array:
-    """Log-probabilities of the responses `[pairs, 2]`, by the plain network."""
+    """Return the unpipelined model's log-probabilities of the responses, shape `[pairs, 2]`."""
     scores = jax.nn.log_softmax(decoder.run(params, batch).logits)
     picked = jnp.take_along_axis(scores, batch["targets"][..., None], -1)[..., 0]
     return (picked * batch["mask"]).sum(-1).reshape(-1, 2)
 
 
 def plain(steps: Any, objective: Preference, made: Drawn, inside: list[int]) -> tuple[Any, ...]:
-    """Parameters, the mean loss and reports, and gradients, of pairs whose halves are rows."""
+    """Return parameters, mean loss and reports, and gradients of the unpacked pairs."""
     batch = alone(made, inside)
     decoder = steps.param_layout.decoder
     one_each = type(objective)(**{**vars(objective), "most_pairs": 1})
@@ -132,7 +132,7 @@ def test_packed_pairs_match_unpacked_pairs(case: Case, objective: Preference) ->
     parts = steps.param_layout
     batch, made, inside = packed(case)
     params, means, wanted = plain(steps, objective, made, inside)
-    # The reference comes from the documents as it does in a run.
+    # The batch has the same arrays as in training, with reference scores from the documents.
     assert {name: (each.shape, each.dtype) for name, each in batch.items()} == {
         name: (each.shape, each.dtype) for name, each in steps.abstract_batch().items()
     }
@@ -145,7 +145,7 @@ def test_packed_pairs_match_unpacked_pairs(case: Case, objective: Preference) ->
     placed = jax.device_put(batch, steps.batch_sharding)
     with jax.set_mesh(parts.mesh):
         loss, reports, found = jax.jit(whole)(params, placed)
-    # Rewards are small differences of sums.
+    # Rewards are small differences of large sums.
     named = [loss, *(reports[name] for name in objective.report_names)]
     np.testing.assert_allclose(named, means, rtol=TOLERANCE, atol=1e-6)
     leaves = jax.tree_util.tree_leaves_with_path(wanted)
@@ -155,7 +155,7 @@ def test_packed_pairs_match_unpacked_pairs(case: Case, objective: Preference) ->
 
 
 def test_packed_reference_scores_match_unpacked_pairs() -> None:
-    """What the reference pass finds, in each place of a row; and a digest that knows no layout."""
+    """Reference scores at each pair's position match, and digests do not depend on layout."""
     case = Case(2, 1, 2, fsdp=2, context=2, length=TOKENS)
     steps = steps_of(case, case.rows, objective=LOSSES[0])
     batch, made, inside = packed(case)
@@ -179,7 +179,7 @@ def test_packed_reference_scores_match_unpacked_pairs() -> None:
 
 @pytest.mark.layouts
 def test_auxiliary_losses_are_weighted_by_token() -> None:
-    """A balance loss weighs as beside cross entropy, however many pairs there are."""
+    """The balance loss has the same weight as with cross entropy, for any number of pairs."""
     found = {}
     for objective in (LOSSES[0], CrossEntropy()):
         for weight in (0.0, 0.5):

@@ -1,4 +1,4 @@
-"""Losses of the sources of a mixture: sums over rows as the plain loop finds them, anywhere."""
+"""Per-source losses of a data mixture match the unpipelined model on every layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = [
 
 
 def plain_sums(steps: Any, batch: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Parameters, and nats and targets of each source, row by row."""
+    """Return parameters, and loss sum and target count of each source, summed by sequence."""
     params: Any = None
     nats, targets = np.zeros(steps.num_sources), np.zeros(steps.num_sources)
     decoder = replace(
@@ -71,7 +71,7 @@ def test_per_source_losses_match_unpipelined_model(case: Case) -> None:
     lengths = lengths[batch["targets"]] * batch["loss_mask"]
     wanted = [lengths[batch["source_ids"] == each].sum() for each in range(case.sources)]
     np.testing.assert_array_equal(evaluated["bytes"], wanted)
-    # They add up to the whole, and a source without a row has nothing.
+    # Sources add up to the total, and a source without sequences has zero loss and targets.
     whole = nats.sum() / targets.sum()
     np.testing.assert_allclose(metrics["train/loss"], whole, rtol=TOLERANCE)
     assert metrics[BY_SOURCE[0]][-1] == metrics[BY_SOURCE[1]][-1] == 0
@@ -96,7 +96,7 @@ def test_steps_without_mixture_have_no_source_arrays() -> None:
 
 @pytest.mark.layouts
 def test_per_source_losses_add_little_compute_and_memory() -> None:
-    """By the compiler's count of operations and memory."""
+    """Compares the compiler's FLOP count and memory."""
     case = Case(2, 2, 4, data=2)
     found = []
     for sources in (0, 4):

@@ -1,4 +1,4 @@
-"""Cutting a program in two: what the second part is given, and what it repeats."""
+"""Splitting a jaxpr in two: values passed to the second half, and values it recomputes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def test_split_saves_matmuls_and_recomputes_cheap_operations() -> None:
         return wide.sum(), jnp.cos(wide)
 
     halves = halves_of(function, x, w, first=[0])
-    assert [aval.shape for aval in halves.saved] == [(4, 8)]  # not the four times wider array
+    assert [aval.shape for aval in halves.saved] == [
+        (4, 8)
+    ]  # not the array that is four times as wide
     (total,), kept = halves.first([x, w])
     (found,) = halves.second(kept, [])
     wanted_total, wanted = function(x, w)
@@ -55,7 +57,7 @@ def test_split_saves_smallest_intermediate() -> None:
     x = jnp.ones((64, 64))
 
     def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        row = (x @ x).sum(axis=0)  # one row instead of the matrix
+        row = (x @ x).sum(axis=0)  # one row instead of the whole matrix
         wide = jnp.broadcast_to(row, (64, 64)) * 2.0
         return wide.sum(), jnp.tanh(wide)
 
