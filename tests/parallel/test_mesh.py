@@ -1,4 +1,4 @@
-"""Meshes: what a -1 becomes, which sizes are refused, and the order of devices."""
+"""Meshes: resolution of -1, rejected sizes and device order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.errors import raises
 
 @dataclass(frozen=True)
 class FakeDevice:
-    """What `resolve` reads of a device."""
+    """Device attributes read by `resolve_mesh_config` and `partition_devices`."""
 
     platform: str = "tpu"
     process_index: int = 0
@@ -40,7 +40,7 @@ def fake_devices(slices: int, per_slice: int, platform: str = "tpu") -> list[Fak
 
 
 def sizes(config: MeshConfig, link: str) -> dict[str, int]:
-    """Sizes other than one."""
+    """Return the axis sizes other than 1."""
     found = {axis: getattr(config, f"{link}_{axis}") for axis in AXES}
     return {axis: size for axis, size in found.items() if size != 1}
 
@@ -107,7 +107,7 @@ def test_wrong_mesh_product_raises_config_error(
     assert f"set mesh.cpu_devices={total} for virtual CPU devices" in problem.action
     for axis in AXES:
         assert f"{axis} " in problem.value
-    # The action works.
+    # The suggested action works.
     again = MeshConfig(**given, cpu_devices=total)
     resolve_mesh_config(again, fake_devices(1, total, "cpu"))
 
@@ -137,7 +137,9 @@ def test_suggested_cpu_devices_is_per_process() -> None:
     with raises(ConfigError, "mesh", names=[8, 4], suggests="mesh.cpu_devices=4"):
         resolve_mesh_config(MeshConfig(ici_stage=8), devices)
     with raises(ConfigError, "mesh", names=[3, 4], suggests="4"):
-        resolve_mesh_config(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
+        resolve_mesh_config(
+            MeshConfig(ici_stage=3), devices
+        )  # 3 does not divide 4, so -1 would be invalid
 
 
 def test_error_suggests_minus_one_if_it_resolves() -> None:
@@ -164,7 +166,7 @@ def test_gpu_hosts_do_not_require_dcn_axes() -> None:
 
 
 def ids(config: MeshConfig) -> np.ndarray:
-    """Device numbers along the axes that are larger than one."""
+    """Return device IDs along the axes larger than 1."""
     mesh = build_mesh(config)
     return np.vectorize(lambda device: device.id)(mesh.devices).squeeze()
 
@@ -178,7 +180,7 @@ def test_dcn_is_major_dimension_of_mesh_axis(devices: list[Any]) -> None:
     np.testing.assert_array_equal(replicas, [[0, 4], [1, 5], [2, 6], [3, 7]])
     both = ids(MeshConfig(dcn_data=2, ici_stage=2, ici_data=2))
     np.testing.assert_array_equal(both, [[0, 1, 4, 5], [2, 3, 6, 7]])
-    # Four slices of two: the stage axis crosses them twice, data once.
+    # Four slices of two devices, on dcn_stage = 2 and dcn_data = 2.
     mixed = ids(MeshConfig(dcn_stage=2, dcn_data=2, ici_tensor=2))
     np.testing.assert_array_equal(mixed, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
 
@@ -253,10 +255,10 @@ def test_partition_devices_takes_equal_count_from_every_process(count: int, text
 def test_build_mesh_on_non_contiguous_devices(
     monkeypatch: pytest.MonkeyPatch, devices: list[Any]
 ) -> None:
-    """As two chips of each host of a TPU slice may be."""
+    """Two chips of each host of a TPU slice may be non-contiguous."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("no rectangle")
+        raise AssertionError("create_device_mesh must not be called")
 
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", refuse)
     mesh = build_mesh(MeshConfig(ici_stage=2, ici_fsdp=2), devices[1:8:2])

@@ -1,4 +1,4 @@
-"""Products in 8 bits beside float32: values and gradients within what the formats allow."""
+"""8-bit matmuls against float32: values and gradients within the precision of the formats."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ WAYS = [
     for way in itertools.product(("int8", "fp8"), ("channel", "tensor", "block"), (False, True))
 ]
 FEW = keeping(WAYS, 2, 6, 11)
-"""Each format, each kind of scales and both kinds of gradients of weights run by default."""
+"""Every format, scale granularity and type of weight gradient runs by default."""
 TYPES = [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 
 def step_of(dtype: Any, sizes: Any, most: Any) -> Any:
-    """The most by which a number of that size is rounded where the largest is `most`."""
+    """Return the maximum rounding error of values of these sizes if the largest value is `most`."""
     if dtype == jnp.int8:
         return most / 127 / 2
     info, scale = jnp.finfo(dtype), most / max_of_dtype(dtype)
@@ -57,7 +57,9 @@ def test_block_scales_are_powers_of_two_exact_in_bfloat16(dtype: Any) -> None:
     found = jax.jit(lambda x: quantize_dequantize_blocks(x, (0, 1), dtype))(x)
     np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
     blocks = np.abs(x).reshape(2, 128, 3, 64).max((1, 3))  # 64 divides 192, and 128 does not
-    most = np.repeat(np.repeat(2 * blocks, 128, 0), 64, 1)  # up to the next power of two
+    most = np.repeat(
+        np.repeat(2 * blocks, 128, 0), 64, 1
+    )  # scales round up to the next power of two
     assert (np.abs(found - x) <= 1.001 * step_of(dtype, np.abs(x), most)).all()
 
 
@@ -71,12 +73,12 @@ def test_quantized_matmul_preserves_zeros_and_non_finite_values(how: MatmulQuant
     assert not jnp.isfinite(grads[1]).all()
 
 
-# Of uniform rounding of both operands: a format's relative step by the root of 12, for each.
+# Uniform rounding of both operands: the format's relative step / sqrt(12) for each operand.
 ERRORS = {"int8": 0.02, "fp8": 0.06}
 
 
 def with_gradients(function: Any, cotangent: jax.Array, *inputs: Any) -> list[np.ndarray]:
-    """Value, and gradients of all inputs."""
+    """Return the value, and the gradients of all inputs."""
 
     def run(cotangent: jax.Array, *inputs: Any) -> Any:
         value, pullback = jax.vjp(function, *inputs)
@@ -140,7 +142,7 @@ def test_expert_matmuls_are_quantized_per_expert(form: str, how: MatmulQuantizer
     errors = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(wanted, found, strict=True)]
     assert all(0 < error < ERRORS[how.format] for error in errors[:2]), errors
     assert errors[2] < 1e-6
-    # One expert's large weights leave the digits of others alone.
+    # Large weights of one expert do not reduce the precision of the others.
     dim = rest.split("->")[0].index("e")
     loud = jnp.moveaxis(jnp.moveaxis(weight, dim, 0).at[0].multiply(1e4), 0, dim)
     if "e" in form.split("->")[1]:
@@ -172,7 +174,7 @@ def test_prequantized_weights_give_equal_results(how: MatmulQuantizer, dims: int
 
         wanted, pull = jax.vjp(of_weight, x, weight)
         found, pull_held = jax.vjp(of_held, x, jnp.zeros_like(weight))
-        # One that is not trained.
+        # A weight that is not trained.
         (d_x,) = jax.vjp(lambda x: product(x, mine, dims, how, True), x)[1](wanted)
         return (wanted, *pull(wanted)), (found, *pull_held(wanted)), d_x
 

@@ -1,4 +1,4 @@
-"""Matmuls between split tokens and split features, against plain ones: values and gradients."""
+"""Sequence-parallel matmuls against plain matmuls: values and gradients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def summed(split: SequenceParallel, *arrays: Any) -> Any:
 
 
 def plainly(split: SequenceParallel, *arrays: Any) -> Any:
-    """Value and gradients."""
+    """Return value and gradients without a mesh."""
     run = jax.value_and_grad(summed, (1, 2, 3))
     return jax.jit(lambda *arrays: run(split, *arrays))(*arrays)
 
@@ -69,12 +69,14 @@ def test_values_and_gradients_match_plain_matmuls(size: int, rings: bool) -> Non
 
 
 def test_bfloat16_ring_sums_accumulate_in_float32() -> None:
-    """As close to float32 as plain matmuls of bfloat16 are."""
+    """The error to float32 is at most about that of plain bfloat16 matmuls."""
     mesh, rules = split_of(4, rings=True)
     narrow, wide = arrays_of(4, jnp.bfloat16), arrays_of(4, jnp.float32)
     run = jax.value_and_grad(summed, (1, 2, 3))
     exact = plainly(SequenceParallel(rules), *wide)
-    plain = run(SequenceParallel(rules), *narrow)  # one operation after the other, each rounded
+    plain = run(
+        SequenceParallel(rules), *narrow
+    )  # runs eagerly, so every operation rounds its result
     with jax.set_mesh(mesh):
         placed = jax.device_put(narrow, NamedSharding(mesh, PartitionSpec()))
         found = jax.jit(lambda *arrays: run(SequenceParallel.from_rules(rules), *arrays))(*placed)
@@ -93,7 +95,7 @@ def test_sequence_parallel_is_off_if_all_axes_are_automatic() -> None:
 
 
 def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
-    """Of each matmul of gradients of weights, how many dims it sums over."""
+    """Return the number of contracted dims of each weight-gradient matmul."""
     program = jax.make_jaxpr(jax.grad(lambda *weights: summed(split, arrays[0], *weights), (0, 1)))
     rows_and_tokens, found = arrays[0].shape[0] * arrays[0].shape[1], []
     for each in program(*arrays[1:]).eqns:
@@ -105,12 +107,12 @@ def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
 
 
 def test_cpu_weight_gradients_contract_one_dim_unless_tokens_are_sharded() -> None:
-    """Over two, XLA for CPU copies an operand of each in another order."""
+    """With two contracted dims, XLA for CPU transposes an operand of each matmul."""
     rules, (_, into, out_of) = (
         split_of(2, rings=False)[1].for_platform("cpu"),
         arrays_of(2, jnp.float32),
     )
-    x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # no two sums are as long
+    x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # contraction sizes are distinct
     arrays = x, into, out_of
     wanted = plainly(SequenceParallel(rules), *arrays)
     assert contracted_dims(SequenceParallel(rules), *arrays) == [1] * 5
@@ -135,7 +137,7 @@ def test_cpu_weight_gradients_contract_one_dim_unless_tokens_are_sharded() -> No
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_cpu_weight_gradients_contract_inner_dims(wide: bool) -> None:
-    """In the compiled program, too: XLA for CPU is slow over outer dims."""
+    """Checks the compiled program, because XLA for CPU is slow if it contracts outer dims."""
     rules = split_of(2, rings=False)[1].for_platform("cpu")
     inside, outside = (64, 160) if wide else (160, 64)
     x, weight = jnp.ones((2, 48, inside)), jnp.ones((inside, outside))

@@ -1,4 +1,4 @@
-"""The table from logical to mesh axes, and how batches are placed."""
+"""Rules from logical to mesh axes, and placement of batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rules_with(**changes: list[str]) -> AxisRules:
     return AxisRules.from_config(MeshConfig(axis_rules=changes))
 
 
-# The table.
+# Axis rules.
 
 
 def test_specs_follow_axis_rules() -> None:
@@ -102,7 +102,7 @@ def test_restrict_spec_and_fsdp_dim(
 def test_constrain_does_nothing_without_a_mesh() -> None:
     x = jnp.ones((2, 4))
     assert constrain(x, ("batch", "mlp"), RULES) is x
-    # Not even a wrong request is looked at.
+    # Even an invalid request is not checked.
     assert constrain(x, ("mlp", "heads"), RULES) is x
 
 
@@ -150,14 +150,14 @@ def test_constrain_shards_automatic_axes(devices: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class Fake:
-    """A device of a process."""
+    """Fake device of one process."""
 
     process_index: int
     number: int
 
 
 class HalfOfTheDevices:
-    """A batch sharding of which this process has some devices, two of them with the same rows."""
+    """Batch sharding in which this process has three devices, two of them with the same rows."""
 
     def devices_indices_map(self, shape: tuple[int]) -> dict[Fake, tuple[slice]]:
         (rows,) = shape
@@ -214,7 +214,7 @@ def test_global_batch_reads_device_shard_from_local_sequences(
         return part((slice(4, 6), slice(None)))
 
     monkeypatch.setattr(jax, "make_array_from_callback", one_device)
-    # This process holds rows 0, 1, 4 and 5 of the batch, its host array only those four.
+    # This process holds only sequences 0, 1, 4 and 5 of the batch in its host array.
     host = {"tokens": np.arange(12).reshape(4, 3)}
     rows = np.array([0, 1, 4, 5])
     placed = make_global_batch(host, rows, 8, NamedSharding(mesh, BATCH_SPEC))

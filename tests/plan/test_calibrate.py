@@ -1,4 +1,4 @@
-"""Figures measured on the devices at hand, and how plans come to use them."""
+"""Calibration on local devices, and plans that use the measured values."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32, d_mlp: int = 64)
     )
 
 
-# Some are too fast for what the layer moves through memory at the published rate, or take little
-# longer than that.
+# Some times are below, or only slightly above, the layer's memory traffic at the published rate.
 @pytest.mark.parametrize(
     ("kind", "contention", "forward"),
     [
@@ -79,7 +78,7 @@ def test_fitted_cost_model_reproduces_measurements(
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
         exchange=latency + 0.5 * 2 * sizes.activations.hidden * (1 - 1 / NUM_DEVICES) / rate,
-        # Gathered at half of the rate.
+        # Gathered at half the rate.
         tokens=latency + 2 * 2 * sizes.activations.hidden * (1 - 1 / NUM_DEVICES) / rate,
         latency=latency,
         fresh=4e-9,
@@ -92,27 +91,27 @@ def test_fitted_cost_model_reproduces_measurements(
     assert layer.forward == pytest.approx(found.forward_alone)
     assert model.contention == pytest.approx(contention)
     assert model.overlaps == (contention == 1)
-    # Devices with cores of their own keep their memory between steps.
+    # Devices that do not share cores keep their memory between steps.
     assert after.fresh_gb_per_second == pytest.approx(0.25 if contention > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
     assert after.names_recomputed == pytest.approx(0.2)
     backward = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
-    # Two slots take longer than one.
+    # Two slots take longer than one combined slot.
     pipeline = dataclasses.replace(sizes.config.pipeline, weight_gather="step")
     still = Sizes(dataclasses.replace(sizes.config, pipeline=pipeline))
     slot = CostModel(still, after).most_common_layer.slot
     apart = slot("I") + slot("W") - slot("B")
     assert apart == pytest.approx(0.3 * found.forward_alone, rel=1e-3)
     assert (layer.accumulation > 0) == (contention > 1)
-    # Seven arrays, each with its own latency; two norms are whole.
+    # Seven arrays, each with its own latency; the two norms are not sharded.
     norms = 2 * sizes.config.model.d_model * (1 - 1 / NUM_DEVICES)
     assert layer.gather == pytest.approx(found.gather + 6 * latency - 2 * norms / rate)
     assert layer.scatter == pytest.approx(found.scatter + 6 * latency - 4 * norms / rate)
 
 
 def test_fitted_cost_depends_on_microbatch_size() -> None:
-    sizes = Sizes(config_of(tokens=256))  # two rows on each device
+    sizes = Sizes(config_of(tokens=256))  # two sequences on each device
     moved = CostModel(sizes, published_hardware()["cpu"]).most_common_layer.moved_bytes
     flat = Measurements(
         forward=4e-3,
@@ -128,7 +127,7 @@ def test_fitted_cost_depends_on_microbatch_size() -> None:
         exchange=1e-3,
         latency=1e-5,
     )
-    # As long as predicted for one row, 1.1 and 1.3 times that for two and four.
+    # The predicted time for one sequence, and 1.1 and 1.3 times that for two and four.
     before = fit_hardware(flat, sizes, published_hardware()["cpu"], NUM_DEVICES)
     timed = calibrate._sizes(sizes)
     assert [each.batch.microbatch_size for each in timed] == [1, 2, 4]
@@ -136,7 +135,7 @@ def test_fitted_cost_depends_on_microbatch_size() -> None:
         longer * calibrate._predict_row_seconds(each, before)
         for longer, each in zip((1.0, 1.1, 1.3), timed, strict=True)
     ]
-    # Fewer rows share the reading of weights.
+    # Fewer sequences share each read of the weights.
     assert taken[0] > 1.003 * taken[1] / 1.1
     of_rows = tuple(zip((moved / 2, moved, 2 * moved), taken, strict=True))
     found = dataclasses.replace(flat, by_size=of_rows)
@@ -146,14 +145,14 @@ def test_fitted_cost_depends_on_microbatch_size() -> None:
     assert after.growth_above == pytest.approx((0.1 + 0.3 / 2) / 2)
     layer = CostModel(sizes, after).most_common_layer
     assert layer.size_factor == pytest.approx(1 + after.growth_above)
-    # At the size of the other figures these are what was measured.
+    # At the measured size, the fitted values reproduce the measurements.
     assert layer.forward == pytest.approx(found.forward_alone)
     weights = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert weights == pytest.approx(found.weight_grad / 4)
     few = dataclasses.replace(sizes.config.train, batch_size=4)
     half = Sizes(dataclasses.replace(sizes.config, train=few))
     assert CostModel(half, after).most_common_layer.size_factor == pytest.approx(1.0)
-    # What is kept is in the measured figures, and is not counted by the memory's rate as well.
+    # Saved activations are part of the measured times, so the memory rate does not count them.
     kept = dataclasses.replace(sizes.config.pipeline, remat="none")
     none = CostModel(
         Sizes(dataclasses.replace(sizes.config, pipeline=kept)), after
@@ -163,7 +162,7 @@ def test_fitted_cost_depends_on_microbatch_size() -> None:
 
 
 def test_timed_layers_use_axis_rules_of_train_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products and attention have other forms on CPUs than on accelerators."""
+    """Matmuls and attention have different implementations on CPUs and accelerators."""
     asked: list[AxisRules] = []
     decoder = calibrate.Decoder
     monkeypatch.setattr(
@@ -195,7 +194,7 @@ def test_memory_rate_is_fitted_to_measurement() -> None:
         streamed=streamed,
     )
     after = fit_hardware(found, sizes, published_hardware()["cpu"], NUM_DEVICES)
-    # Four devices at once have as much as one: what one takes counts four times.
+    # Four devices share the bandwidth of one, so the rate of one device counts four times.
     assert CostModel(sizes, after).contention == pytest.approx(4.0)
     assert after.memory_gb_per_second == pytest.approx(4 * 40)
 
@@ -233,7 +232,7 @@ def test_sequence_parallel_collectives_use_tokens_rate() -> None:
 
 
 def again(measure: Callable[[], T]) -> T:
-    """What the refusal of times that vary too much asks for: other tests run beside this one."""
+    """Retry measurements that are rejected because times vary while other tests run."""
     for _ in range(4):
         with contextlib.suppress(ConfigError):
             return measure()
@@ -244,14 +243,14 @@ def again(measure: Callable[[], T]) -> T:
 def test_measure_on_local_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
-    # Weights' gradients are a difference, and have to be more than what scores vary by.
+    # Weight-gradient time is a difference, and must exceed the noise of attention scores.
     sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
     few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
-    # Eight times the matmuls and 64 times the scores, and messages eight times as long.
+    # 8 times the matmul FLOPs, 64 times the score FLOPs and 8 times the message bytes.
     assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
     assert many.input_grad > 4 * few.input_grad
-    assert many.weight_grad > 2 * few.weight_grad  # adding it up takes the same for any length
-    # Virtual devices share cores, and nothing moves in no time.
+    assert many.weight_grad > 2 * few.weight_grad  # accumulation time does not depend on length
+    # Virtual devices share cores, and every transfer takes time.
     assert many.forward > many.forward_alone > 0
     moved = (many.hop, many.gather, many.scatter, many.exchange, many.tokens)
     assert min(*moved, many.latency, many.fresh, many.streamed) > 0
@@ -259,7 +258,7 @@ def test_measure_on_local_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timing
 def test_calibrated_model_predicts_measured_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a factor: what was measured is not the step that is predicted."""
+    """The prediction is within a factor of 3, because whole steps are not measured."""
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)

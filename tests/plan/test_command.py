@@ -1,4 +1,4 @@
-"""`maxpipe plan` as it is typed."""
+"""The `maxpipe plan` command line."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_plan_reports_prologue_layers(gather: str, capsys: pytest.CaptureFixture
     assert without["outside"] == {"layers": 0, "bytes": 0, "seconds": 0}
     assert sum(stage["layers"] for stage in values["stages"]) == 8
     assert values["outside"]["layers"] == values["layout"]["pipeline.prologue_layers"] == 3
-    # Of eight microbatches each of four stages runs two through three layers; in the ring each
-    # runs all through two.
+    # Each of four stages runs two of eight microbatches through three prologue layers, and all
+    # eight through two ring layers.
     share = values["outside"]["seconds"] / values["parts"]["layers"]
     assert share == pytest.approx(3 / 8, rel=0.01)
     assert 0 < values["outside"]["bytes"] < values["total_bytes"]

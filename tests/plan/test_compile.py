@@ -1,4 +1,4 @@
-"""What is read from a compiled train step, on the CPU devices at hand."""
+"""Compile reports of train steps on the local CPU devices."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_flops_are_sum_of_layers_and_head(report: CompileReport) -> None:
     pairs = scored_pairs(CONFIG.train.sequence_length)
     forward = matmuls + 4 * sizes.batch.microbatch_size * pairs * model.num_heads * model.head_dim
     head = 2 * sizes.batch.tokens * sizes.params.head_elements(whole=True)
-    # Forward, recomputation, and a backward of twice as much, but for the last recomputed matmul.
+    # Forward, recomputation without its last matmul, and a backward pass of twice the FLOPs.
     layers = 4 * forward - 2 * sizes.batch.tokens * model.d_mlp * model.d_model
     per_stage = sum(sizes.layers.partition) / sizes.mesh.stages
     wanted = sizes.batch.microbatches * (per_stage * layers + 3 * head)
@@ -75,20 +75,20 @@ def test_collectives_are_labeled_by_mesh_axis(report: CompileReport) -> None:
     (gathers,) = [
         each for each in report.collectives if (each.kind, each.axes) == ("all-gather", "fsdp")
     ]
-    # Each layer of each microbatch, forward and backward; a device sends its half of the weights.
+    # Each layer and microbatch, forward and backward; a device sends its half of the weights.
     whole = sizes.params.layer_elements(sizes.layers.most_common, whole=True) * 4 / 2
     layers = sizes.batch.microbatches * sum(sizes.layers.partition) / sizes.mesh.stages
     assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
 
 
 def test_traffic_between_slices_is_labeled_dcn() -> None:
-    """Devices of the mesh in another order than their ids, two slices of four."""
+    """Two slices of four devices, whose mesh order differs from their IDs."""
     order = [100000, 100002, 100001, 100003, 200000, 200002, 200001, 200003]
     placed = [SimpleNamespace(id=each, slice_index=each // 100000 - 1) for each in order]
     devices = np.array(placed).reshape(tuple({STAGE: 4, FSDP: 2}.get(axis, 1) for axis in AXES))
     common: dict[str, Any] = {"region": "", "count": 3.0, "num_bytes": 8.0, "is_async": True}
     found = [
-        # Stage 1 of the first slice to stage 2, which is the second slice's first.
+        # From stage 1, the last of the first slice, to stage 2, the first of the second slice.
         Collective("collective-permute", "a", "", group=(100001, 200000), **common),
         Collective("all-gather", "b", "", group=(0, 1), **common),
     ]
@@ -108,7 +108,7 @@ def test_weight_gathers_keep_tensor_shards() -> None:
         kind: sum(each.total_bytes for each in found if (each.kind, each.axes) == (kind, "fsdp"))
         for kind in ("all-gather", "reduce-scatter")
     }
-    # Half of each weight's tensor shard, twice gathered and once reduced, in float32.
+    # Half of each weight's tensor shard in float32, gathered twice and reduced once.
     layers = sizes.batch.microbatches * sum(sizes.layers.partition) / sizes.mesh.stages
     part = 4 * layers * sizes.params.layer_elements(sizes.layers.most_common, whole=True) / 2
     assert sent["all-gather"] == pytest.approx(2 * part, rel=0.1)
@@ -134,7 +134,7 @@ def test_report_states_bandwidth_that_hides_host_transfers(
     report: CompileReport,
 ) -> None:
     common: dict[str, Any] = {"region": "forward", "count": 10.0, "num_bytes": 2**30 / 20}
-    found = [  # both beside the same loop
+    found = [  # both overlap with the same loop
         HostTransfer(TO_HOST, "a", cycles_by_instruction={"loop": 3e6}, **common),
         HostTransfer(TO_HOST, "b", cycles_by_instruction={"loop": 3e6, "norm": 1e6}, **common),
     ]
@@ -148,7 +148,7 @@ def test_report_states_bandwidth_that_hides_host_transfers(
 
 
 def test_blockwise_attention_loops_have_known_trip_counts() -> None:
-    """The mean block of queries sees three of five: the causal half, and the rest of its own."""
+    """On average, a query block computes 3 of 5 key blocks, including its diagonal block."""
     tokens, found = 5 * 128, {}
     for name in ("blockwise", "xla"):
         model = {"compute_dtype": "float32", "attention": name}
@@ -163,7 +163,7 @@ def test_blockwise_attention_loops_have_known_trip_counts() -> None:
         2 * sizes.batch.microbatch_size * turns * config.model.num_heads * config.model.head_dim
     )
     pairs = {"blockwise": tokens**2 * 3 / 5, "xla": scored_pairs(tokens)}
-    # Forward, recomputation and backward: by blocks scores are computed once more.
+    # Forward, recomputation and backward; blockwise attention recomputes scores once more.
     products = {"blockwise": 2 + 2 + 5, "xla": 2 + 2 + 4}
     more = sum(
         sign * products[name] * pairs[name] for name, sign in (("blockwise", 1), ("xla", -1))
@@ -232,7 +232,7 @@ SHORT_MESSAGE = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
     "(57.86G) exceeds available HBM (15.75G)."
 )
-"""Of libtpu, for devices that are not there."""
+"""From libtpu, for ahead-of-time compilation."""
 
 
 def test_out_of_memory_without_allocation_list_uses_prediction() -> None:
@@ -249,7 +249,7 @@ def test_out_of_memory_without_allocation_list_uses_prediction() -> None:
 
 
 class FakeSteps:
-    """Steps of a model too large to be traced in a test."""
+    """Stands in for steps of a model too large to be traced in a test."""
 
     param_layout = SimpleNamespace(mesh=SimpleNamespace(shape={"tensor": 1}))
 
@@ -273,6 +273,6 @@ def test_mixed_tick_runs_one_action_per_stage(name: str) -> None:
     average = _layers_per_tick(schedule, sizes, average=True)
     busiest = _layers_per_tick(schedule, sizes, average=False)
     assert sum(average.values()) <= sum(busiest.values()) <= 3
-    # Each microbatch visits each chunk once with each kind.
+    # Each microbatch runs each chunk once per action kind.
     for turns in average.values():
         assert turns * schedule.num_ticks == pytest.approx(8 * 3 * schedule.num_repeats)

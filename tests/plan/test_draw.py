@@ -1,4 +1,4 @@
-"""Pictures of plans."""
+"""Drawings of plans."""
 
 from __future__ import annotations
 

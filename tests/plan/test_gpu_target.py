@@ -1,4 +1,4 @@
-"""GPUs that are not here: what XLA is given of them, and what is refused; needs no plugin."""
+"""Target configs and errors for absent GPUs; does not need the CUDA plugin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_every_gpu_type_has_spec_matching_device_kind(kind: str) -> None:
     text = target_config(hardware)
     assert text.count("{") == text.count("}")
     assert f'device_description_str: "{card.name}"' in text
-    # Two operations of each float32 unit in a cycle are far below the peak of matrix units.
+    # Two FLOPs per float32 unit and cycle are far below the peak of the matrix units.
     assert 2 * card.cores * card.lanes * card.clock_ghz / 1e3 < hardware.bf16_tflops
 
 

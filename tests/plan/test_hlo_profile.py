@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (lines of HLO are as long as XLA prints them)
-"""Reading optimized HLO text: costs, collectives, overlap, on text made by hand and by XLA."""
+"""Profiles of optimized HLO, handwritten or compiled: costs, collectives and overlap."""
 
 from __future__ import annotations
 
@@ -311,7 +311,7 @@ def test_profile_of_program_compiled_for_cpu(devices: list[Any]):
     shard = 16 * 4 * 4
     assert found.bytes_moved("all-gather", group_size=2) == 5 * 3 * shard
     assert found.bytes_moved("collective-permute", group_size=4) == 5 * shard
-    # XLA for CPU may reduce by an all-reduce: twice the bytes of a reduce-scatter.
+    # XLA for CPU may use an all-reduce, which moves twice the bytes of a reduce-scatter.
     reduced = found.bytes_moved("reduce-scatter", "all-reduce", group_size=2)
     assert reduced in (5 * 3 * shard, 5 * 3 * 2 * shard)
 
@@ -370,7 +370,7 @@ ENTRY %main (x: (s32[], bf16[4,512,128], s32[])) -> (s32[], bf16[4,512,128], s32
 
 
 def test_instructions_after_kernel_metadata_are_parsed() -> None:
-    """Of a program compiled for TPU, cut short: line breaks in a kernel's metadata end nothing."""
+    """Line breaks in kernel metadata do not end the instruction (shortened TPU program)."""
     module = parse_hlo(KERNELS)
     assert len(module.computations["layer"]) == 8
     kernel = module.computations["layer"]["splash_mha_fwd_segmented_residuals.1"]
@@ -378,8 +378,10 @@ def test_instructions_after_kernel_metadata_are_parsed() -> None:
     assert kernel.op_name.endswith("splash_mha_fwd_segmented_residuals/pallas_call")
     assert set(module.computations) == {"layer", "async", "more", "main"}
     found = profile_program(module)
-    assert found.cycles == 2.5 * 3415 and not found.unknown_loops  # as the loop's name states
-    assert found.flops == found.kernel_flops == 2.5 * 1000  # as the kernel's does, once
+    assert found.cycles == 2.5 * 3415 and not found.unknown_loops  # trip count from the loop's name
+    assert (
+        found.flops == found.kernel_flops == 2.5 * 1000
+    )  # FLOPs from the kernel's name, counted once
     assert profile_program(module, trips={"/while$": 2}).flops == 2000
 
 
@@ -405,11 +407,11 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
 
 
 def test_window_branches_are_weighted_by_layer_share() -> None:
-    """Whatever their order."""
+    """The order of the branches does not matter."""
     module = parse_hlo(CHOICE)
     assert profile_program(module, windows={0: 0.25, 512: 0.75}).flops == 0.25 * 100 + 0.75 * 10
     assert profile_program(module, windows={512: 1.0}).flops == 10
-    assert profile_program(module).flops == 55  # unknown: all alike
+    assert profile_program(module).flops == 55  # unknown shares: equal weights
 
 
 def test_ragged_all_to_all_sends_first_operand() -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (lines of HLO are as long as XLA prints them)
-"""The largest entries of a program, on text made by hand."""
+"""Cost tables of the largest instructions in a handwritten HLO program."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def found() -> Profile:
 def test_instruction_kind_of_entries(found: Profile) -> None:
     kinds = {each.instruction.name: instruction_kind(each) for each in found.entries}
     assert kinds == {
-        "slice.1": "slice of a buffer",  # whose place is computed
+        "slice.1": "slice of a buffer",  # whose index is computed
         "norm.1": "elementwise",
         "matmul.1": "matmul",
         "sum.1": "reduction",
@@ -119,7 +119,7 @@ def test_profile_lines_have_total_cycles_and_location(found: Profile) -> None:
     assert (matmul.location, matmul.count, matmul.cycles) == ("forward mlp", 10, 4000)
     assert matmul.flops == 10 * 2 * 256 * 512 * 128
     assert matmul.of_peak == pytest.approx(matmul.flops / PER_CYCLE / 4000)
-    # A kernel has no estimate: its operations at the rate that is assumed of it.
+    # Kernels have no cycle estimate, so their FLOPs run at the assumed efficiency.
     assert kernel.cycles == pytest.approx(10 * 229_500_000 / PER_CYCLE / V5P.kernel_efficiency)
     assert kernel.of_peak == pytest.approx(V5P.kernel_efficiency)
     assert listed["norm.1"].location == "forward mlp_norm"
@@ -158,7 +158,7 @@ def test_profile_lines_are_empty_without_cycle_estimates(found: Profile) -> None
 
 def test_host_transfers_list_overlapped_instructions(found: Profile) -> None:
     moved = {each.name: each for each in found.transfers}
-    assert set(moved) == {"out.1", "in.1"}  # what goes to fast memory is another matter
+    assert set(moved) == {"out.1", "in.1"}  # copies to on-chip memory are not host transfers
     out, back = moved["out.1"], moved["in.1"]
     assert (out.kind, back.kind) == (TO_HOST, FROM_HOST)
     assert out.num_bytes == back.num_bytes == 256 * 512 * 2

@@ -1,4 +1,4 @@
-"""Layers of unlike kinds in counts, sizes and predictions: sums of what each kind really has."""
+"""Heterogeneous layers in counts, sizes and predictions, which are sums over layer types."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from maxpipe.plan.sizes import Sizes, build_schedule
 from tests.plan.test_memory import config_of
 
 PATTERN = ("wide",) * 3 + ("layer",) * 5 + ("wide",)
-"""A kind with four times the MLP beside the usual one."""
+"""Mixes the standard layer type with one whose MLP is four times as wide."""
 MESH, PIPELINE = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}
 
 
 @dataclass(frozen=True)
 class Routed(GatedMLP):
-    """Of whose entries a token uses a quarter, while all are multiplied with it."""
+    """MLP of which each token needs a quarter of the weights, although all are multiplied."""
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """As those of the MLP."""
+        """Return the matmuls of the MLP."""
         return tuple(Matmul(name, needed=0.25) for name in ("gate", "up", "down"))
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """A scalar."""
+        """Return the weight of one scalar loss."""
         return {"size": 0.1}
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
-        """Fifteen numbers of each layer."""
+        """Return statistics with 15 values per layer."""
         return {"square": ((3, "embed"), (5, "mlp"))}
 
 
 def unlike(config: ModelConfig) -> Model:
-    """The config's model, some of whose layers have wider MLPs."""
+    """Return the config's model with wider MLPs in some layers."""
     plain = describe(replace(config, num_layers=len(PATTERN)))
     attention, mlp = plain.layer_types["layer"].branches
     wide = Branch("mlp", Routed(config.d_model, 4 * config.d_mlp, 1.0), mlp.pre_norm)
@@ -65,7 +65,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 
 def only(kind: str, config: Config, layers: int) -> Model:
-    """The same with layers of one kind."""
+    """Return the same model with layers of one type."""
     model = unlike(config.model)
     return Model({kind: model.layer_types[kind]}, (kind,) * layers, model.ends)
 
@@ -76,7 +76,7 @@ def test_counts_are_sums_over_layers(config: Config) -> None:
     empty = count.num_params(only("layer", config, 1)) - one["layer"]
     assert count.num_params(model) == empty + 4 * one["wide"] + 5 * one["layer"]
     hidden = 3 * config.model.d_model * 4 * config.model.d_mlp
-    # Three quarters of a wide MLP are computed and not needed.
+    # Three quarters of a wide MLP are computed but not needed.
     wasted = 2 * 4 * 0.75 * hidden
     assert count.active_params(model) == count.num_params(model) - wasted / 2
     pairs = 2 * 2 * 9 * config.model.num_heads * config.model.head_dim * (32 - 16)
@@ -107,7 +107,7 @@ def test_attention_window_reduces_needed_but_not_computed_flops(config: Config) 
     model = Model({"layer": LayerType((branch,))}, ("layer",) * 2, plain.ends, {"window": window})
     full = replace(model, values={"window": (0.0, 0.0)})
     heads = 4 * config.model.num_heads * config.model.head_dim
-    # Of 32 queries the first see up to 8 keys, the others 8, where without a window it is half.
+    # Each of 32 queries attends to at most 8 keys; without a window the mean is half of 32.
     fewer = count.forward_flops_per_token(full, 32) - count.forward_flops_per_token(model, 32)
     assert fewer == heads * (16 - (8 - 8**2 / 64))
     assert count.layer_costs(model, 32) == count.layer_costs(full, 32)
@@ -151,10 +151,10 @@ def test_memory_is_sum_over_layer_types(config: Config, schedule: str, remat: st
         + sizes.params.head_elements()
         + sizes.params.norm_elements
     )
-    # In float32, beside two moments.
+    # Two moments in float32.
     assert optimizer_bytes(sizes) == 2 * 4 * (parameters + tables)
     assert state(sizes)["state"] == 3 * 4 * (parameters + tables) + 12
-    # The layer at work is the larger one.
+    # Working memory is that of the larger layer type.
     working = predict_memory(sizes, table, platform="tpu").terms["layer"]
     mlp = 6 * 2 * sizes.activations.elements(((4 * config.model.d_mlp, "mlp"),))
     assert working >= 0.8 * 2 * sizes.params.layer_elements("wide", whole=True) + mlp
@@ -172,7 +172,7 @@ def test_tick_time_is_sum_of_layer_times(config: Config) -> None:
 
 
 def _computing(config: Config, schedule: str, devices: str) -> tuple[float, float]:
-    """Seconds of layers of stages that skip where they idle, and of stages that compute there."""
+    """Return seconds of layers with `pipeline.idle` = skip and = compute."""
     found = []
     for idle in ("skip", "compute"):
         run = replace(config, pipeline=replace(config.pipeline, schedule=schedule, idle=idle))
@@ -184,11 +184,11 @@ def _computing(config: Config, schedule: str, devices: str) -> tuple[float, floa
 
 
 def test_idle_compute_slows_devices_that_share_cores() -> None:
-    # Two stages: 4 microbatches are 5 turns of each stage, of which it needs 4.
+    # With two stages, 4 microbatches take 5 ticks, of which each stage needs 4.
     run = config_of({"num_layers": 8}, MESH, PIPELINE)
     skips, computes = _computing(run, "1f1b", "cpu")
     assert computes == pytest.approx(5 / 4 * skips)
-    skips, computes = _computing(run, "1f1b", "v5p")  # which the others wait for anyway
+    skips, computes = _computing(run, "1f1b", "v5p")  # other stages wait for the busy one anyway
     assert computes == pytest.approx(skips)
     # In a mixed tick, all stages run every action that any stage has. The two stages of zb_h1 share
     # one of their 8 forward ticks, and none of their ticks of I and W.
@@ -201,14 +201,14 @@ def test_idle_compute_slows_devices_that_share_cores() -> None:
 def test_idle_compute_runs_every_layer_type_at_each_position(config: Config) -> None:
     model = CostModel(Sizes(config), published_hardware()["v5p"])
     assert model.sizes.layers.chunks == ({"wide": 3}, {"layer": 5, "wide": 1})
-    # The last chunk's wide layer is its last: where the first chunk has none.
+    # The wide layer of the last chunk is at its end, where the first chunk has none.
     hardware = replace(model.hardware, measured="now")
     model = CostModel(model.sizes, hardware)
     first, last, both = (
         sum(model.slots(action, layers) for action in "FB")
         for layers in ({"wide": 3}, {"layer": 5, "wide": 1}, {"wide": 4, "layer": 5})
     )
-    # Each stage alone in one of 5 turns.
+    # In the first and the last of 5 ticks, only one stage is busy.
     skips, computes = _computing(config, "1f1b", "v5p")
     assert skips == pytest.approx(first + last + 3 * max(first, last))
     assert computes == pytest.approx(first + last + 3 * both)

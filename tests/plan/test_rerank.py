@@ -1,4 +1,4 @@
-"""Layouts ranked again by the compiler."""
+"""Reranking of layouts by compiler reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def best() -> list[Candidate]:
 
 
 class FakeReport:
-    """What is read of a compiler's report."""
+    """Attributes read from a compile report."""
 
     total_bytes = 2**30
 

@@ -1,4 +1,4 @@
-"""Layouts enumerated, pruned and ranked; forecasts of one layout. No jax."""
+"""Search over layouts and forecasts of single layouts, without jax."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_predicted_times_have_expected_order() -> None:
 
     assert seconds(remat="names") < seconds(remat="full") < seconds(remat="chunk")
     assert seconds(repeats=4) < seconds(repeats=2) < seconds(schedule="1f1b", repeats=1)
-    # Without microbatches to fill it, the bubble outweighs what deferring costs.
+    # With few microbatches, the bubble costs more than deferring weight gradients.
     held: Any = {"remat": "none", "weight_gather": "step", "microbatches": 4}
     assert seconds(schedule="zb_v", **held) < seconds(**held)
     # The same work over the slow network.
@@ -149,7 +149,7 @@ def long_rows(rows: int) -> Config:
     ("rows", "says"), [(16, "found no layout that fits"), (8, "found no valid layout")]
 )
 def test_search_uses_context_parallelism_for_long_sequences(rows: int, says: str) -> None:
-    """Nothing fits otherwise, or there are fewer of them than devices."""
+    """Without context parallelism, no layout fits or there are fewer sequences than devices."""
     only = {"mesh.ici_tensor": 1, "mesh.ici_stage": 1}
     with pytest.raises(ConfigError, match=says):
         best_layouts(long_rows(rows), V5E, only | {"mesh.ici_context": 1})
@@ -303,7 +303,7 @@ def test_planning_does_not_import_jax() -> None:
 
 
 def test_ties_are_ranked_by_simplicity() -> None:
-    """Of steps within 0.5% of the fastest that is left the one with the fewest stages is first."""
+    """Among steps within 0.5% of the fastest remaining one, the fewest stages rank first."""
     staged, flat = (
         evaluate(config_of({"ici_stage": stages, "ici_fsdp": 16 // stages}), V5E.hardware)
         for stages in (2, 1)

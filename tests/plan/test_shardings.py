@@ -1,4 +1,4 @@
-"""The arrays that `maxpipe plan --shardings` lists against those of the engine."""
+"""Arrays listed by `maxpipe plan --shardings` against those of the engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_listed_parameter_shardings_match_engine(
 
     state_of = steps.abstract_state
     engine = rows_of(state_of.params, steps.state_sharding.params)
-    # The optimizer's trees are divided as the parameters are.
+    # Optimizer trees are sharded like the parameters.
     placed = steps.state_sharding.optimizer.trees
     for name, tree in state_of.optimizer.trees.items():
         assert rows_of(tree, placed[name]) == engine, name
@@ -75,7 +75,7 @@ def test_listed_parameter_shardings_match_engine(
     for each in found.parameters:
         assert each.copies == math.prod(found.mesh[axis] for axis in each.replicated)
         assert len(each.axes) == len(each.shape)
-    scalars = 12  # steps and counters
+    scalars = 12  # step and counters
     assert found.state_bytes + scalars == state(Sizes(config))["state"]
 
 
@@ -112,7 +112,7 @@ def test_activations_are_sharded_over_batch_and_tensor() -> None:
     rows = {each.name: each for each in compute_shardings(config).activations}
     stream, gate = rows["residual stream"], rows["layer.gate"]
     assert stream.shape == (4, 32, 64) and stream.shard == (2, 32, 64)
-    # Along tensor both devices have the whole of it.
+    # The residual stream is replicated along tensor.
     assert (stream.replicated, stream.copies) == (("tensor",), 2)
     assert gate.spec == (("data", "fsdp", "expert"), ("context",), ("tensor",))
     assert (gate.shard, gate.num_bytes, gate.copies) == ((2, 32, 48), 2 * 2 * 32 * 48, 1)
@@ -126,7 +126,7 @@ def test_shardings_command_prints_table_and_json(capsys: pytest.CaptureFixture[s
     assert main([*ARGUMENTS, "--shardings"]) == 0
     page = capsys.readouterr().out
     assert "layers.layer.attention.query" in page and "fsdp 4" in page
-    # Axes of one device are left out.
+    # Axes with one device are omitted.
     assert not any(f"+{axis}" in page or f"{axis}+" in page for axis in MESH_AXES)
     assert main([*ARGUMENTS, "--shardings", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""What calibration reads from steps."""
+"""Hardware values that calibration fits to step times."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def config_of() -> Config:
 
 
 def test_fit_split_costs_recovers_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling, and
-    of 0.3 for each further part of a ring."""
+    """Step times are predicted with a split cost of 0.2 per doubling and a ring cost of 0.3 per
+    additional ring step."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     costly = dataclasses.replace(
         published_hardware()["cpu"], split_cost=0.2, ring_cost=0.3, tick_us=0.0
@@ -47,18 +47,18 @@ def test_fit_split_costs_recovers_costs(monkeypatch: pytest.MonkeyPatch) -> None
     cheap = dataclasses.replace(costly, split_cost=0.0, ring_cost=0.0)
     found = rerank.fit_split_costs(config, cheap, devices)
     assert (found.split_cost, found.ring_cost) == pytest.approx((0.2, 0.3))
-    # Two heads: two devices can have one each, four cannot.
+    # Two heads can be split over two devices, but not over four.
     assert {run.mesh.ici_tensor for run in built} == {2}
     assert [run.model.num_layers for run in built] == [2, 6] * 2
     assert [run.mesh.collective_matmul for run in built] == [False] * 2 + [True] * 2
-    # A model that cannot be split keeps the figure.
+    # A model that cannot be split leaves the costs unchanged.
     one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
     alone = dataclasses.replace(config, model=one)
     assert rerank.fit_split_costs(alone, costly, devices) == costly
 
 
 def test_ring_cost_is_unchanged_if_communication_dominates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a small model on devices whose links are slow beside their matrix units."""
+    """A small model on devices whose links are slow compared with their matrix units."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(published_hardware()["h100"], link_gb_per_second=1e-6)
     monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)

@@ -1,4 +1,4 @@
-"""Names of topologies: what they mean, and what is said of wrong ones."""
+"""Topology names: parsing and error messages."""
 
 from __future__ import annotations
 

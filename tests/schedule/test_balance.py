@@ -1,4 +1,4 @@
-"""Cutting a list of layers into chunks."""
+"""Partitioning layers into chunks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_balanced_partition_is_optimal(
 def test_expensive_loss_head_reduces_layers_of_last_chunk() -> None:
     assert balance_layers([1.0] * 16, 4) == (4, 4, 4, 4)
     assert balance_layers([1.0] * 16, 4, last=2.0) == (5, 5, 4, 2)
-    # Two kinds of layers: the heavy ones are spread.
+    # Two layer types: the expensive layers are spread over chunks.
     assert balance_layers([3.0, 1.0, 1.0, 1.0, 3.0, 3.0], 4) == (1, 3, 1, 1)
 
 

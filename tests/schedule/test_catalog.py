@@ -1,4 +1,4 @@
-"""Schedules by name: every size is legal or explained, and idle time has its closed form."""
+"""Schedules by name: valid and invalid sizes, and idle time in closed form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def all_sizes(name: str, all_stages: tuple[int, ...] = SMALL) -> list[dict[str, 
 
 
 def items(slots: SlotColumns) -> set[tuple[int, int, int]]:
-    """(stage, microbatch, repeat) of all work."""
+    """Return (stage, microbatch, repeat) of every active slot."""
     return {
         (stage, int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage]))
         for tick, stage in np.argwhere(slots.active).tolist()
@@ -42,13 +42,13 @@ def items(slots: SlotColumns) -> set[tuple[int, int, int]]:
 @every_stages
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_size_is_built_and_verified(name: str, stages: tuple[int, ...]) -> None:
-    # `build` verifies what it returns, and idle time against the closed form.
+    # `make_schedule` verifies the schedule and compares idle time with the closed form.
     for sizes in all_sizes(name, stages):
         schedule = make_schedule(name, **sizes)
         assert schedule.name == name and schedule.trains and not schedule.delayed
         assert schedule.num_microbatches == sizes["microbatches"]
         assert (schedule.num_stages, schedule.num_repeats) == (sizes["stages"], sizes["repeats"])
-        # A stage's actions take that many ticks at least, and no stage waits for ever.
+        # The tick count is at least the work of a stage, and no stage waits forever.
         work = sizes["microbatches"] * sizes["repeats"]
         assert (3 if schedule.mixed else 1) * work <= schedule.num_ticks
         assert schedule.num_ticks <= 3 * (work + schedule.ring.num_chunks) + schedule.num_stages
@@ -66,7 +66,7 @@ def test_forward_only_schedule_saves_no_activations(shape: Literal["loop", "v"])
         }
         assert items(only.forward) == wanted
         if microbatches >= stages and shape == "loop":
-            # The forwards follow each other without a gap.
+            # Forward passes run without gaps.
             assert only.num_ticks == microbatches * repeats + stages - 1
             assert only.idle_fraction() == pytest.approx((stages - 1) / only.num_ticks)
 
@@ -89,7 +89,7 @@ def test_delayed_messages_double_the_bubble(name: str, stages: tuple[int, ...]) 
         schedule = make_schedule(name, **sizes, delayed=True)
         assert schedule.delayed
         num_stages, repeats, microbatches = sizes.values()
-        # A repeat must be twice as long as the ring to hide that a round takes twice as long.
+        # Delay doubles a round, so only a repeat twice as long as the ring can hide it.
         if microbatches >= 2 * num_stages or (repeats == 1 and microbatches >= num_stages):
             bubble, work = 2 * (num_stages - 1), microbatches * repeats
             assert schedule.idle_fraction() == pytest.approx(bubble / (work + bubble))
@@ -107,7 +107,7 @@ def test_embedding_and_loss_are_at_first_and_last_chunk() -> None:
         enter, leave, back = (
             int(np.flatnonzero(column == m)[0]) for column in (entered, left, returned)
         )
-        # Six chunks to the loss head, in whose tick the way back begins: five hops.
+        # Six chunks are five hops, and the backward pass starts in the tick of the loss head.
         assert leave - enter == 5 and back - leave == 5
 
 
@@ -116,13 +116,13 @@ def test_v_ring_ends_on_first_stage() -> None:
     assert schedule.ring.last_stage == 0
     for m in range(6):
         (leave,) = np.flatnonzero(schedule.loss_microbatch == m)
-        # In mixed ticks the loss head comes at the start of the next one.
+        # With mixed ticks, the loss head runs at the start of the next tick.
         assert schedule.forward.microbatch[leave - 1, 0] == m
         assert schedule.forward.repeat[leave - 1, 0] == 1
 
 
 def depth_by_hand(schedule: Schedule) -> np.ndarray:
-    """Chunks on each stage between F and the end of B or W, counted tick by tick."""
+    """Return the chunks on each stage between F and the end of B or W, counted tick by tick."""
     live = np.zeros(schedule.num_stages, int)
     found = []
     last = schedule.kinds[-1][1]

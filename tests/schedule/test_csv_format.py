@@ -1,4 +1,4 @@
-"""Schedules as CSV: exact round trips, hand-written files, and every mistake explained."""
+"""Schedules as CSV: exact round trips, handwritten files and error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HANDWRITTEN = Path(__file__).parents[1] / "golden/handwritten.csv"
 
 
 def assert_same(one: Any, two: Any) -> None:
-    """Every field but the name and the group, which a file does not know."""
+    """Compare all fields except name and group, which the CSV file does not store."""
     for field in dataclasses.fields(one):
         a, b = getattr(one, field.name), getattr(two, field.name)
         if field.name in ("name", "group"):
@@ -67,7 +67,7 @@ def test_csv_schedule_can_be_delayed(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 4}
     file.write_text(to_csv(make_schedule("zb_v", **sizes)))
-    # A generated zero-bubble schedule has no delayed form, its actions in a file do.
+    # Generated zero-bubble schedules cannot be delayed, but the same actions in a file can.
     prompt, delayed = (
         make_schedule(f"file:{file}", **sizes, delayed=late) for late in (False, True)
     )
@@ -88,12 +88,12 @@ def test_csv_uses_standard_notation() -> None:
 def test_handwritten_csv_is_valid_schedule() -> None:
     ring, orders = read_orders(HANDWRITTEN)
     assert (ring.num_stages, ring.num_repeats, ring.shape) == (2, 2, "v")
-    # B beside I and W is I and then W.
+    # In a file with I and W, a B is read as I followed by W.
     assert orders[0][7:9] == [Action("I", 0, 0), Action("W", 0, 0)]
     schedule = make_schedule(f"file:{HANDWRITTEN}", stages=2, repeats=2, microbatches=2)
     assert schedule.mixed and schedule.trains
     assert schedule.num_ticks == 14
-    # Its empty cells are for the reader: an action runs as soon as its order and inputs allow.
+    # Empty cells are ignored: an action runs as soon as its order and inputs allow.
     assert schedule.forward.microbatch[:, 0].tolist()[:4] == [0, 1, -1, 0]
 
 
@@ -109,8 +109,8 @@ def test_blank_lines_spaces_and_spreadsheet_artifacts_are_ignored(
     assert_same(schedule, make_schedule("gpipe", stages=2, microbatches=1))
 
 
-# (file, what the message says). Every message has four parts: where with line and cell, what is
-# given, the rule with its numbers, and what to do.
+# (file contents, parts of the message). Every message has four parts: the location with line and
+# cell, the given value, the rule with its numbers, and an action.
 WRONG: list[tuple[str, list[str]]] = [
     ("", ["FILE\n", "contains no actions", "Write one line per stage"]),
     (" ,,\n\n", ["FILE\n", "contains no actions"]),
@@ -167,7 +167,7 @@ WRONG: list[tuple[str, list[str]]] = [
 
 
 def explained(file: Path, **sizes: Any) -> str:
-    """The message; four parts, whatever is wrong."""
+    """Return the error message and check that it has all four parts."""
     defaults: dict[str, Any] = {"stages": 2, "repeats": 1, "microbatches": 1}
     with pytest.raises(ConfigError) as caught:
         make_schedule(f"file:{file}", **defaults | sizes)
@@ -220,7 +220,7 @@ def test_config_sizes_must_match_csv(sizes: dict[str, int], message: str) -> Non
 
 
 def test_randomly_edited_csv_is_valid_or_rejected(tmp_path: Path) -> None:
-    """Either it is still a schedule, or a mistake of the file: never a bug of ours."""
+    """An edited file is either still valid or raises ConfigError, never ScheduleError."""
     rng, file = random.Random(0), tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 3}
     outcomes: dict[type, int] = {}

@@ -1,4 +1,4 @@
-"""Drawings: one golden file per schedule, and blocks that fit a width."""
+"""Text timelines: golden files for every schedule, line wrapping and comparison tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 
 def cells(drawing: str) -> dict[str, list[str]]:
-    """Row title -> cells of all blocks, one after the other."""
+    """Return {row title: cells of all blocks in order}."""
     rows: dict[str, list[str]] = {}
     stage = ""
     for line in drawing.splitlines()[2:]:
@@ -64,7 +64,7 @@ def test_timeline_blocks_fit_width_and_keep_all_cells(name: str, width: int) -> 
     schedule = make_schedule(name, **DRAWN[name])
     whole, cut = draw.draw_timeline(schedule), draw.draw_timeline(schedule, width=width)
     assert cells(cut) == cells(whole)
-    if width > 1:  # one column does not fit: a block has at least one tick
+    if width > 1:  # width 1 cannot fit, because a block has at least one tick
         assert all(len(line) <= width for line in cut.splitlines()[2:])
     ticks = [line.split()[1:] for line in cut.splitlines() if line.startswith("tick")]
     assert len(ticks) == len(cut.split("\n\n")) - 1
@@ -132,7 +132,7 @@ def test_comparison_table_has_line_for_each_schedule(golden: Golden) -> None:
     golden("schedule-comparison.txt", table + "\n")
     rows = {line.split()[0]: line.split() for line in table.splitlines()[3 : 3 + len(schedules)]}
     assert list(rows) == list(SCHEDULES)
-    # Chunks are a third of a stage: 15 of them are its layers 5 times.
+    # With 3 chunks per stage, 15 saved chunks are 5 times the layers of a stage.
     assert rows["1f1b"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "2", "48"]
     assert "at 1:1:1.5" in table
     assert "at 1:1:1.5" not in draw.comparison_table(schedules, Costs())
@@ -161,5 +161,5 @@ def test_gather_count_decreases_with_group_size() -> None:
         schedule = make_schedule("interleaved", stages=4, repeats=4, microbatches=16, group=group)
         line = draw.comparison_table([schedule], Costs()).splitlines()[3]
         gathers[group] = float(line.split()[-1])
-    # Twice for each group, less what a forward and a backward that follow each other share.
+    # Two gathers per group, minus those shared by adjacent forward and backward passes.
     assert all(0.75 * 32 / group <= found <= 32 / group for group, found in gathers.items())

@@ -1,4 +1,4 @@
-"""Generators: short, complete for every size, and with the properties they are known for."""
+"""Schedule generators: short, complete for every size, with their published properties."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def zero_bubble(name: str, stages: int, microbatches: int) -> Schedule:
 
 
 def most_kept(schedule: Schedule) -> int:
-    """Chunks that any stage keeps at once, from F to W."""
+    """Return the most chunks that any stage saves at once, from F to W."""
     return int(schedule.stash_depth().max())
 
 
@@ -90,7 +90,7 @@ def test_zb_h1_has_memory_of_1f1b_and_third_of_bubble(stages: int) -> None:
     for microbatches in (stages, 2 * stages, 3 * stages + 2):
         schedule = zero_bubble("zb_h1", stages, microbatches)
         assert most_kept(schedule) <= stages
-        # 1F1B waits for F, I and W of the stages before and behind.
+        # 1F1B waits for F, I and W of earlier and later stages.
         assert schedule.num_ticks - 3 * microbatches <= max(stages + 2, 3 * (stages - 1) / 2)
 
 
@@ -99,7 +99,7 @@ def test_zb_v_has_memory_of_1f1b_and_small_bubble() -> None:
     for stages in range(1, 9):
         for microbatches in (stages, 2 * stages, 4 * stages):
             schedule = zero_bubble("zb_v", stages, microbatches)
-            # Two chunks make a stage, so that this is what 1F1B keeps.
+            # A stage has two chunks, so this is the memory of 1F1B.
             assert most_kept(schedule) <= 2 * stages
             assert schedule.num_ticks - 6 * microbatches <= 1.25 * stages
 
@@ -169,7 +169,7 @@ def test_group_sizes_are_balanced_and_do_not_stall_ring(
 def test_groups_run_repeats_in_order(repeats: int) -> None:
     (order, *_) = SCHEDULES["interleaved"].generate(Ring(2, repeats), 7, 3)
     forward = [(a.microbatch, a.repeat) for a in order if a.kind == "F"]
-    # Seven in groups of three and two.
+    # Seven microbatches in groups of 3, 2 and 2.
     groups = [[0, 1, 2], [3, 4], [5, 6]]
     assert forward == [(m, r) for group in groups for r in range(repeats) for m in group]
     backward = [(a.microbatch, a.repeat) for a in order if a.kind == "B"]

@@ -1,4 +1,4 @@
-"""Pictures and traces: everything is in them, in its place, in the same way each time."""
+"""SVG and PNG images and Perfetto traces: complete, correctly placed and deterministic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def num_slots(schedule: Schedule) -> int:
 
 
 def slot_boxes(text: str) -> dict[str, tuple[float, float, float, float]]:
-    """What a box says under the pointer -> x, y, width, height."""
+    """Return {tooltip of a box: (x, y, width, height)}."""
     found = {}
     for box in ElementTree.fromstring(text).iter(f"{SVG}rect"):
         title = box.find(f"{SVG}title")
@@ -82,9 +82,9 @@ def test_svg_box_width_is_proportional_to_slot_cost() -> None:
     forward, backward, weight = (
         widths[name].pop() for name in ("forward", "input gradient", "weight gradient")
     )
-    assert not any(widths.values()), "slots of one kind are of one width"
+    assert not any(widths.values()), "slots of one kind have equal width"
     assert (forward + 1.5) / 2 == pytest.approx((backward + 1.5) / 3, abs=0.01)
-    # This one has a line, drawn half outside of the box.
+    # This box has an outline, half of which is drawn outside.
     assert weight + 1 + 1.5 == pytest.approx((forward + 1.5) / 2, abs=0.02)
 
 
@@ -115,12 +115,12 @@ def test_svg_edge_cases(tmp_path: Path) -> None:
     assert '"ph": "C"' not in pictures.perfetto_trace(only)
     many = pictures.svg(make_schedule("1f1b", stages=1, repeats=12, microbatches=1))
     assert "repeat 7, and so on" in many and "repeat 8<" not in many
-    # However long, a picture has an end; numbers without room are left out.
+    # Image width is bounded for any number of ticks; labels that do not fit are omitted.
     long = make_schedule("1f1b", stages=1, repeats=2, microbatches=1000)
     for costs in (Costs(), Costs(1.0, 1.0, 1000.0)):
         picture = ElementTree.fromstring(pictures.svg(long, costs))
         assert float(picture.attrib["width"]) < 20_000
-    # All ticks of a schedule may be shorter than a unit of time, or much longer.
+    # All ticks may be much shorter or much longer than one time unit.
     for cost in (1e-6, 1e6):
         boxes = slot_boxes(pictures.svg(small("gpipe"), Costs(cost, cost, cost)))
         assert min(width for _, _, width, _ in boxes.values()) > 10
@@ -143,7 +143,7 @@ def test_svg_stash_depths_are_to_scale() -> None:
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
 def test_png_matches_svg(name: str, tmp_path: Path) -> None:
     schedule = small(name)
-    path = tmp_path / "drawing"  # any name will do
+    path = tmp_path / "drawing"  # works with any file name
     pictures.png(schedule, path, UNEQUAL)
     text = pictures.svg(schedule, UNEQUAL)
     root = ElementTree.fromstring(text)
@@ -188,7 +188,7 @@ def test_perfetto_trace_has_every_slot_message_and_depth(name: str, costs: Costs
         assert slots.microbatch[args["tick"], event["tid"]] == args["microbatch"]
         price = {"F": costs.forward, "B": costs.backward, "I": costs.input, "W": costs.weight}
         assert event["dur"] == 1000 * price[kind]
-    # Each arrow goes from inside of a slot to the begin of another stage's, later.
+    # Each arrow goes from inside a slot to the later start of a slot on another stage.
     starts, ends = ({e["id"]: e for e in by_phase[phase]} for phase in "sf")
     assert starts.keys() == ends.keys() and len(starts) == num_messages(schedule)
     for number, start in starts.items():
@@ -207,7 +207,7 @@ def test_perfetto_trace_has_every_slot_message_and_depth(name: str, costs: Costs
 
 
 def num_messages(schedule: Schedule) -> int:
-    """Over all stages: between neighbours in the network that are on different stages."""
+    """Return the number of messages between consecutive chunks on different stages."""
     ring = schedule.ring
     homes = [ring.locate_chunk(chunk)[0] for chunk in range(ring.num_chunks)]
     hops = sum(one != two for one, two in pairwise(homes))

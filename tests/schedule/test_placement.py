@@ -1,4 +1,4 @@
-"""Placement: actions in the ticks, and values in the buffers, that the closed forms say."""
+"""Placement: action ticks and buffer sizes follow the closed forms."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def check_closed_forms(schedule: Schedule, group: int) -> None:
     work = schedule.num_microbatches * repeats
     assert schedule.group == group
     assert schedule.num_ticks == work + (repeats - 1) * group + 2 * stages - 2
-    # Every stage keeps fewer chunks than the one before it: 2 less for each hop.
+    # Every stage saves 2 chunks fewer than the previous stage.
     for stage, depth in enumerate(schedule.stash_depth().max(axis=0)):
         assert depth == min(work, (repeats - 1) * group + 2 * (stages - 1 - stage) + 1)
     assert schedule.num_stash == schedule.stash_depth().max()
     if stages > 1:
-        # A message waits at the ring's seam only. One of each direction arrives in a tick.
+        # Messages wait only from last to first stage. One per direction arrives in each tick.
         assert schedule.num_inbox == max(2, group - stages + 1 if repeats > 1 else 1)
     assert schedule.num_deferred == 1 and not schedule.weight.active.any()
     assert schedule.idle_fraction() == pytest.approx((stages - 1) / (work + stages - 1), rel=1e-12)
@@ -120,7 +120,7 @@ def test_forward_then_backward_saves_every_chunk(
     schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
     assert schedule.num_stash == microbatches * repeats
     assert (schedule.stash_depth().max(axis=0) == microbatches * repeats).all()
-    # No stage turns back before it has done all its forwards.
+    # No stage starts its backward passes before it has run all its forward passes.
     last_forward = max(ticks_of(schedule.forward).values())
     assert min(ticks_of(schedule.backward).values()) >= last_forward - (stages - 1)
 
@@ -129,12 +129,12 @@ def test_forward_then_backward_saves_every_chunk(
 
 
 def orders(*lines: str) -> list[list[Action]]:
-    """`F0 I0 W0` and so on, one line per stage of a ring without repeats."""
+    """Parse lines such as `F0 I0 W0`, one per stage of a ring without repeats."""
     return [[Action(a[0], int(a[1:]), 0) for a in line.split()] for line in lines]  # type: ignore[arg-type]
 
 
 def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
-    """By tick, what each stage does."""
+    """Return the actions of each stage by tick."""
     count = 1 + max(action.microbatch for order in orders(*lines) for action in order)
     ring = Ring(len(lines), 1)
     schedule = place_orders(
@@ -154,7 +154,7 @@ def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
 
 
 def test_typed_tick_has_forward_then_backward() -> None:
-    # F, the loss head and B of the last stage are in one tick; each hop takes the next.
+    # F, loss head and B of the last stage share a tick; each hop takes one more tick.
     assert placed("F0 B0", "F0 B0") == [["F0", ""], ["", "F0B0"], ["B0", ""]]
     assert placed("F0 F1 B0 B1", "F0 B0 F1 B1") == [
         ["F0", ""],
@@ -162,7 +162,7 @@ def test_typed_tick_has_forward_then_backward() -> None:
         ["B0", "F1B1"],
         ["B1", ""],
     ]
-    # An order that wants B before the next F has both in one tick where inputs allow.
+    # An order with B before the next F has both in one tick if inputs allow.
     assert placed("F0 B0 F1 B1") == [["F0B0"], ["F1B1"]]
 
 
@@ -237,7 +237,7 @@ def test_deadlocked_orders_are_rejected(lines: list[str], stuck: str, delayed: b
     assert f"the stages wait for each other: {stuck}" in problem.rule
 
 
-# Chunks gathered by visit.
+# Weight prefetch window.
 
 
 def test_up_to_two_repeats_need_no_weight_window() -> None:
@@ -256,7 +256,7 @@ def test_window_gathers_and_reduces_once_per_repeat(stages: int, repeats: int, g
     for num_groups in GROUPS:
         schedule = interleaved(stages, repeats, group, num_groups)
         visits = schedule.weight_window
-        # F and B visit each chunk once for each group.
+        # F and B run each chunk once per group.
         assert len(visits.gather_tick) <= 2 * num_groups * repeats
         assert len(visits.reduce_tick) == num_groups * repeats
         for stage in range(stages):
@@ -268,7 +268,7 @@ def test_window_gathers_and_reduces_once_per_repeat(stages: int, repeats: int, g
                 )
             ]
             assert len(runs) == 2 * num_groups * repeats
-        # This chunk and the next, of F and of B: never all the stage's chunks.
+        # Holds the current and next chunk of F and of B, never all chunks of the stage.
         assert 2 <= visits.num_chunk_slots <= 4
         assert 1 <= visits.num_gradient_slots <= 3
         assert (np.diff(visits.gather_tick) >= 0).all()
@@ -282,12 +282,12 @@ def test_forward_only_window_has_no_reductions() -> None:
     assert not visits.reduce_tick.size and visits.num_gradient_slots == 0
 
 
-# Layers outside the ring.
+# Prologue layers.
 
 
 def test_prologue_rounds_example() -> None:
     outside = make_schedule("1f1b", stages=2, microbatches=3).prologue
-    # Microbatches 0, 1, 2 enter in ticks 0, 1, 2 and are back in ticks 2, 3, 4.
+    # Microbatches 0, 1, 2 enter the ring in ticks 0, 1, 2 and return in ticks 2, 3, 4.
     assert outside.forward.tolist() == [0, IDLE, 1, IDLE, IDLE]
     assert outside.forward_slot.tolist() == [0, 0, 1, 0, 0]
     assert outside.backward.tolist() == [IDLE, IDLE, IDLE, 0, 1]
@@ -317,7 +317,7 @@ def test_prologue_rounds_in_flight(stages: int, repeats: int) -> None:
     sizes: dict[str, Any] = {"stages": stages, "repeats": repeats}
     for rounds in (4, 8):
         outside = make_schedule("1f1b", microbatches=rounds * stages, **sizes).prologue
-        # A round is away for (2R+1)*P - 2 ticks, and every P*R ticks another one goes.
+        # A round is in the ring for (2R+1)*P - 2 ticks, and a new round starts every P*R ticks.
         away = (2 * repeats + 1) * stages - 2
         assert outside.num_slots == -(-away // (stages * repeats)) <= 3
         sweep = make_schedule("circular", microbatches=rounds * stages, **sizes).prologue

@@ -1,4 +1,4 @@
-"""The verifier accepts every valid table and names the cell that spoils one."""
+"""The verifier accepts valid schedules and marks the bad cell of corrupted ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Cell = tuple[int, int]
 
 
 def named(rng: Random) -> Schedule:
-    """A schedule by its name, of any legal sizes."""
+    """Return a named schedule with random valid sizes."""
     name = rng.choice(sorted(SCHEDULES))
     spec = SCHEDULES[name]
     stages, microbatches = rng.randint(1, 6), rng.randint(1, 10)
@@ -49,11 +49,11 @@ def named(rng: Random) -> Schedule:
 
 
 def any_order(rng: Random) -> Schedule:
-    """Orders that no generator makes: at random, whatever has its inputs."""
+    """Return a schedule with random action orders that no generator produces."""
     ring = Ring(rng.randint(1, 4), rng.randint(1, 4), rng.choice(["loop", "v"]))
     microbatches, mixed = rng.randint(1, 5), rng.random() < 0.5
     kinds: tuple[ActionKind, ...] = ("F", "I", "W") if mixed else ("F", "B")
-    # An eager kind runs as soon as it can, a lazy one late: shapes differ a lot between tables.
+    # Random eagerness per action kind gives very different schedules.
     eager = {kind: rng.choice([0.05, 1.0, 20.0]) for kind in kinds}
     orders: Orders = [[] for _ in range(ring.num_stages)]
     done: set[tuple[ActionKind, int, int]] = set()
@@ -89,7 +89,7 @@ def any_order(rng: Random) -> Schedule:
 
 @cache
 def valid(number: int) -> Schedule:
-    """A random table; most come from generators."""
+    """Return a random schedule; two thirds come from generators."""
     rng = Random(number)
     return any_order(rng) if number % 3 == 0 else named(rng)
 
@@ -105,12 +105,12 @@ def test_valid_tables_are_accepted() -> None:
         found.append((schedule.mixed, schedule.delayed, schedule.ring.shape, schedule.trains))
         visits = schedule.weight_window.num_chunk_slots > 0
         assert visits == (schedule.num_repeats > 2)
-    # Every combination occurred, but for mixed ticks without a backward.
+    # Every combination occurs except mixed ticks without a backward pass.
     assert len(set(found)) == 2 * 2 * (2 + 1)
 
 
-# Corruptions. Each is only made where the valid table shows that it changes a value which is
-# read, or the set of actions; its docstring says why. None means: nothing to corrupt here.
+# Corruptions. Each one changes a value that is read, or the set of actions, as its docstring
+# describes. It returns None if the schedule has nothing to corrupt in this way.
 
 
 FIELDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
@@ -122,7 +122,7 @@ def slots_of(schedule: Schedule, kind: ActionKind) -> SlotColumns:
 
 
 def edited(schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell, int]) -> Schedule:
-    """The table with these cells of one column replaced."""
+    """Return the schedule with these cells of one column replaced."""
     array = getattr(slots_of(schedule, kind), column).copy()
     for cell, value in changes.items():
         array[cell] = value
@@ -131,7 +131,7 @@ def edited(schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell
 
 
 def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
-    """The table with one arrival stored in another slot of the inbox."""
+    """Return the schedule with one arrival stored in another inbox slot."""
     arrivals = list(schedule.arrivals)
     column = arrivals[way].slot.copy()
     column[cell] = slot
@@ -140,7 +140,7 @@ def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
 
 
 def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Schedule:
-    """The table with one entry of its visits replaced."""
+    """Return the schedule with one entry of its weight window replaced."""
     array = getattr(schedule.weight_window, column).copy()
     array[index] = value
     visits = dataclasses.replace(schedule.weight_window, **{column: array})
@@ -148,7 +148,7 @@ def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Sche
 
 
 def rounded(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
-    """The table with one entry of its rounds outside the ring replaced."""
+    """Return the schedule with one entry of its prologue rounds replaced."""
     array = getattr(schedule.prologue, column).copy()
     array[tick] = value
     outside = dataclasses.replace(schedule.prologue, **{column: array})
@@ -160,7 +160,7 @@ def active_cells(schedule: Schedule, kind: ActionKind) -> list[Cell]:
 
 
 def item(schedule: Schedule, kind: ActionKind, cell: Cell) -> tuple[int, int]:
-    """(microbatch, repeat) of a cell."""
+    """Return (microbatch, repeat) of a cell."""
     slots = slots_of(schedule, kind)
     return int(slots.microbatch[cell]), int(slots.repeat[cell])
 
@@ -169,17 +169,17 @@ class Message(NamedTuple):
     """A value in an inbox, from its arrival until it is read."""
 
     kind: ActionKind
-    """Of sender and reader; the reader of what the loss head sends is B or I."""
+    """Action kind of sender and reader. The reader of the loss head's output is B or I."""
     sent: int
     way: int
-    """Which of the schedule's arrivals brings it."""
+    """Index in the schedule's arrivals."""
     written: Cell
     read: int
     slot: int
 
 
 def messages(schedule: Schedule) -> Iterator[Message]:
-    """Every message that is read."""
+    """Yield every message that is read."""
     ring = schedule.ring
     backward: ActionKind = "I" if schedule.mixed else "B"
     ticks: dict[tuple[ActionKind, int, int, int], int] = {
@@ -211,7 +211,7 @@ def messages(schedule: Schedule) -> Iterator[Message]:
 
 
 Corruption = Callable[[Schedule, Random], Schedule | None]
-"""A wrong table made from a valid one, or None."""
+"""Makes a corrupted schedule from a valid one, or None."""
 CORRUPTIONS: list[Corruption] = []
 
 
@@ -221,12 +221,12 @@ def corruption(corrupt: Corruption) -> Corruption:
 
 
 def another(rng: Random, size: int, value: int) -> int | None:
-    """An index below `size` that is not `value`."""
+    """Return an index below `size` other than `value`."""
     return None if size < 2 else (value + rng.randint(1, size - 1)) % size
 
 
 def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[ActionKind, Cell]:
-    """An action of one of these kinds, or of any."""
+    """Return an action of one of these kinds, or of any kind if none is given."""
     own: list[ActionKind] = [kind for kind, _ in schedule.kinds if not kinds or kind in kinds]
     kind = rng.choice(own) if own else "F"
     return kind, rng.choice(active_cells(schedule, kind))
@@ -234,7 +234,7 @@ def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[ActionKind, Cell
 
 @corruption
 def other_microbatch(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Some action runs twice and another one never."""
+    """One action runs twice and another one never runs."""
     kind, cell = pick(schedule, rng)
     value = another(rng, schedule.num_microbatches, item(schedule, kind, cell)[0])
     return None if value is None else edited(schedule, kind, "microbatch", {cell: value})
@@ -242,7 +242,7 @@ def other_microbatch(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_repeat(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Some action runs twice and another one never."""
+    """One action runs twice and another one never runs."""
     kind, cell = pick(schedule, rng)
     value = another(rng, schedule.num_repeats, item(schedule, kind, cell)[1])
     return None if value is None else edited(schedule, kind, "repeat", {cell: value})
@@ -257,7 +257,7 @@ def dropped_action(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def doubled_action(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An idle slot runs what its stage runs in another tick anyway."""
+    """An idle slot repeats an action that its stage also runs in another tick."""
     kind, cell = pick(schedule, rng)
     idle = np.flatnonzero(~slots_of(schedule, kind).active[:, cell[1]])
     if not len(idle):
@@ -276,7 +276,7 @@ def moved(
 
 @corruption
 def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An action moves to where its stage already does something else."""
+    """An action moves to a tick in which its stage already runs another action."""
     if not schedule.mixed:
         return None
     kind, cell = pick(schedule, rng)
@@ -287,7 +287,7 @@ def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An action runs in an idle slot, and what it sends is stored where it is never read."""
+    """An action moves to an idle slot, so its message is stored where nothing reads it."""
     sent = [message for message in messages(schedule) if schedule.arrivals[message.way].direction]
     if not sent:
         return None
@@ -309,7 +309,7 @@ def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def swapped_names(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Two actions of one stage trade names but not buffers: each finds the other's."""
+    """Two actions of one stage swap names but not buffers, so each reads the other's values."""
     kind, cell = pick(schedule, rng)
     others = [c for c in active_cells(schedule, kind) if c[1] == cell[1] and c != cell]
     if not others or not schedule.trains:
@@ -319,7 +319,7 @@ def swapped_names(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def swapped_stages(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Two stages trade different work: each now runs something twice."""
+    """Two stages swap different actions, so each runs one action twice."""
     kind, cell = pick(schedule, rng)
     own = item(schedule, kind, cell)
     others = [
@@ -345,7 +345,7 @@ def traded(
 
 @corruption
 def other_stash(schedule: Schedule, rng: Random) -> Schedule | None:
-    """F and B disagree on the slot: each value is written once, so no other slot has it."""
+    """F and B use different slots; each value is written once, so no other slot holds it."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
     value = another(rng, schedule.num_stash, int(slots_of(schedule, kind).stash[cell]))
     return None if value is None else edited(schedule, kind, "stash", {cell: value})
@@ -353,7 +353,7 @@ def other_stash(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_deferred(schedule: Schedule, rng: Random) -> Schedule | None:
-    """I and W disagree on the slot."""
+    """I and W use different slots."""
     if not schedule.mixed:
         return None
     kind, cell = pick(schedule, rng, "I", "W")
@@ -363,7 +363,7 @@ def other_deferred(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_inbox(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Reads a slot that does not have the message. The network's first chunk reads none."""
+    """An action reads a slot without its message; the model's first chunk reads no message."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
     if kind == "F" and schedule.ring.previous_chunk(cell[1], item(schedule, kind, cell)[1]) is None:
         return None
@@ -373,7 +373,7 @@ def other_inbox(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def lost_message(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A message that is read later goes to another slot."""
+    """A message that is read later is stored in another slot."""
     found = list(messages(schedule))
     if schedule.num_inbox < 2 or not found:
         return None
@@ -385,7 +385,7 @@ def lost_message(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def overwritten_message(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Something unexpected lands on a message that is stored and read later."""
+    """An arrival overwrites a stored message before it is read."""
     found = list(messages(schedule))
     waited_for = {(message.way, message.written) for message in found}
     targets = [
@@ -400,7 +400,7 @@ def overwritten_message(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def missing_way(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Nothing arrives from one direction."""
+    """No messages arrive from one direction."""
     ways = {message.way for message in messages(schedule)}
     if not ways:
         return None
@@ -411,19 +411,19 @@ def missing_way(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_kind_of_ticks(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Typed slots read as mixed ones, or the reverse."""
+    """Typed slots are treated as mixed ones, or the reverse."""
     return dataclasses.replace(schedule, mixed=not schedule.mixed)
 
 
 @corruption
 def other_training(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A backward that never runs, or is not there."""
+    """The schedule declares a backward pass that it lacks, or omits one that it has."""
     return dataclasses.replace(schedule, trains=not schedule.trains)
 
 
 @corruption
 def other_delay(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Messages come a tick late for who needs them at once, or early into another slot."""
+    """Messages arrive a tick too late for an immediate reader, or too early in another slot."""
     moving = [m for m in messages(schedule) if schedule.arrivals[m.way].direction]
     if schedule.delayed:
         matters = any(
@@ -438,7 +438,7 @@ def other_delay(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_ring(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A loop read as a V, or the reverse; with two repeats and more, on two stages and more."""
+    """A loop is treated as a V, or the reverse; needs at least two repeats and two stages."""
     ring = schedule.ring
     if ring.num_stages == 1 or ring.num_repeats == 1:
         return None
@@ -448,7 +448,7 @@ def other_ring(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def wrong_size(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A buffer is declared larger or smaller than what it needs."""
+    """A buffer is declared larger or smaller than required."""
     name = rng.choice(["num_inbox", "num_stash", "num_deferred", "num_microbatches"])
     size = getattr(schedule, name) + rng.choice([-1, 1, 5])
     return dataclasses.replace(schedule, **{name: size})
@@ -456,7 +456,7 @@ def wrong_size(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def wrong_window_size(schedule: Schedule, rng: Random) -> Schedule | None:
-    """The window has more or fewer chunks than the gathers and reductions use."""
+    """The window has more or fewer chunk slots than the gathers and reductions use."""
     name = rng.choice(["num_chunk_slots", "num_gradient_slots"])
     size = getattr(schedule.weight_window, name)
     if not size:
@@ -467,7 +467,7 @@ def wrong_window_size(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An index outside its buffer, which is illegal even where nothing uses it."""
+    """An index is outside its buffer, which is invalid even if nothing uses it."""
     kind, _ = rng.choice(schedule.kinds)
     cell = (rng.randrange(schedule.num_ticks), rng.randrange(schedule.num_stages))
     visits = schedule.weight_window
@@ -492,7 +492,7 @@ def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A gather or reduction at a time, of a chunk, or in a slot that there is not."""
+    """A gather or reduction has a tick, chunk or slot that does not exist."""
     visits, last = schedule.weight_window, schedule.num_ticks - 1
     bounds = {
         "gather_tick": last,
@@ -511,13 +511,13 @@ def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
 
 
 def ends(schedule: Schedule) -> list[str]:
-    """Where rounds go: only training has a way back."""
+    """Return the directions of prologue rounds; only training has a backward direction."""
     return ["forward", "backward"] if schedule.trains else ["forward"]
 
 
 @corruption
 def other_round(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A round goes too early, too late, twice, or never."""
+    """A prologue round runs too early, too late, twice or never."""
     column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
     rounds = -(-schedule.num_microbatches // schedule.num_stages)
     old = int(getattr(schedule.prologue, column)[tick])
@@ -527,7 +527,7 @@ def other_round(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_slot_of_a_round(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A microbatch enters out of another round's slot, or comes back to it."""
+    """A microbatch reads from another round's slot, or returns to it."""
     column = rng.choice(ends(schedule))
     passing = schedule.embed_microbatch
     if column == "backward":
@@ -540,7 +540,7 @@ def other_slot_of_a_round(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def round_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A round or a slot that there is not."""
+    """A prologue round or slot does not exist."""
     rounds = -(-schedule.num_microbatches // schedule.num_stages)
     column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
     if rng.random() < 0.5:
@@ -551,14 +551,14 @@ def round_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def wrong_number_of_rounds(schedule: Schedule, rng: Random) -> Schedule | None:
-    """More or fewer slots than the rounds need."""
+    """The prologue has more or fewer slots than its rounds need."""
     size = schedule.prologue.num_slots + rng.choice([-1, 1])
     outside = dataclasses.replace(schedule.prologue, num_slots=size)
     return dataclasses.replace(schedule, prologue=outside)
 
 
-# Of the window: weights are wrong where the table says another chunk than was gathered last, and
-# gradients where they are reduced as another chunk's, or never.
+# Weight window: weights are wrong if the schedule uses a chunk other than the last one gathered.
+# Gradients are wrong if they are reduced as another chunk's, or never.
 
 
 def weights_are_wrong(schedule: Schedule) -> bool:
@@ -593,7 +593,7 @@ def gradients_are_wrong(schedule: Schedule) -> bool:
 
 @corruption
 def other_window(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Uses the weights of another chunk."""
+    """An action uses the weights of another chunk."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
     value = another(
         rng, schedule.weight_window.num_chunk_slots, int(slots_of(schedule, kind).window[cell])
@@ -605,7 +605,7 @@ def other_window(schedule: Schedule, rng: Random) -> Schedule | None:
 def other_event(
     schedule: Schedule, rng: Random, event: str, num_slots: int, num_ticks: int
 ) -> Schedule | None:
-    """Gathers or reductions (`event`) with one entry changed."""
+    """Change one entry of the gathers or reductions, as named by `event`."""
     shape = getattr(schedule.weight_window, f"{event}_repeat").shape
     if 0 in shape:
         return None
@@ -620,7 +620,7 @@ def other_event(
 
 @corruption
 def other_gather(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Weights are gathered at another time, of another chunk, or to another slot."""
+    """Weights are gathered at another tick, from another chunk, or into another slot."""
     slots, ticks = schedule.weight_window.num_chunk_slots, schedule.num_ticks
     wrong = other_event(schedule, rng, "gather", slots, ticks)
     return wrong if wrong and weights_are_wrong(wrong) else None
@@ -628,7 +628,7 @@ def other_gather(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A gradient is added to another chunk's."""
+    """A gradient is added to that of another chunk."""
     kind, cell = pick(schedule, rng, "B", "W")
     old = int(slots_of(schedule, kind).gradient[cell])
     value = another(rng, schedule.weight_window.num_gradient_slots, old)
@@ -638,16 +638,16 @@ def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_reduction(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Gradients are reduced before they are complete, as another chunk's, or from elsewhere."""
+    """Gradients are reduced too early, as another chunk's, or from another slot."""
     slots, ticks = schedule.weight_window.num_gradient_slots, schedule.num_ticks + 1
     wrong = other_event(schedule, rng, "reduce", slots, ticks)
     return wrong if wrong and gradients_are_wrong(wrong) else None
 
 
 def marked_cell(message: str) -> tuple[int, int, str]:
-    """(tick, stage, kind) of the one cell in brackets, read off the drawing.
+    """Return (tick, stage, kind) of the one bracketed cell in the drawing.
 
-    Where ticks are mixed and nothing runs in the cell, the kind is empty.
+    The kind is empty if ticks are mixed and the cell is idle.
     """
     lines = message.splitlines()
     (header,) = (line.split()[1:] for line in lines if line.startswith("tick "))
@@ -666,7 +666,7 @@ def marked_cell(message: str) -> tuple[int, int, str]:
 
 
 def refuses(wrong: Schedule) -> ScheduleError:
-    """The error, whose message marks the cell that it blames."""
+    """Verify a corrupted schedule; return the error, whose message marks the bad cell."""
     with pytest.raises(ScheduleError) as caught:
         verify(wrong)
     error = caught.value
