@@ -137,9 +137,7 @@ def test_suggested_cpu_devices_is_per_process() -> None:
     with raises(ConfigError, "mesh", names=[8, 4], suggests="mesh.cpu_devices=4"):
         resolve_mesh_config(MeshConfig(ici_stage=8), devices)
     with raises(ConfigError, "mesh", names=[3, 4], suggests="4"):
-        resolve_mesh_config(
-            MeshConfig(ici_stage=3), devices
-        )  # 3 does not divide 4, so -1 would be invalid
+        resolve_mesh_config(MeshConfig(ici_stage=3), devices)  # 3 does not divide 4
 
 
 def test_error_suggests_minus_one_if_it_resolves() -> None:

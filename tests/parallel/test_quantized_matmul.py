@@ -57,9 +57,7 @@ def test_block_scales_are_powers_of_two_exact_in_bfloat16(dtype: Any) -> None:
     found = jax.jit(lambda x: quantize_dequantize_blocks(x, (0, 1), dtype))(x)
     np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
     blocks = np.abs(x).reshape(2, 128, 3, 64).max((1, 3))  # 64 divides 192, and 128 does not
-    most = np.repeat(
-        np.repeat(2 * blocks, 128, 0), 64, 1
-    )  # scales round up to the next power of two
+    most = np.repeat(np.repeat(2 * blocks, 128, 0), 64, 1)  # up to the next power of two
     assert (np.abs(found - x) <= 1.001 * step_of(dtype, np.abs(x), most)).all()
 
 

@@ -44,7 +44,7 @@ def summed(split: SequenceParallel, *arrays: Any) -> Any:
     return sum((each.astype(jnp.float32) ** 2).sum() for each in total(split, *arrays))
 
 
-def plainly(split: SequenceParallel, *arrays: Any) -> Any:
+def unsharded_value_and_grad(split: SequenceParallel, *arrays: Any) -> Any:
     """Return value and gradients without a mesh."""
     run = jax.value_and_grad(summed, (1, 2, 3))
     return jax.jit(lambda *arrays: run(split, *arrays))(*arrays)
@@ -55,7 +55,7 @@ def plainly(split: SequenceParallel, *arrays: Any) -> Any:
 def test_values_and_gradients_match_plain_matmuls(size: int, rings: bool) -> None:
     mesh, rules = split_of(size, rings=rings, kv_heads=[] if size == 3 else ["tensor"])
     arrays = arrays_of(size, jnp.float32)
-    wanted = plainly(SequenceParallel(rules), *arrays)
+    wanted = unsharded_value_and_grad(SequenceParallel(rules), *arrays)
 
     def run(*arrays: Any) -> Any:
         split = SequenceParallel.from_rules(rules)
@@ -73,10 +73,8 @@ def test_bfloat16_ring_sums_accumulate_in_float32() -> None:
     mesh, rules = split_of(4, rings=True)
     narrow, wide = arrays_of(4, jnp.bfloat16), arrays_of(4, jnp.float32)
     run = jax.value_and_grad(summed, (1, 2, 3))
-    exact = plainly(SequenceParallel(rules), *wide)
-    plain = run(
-        SequenceParallel(rules), *narrow
-    )  # runs eagerly, so every operation rounds its result
+    exact = unsharded_value_and_grad(SequenceParallel(rules), *wide)
+    plain = run(SequenceParallel(rules), *narrow)  # eager: every operation rounds its result
     with jax.set_mesh(mesh):
         placed = jax.device_put(narrow, NamedSharding(mesh, PartitionSpec()))
         found = jax.jit(lambda *arrays: run(SequenceParallel.from_rules(rules), *arrays))(*placed)
@@ -114,7 +112,7 @@ def test_cpu_weight_gradients_contract_one_dim_unless_tokens_are_sharded() -> No
     )
     x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # contraction sizes are distinct
     arrays = x, into, out_of
-    wanted = plainly(SequenceParallel(rules), *arrays)
+    wanted = unsharded_value_and_grad(SequenceParallel(rules), *arrays)
     assert contracted_dims(SequenceParallel(rules), *arrays) == [1] * 5
     assert contracted_dims(SequenceParallel(rules.for_platform("tpu")), *arrays) == [2] * 5
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))

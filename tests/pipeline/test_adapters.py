@@ -21,7 +21,7 @@ from maxpipe.plan.sizes import Sizes
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping
 from tests.pipeline.test_engine import check_gradients, with_changes
 from tests.pipeline.test_families import GROUPED, NEXT, ROOM, V3
-from tests.pipeline.test_frozen import compiled_traffic, held_by
+from tests.pipeline.test_frozen import compiled_traffic, state_bytes
 from tests.plan.test_memory import config_of, steps_of
 
 LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora", alpha=3.0)
@@ -140,7 +140,7 @@ def test_predicted_buffers_and_state_match_engine(
     deferred = predicted.pop("deferred")
     assert found["deferred"] <= deferred and bool(found["deferred"]) == bool(deferred)
     assert predicted == {name: found[name] for name in predicted}
-    assert state(sizes)["state"] == pytest.approx(held_by(steps), abs=64)
+    assert state(sizes)["state"] == pytest.approx(state_bytes(steps), abs=64)
     trained_leaves = jax.tree.leaves(steps.abstract_saved["optimizer"]["mu"])
     assert sum(leaf.size for leaf in trained_leaves) == num_trained(sizes.model)
     less, more = (

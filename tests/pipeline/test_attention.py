@@ -55,12 +55,12 @@ def test_unrolled_blockwise_attention_matches_unpipelined_model(
 def test_idle_slots_do_not_affect_results(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are filled with NaN before their first write."""
 
-    def rubbish(count: int, like: Any) -> Any:
+    def nan_slots(count: int, like: Any) -> Any:
         empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, prologue):
-        monkeypatch.setattr(module, "empty_slots", rubbish)
+        monkeypatch.setattr(module, "empty_slots", nan_slots)
     case = Case(3, 1, 4, own=GEMMA, tied=True, schedule=schedule, remat="names", idle="compute")
     check_gradients(replace(case, attention="blockwise"))
 

@@ -27,7 +27,7 @@ CASES = [
 ]
 
 
-def taught(case: Case, objective: Distill) -> dict[str, np.ndarray]:
+def batch_with_teacher(case: Case, objective: Distill) -> dict[str, np.ndarray]:
     """Return a batch with the top-k logits of a random teacher."""
     batch, draw = batch_of(case.rows, case=case), np.random.default_rng(3)
     shape = (*batch["tokens"].shape, case.model.vocab_size)
@@ -41,7 +41,7 @@ def taught(case: Case, objective: Distill) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(("case", "objective"), keeping(CASES, 2), ids=str)
 def test_values_and_gradients_match_unpipelined_model(case: Case, objective: Distill) -> None:
     steps = steps_of(case, case.rows, objective=objective)
-    parts, batch = steps.param_layout, taught(case, objective)
+    parts, batch = steps.param_layout, batch_with_teacher(case, objective)
     batch = {name: batch[name] for name in steps.abstract_batch()}
     params, means, wanted = plain(steps, objective, batch)
     run = steps.engine.value_and_grad(steps.train_schedule)
@@ -86,6 +86,4 @@ def test_teacher_logits_are_equal_on_every_layout() -> None:
             found.append(jax.tree.map(np.asarray, run(stacked, placed)))
     for logprobs, ids in found[1:]:
         np.testing.assert_allclose(logprobs, found[0][0], rtol=TOLERANCE, atol=TOLERANCE)
-        assert (
-            ids == found[0][1]
-        ).mean() > 0.95  # the rest differ because rounding changes the order
+        assert (ids == found[0][1]).mean() > 0.95  # the rest differ by rounding of logits

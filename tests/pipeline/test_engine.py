@@ -39,9 +39,7 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
         return decoder.objective_from_output(found, row) * count, reported
 
     params = jax.jit(decoder.init)(jax.random.key(0))
-    if "transform" in params.get(
-        "ahead", {}
-    ):  # initialized to 0, which makes some of its gradients 0
+    if "transform" in params.get("ahead", {}):  # some gradients are 0 at its initial 0
         shape = params["ahead"]["transform"].shape
         drawn = jax.random.normal(jax.random.key(1), shape) * shape[-1] ** -0.5
         params |= {"ahead": {"transform": drawn}}

@@ -83,7 +83,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def held_by(steps: Steps) -> int:
+def state_bytes(steps: Steps) -> int:
     """Bytes of the train state on one device."""
     shards = jax.tree.map(
         lambda leaf, placed: size_of(placed.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
@@ -108,7 +108,7 @@ def test_predicted_buffers_and_state_match_engine(
     steps, sizes = steps_of(config), Sizes(config)
     found, predicted = buffer_bytes(steps), buffers(sizes, steps.train_schedule)
     assert predicted == {name: found[name] for name in predicted}
-    assert state(sizes)["state"] == pytest.approx(held_by(steps), abs=64)
+    assert state(sizes)["state"] == pytest.approx(state_bytes(steps), abs=64)
     whole = Sizes(replace(config, model=replace(config.model, frozen=[])))
     assert predicted["gradients"] < buffers(whole, steps.train_schedule)["gradients"]
     trained = jax.tree.leaves(steps.abstract_saved["optimizer"]["mu"])

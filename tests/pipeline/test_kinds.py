@@ -353,10 +353,10 @@ def test_auxiliary_losses_do_not_depend_on_microbatch_count() -> None:
 def test_idle_slots_do_not_affect_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers are filled with NaN before their first write."""
 
-    def rubbish(count: int, like: Any) -> Any:
+    def nan_slots(count: int, like: Any) -> Any:
         empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, prologue):
-        monkeypatch.setattr(module, "empty_slots", rubbish)
+        monkeypatch.setattr(module, "empty_slots", nan_slots)
     check(case)

@@ -17,7 +17,7 @@ from maxpipe.pipeline.layout import (
 from maxpipe.schedule.table import Ring, balance_layers
 
 
-def even(
+def even_layout(
     layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0
 ) -> LayerLayout:
     """Return a layout with `layers` ring layers partitioned evenly."""
@@ -28,7 +28,7 @@ def even(
 
 def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[LayerLayout]:
     numbers = (st.integers(1, layers), st.integers(1, stages), st.integers(1, repeats))
-    return st.builds(even, *numbers, st.sampled_from(["loop", "v"]), st.integers(0, 3))
+    return st.builds(even_layout, *numbers, st.sampled_from(["loop", "v"]), st.integers(0, 3))
 
 
 @given(layouts(40, 8, 4))
@@ -77,7 +77,7 @@ def test_stack_pads_with_zeros_and_unstack_inverts_it(layout: LayerLayout) -> No
 
 
 def test_unstack_ignores_padding() -> None:
-    layout = even(5, 2, 2)
+    layout = even_layout(5, 2, 2)
     layers = jnp.arange(5.0)
     padding, stack = jnp.asarray(layout.layer_at < 0), layout.stacks[SINGLE_LAYER_TYPE]
     spoiled = jnp.where(padding, jnp.nan, stack.stack(layers))
@@ -85,7 +85,7 @@ def test_unstack_ignores_padding() -> None:
 
 
 def test_uneven_layer_partition_example() -> None:
-    layout = even(6, 2, 2)
+    layout = even_layout(6, 2, 2)
     assert layout.chunk_sizes.tolist() == [[2, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 2], [4, 5]]
     assert layout.layer_at.tolist() == [[[0, 1], [2, 3]], [[4, -1], [5, -1]]]
@@ -153,7 +153,7 @@ def test_layers_are_indexed_by_type_and_position(layout: LayerLayout, data: st.D
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
 def test_stack_preserves_dtype(dtype: jnp.dtype) -> None:
-    layout = even(3, 2, 1)
+    layout = even_layout(3, 2, 1)
     stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = stack.stack(jnp.arange(3, dtype=dtype))
     assert stacked.dtype == dtype and stack.unstack(stacked).dtype == dtype

@@ -22,7 +22,7 @@ from tests.pipeline.test_families import GROUPED
 TOKENS, MOST = 24, 3
 
 
-class Drawn:
+class RandomPairs:
     """Random preference pairs: a prompt with two responses of different lengths."""
 
     pad_id = 0
@@ -49,9 +49,9 @@ class Drawn:
         return str(document)
 
 
-def packed(case: Case) -> tuple[dict[str, np.ndarray], Drawn, list[int]]:
+def packed_batch(case: Case) -> tuple[dict[str, np.ndarray], RandomPairs, list[int]]:
     """Return a batch with one empty sequence, all pairs, and indices of the batch's pairs."""
-    made = Drawn(4 * case.rows + 6, case.model.vocab_size)
+    made = RandomPairs(4 * case.rows + 6, case.model.vocab_size)
     order = np.arange(len(made.encoded))
     sequences = Packer("best_fit", TOKENS, max_pairs=MOST)(made, order)
     numbers = range(min(case.rows - 1, len(sequences)))
@@ -67,7 +67,7 @@ def packed(case: Case) -> tuple[dict[str, np.ndarray], Drawn, list[int]]:
     return batch, made, inside
 
 
-def alone(made: Drawn, inside: list[int]) -> dict[str, Any]:
+def unpacked_batch(made: RandomPairs, inside: list[int]) -> dict[str, Any]:
     """Return a batch in which each half of every pair is a separate sequence."""
     tokens = 12
     rows = {name: [] for name in ("tokens", "targets", "mask", "segment_ids")}
@@ -85,16 +85,18 @@ def alone(made: Drawn, inside: list[int]) -> dict[str, Any]:
     return batch | {"positions": jnp.broadcast_to(jnp.arange(tokens), batch["tokens"].shape)}
 
 
-def sums_of(decoder: Any, params: Any, batch: dict[str, Any]) -> jax.Array:
+def response_log_probs(decoder: Any, params: Any, batch: dict[str, Any]) -> jax.Array:
     """Return the unpipelined model's log-probabilities of the responses, shape `[pairs, 2]`."""
     scores = jax.nn.log_softmax(decoder.run(params, batch).logits)
     picked = jnp.take_along_axis(scores, batch["targets"][..., None], -1)[..., 0]
     return (picked * batch["mask"]).sum(-1).reshape(-1, 2)
 
 
-def plain(steps: Any, objective: Preference, made: Drawn, inside: list[int]) -> tuple[Any, ...]:
+def plain(
+    steps: Any, objective: Preference, made: RandomPairs, inside: list[int]
+) -> tuple[Any, ...]:
     """Return parameters, mean loss and reports, and gradients of the unpacked pairs."""
-    batch = alone(made, inside)
+    batch = unpacked_batch(made, inside)
     decoder = steps.param_layout.decoder
     one_each = type(objective)(**{**vars(objective), "most_pairs": 1})
 
@@ -104,7 +106,7 @@ def plain(steps: Any, objective: Preference, made: Drawn, inside: list[int]) -> 
             "reference": made.reference[inside],
             "response_tokens": batch["mask"].sum(-1).reshape(-1, 2),
         }
-        lost, reports = one_each((sums_of(decoder, params, batch),), inputs)
+        lost, reports = one_each((response_log_probs(decoder, params, batch),), inputs)
         return lost.mean(), [each.mean() for each in reports]
 
     params = jax.jit(decoder.init)(jax.random.key(0))
@@ -130,7 +132,7 @@ CASES = [
 def test_packed_pairs_match_unpacked_pairs(case: Case, objective: Preference) -> None:
     steps = steps_of(case, case.rows, objective=objective)
     parts = steps.param_layout
-    batch, made, inside = packed(case)
+    batch, made, inside = packed_batch(case)
     params, means, wanted = plain(steps, objective, made, inside)
     # The batch has the same arrays as in training, with reference scores from the documents.
     assert {name: (each.shape, each.dtype) for name, each in batch.items()} == {
@@ -158,7 +160,7 @@ def test_packed_reference_scores_match_unpacked_pairs() -> None:
     """Reference scores at each pair's position match, and digests do not depend on layout."""
     case = Case(2, 1, 2, fsdp=2, context=2, length=TOKENS)
     steps = steps_of(case, case.rows, objective=LOSSES[0])
-    batch, made, inside = packed(case)
+    batch, made, inside = packed_batch(case)
     params = steps.init().params
     step = steps.compile_reader(LossHead.scores, case.rows, everywhere=True)
     (found,) = step(params, jax.device_put(batch, steps.batch_sharding))
@@ -167,8 +169,8 @@ def test_packed_reference_scores_match_unpacked_pairs() -> None:
     unpacked = jax.device_get(jax.jit(steps.param_layout.unstack)(params))
     is_half = np.repeat(batch["pairs"], 2, axis=1) > 0
     assert not found[~is_half].any()
-    decoder, rows = steps.param_layout.decoder, alone(made, inside)
-    wanted = jax.jit(partial(sums_of, decoder))(unpacked, rows)
+    decoder, rows = steps.param_layout.decoder, unpacked_batch(made, inside)
+    wanted = jax.jit(partial(response_log_probs, decoder))(unpacked, rows)
     np.testing.assert_allclose(found[is_half], wanted.ravel(), rtol=TOLERANCE)
     other = steps_of(Case(1, 1, 1, tensor=2, length=TOKENS), 1, objective=LOSSES[0])
     stack = jax.jit(other.param_layout.stack, out_shardings=other.state_sharding.params)
@@ -186,7 +188,7 @@ def test_auxiliary_losses_are_weighted_by_token() -> None:
             own = replace(GROUPED, num_experts=6, load_balance_loss_weight=weight)
             case = Case(2, 1, 2, own=own, length=TOKENS, layers=4)
             steps = steps_of(case, case.rows, objective=objective)
-            batch = {name: packed(case)[0][name] for name in steps.abstract_batch()}
+            batch = {name: packed_batch(case)[0][name] for name in steps.abstract_batch()}
             run = steps.engine.value_and_grad(steps.train_schedule)
             with jax.set_mesh(steps.param_layout.mesh):
                 placed = jax.device_put(batch, steps.batch_sharding)

@@ -30,9 +30,7 @@ def test_split_saves_matmuls_and_recomputes_cheap_operations() -> None:
         return wide.sum(), jnp.cos(wide)
 
     halves = halves_of(function, x, w, first=[0])
-    assert [aval.shape for aval in halves.saved] == [
-        (4, 8)
-    ]  # not the array that is four times as wide
+    assert [aval.shape for aval in halves.saved] == [(4, 8)]  # not the four times wider array
     (total,), kept = halves.first([x, w])
     (found,) = halves.second(kept, [])
     wanted_total, wanted = function(x, w)

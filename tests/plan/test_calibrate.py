@@ -231,7 +231,7 @@ def test_sequence_parallel_collectives_use_tokens_rate() -> None:
     )
 
 
-def again(measure: Callable[[], T]) -> T:
+def retry(measure: Callable[[], T]) -> T:
     """Retry measurements that are rejected because times vary while other tests run."""
     for _ in range(4):
         with contextlib.suppress(ConfigError):
@@ -245,7 +245,7 @@ def test_measure_on_local_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     devices = jax.devices()[:NUM_DEVICES]
     # Weight-gradient time is a difference, and must exceed the noise of attention scores.
     sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
-    few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
+    few, many = (retry(partial(calibrate.measure, each, devices)) for each in sizes)
     # 8 times the matmul FLOPs, 64 times the score FLOPs and 8 times the message bytes.
     assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
     assert many.input_grad > 4 * few.input_grad
@@ -258,11 +258,11 @@ def test_measure_on_local_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.timing
 def test_calibrated_model_predicts_measured_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prediction is within a factor of 3, because whole steps are not measured."""
+    """The prediction is only within a factor of 3, because calibration times no whole steps."""
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)
-    after, found = again(lambda: calibrate.calibrate(config, published_hardware()["cpu"], devices))
+    after, found = retry(lambda: calibrate.calibrate(config, published_hardware()["cpu"], devices))
     assert after.shared_by > 0 and after.fresh_gb_per_second == pytest.approx(1e-9 / found.fresh)
     assert found.forward > found.forward_alone  # virtual devices share cores
     assert after.measured and after.bf16_tflops == published_hardware()["cpu"].bf16_tflops

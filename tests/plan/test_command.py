@@ -145,11 +145,11 @@ def test_plan_without_topology_uses_local_devices(
 ) -> None:
     from maxpipe.plan import topology
 
-    def at_hand(runtime: object, cpu_devices: int, count: int = 0) -> topology.Topology:
+    def fake_local_topology(runtime: object, cpu_devices: int, count: int = 0) -> topology.Topology:
         assert (cpu_devices, count) == (3, 0)
         return topology.parse_topology("cpu:1")
 
-    monkeypatch.setattr(topology, "local_topology", at_hand)
+    monkeypatch.setattr(topology, "local_topology", fake_local_topology)
     assert main(["plan", "tiny", "mesh.cpu_devices=3"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("1 device of CPU") and "\n1.05 M parameters" in out

@@ -16,7 +16,7 @@ from tests.plan.test_search import STAGED, config_of
 V5P = published_hardware()["v5p"]
 
 
-def found(rows: int = 128, **pipeline: object) -> Candidate:
+def candidate(rows: int = 128, **pipeline: object) -> Candidate:
     sections = {"schedule": "interleaved", "repeats": 2, "microbatches": 16, **pipeline}
     return evaluate(config_of(STAGED, rows, **sections), V5P)
 
@@ -31,7 +31,7 @@ def test_memory_terms_have_distinct_colours() -> None:
 
 
 def test_picture_shows_memory_and_timeline() -> None:
-    plan = found()
+    plan = candidate()
     drawn = texts(picture(plan, V5P))
     for name, _ in plan.memory.largest:
         assert TERMS[name].about in drawn
@@ -43,10 +43,12 @@ def test_picture_shows_memory_and_timeline() -> None:
 
 
 def test_long_steps_are_drawn_with_fewer_microbatches() -> None:
-    assert "drawn with only 8 microbatches" in texts(picture(found(2048, microbatches=256), V5P))
+    assert "drawn with only 8 microbatches" in texts(
+        picture(candidate(2048, microbatches=256), V5P)
+    )
 
 
 @pytest.mark.parametrize(("name", "start"), [("plan.svg", b"<svg"), ("plan.png", b"\x89PNG")])
 def test_write_svg_and_png(name: str, start: bytes, tmp_path: Path) -> None:
-    write(found(schedule="zb_v", remat="names"), V5P, tmp_path / name)
+    write(candidate(schedule="zb_v", remat="names"), V5P, tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)

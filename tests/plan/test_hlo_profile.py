@@ -379,9 +379,7 @@ def test_instructions_after_kernel_metadata_are_parsed() -> None:
     assert set(module.computations) == {"layer", "async", "more", "main"}
     found = profile_program(module)
     assert found.cycles == 2.5 * 3415 and not found.unknown_loops  # trip count from the loop's name
-    assert (
-        found.flops == found.kernel_flops == 2.5 * 1000
-    )  # FLOPs from the kernel's name, counted once
+    assert found.flops == found.kernel_flops == 2.5 * 1000  # from the kernel's name
     assert profile_program(module, trips={"/while$": 2}).flops == 2000
 
 

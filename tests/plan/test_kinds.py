@@ -47,7 +47,7 @@ class Routed(GatedMLP):
         return {"square": ((3, "embed"), (5, "mlp"))}
 
 
-def unlike(config: ModelConfig) -> Model:
+def heterogeneous_model(config: ModelConfig) -> Model:
     """Return the config's model with wider MLPs in some layers."""
     plain = describe(replace(config, num_layers=len(PATTERN)))
     attention, mlp = plain.layer_types["layer"].branches
@@ -59,21 +59,21 @@ def unlike(config: ModelConfig) -> Model:
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Config:
     models: dict[ModelConfig, Model] = {}
-    cached = lambda model: models.setdefault(model, unlike(model))  # noqa: E731
+    cached = lambda model: models.setdefault(model, heterogeneous_model(model))  # noqa: E731
     monkeypatch.setattr(sizes_module, "describe", cached)
     return config_of({"num_layers": len(PATTERN)}, MESH, PIPELINE)
 
 
-def only(kind: str, config: Config, layers: int) -> Model:
+def homogeneous_model(kind: str, config: Config, layers: int) -> Model:
     """Return the same model with layers of one type."""
-    model = unlike(config.model)
+    model = heterogeneous_model(config.model)
     return Model({kind: model.layer_types[kind]}, (kind,) * layers, model.ends)
 
 
 def test_counts_are_sums_over_layers(config: Config) -> None:
-    model = unlike(config.model)
+    model = heterogeneous_model(config.model)
     one = {name: count.layer_params(kind) for name, kind in model.layer_types.items()}
-    empty = count.num_params(only("layer", config, 1)) - one["layer"]
+    empty = count.num_params(homogeneous_model("layer", config, 1)) - one["layer"]
     assert count.num_params(model) == empty + 4 * one["wide"] + 5 * one["layer"]
     hidden = 3 * config.model.d_model * 4 * config.model.d_mlp
     # Three quarters of a wide MLP are computed but not needed.
@@ -114,7 +114,7 @@ def test_attention_window_reduces_needed_but_not_computed_flops(config: Config) 
 
 
 def test_layer_partition_is_balanced_by_cost(config: Config) -> None:
-    costs = count.layer_costs(unlike(config.model), config.train.sequence_length)
+    costs = count.layer_costs(heterogeneous_model(config.model), config.train.sequence_length)
     assert len({*costs}) == 2 and costs[0] > 2 * costs[3]
     assert Sizes(config).layers.partition == (3, 6)
     outside = replace(config.pipeline, prologue_layers=1)

@@ -41,7 +41,7 @@ def test_best_predicted_layout_runs_first(candidates: list[Candidate]) -> None:
     assert mean == pytest.approx([each.cost.seconds for each in candidates])
     assert (
         error == pytest.approx(error[0]) and error[0] > 1
-    )  # uncertainty of absolute times, not of their order
+    )  # of absolute times, not of their order
 
 
 def test_measurements_correct_predictions_of_similar_layouts(candidates: list[Candidate]) -> None:
@@ -91,7 +91,7 @@ def test_layout_that_does_not_fit_runs_once_and_ranks_last(
         return None if len(tries) == 2 else found.cost.seconds
 
     monkeypatch.setattr(rerank, "_measure_step", measured)
-    # Every layout is tried, even after earlier ones fail.
+    # All four layouts are tried, although one of them fails.
     ran = rerank.rerank_by_measurement(candidates[:4], 9, [], lambda _: None)
     assert len(ran) == len({id(each) for each in tries}) == 4
     assert [each.fits for each in ran] == [True, True, True, False] and ran[3].candidate is tries[1]

@@ -318,7 +318,7 @@ def test_declared_parameters_match_initialized_model() -> None:
     assert found == {name: (each.shape, each.axes) for name, each in kind.params.items()}
 
 
-def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
+def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
     """Compare traced and predicted saved bytes, with distinct sizes for every dim."""
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "d_mlp": 34}
@@ -366,19 +366,19 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
 def test_sublayers_save_declared_activations(
     changes: dict[str, Any], remat: str, tokens: int
 ) -> None:
-    check_kept(changes, remat, tokens)
+    check_saved_bytes(changes, remat, tokens)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
 def test_cudnn_attention_saves_declared_activations(remat: str) -> None:
-    check_kept({"attention": "cudnn", "head_dim": 16}, remat, 28)
+    check_saved_bytes({"attention": "cudnn", "head_dim": 16}, remat, 28)
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
 def test_layer_norms_save_declared_activations(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(module, "describe", lambda config: with_layer_norms(describe(config)))
-    check_kept({}, remat, 7)
+    check_saved_bytes({}, remat, 7)
     sizes = Sizes(config_of({}, {}, {"microbatches": 2}))
     assert sizes.params.norm_elements == 2 * MODEL["d_model"]
 
@@ -393,7 +393,7 @@ def test_attention_sinks_save_declared_activations(
         monkeypatch.setattr(
             module, "describe", lambda config: with_attention(describe(config), part)
         )
-    check_kept({}, remat, 7)
+    check_saved_bytes({}, remat, 7)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
@@ -421,7 +421,7 @@ def test_latent_attention_saves_declared_activations(
         monkeypatch.setattr(
             module, "describe", lambda config: with_attention(describe(config), part)
         )
-    check_kept(changes, remat, tokens)
+    check_saved_bytes(changes, remat, tokens)
 
 
 def attention_of(config: Config) -> Part:

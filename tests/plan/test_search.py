@@ -172,7 +172,7 @@ def test_search_splits_sequences_over_slices() -> None:
 ODD: dict[str, Any] = LAYERS | {"num_layers": 2, "d_model": 96, "head_dim": 16, "d_mlp": 192}
 
 
-def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
+def search_small_model(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
     train = {"batch_size": rows, "sequence_length": 96, "steps": 1}
     config = from_dict({"model": ODD, "train": train})
     return best_layouts(config, topology, parse_fixed_keys(LoadedConfig(config, {}), texts)).best
@@ -191,27 +191,28 @@ def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
 )
 def test_search_respects_fixed_keys(topology: Topology, text: str) -> None:
     key, _, value = text.partition("=")
-    for each in odd(4 if "context" not in key else 1, [text], topology):
+    for each in search_small_model(4 if "context" not in key else 1, [text], topology):
         assert str(each.layout_keys[key]).lower() == value
         assert not check(each.config, {})
 
 
 def test_ring_attention_with_stages_requires_idle_compute() -> None:
     texts = ["mesh.context_attention=ring", "mesh.ici_context=2", "mesh.ici_stage=2"]
-    for each in odd(2, texts, parse_topology("v5e:2x2")):
+    for each in search_small_model(2, texts, parse_topology("v5e:2x2")):
         assert each.layout_keys["mesh.context_attention"] == "ring"
         assert each.layout_keys["pipeline.idle"] == "compute"
 
 
 def test_search_splits_sequences_over_non_power_of_two_devices() -> None:
     assert all(
-        each.config.mesh.ici_context % 3 == 0 for each in odd(1, [], parse_topology("cpu:6"))
+        each.config.mesh.ici_context % 3 == 0
+        for each in search_small_model(1, [], parse_topology("cpu:6"))
     )
 
 
 def test_error_without_valid_layout_does_not_mention_memory() -> None:
     with pytest.raises(ConfigError, match="found no valid layout on 5 devices") as error:
-        odd(1, [], parse_topology("cpu:5"))
+        search_small_model(1, [], parse_topology("cpu:5"))
     assert "fits" not in str(error.value)
 
 
@@ -298,8 +299,10 @@ def test_mesh_size_must_match_topology() -> None:
 
 def test_planning_does_not_import_jax() -> None:
     code = "import sys, maxpipe.plan.report; print('jax' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "False"
 
 
 def test_ties_are_ranked_by_simplicity() -> None:

@@ -39,11 +39,11 @@ def test_fit_split_costs_recovers_costs(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
     built: list[Config] = []
 
-    def taken(runs: list[Config], seconds: float) -> list[float]:
+    def predicted_seconds(runs: list[Config], seconds: float) -> list[float]:
         built.extend(runs)
         return [predict_cost(Sizes(run), build_schedule(run), costly).seconds for run in runs]
 
-    monkeypatch.setattr(rerank, "median_seconds", taken)
+    monkeypatch.setattr(rerank, "median_seconds", predicted_seconds)
     cheap = dataclasses.replace(costly, split_cost=0.0, ring_cost=0.0)
     found = rerank.fit_split_costs(config, cheap, devices)
     assert (found.split_cost, found.ring_cost) == pytest.approx((0.2, 0.3))
@@ -64,11 +64,11 @@ def test_ring_cost_is_unchanged_if_communication_dominates(monkeypatch: pytest.M
     monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)
     monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
 
-    def taken(runs: list[Config], seconds: float) -> list[float]:
+    def predicted_seconds(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [predict_cost(Sizes(run), build_schedule(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(rerank, "median_seconds", taken)
+    monkeypatch.setattr(rerank, "median_seconds", predicted_seconds)
     assert rerank.fit_split_costs(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
 
 
@@ -78,11 +78,11 @@ def test_measure_tick_recovers_tick_overhead(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)
     monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
 
-    def taken(runs: list[Config], seconds: float) -> list[float]:
+    def predicted_seconds(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [predict_cost(Sizes(run), build_schedule(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(rerank, "median_seconds", taken)
+    monkeypatch.setattr(rerank, "median_seconds", predicted_seconds)
     assert rerank.measure_tick(config, published_hardware()["cpu"], devices) == pytest.approx(
         700e-6
     )

@@ -130,15 +130,15 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "PYTHONPATH": str(ROOT),
     }
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def compiled(mesh: dict[str, Any], tokens: int = 256, **pipeline: Any) -> dict[str, Any]:

@@ -166,7 +166,7 @@ WRONG: list[tuple[str, list[str]]] = [
 ]
 
 
-def explained(file: Path, **sizes: Any) -> str:
+def error_message(file: Path, **sizes: Any) -> str:
     """Return the error message and check that it has all four parts."""
     defaults: dict[str, Any] = {"stages": 2, "repeats": 1, "microbatches": 1}
     with pytest.raises(ConfigError) as caught:
@@ -188,22 +188,22 @@ def test_invalid_csv_is_rejected(text: str, parts: list[str], tmp_path: Path) ->
     sizes = {}
     if any("wait for each other" in part for part in parts):
         sizes = {"stages": 1 + text.count("\n"), "microbatches": 1 + text.count("0F1")}
-    message = explained(file, **sizes)
+    message = error_message(file, **sizes)
     for part in parts:
         assert part in message
 
 
 def test_unreadable_schedule_file_is_rejected(tmp_path: Path) -> None:
-    assert "FILE\n  cannot be read: No such file" in explained(tmp_path / "nothing.csv")
-    assert "cannot be read: Is a directory." in explained(tmp_path)
+    assert "FILE\n  cannot be read: No such file" in error_message(tmp_path / "nothing.csv")
+    assert "cannot be read: Is a directory." in error_message(tmp_path)
     binary = tmp_path / "picture.png"
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    message = explained(binary)
+    message = error_message(binary)
     assert message.startswith("pipeline.schedule = file:FILE\n")
     assert (
         "the file is not UTF-8 text" in message and "maxpipe schedule interleaved --csv" in message
     )
-    assert "it is not a path" in explained(Path("a\0b"))
+    assert "it is not a path" in error_message(Path("a\0b"))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_unreadable_schedule_file_is_rejected(tmp_path: Path) -> None:
 )
 def test_config_sizes_must_match_csv(sizes: dict[str, int], message: str) -> None:
     fitting = {"stages": 2, "repeats": 2, "microbatches": 2}
-    assert explained(HANDWRITTEN, **fitting | sizes).startswith(message)
+    assert error_message(HANDWRITTEN, **fitting | sizes).startswith(message)
 
 
 def test_randomly_edited_csv_is_valid_or_rejected(tmp_path: Path) -> None:

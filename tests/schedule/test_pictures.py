@@ -222,8 +222,10 @@ def test_drawing_without_png_does_not_import_pillow_or_jax() -> None:
         "pictures.svg(drawn), pictures.perfetto_trace(drawn)\n"
         "print([name for name in ('jax', 'PIL') if name in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"
 
 
 def test_compare_svg_stacks_schedules_vertically(

@@ -133,7 +133,7 @@ def orders(*lines: str) -> list[list[Action]]:
     return [[Action(a[0], int(a[1:]), 0) for a in line.split()] for line in lines]  # type: ignore[arg-type]
 
 
-def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
+def actions_by_tick(*lines: str, delayed: bool = False) -> list[list[str]]:
     """Return the actions of each stage by tick."""
     count = 1 + max(action.microbatch for order in orders(*lines) for action in order)
     ring = Ring(len(lines), 1)
@@ -155,19 +155,19 @@ def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
 
 def test_typed_tick_has_forward_then_backward() -> None:
     # F, loss head and B of the last stage share a tick; each hop takes one more tick.
-    assert placed("F0 B0", "F0 B0") == [["F0", ""], ["", "F0B0"], ["B0", ""]]
-    assert placed("F0 F1 B0 B1", "F0 B0 F1 B1") == [
+    assert actions_by_tick("F0 B0", "F0 B0") == [["F0", ""], ["", "F0B0"], ["B0", ""]]
+    assert actions_by_tick("F0 F1 B0 B1", "F0 B0 F1 B1") == [
         ["F0", ""],
         ["F1", "F0B0"],
         ["B0", "F1B1"],
         ["B1", ""],
     ]
     # An order with B before the next F has both in one tick if inputs allow.
-    assert placed("F0 B0 F1 B1") == [["F0B0"], ["F1B1"]]
+    assert actions_by_tick("F0 B0 F1 B1") == [["F0B0"], ["F1B1"]]
 
 
 def test_mixed_tick_has_one_action() -> None:
-    assert placed("F0 I0 W0", "F0 I0 W0") == [
+    assert actions_by_tick("F0 I0 W0", "F0 I0 W0") == [
         ["F0", ""],
         ["", "F0"],
         ["", "I0"],
@@ -177,7 +177,7 @@ def test_mixed_tick_has_one_action() -> None:
 
 
 def test_delayed_messages_take_two_ticks() -> None:
-    assert placed("F0 B0", "F0 B0", delayed=True) == [
+    assert actions_by_tick("F0 B0", "F0 B0", delayed=True) == [
         ["F0", ""],
         ["", ""],
         ["", "F0B0"],
@@ -230,7 +230,7 @@ def test_actions_run_as_early_as_order_and_inputs_allow() -> None:
 @pytest.mark.parametrize("delayed", [False, True])
 def test_deadlocked_orders_are_rejected(lines: list[str], stuck: str, delayed: bool) -> None:
     with pytest.raises(OrderError) as caught:
-        placed(*lines, delayed=delayed)
+        actions_by_tick(*lines, delayed=delayed)
     assert isinstance(caught.value, ConfigError)
     (problem,) = caught.value.problems
     assert problem.where == "by hand"

@@ -30,7 +30,7 @@ Cell = tuple[int, int]
 # Valid tables.
 
 
-def named(rng: Random) -> Schedule:
+def generated_schedule(rng: Random) -> Schedule:
     """Return a named schedule with random valid sizes."""
     name = rng.choice(sorted(SCHEDULES))
     spec = SCHEDULES[name]
@@ -91,7 +91,7 @@ def any_order(rng: Random) -> Schedule:
 def valid(number: int) -> Schedule:
     """Return a random schedule; two thirds come from generators."""
     rng = Random(number)
-    return any_order(rng) if number % 3 == 0 else named(rng)
+    return any_order(rng) if number % 3 == 0 else generated_schedule(rng)
 
 
 def test_valid_tables_are_accepted() -> None:
@@ -121,7 +121,9 @@ def slots_of(schedule: Schedule, kind: ActionKind) -> SlotColumns:
     return getattr(schedule, FIELDS[kind])
 
 
-def edited(schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell, int]) -> Schedule:
+def with_cells(
+    schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell, int]
+) -> Schedule:
     """Return the schedule with these cells of one column replaced."""
     array = getattr(slots_of(schedule, kind), column).copy()
     for cell, value in changes.items():
@@ -130,7 +132,7 @@ def edited(schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell
     return dataclasses.replace(schedule, **{FIELDS[kind]: slots})
 
 
-def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
+def with_arrival_slot(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
     """Return the schedule with one arrival stored in another inbox slot."""
     arrivals = list(schedule.arrivals)
     column = arrivals[way].slot.copy()
@@ -139,7 +141,7 @@ def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
     return dataclasses.replace(schedule, arrivals=tuple(arrivals))
 
 
-def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Schedule:
+def with_window_entry(schedule: Schedule, column: str, index: Any, value: int) -> Schedule:
     """Return the schedule with one entry of its weight window replaced."""
     array = getattr(schedule.weight_window, column).copy()
     array[index] = value
@@ -147,7 +149,7 @@ def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Sche
     return dataclasses.replace(schedule, weight_window=visits)
 
 
-def rounded(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
+def with_prologue_entry(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
     """Return the schedule with one entry of its prologue rounds replaced."""
     array = getattr(schedule.prologue, column).copy()
     array[tick] = value
@@ -220,7 +222,7 @@ def corruption(corrupt: Corruption) -> Corruption:
     return corrupt
 
 
-def another(rng: Random, size: int, value: int) -> int | None:
+def other_index(rng: Random, size: int, value: int) -> int | None:
     """Return an index below `size` other than `value`."""
     return None if size < 2 else (value + rng.randint(1, size - 1)) % size
 
@@ -236,23 +238,23 @@ def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[ActionKind, Cell
 def other_microbatch(schedule: Schedule, rng: Random) -> Schedule | None:
     """One action runs twice and another one never runs."""
     kind, cell = pick(schedule, rng)
-    value = another(rng, schedule.num_microbatches, item(schedule, kind, cell)[0])
-    return None if value is None else edited(schedule, kind, "microbatch", {cell: value})
+    value = other_index(rng, schedule.num_microbatches, item(schedule, kind, cell)[0])
+    return None if value is None else with_cells(schedule, kind, "microbatch", {cell: value})
 
 
 @corruption
 def other_repeat(schedule: Schedule, rng: Random) -> Schedule | None:
     """One action runs twice and another one never runs."""
     kind, cell = pick(schedule, rng)
-    value = another(rng, schedule.num_repeats, item(schedule, kind, cell)[1])
-    return None if value is None else edited(schedule, kind, "repeat", {cell: value})
+    value = other_index(rng, schedule.num_repeats, item(schedule, kind, cell)[1])
+    return None if value is None else with_cells(schedule, kind, "repeat", {cell: value})
 
 
 @corruption
 def dropped_action(schedule: Schedule, rng: Random) -> Schedule | None:
     """An action never runs."""
     kind, cell = pick(schedule, rng)
-    return edited(schedule, kind, "microbatch", {cell: IDLE})
+    return with_cells(schedule, kind, "microbatch", {cell: IDLE})
 
 
 @corruption
@@ -262,16 +264,16 @@ def doubled_action(schedule: Schedule, rng: Random) -> Schedule | None:
     idle = np.flatnonzero(~slots_of(schedule, kind).active[:, cell[1]])
     if not len(idle):
         return None
-    return moved(schedule, kind, cell, (rng.choice(idle.tolist()), cell[1]), leave=True)
+    return move_action(schedule, kind, cell, (rng.choice(idle.tolist()), cell[1]), leave=True)
 
 
-def moved(
+def move_action(
     schedule: Schedule, kind: ActionKind, start: Cell, end: Cell, *, leave: bool = False
 ) -> Schedule:
     for column in ("microbatch", "repeat", *BUFFERS):
         value = int(getattr(slots_of(schedule, kind), column)[start])
-        schedule = edited(schedule, kind, column, {end: value})
-    return schedule if leave else edited(schedule, kind, "microbatch", {start: IDLE})
+        schedule = with_cells(schedule, kind, column, {end: value})
+    return schedule if leave else with_cells(schedule, kind, "microbatch", {start: IDLE})
 
 
 @corruption
@@ -282,7 +284,7 @@ def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
     kind, cell = pick(schedule, rng)
     others: list[ActionKind] = [other for other, _ in schedule.kinds if other != kind]
     ticks = [k for other in others for k, p in active_cells(schedule, other) if p == cell[1]]
-    return moved(schedule, kind, cell, (rng.choice(ticks), cell[1]))
+    return move_action(schedule, kind, cell, (rng.choice(ticks), cell[1]))
 
 
 @corruption
@@ -304,7 +306,7 @@ def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
         and way.slot[tick + late, message.written[1]] == message.slot
     ):
         return None
-    return moved(schedule, message.kind, (message.sent, stage), (tick, stage))
+    return move_action(schedule, message.kind, (message.sent, stage), (tick, stage))
 
 
 @corruption
@@ -314,7 +316,7 @@ def swapped_names(schedule: Schedule, rng: Random) -> Schedule | None:
     others = [c for c in active_cells(schedule, kind) if c[1] == cell[1] and c != cell]
     if not others or not schedule.trains:
         return None
-    return traded(schedule, kind, cell, rng.choice(others), ("microbatch", "repeat"))
+    return swap_cells(schedule, kind, cell, rng.choice(others), ("microbatch", "repeat"))
 
 
 @corruption
@@ -330,16 +332,16 @@ def swapped_stages(schedule: Schedule, rng: Random) -> Schedule | None:
     if not others:
         return None
     columns = ("microbatch", "repeat", *BUFFERS)
-    return traded(schedule, kind, cell, rng.choice(others), columns)
+    return swap_cells(schedule, kind, cell, rng.choice(others), columns)
 
 
-def traded(
+def swap_cells(
     schedule: Schedule, kind: ActionKind, one: Cell, two: Cell, columns: tuple[str, ...]
 ) -> Schedule:
     for column in columns:
         array = getattr(slots_of(schedule, kind), column)
         changes = {one: int(array[two]), two: int(array[one])}
-        schedule = edited(schedule, kind, column, changes)
+        schedule = with_cells(schedule, kind, column, changes)
     return schedule
 
 
@@ -347,8 +349,8 @@ def traded(
 def other_stash(schedule: Schedule, rng: Random) -> Schedule | None:
     """F and B use different slots; each value is written once, so no other slot holds it."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
-    value = another(rng, schedule.num_stash, int(slots_of(schedule, kind).stash[cell]))
-    return None if value is None else edited(schedule, kind, "stash", {cell: value})
+    value = other_index(rng, schedule.num_stash, int(slots_of(schedule, kind).stash[cell]))
+    return None if value is None else with_cells(schedule, kind, "stash", {cell: value})
 
 
 @corruption
@@ -357,8 +359,8 @@ def other_deferred(schedule: Schedule, rng: Random) -> Schedule | None:
     if not schedule.mixed:
         return None
     kind, cell = pick(schedule, rng, "I", "W")
-    value = another(rng, schedule.num_deferred, int(slots_of(schedule, kind).deferred[cell]))
-    return None if value is None else edited(schedule, kind, "deferred", {cell: value})
+    value = other_index(rng, schedule.num_deferred, int(slots_of(schedule, kind).deferred[cell]))
+    return None if value is None else with_cells(schedule, kind, "deferred", {cell: value})
 
 
 @corruption
@@ -367,8 +369,8 @@ def other_inbox(schedule: Schedule, rng: Random) -> Schedule | None:
     kind, cell = pick(schedule, rng, "F", "B", "I")
     if kind == "F" and schedule.ring.previous_chunk(cell[1], item(schedule, kind, cell)[1]) is None:
         return None
-    value = another(rng, schedule.num_inbox, int(slots_of(schedule, kind).inbox[cell]))
-    return None if value is None else edited(schedule, kind, "inbox", {cell: value})
+    value = other_index(rng, schedule.num_inbox, int(slots_of(schedule, kind).inbox[cell]))
+    return None if value is None else with_cells(schedule, kind, "inbox", {cell: value})
 
 
 @corruption
@@ -378,9 +380,9 @@ def lost_message(schedule: Schedule, rng: Random) -> Schedule | None:
     if schedule.num_inbox < 2 or not found:
         return None
     message = rng.choice(found)
-    slot = another(rng, schedule.num_inbox, message.slot)
+    slot = other_index(rng, schedule.num_inbox, message.slot)
     assert slot is not None
-    return rerouted(schedule, message.way, message.written, slot)
+    return with_arrival_slot(schedule, message.way, message.written, slot)
 
 
 @corruption
@@ -395,7 +397,7 @@ def overwritten_message(schedule: Schedule, rng: Random) -> Schedule | None:
         for way in range(len(schedule.arrivals))
         if (way, (tick, message.written[1])) not in waited_for
     ]
-    return rerouted(schedule, *rng.choice(targets)) if targets else None
+    return with_arrival_slot(schedule, *rng.choice(targets)) if targets else None
 
 
 @corruption
@@ -484,10 +486,10 @@ def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     low, high = bounds.get(column, (0, schedule.num_inbox))
     value = rng.choice([low - 1, high])
     if column != "arrival":
-        return edited(schedule, kind, column, {cell: value})
+        return with_cells(schedule, kind, column, {cell: value})
     if not schedule.arrivals:
         return None
-    return rerouted(schedule, rng.randrange(len(schedule.arrivals)), cell, value)
+    return with_arrival_slot(schedule, rng.randrange(len(schedule.arrivals)), cell, value)
 
 
 @corruption
@@ -507,7 +509,7 @@ def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     if not array.size:
         return None
     index = tuple(rng.randrange(size) for size in array.shape)
-    return rescheduled(schedule, column, index, rng.choice([-1, bounds[column] + 1]))
+    return with_window_entry(schedule, column, index, rng.choice([-1, bounds[column] + 1]))
 
 
 def ends(schedule: Schedule) -> list[str]:
@@ -522,7 +524,7 @@ def other_round(schedule: Schedule, rng: Random) -> Schedule | None:
     rounds = -(-schedule.num_microbatches // schedule.num_stages)
     old = int(getattr(schedule.prologue, column)[tick])
     value = rng.choice([number for number in range(IDLE, rounds) if number != old])
-    return rounded(schedule, column, tick, value)
+    return with_prologue_entry(schedule, column, tick, value)
 
 
 @corruption
@@ -534,8 +536,8 @@ def other_slot_of_a_round(schedule: Schedule, rng: Random) -> Schedule | None:
         passing = schedule.embed_grad_microbatch
     tick = rng.choice(np.flatnonzero(passing != IDLE).tolist())
     old = int(getattr(schedule.prologue, f"{column}_slot")[tick])
-    value = another(rng, schedule.prologue.num_slots, old)
-    return None if value is None else rounded(schedule, f"{column}_slot", tick, value)
+    value = other_index(rng, schedule.prologue.num_slots, old)
+    return None if value is None else with_prologue_entry(schedule, f"{column}_slot", tick, value)
 
 
 @corruption
@@ -544,9 +546,9 @@ def round_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     rounds = -(-schedule.num_microbatches // schedule.num_stages)
     column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
     if rng.random() < 0.5:
-        return rounded(schedule, column, tick, rng.choice([IDLE - 1, rounds]))
+        return with_prologue_entry(schedule, column, tick, rng.choice([IDLE - 1, rounds]))
     value = rng.choice([-1, schedule.prologue.num_slots])
-    return rounded(schedule, f"{column}_slot", tick, value)
+    return with_prologue_entry(schedule, f"{column}_slot", tick, value)
 
 
 @corruption
@@ -595,10 +597,10 @@ def gradients_are_wrong(schedule: Schedule) -> bool:
 def other_window(schedule: Schedule, rng: Random) -> Schedule | None:
     """An action uses the weights of another chunk."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
-    value = another(
+    value = other_index(
         rng, schedule.weight_window.num_chunk_slots, int(slots_of(schedule, kind).window[cell])
     )
-    wrong = None if value is None else edited(schedule, kind, "window", {cell: value})
+    wrong = None if value is None else with_cells(schedule, kind, "window", {cell: value})
     return wrong if wrong and weights_are_wrong(wrong) else None
 
 
@@ -614,8 +616,8 @@ def other_event(
     if rng.random() < 0.3:
         name, size, index = "tick", num_ticks, index[0]
     column = f"{event}_{name}"
-    value = another(rng, size, int(getattr(schedule.weight_window, column)[index]))
-    return None if value is None else rescheduled(schedule, column, index, value)
+    value = other_index(rng, size, int(getattr(schedule.weight_window, column)[index]))
+    return None if value is None else with_window_entry(schedule, column, index, value)
 
 
 @corruption
@@ -631,8 +633,8 @@ def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
     """A gradient is added to that of another chunk."""
     kind, cell = pick(schedule, rng, "B", "W")
     old = int(slots_of(schedule, kind).gradient[cell])
-    value = another(rng, schedule.weight_window.num_gradient_slots, old)
-    wrong = None if value is None else edited(schedule, kind, "gradient", {cell: value})
+    value = other_index(rng, schedule.weight_window.num_gradient_slots, old)
+    wrong = None if value is None else with_cells(schedule, kind, "gradient", {cell: value})
     return wrong if wrong and gradients_are_wrong(wrong) else None
 
 
@@ -665,7 +667,7 @@ def marked_cell(message: str) -> tuple[int, int, str]:
     return found[0]
 
 
-def refuses(wrong: Schedule) -> ScheduleError:
+def check_rejected(wrong: Schedule) -> ScheduleError:
     """Verify a corrupted schedule; return the error, whose message marks the bad cell."""
     with pytest.raises(ScheduleError) as caught:
         verify(wrong)
@@ -686,7 +688,7 @@ def test_corrupted_tables_are_rejected_with_bad_cell_marked(corrupt: Corruption)
         wrong = corrupt(valid(number), rng)
         if wrong is not None:
             try:
-                refuses(wrong)
+                check_rejected(wrong)
             except pytest.fail.Exception as error:
                 raise AssertionError(f"table {number} is accepted") from error
             found += 1
@@ -702,7 +704,7 @@ def test_corruptions_number_at_least_one_thousand() -> None:
 def test_error_has_slot_reason_and_grid() -> None:
     schedule = make_schedule("interleaved", stages=3, repeats=2, microbatches=4, group=4)
     slot = (int(schedule.forward.inbox[2, 2]) + 1) % schedule.num_inbox
-    error = refuses(edited(schedule, "F", "inbox", {(2, 2): slot}))
+    error = check_rejected(with_cells(schedule, "F", "inbox", {(2, 2): slot}))
     first, *rest = str(error).splitlines()
     assert first == (
         "schedule interleaved: F slot of stage 2 in tick 2: needs output 1 of 0 but finds nothing."
@@ -713,7 +715,7 @@ def test_error_has_slot_reason_and_grid() -> None:
 def test_error_marks_forward_that_overwrites_saved_chunk() -> None:
     schedule = make_schedule("1f1b", stages=2, microbatches=4)
     taken = int(schedule.forward.stash[0, 0])
-    error = refuses(edited(schedule, "F", "stash", {(1, 0): taken}))
+    error = check_rejected(with_cells(schedule, "F", "stash", {(1, 0): taken}))
     assert "needs nothing but finds activations 0 of 0" in str(error)
     assert marked_cell(str(error)) == (1, 0, "F")
 
@@ -722,7 +724,7 @@ def test_error_marks_arrival_that_overwrites_message() -> None:
     schedule = make_schedule("circular", stages=2, repeats=2, microbatches=4)
     message = next(m for m in messages(schedule) if m.kind == "F" and m.read > m.written[0] + 2)
     tick, stage = message.written[0] + 1, message.written[1]
-    error = refuses(rerouted(schedule, message.way, (tick, stage), message.slot))
+    error = check_rejected(with_arrival_slot(schedule, message.way, (tick, stage), message.slot))
     assert "overwrites output 1 of 0 in the inbox before it is read" in str(error)
     assert (error.tick, error.stage) == (tick, stage)
 
@@ -748,5 +750,7 @@ def test_verify_is_fast_and_does_not_import_jax() -> None:
         "    times.append(time.perf_counter() - start)\n"
         "print('jax' in sys.modules, min(times) < 0.1)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["False", "True"]
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.split() == ["False", "True"]
