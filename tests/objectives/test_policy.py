@@ -12,7 +12,7 @@ import pytest
 from maxpipe.objectives import ON_POLICY, KlPolicyGradient, Policy, advantages, kl_estimate
 
 
-def test_advantages_of_groups() -> None:
+def test_group_advantages() -> None:
     rewards = np.array([[1.0, 0, 0, 1], [0.1, 0.1, 0.1, 0.1], [3, 1, 1, 1]])
     found = advantages(rewards, "std")
     root = math.sqrt(0.75)
@@ -40,7 +40,7 @@ CLIPPED = [
 
 
 @pytest.mark.parametrize(("ratio", "gain", "loss", "slope", "clipped"), CLIPPED)
-def test_the_ratio_is_clipped(
+def test_ratio_is_clipped(
     ratio: float, gain: float, loss: float, slope: float, clipped: int
 ) -> None:
     old = -1.5
@@ -57,7 +57,7 @@ def test_the_ratio_is_clipped(
     assert is_clipped[0, 0] == clipped
 
 
-def test_of_its_own_tokens_the_ratio_is_exactly_1() -> None:
+def test_on_policy_ratio_is_exactly_one() -> None:
     logp = jnp.asarray(np.random.default_rng(0).normal(-2, 1, (3, 5)), jnp.float32)
     gains = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.float32)
     inputs = {"old_logp": jnp.full_like(logp, ON_POLICY), "advantages": gains}
@@ -67,7 +67,7 @@ def test_of_its_own_tokens_the_ratio_is_exactly_1() -> None:
     assert (jax.grad(run)(logp) == -gains).all()
 
 
-def test_divergence_from_the_reference() -> None:
+def test_kl_estimate_and_kl_penalty() -> None:
     """Never negative, 0 of the same, and in the mean the divergence itself."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     each = kl_estimate(jnp.log(p), jnp.log(q))

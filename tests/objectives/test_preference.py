@@ -91,7 +91,7 @@ def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[s
 
 
 @pytest.mark.parametrize(("keys", "wanted", "chosen", "rejected"), TRL, ids=str)
-def test_losses_are_those_of_trl(
+def test_losses_match_trl(
     keys: dict[str, Any], wanted: list[float], chosen: list[float], rejected: list[float]
 ) -> None:
     objective = make_preference(PreferenceConfig(**keys), most_pairs=2)
@@ -106,7 +106,7 @@ def test_losses_are_those_of_trl(
     np.testing.assert_allclose(reports["nats_rejected"], -PAIRS[:, 1] / PAIRS[:, 5], **near)
 
 
-def test_losses_equal_values_computed_by_hand() -> None:
+def test_losses_match_hand_computed_values() -> None:
     """Of the first pair: the chosen response gained 0.5 nats, the rejected one lost 0.75."""
     pair = PAIRS[:1]
     [dpo], _ = called(Dpo(2, False), pair)
@@ -120,7 +120,7 @@ def test_losses_equal_values_computed_by_hand() -> None:
     np.testing.assert_allclose(orpo, 12.5 / 6 + 0.1 * np.log(1 + np.exp(-ratio)), rtol=1e-6)
 
 
-def test_means_in_place_of_sums() -> None:
+def test_length_normalized_loss() -> None:
     """Of the same pair: a response counts by its tokens' mean."""
     objective = make_preference(PreferenceConfig(length_normalised="on", beta=2.0), most_pairs=2)
     [found], reports = called(objective, PAIRS[:1])
@@ -129,7 +129,7 @@ def test_means_in_place_of_sums() -> None:
     np.testing.assert_allclose(reports["margin"], 2 * gap, rtol=1e-6)
 
 
-def test_a_pair_that_did_not_move_costs_log_two() -> None:
+def test_dpo_loss_of_unchanged_pair_is_log_two() -> None:
     same = np.array([[-3.0, -4.0, -3.0, -4.0, 2, 2]])
     lost, reports = called(Dpo(2, False), same)
     np.testing.assert_allclose(lost, np.log(2), rtol=1e-6)
@@ -137,7 +137,7 @@ def test_a_pair_that_did_not_move_costs_log_two() -> None:
 
 
 @pytest.mark.parametrize("objective", [Dpo(2, False), Ipo(2, True), Orpo(2, True)], ids=str)
-def test_gradients_are_finite_everywhere(objective: Preference) -> None:
+def test_gradients_are_finite_for_extreme_logprobs(objective: Preference) -> None:
     """Also of a place without a pair, of a response that is certain, and of one that cannot be."""
     chosen, rejected = np.array([0.0, -1e-9, -1e-3, -1e4], np.float32), np.float32(-5.0)
     for one, other in itertools.permutations([*chosen, rejected], 2):

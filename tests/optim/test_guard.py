@@ -48,14 +48,14 @@ CALM = [(2.0 + 0.1 * (place % 2), 1.0 + 0.1 * (place % 3)) for place in range(8)
 
 
 @pytest.mark.parametrize("config", [GuardConfig(), SPIKES, GuardConfig(bad_steps="rollback")])
-def test_only_finite_numbers_are_taken(config: GuardConfig) -> None:
+def test_steps_with_non_finite_loss_or_norm_are_skipped(config: GuardConfig) -> None:
     numbers = [(1.0, 1.0), (NAN, 1.0), (1.0, INF), (-INF, NAN), (1.0, NAN), (1.0, 1.0)]
     taken, state = run_through(config, numbers)
     assert taken == [True, False, False, False, False, True]
     assert (int(state.skipped), int(state.spikes)) == (4, 0)
 
 
-def test_spikes_are_measured_against_the_mean_and_deviation_of_recent_steps() -> None:
+def test_spike_threshold_uses_mean_and_deviation_of_recent_steps() -> None:
     losses = np.array([loss for loss, _ in CALM])
     limit = losses.mean() + 4 * losses.std()
     taken, state = run_through(SPIKES, [*CALM, (limit + 0.01, 1.0), (limit - 0.01, 1.0)])
@@ -67,13 +67,13 @@ def test_spikes_are_measured_against_the_mean_and_deviation_of_recent_steps() ->
     assert taken == [True] * 8 + [False, True, True]
 
 
-def test_spikes_are_looked_for_when_half_the_window_is_there() -> None:
+def test_spike_detection_starts_at_half_window() -> None:
     assert run_through(SPIKES, [*CALM[:3], (99.0, 1.0)])[0] == [True] * 4
     assert run_through(SPIKES, [*CALM[:4], (99.0, 1.0)])[0] == [True] * 4 + [False]
     assert run_through(GuardConfig(on_spike="skip"), [*CALM, (99.0, 1.0)])[0] == [True] * 9
 
 
-def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -> None:
+def test_only_applied_spikes_enter_recent_window() -> None:
     noted = dataclasses.replace(SPIKES, on_spike="warn")
     taken, state = run_through(noted, [*CALM, (99.0, 1.0), (99.0, 1.0), (NAN, 1.0)])
     assert taken == [True] * 10 + [False]
@@ -84,7 +84,7 @@ def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -
     assert float(state.recent.max()) < 3
 
 
-def test_guard_state_survives_a_checkpoint_bit_for_bit() -> None:
+def test_guard_state_round_trip_is_bitwise_equal() -> None:
     _, state = run_through(SPIKES, [(x / 3, x / 7) for x, _ in CALM[:5]] + [(NAN, 0.0)])
     facts = json.loads(json.dumps(state.to_json()))
     again = init_guard_state(SPIKES, facts)
@@ -93,7 +93,7 @@ def test_guard_state_survives_a_checkpoint_bit_for_bit() -> None:
     assert (int(again.skipped), int(again.spikes)) == (1, 0)
 
 
-def test_another_window_keeps_the_newest_steps() -> None:
+def test_changed_window_keeps_newest_steps() -> None:
     _, state = run_through(SPIKES, CALM)
     shorter = init_guard_state(dataclasses.replace(SPIKES, spike_window=4), state.to_json())
     np.testing.assert_array_equal(shorter.recent, np.asarray(state.recent)[:, 4:])
@@ -103,7 +103,7 @@ def test_another_window_keeps_the_newest_steps() -> None:
     assert init_guard_state(GuardConfig(), state.to_json()).recent.shape == (2, 0)
 
 
-def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
+def test_one_non_finite_entry_skips_whole_update() -> None:
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     one = jnp.float32(1)
 
@@ -178,7 +178,7 @@ def bits(tree: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("bad_row", [0, ROWS - 1])
 @pytest.mark.fault("N4")
-def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
+def test_bad_step_on_one_shard_changes_no_device(
     bad_row: int, steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
     state, _ = compiled(fresh(), placed(steps, 0))
@@ -204,7 +204,7 @@ def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
     ids=str,
 )
 @pytest.mark.fault("N4")
-def test_a_bad_step_leaves_moments_and_averages_of_every_optimizer(
+def test_bad_step_keeps_optimizer_state_of_every_optimizer(
     stored: str, changes: dict[str, Any]
 ) -> None:
     case = Case(2, 1, 2, fsdp=2, data=2, layers=2, stored=stored)
@@ -222,7 +222,7 @@ def test_a_bad_step_leaves_moments_and_averages_of_every_optimizer(
     assert bits((state.params, state.optimizer)) != before
 
 
-def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
+def test_training_after_bad_step_is_bitwise_equal(
     steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
     """The optimizer's own count included, and across a checkpoint as well."""
@@ -247,9 +247,7 @@ def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
     assert (int(state.step), int(state.guard.skipped)) == (5, 2)
 
 
-def test_state_of_a_release_without_a_guard_is_restored(
-    steps: step.Steps, compiled: Any, fresh: Fresh
-) -> None:
+def test_state_without_guard_is_restored(steps: step.Steps, compiled: Any, fresh: Fresh) -> None:
     state, _ = compiled(fresh(), placed(steps, 0))
     again = steps.from_saved(steps.to_saved(state))
     assert np.isfinite(state.guard.bounds).all() and np.isinf(again.guard.bounds).all()
@@ -257,7 +255,7 @@ def test_state_of_a_release_without_a_guard_is_restored(
     assert bits(again.guard._replace(bounds=state.guard.bounds)) == bits(state.guard)
 
 
-def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(
+def test_infinite_parameter_skips_all_updates(
     steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
     state = fresh()
@@ -272,7 +270,7 @@ def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(
 
 @pytest.mark.parametrize("place", ["params", "mu", "nu"])
 @pytest.mark.fault("N6")
-def test_an_update_that_overflows_on_one_device_is_a_bad_step(
+def test_update_overflow_on_one_device_is_bad_step(
     place: str, steps: step.Steps, compiled: Any, on_host: TrainState
 ) -> None:
     """Loss and gradients are finite; one entry of what the update would leave is not."""
@@ -292,7 +290,7 @@ def test_an_update_that_overflows_on_one_device_is_a_bad_step(
 
 
 @pytest.mark.parametrize("dtype", keeping(["float32", "bfloat16"], 0))
-def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guard_uses_no_extra_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second copy of a matrix would be thousands of bytes; numbers and flags are hundreds."""
     model = {"num_layers": 2, "vocab_size": 512, "d_model": 128, "d_mlp": 256, "num_heads": 2}
     model |= {"num_kv_heads": 2, "head_dim": 64, "param_dtype": dtype, "compute_dtype": dtype}

@@ -19,7 +19,7 @@ from tests.cases import TOLERANCE
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 16), (16, 5), (1, 8)])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e25])
-def test_a_matrix_is_orthogonalised_as_by_optax(shape: tuple[int, int], scale: float) -> None:
+def test_orthogonalization_matches_optax(shape: tuple[int, int], scale: float) -> None:
     x = jax.random.normal(jax.random.key(0), shape)
     wanted = _muon.orthogonalize_via_newton_schulz(x, jnp.array(muon.COEFFICIENTS))
     declared = {("w",): muon.Matrices((0,), (1,), PartitionSpec())}
@@ -31,7 +31,7 @@ def test_a_matrix_is_orthogonalised_as_by_optax(shape: tuple[int, int], scale: f
     assert values.max() < 1.25 < muon.MAX_SINGULAR_VALUE and (shape[0] > 3 or values.min() > 0.6)
 
 
-def test_zero_momentum_gives_a_zero_update() -> None:
+def test_zero_momentum_gives_zero_update() -> None:
     assert not np.asarray(muon.orthogonalize(jnp.zeros((3, 5)))).any()
 
 
@@ -62,7 +62,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_divided_matrices_have_the_same_updates(kind: AxisType) -> None:
+def test_sharded_updates_match_unsharded(kind: AxisType) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
     one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
     declared = {path: matrices for path, (_, matrices) in SPECS.items()}
@@ -84,7 +84,7 @@ def test_divided_matrices_have_the_same_updates(kind: AxisType) -> None:
 
 
 @pytest.mark.parametrize(("count", "waste"), [(8, 1.0), (16, 1.0), (9, 16 / 9), (3, 8 / 3)])
-def test_traffic_is_that_of_the_closed_form(count: int, waste: float) -> None:
+def test_all_to_all_bytes_match_formula(count: int, waste: float) -> None:
     """Over an axis of n devices 2 (n - 1) / n of a shard, and nothing is gathered."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
     spec = PartitionSpec(None, "fsdp", "tensor")

@@ -106,7 +106,7 @@ def run_numpy(
 
 
 @pytest.mark.parametrize("num_steps", [1, 6])
-def test_adamw_equals_the_plain_algorithm(num_steps: int) -> None:
+def test_adamw_matches_numpy_reference(num_steps: int) -> None:
     # Every other gradient is small enough to pass unclipped.
     gradients = [tree(1 + i, 1.0 if i % 2 == 0 else 0.01) for i in range(num_steps)]
     got, state = run(CONFIG, gradients)
@@ -117,7 +117,7 @@ def test_adamw_equals_the_plain_algorithm(num_steps: int) -> None:
         assert_close(found[name], wanted_moments[name])
 
 
-def test_only_masked_parameters_decay() -> None:
+def test_weight_decay_applies_only_to_decayed_parameters() -> None:
     still = [jax.tree.map(np.zeros_like, tree(1))]
     got, _ = run(CONFIG, still)
     before = tree(0)
@@ -135,7 +135,7 @@ def first_mu(scale: float, clip_norm: float) -> float:
     return float(optax.tree.norm(state.trees["mu"]))
 
 
-def test_clipping_measures_the_whole_gradient() -> None:
+def test_clipping_uses_global_gradient_norm() -> None:
     norm = float(optax.tree.norm(jax.tree.map(jnp.asarray, tree(1))))
     # No single leaf reaches the limit; together they do.
     limit = 0.99 * norm
@@ -146,7 +146,7 @@ def test_clipping_measures_the_whole_gradient() -> None:
     assert first_mu(100.0, 0.0) == pytest.approx(100 * norm, rel=1e-5)
 
 
-def test_adam_is_that_of_optax_bit_for_bit() -> None:
+def test_adamw_is_bitwise_equal_to_optax() -> None:
     """And all as it was where the update is not taken, counts included."""
     config = dataclasses.replace(CONFIG, schedule="constant", warmup_steps=0)
     mine = optimizer_of(config)
@@ -179,7 +179,7 @@ def test_adam_is_that_of_optax_bit_for_bit() -> None:
         assert int(state.updates) == seed
 
 
-def test_lion_is_that_of_optax_bit_for_bit() -> None:
+def test_lion_is_bitwise_equal_to_optax() -> None:
     """Over updates that are taken, and as it was where one is not."""
     config = dataclasses.replace(CONFIG, name="lion", schedule="constant", warmup_steps=0)
     mine = optimizer_of(config)
@@ -204,7 +204,7 @@ def test_lion_is_that_of_optax_bit_for_bit() -> None:
         jax.tree.map(np.testing.assert_array_equal, state.trees, {"mu": mu})
 
 
-def test_adafactor_is_that_of_optax() -> None:
+def test_adafactor_matches_optax() -> None:
     config = dataclasses.replace(
         CONFIG, name="adafactor", schedule="constant", warmup_steps=0, clip_norm=0.0
     )
@@ -235,7 +235,7 @@ def test_adafactor_is_that_of_optax() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-25, 1e18])
-def test_adafactor_takes_gradients_of_every_size(scale: float) -> None:
+def test_adafactor_is_finite_for_gradients_of_any_magnitude(scale: float) -> None:
     config = dataclasses.replace(CONFIG, name="adafactor", clip_norm=0.0, weight_decay=0.0)
     mine, before = optimizer_of(config), jax.tree.map(jnp.asarray, tree(0))
     gradient = {"matrix": jnp.zeros((3, 4)).at[1, 2].set(scale), "norm": jnp.zeros(4)}
@@ -246,7 +246,7 @@ def test_adafactor_takes_gradients_of_every_size(scale: float) -> None:
     assert (scale < 1) or moved[1, 2] < 0
 
 
-def test_muon_is_momentum_made_orthogonal_and_adam_elsewhere() -> None:
+def test_muon_orthogonalizes_matrices_and_uses_adam_elsewhere() -> None:
     config = dataclasses.replace(
         CONFIG, name="muon", schedule="constant", warmup_steps=0, clip_norm=0.0
     )
@@ -273,7 +273,7 @@ def test_muon_is_momentum_made_orthogonal_and_adam_elsewhere() -> None:
     }
 
 
-def test_rates_are_multiplied_and_averages_follow() -> None:
+def test_learning_rate_multipliers_and_ema() -> None:
     config = dataclasses.replace(CONFIG, ema_decay=0.75, weight_decay=0.0, warmup_steps=0)
     mine = optimizer_of(config)
     slow = dataclasses.replace(mine.trainable_params["matrix",], rate=0.25)
@@ -294,7 +294,7 @@ def test_rates_are_multiplied_and_averages_follow() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_updates_below_half_a_step_are_kept_in_the_mean_only_if_drawn(rounding: Any) -> None:
+def test_stochastic_rounding_keeps_updates_below_precision(rounding: Any) -> None:
     param = Param(((4000, "norm"),), Constant(1.0), decays=False)
     config = OptimConfig(
         name="lion", learning_rate=2.0**-12, schedule="constant", rounding=rounding
@@ -309,7 +309,7 @@ def test_updates_below_half_a_step_are_kept_in_the_mean_only_if_drawn(rounding: 
     assert moved == 0 if rounding == "nearest" else abs(moved / wanted - 1) < 0.1
 
 
-def test_narrow_moments_stay_narrow() -> None:
+def test_bfloat16_moments_keep_their_dtype() -> None:
     optimizer = dataclasses.replace(optimizer_of(CONFIG), param_dtype="bfloat16")
     params: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree(0))
     before = optimizer.init(params)
@@ -333,7 +333,7 @@ def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 @pytest.mark.fault("N6")
-def test_what_is_said_to_stay_finite_does(
+def test_update_bounds_hold_for_random_inputs(
     name: Literal["adamw", "lion", "adafactor", "muon"], dtype: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -385,7 +385,7 @@ def test_what_is_said_to_stay_finite_does(
             assert np.isfinite(np.asarray(each["w"], "f4")).all()
 
 
-def test_ordinary_training_is_never_looked_at() -> None:
+def test_update_bound_is_finite_for_many_ordinary_steps() -> None:
     """The bound grows by the rounding that it allows for: it answers for many steps."""
     config = OptimConfig()
     after = jax.jit(

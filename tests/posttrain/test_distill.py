@@ -115,7 +115,7 @@ def same(found: dict[int, float], wanted: dict[int, float]) -> None:
 
 
 @pytest.mark.layouts
-def test_two_meshes_equal_one(asked: Place) -> None:
+def test_separate_teacher_mesh_matches_one_device(asked: Place) -> None:
     """Teacher and student on one device, and on two each, with unlike layouts."""
     asked.train("one")
     wanted = asked.losses("one")
@@ -130,7 +130,7 @@ def test_two_meshes_equal_one(asked: Place) -> None:
 
 
 @pytest.mark.layouts
-def test_teacher_and_student_take_turns_on_all_devices(asked: Place) -> None:
+def test_teacher_and_student_share_all_devices(asked: Place) -> None:
     """Also where batches grow, and where all sizes are alike."""
     asked.train(
         "turns", *STAGED, "distill.teacher_layout=[mesh.ici_stage=4,pipeline.microbatches=2]"
@@ -146,7 +146,7 @@ def test_teacher_and_student_take_turns_on_all_devices(asked: Place) -> None:
     same(asked.losses("alike-staged"), asked.losses("alike"))
 
 
-def test_stored_answers_equal_asked_ones(asked: Place, answers: Path) -> None:
+def test_stored_logits_match_live_teacher(asked: Place, answers: Path) -> None:
     """Bit for bit, of a teacher with the same layout."""
     keys = (*STAGED, "mesh.cpu_devices=2", "eval.batches=0")
     asked.train("stored", *keys, *asked.stored(answers))
@@ -154,7 +154,7 @@ def test_stored_answers_equal_asked_ones(asked: Place, answers: Path) -> None:
 
 
 @pytest.mark.layouts
-def test_batches_of_another_size_find_their_rows(asked: Place, answers: Path) -> None:
+def test_stored_logits_support_other_batch_sizes(asked: Place, answers: Path) -> None:
     more = ("train.batch_size=4", "distill.top_k=5")
     asked.train("half", *more, *asked.stored(answers))
     asked.train("half-asked", *more)
@@ -162,7 +162,7 @@ def test_batches_of_another_size_find_their_rows(asked: Place, answers: Path) ->
 
 
 @pytest.mark.long
-def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Start) -> None:
+def test_resume_after_kill_is_bitwise_equal(asked: Place, start: Start) -> None:
     runs = asked.folder / "runs"
     keys = asked.keys("killed", *STAGED, "distill.teacher_devices=2", LAYOUT)
     process = start("train", *keys)
@@ -179,7 +179,7 @@ def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Star
 
 
 @pytest.mark.long
-def test_another_teacher_is_refused(asked: Place) -> None:
+def test_resume_with_another_teacher_is_rejected(asked: Place) -> None:
     """When a student goes on: one that has trained on, or an earlier step of it."""
     runs = asked.folder / "runs"
     shutil.copytree(runs / "asked", runs / "changed")
@@ -191,7 +191,7 @@ def test_another_teacher_is_refused(asked: Place) -> None:
 
 
 @pytest.mark.layouts
-def test_a_student_goes_on_with_its_teacher_in_another_form(asked: Place, run: Run) -> None:
+def test_resume_accepts_teacher_in_hugging_face_format(asked: Place, run: Run) -> None:
     """As a Hugging Face folder: a teacher is its parameters, wherever they are."""
     runs, folder = asked.folder / "runs", asked.folder / "exported"
     run("export", f"{runs / 'teacher'}@9", folder)
@@ -204,7 +204,7 @@ def test_a_student_goes_on_with_its_teacher_in_another_form(asked: Place, run: R
 
 
 @pytest.mark.layouts
-def test_sources_of_a_mixture_find_their_rows(asked: Place) -> None:
+def test_stored_logits_support_other_mixture_weights(asked: Place) -> None:
     """Under other shares than those that were prepared."""
     text, out = asked.folder / "text", asked.folder / "mixed"
     for name in ("a", "b"):
@@ -256,7 +256,9 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "text"), REFUSED, ids=[text[:24] for _, text in REFUSED])
-def test_what_does_not_fit_is_refused(place: Place, keys: tuple[str, ...], text: str) -> None:
+def test_invalid_distill_settings_are_rejected(
+    place: Place, keys: tuple[str, ...], text: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         loaded = load([str(each) for each in place.keys("refused", *keys)])
         split_devices(loaded.config)
@@ -265,7 +267,7 @@ def test_what_does_not_fit_is_refused(place: Place, keys: tuple[str, ...], text:
     is_explained(str(refused.value))
 
 
-def test_stored_answers_of_something_else_are_refused(
+def test_incompatible_stored_logits_are_rejected(
     place: Place, answers: Path, tmp_path: Path
 ) -> None:
     found = read_manifest(str(answers))
@@ -290,7 +292,7 @@ def opened(folder: Path) -> LogitsReader:
     return open_logits(str(folder), read_manifest(str(folder))["sources"], **sizes)
 
 
-def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> None:
+def test_every_flipped_bit_is_detected(answers: Path, tmp_path: Path, run: Run) -> None:
     """Before the row with it is used, and by a pass over all files."""
     draw, damaged = random.Random(1), answers
     for number in range(40):
@@ -314,7 +316,7 @@ def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> 
 NOTHING = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
 
 
-def test_rows_that_have_changed_are_refused(answers: Path) -> None:
+def test_stored_logits_of_other_tokens_are_rejected(answers: Path) -> None:
     """Where names, sizes and edges of files are what they were, and a digest of the row is not."""
     with pytest.raises(ConfigError, match="sequence 2 has different tokens"):
         opened(answers).read("", 2, NOTHING)
@@ -329,7 +331,7 @@ LIBRARY = ("data.source=corpus", "data.path=", "train.sequence_length=64", "chec
 
 
 @pytest.mark.layouts
-def test_a_student_learns_more_than_alone(place: Place, run: Run) -> None:
+def test_distillation_improves_student_loss(place: Place, run: Run) -> None:
     """In equal steps, of the quickstart's text, for three seeds; `benchmarks/distill.py` has more.
 
     By the cross entropy of documents that neither has seen.
@@ -356,7 +358,7 @@ ENDS = [stop, lambda process: process.kill()]
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", ENDS, ids=["ctrl-c", "kill"])
-def test_preparing_goes_on_after_a_stop(
+def test_prepare_resumes_after_interrupt(
     place: Place,
     answers: Path,
     start: Start,
@@ -392,7 +394,7 @@ def content(folder: Path) -> bytes:
 
 @pytest.mark.layouts
 @pytest.mark.multihost
-def test_several_processes_read_stored_answers(asked: Place, answers: Path, start: Start) -> None:
+def test_two_processes_read_stored_logits(asked: Place, answers: Path, start: Start) -> None:
     """Each of them those of its rows."""
     keys = asked.keys("pair", *STAGED, "mesh.cpu_devices=2", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
     with pair(start, *keys, *asked.stored(answers)) as processes:
@@ -416,7 +418,7 @@ SEVERAL: list[tuple[str, tuple[str, ...]]] = [
 @pytest.mark.long
 @pytest.mark.multihost
 @pytest.mark.parametrize(("name", "keys"), SEVERAL, ids=[name for name, _ in SEVERAL])
-def test_several_processes_ask(
+def test_two_processes_with_live_teacher_match_one(
     asked: Place, start: Start, name: str, keys: tuple[str, ...]
 ) -> None:
     """Each gives the teacher its last devices; both meshes lie across them.

@@ -71,7 +71,7 @@ def run(number: int) -> tuple[list[Any], Any]:
 
 
 @pytest.mark.parametrize("number", keeping(range(len(CASES)), 0))
-def test_each_step_moves_biases_by_the_loads_of_its_batch(number: int) -> None:
+def test_router_biases_follow_loads_of_each_batch(number: int) -> None:
     case, (saved, steps) = CASES[number], run(number)
     decoder, parts = steps.param_layout.decoder, steps.param_layout
     plain, num_layers = jax.jit(decoder.run), case.layers - case.own.num_dense_layers
@@ -98,13 +98,13 @@ def num_counted(batch: Any, num_layers: int) -> int:
 
 
 @pytest.mark.layouts
-def test_layouts_give_the_same_biases() -> None:
+def test_router_biases_match_across_layouts() -> None:
     (one, _), (other, _) = run(1), run(2)
     np.testing.assert_array_equal(biases(one[-1]), biases(other[-1]))
 
 
 @pytest.mark.layouts
-def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
+def test_frozen_router_biases_are_unchanged_and_float32() -> None:
     own = replace(OWN, dispatch="dense")
     case = Case(own=own, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
     steps = steps_of(case, case.rows)
@@ -121,7 +121,7 @@ def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
     assert types == {"bfloat16", "float32"}
 
 
-def test_an_expert_with_the_mean_load_stays() -> None:
+def test_expert_with_mean_load_keeps_its_bias() -> None:
     loads = jnp.asarray([[1.0, 2, 3], [0, 0, 0]])
     found = balance_step(jnp.zeros((2, 3)), loads, Follows("load", 0.5))
     np.testing.assert_array_equal(found, [[0.5, 0, -0.5], [0, 0, 0]])

@@ -76,9 +76,7 @@ RARE_CURVES = [
 
 @pytest.mark.parametrize("case", with_rare(keeping(CURVES, 12), RARE_CURVES), ids=str)
 @pytest.mark.fault("D5")
-def test_loss_curve_is_the_same_under_every_layout(
-    case: Case, unsharded_curve: list[float]
-) -> None:
+def test_loss_curve_matches_across_layouts(case: Case, unsharded_curve: list[float]) -> None:
     case = replace(case, layers=8, dropout=0.1)
     np.testing.assert_allclose(loss_curve(case), unsharded_curve, rtol=TOLERANCE)
     assert unsharded_curve[-1] < unsharded_curve[0]
@@ -93,7 +91,7 @@ IN_BFLOAT16 = [
 
 @pytest.mark.parametrize("case", with_rare(IN_BFLOAT16[:1], IN_BFLOAT16[1:]), ids=str)
 @pytest.mark.layouts
-def test_bfloat16_follows_float32(case: Case) -> None:
+def test_bfloat16_losses_are_close_to_float32(case: Case) -> None:
     """Eight bits of mantissa: losses agree to about one part in a hundred."""
     case = replace(case, layers=8)
     wide, narrow = (loss_curve(replace(case, dtype=d), 3) for d in ("float32", "bfloat16"))
@@ -113,7 +111,7 @@ POISONED = [
 
 
 @pytest.mark.parametrize("case", with_rare(keeping(POISONED[::2], 2), POISONED[1::2]), ids=str)
-def test_idle_slots_and_padding_never_reach_the_result(
+def test_idle_slots_and_padding_do_not_affect_gradients(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NaN in everything that an idle slot may touch changes nothing: padding and all buffers."""
@@ -156,7 +154,7 @@ def compiled(case: Case, rows: int) -> Any:
 
 
 @pytest.mark.parametrize("outside", keeping([0, 4], 0))
-def test_size_and_memory_do_not_depend_on_microbatches(outside: int) -> None:
+def test_program_size_and_memory_are_independent_of_microbatches(outside: int) -> None:
     few, many = (
         compiled(Case(4, 2, count, fsdp=2, layers=8 + outside, outside=outside), rows=2 * count)
         for count in (8, 32)
@@ -184,7 +182,7 @@ def collectives(text: str, kind: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("gather", ["iteration", "step"])
 @pytest.mark.parametrize("schedule", keeping(["interleaved", "zb_v"], 1))
-def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> None:
+def test_weight_gather_mode_determines_collectives(gather: str, schedule: str) -> None:
     """`step` has no gather and no reduction of weights inside the loop over ticks."""
     case = Case(4, 2, 8, schedule, fsdp=2, layers=8, gather=gather)
     text = compiled(case, rows=16).as_text()
@@ -201,7 +199,7 @@ def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> 
     [pytest.param("iteration", "iteration", marks=pytest.mark.matrix), ("window", "step")],
 )
 @pytest.mark.layouts
-def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> None:
+def test_prologue_layers_are_gathered_once_per_step_or_iteration(gather: str, mode: str) -> None:
     """`window` has no visits of these layers to wait for: they are gathered once per step."""
     case = Case(2, 3, 4, outside=2, fsdp=2, layers=8, gather=gather)
     cases = (case, replace(case, outside=0))
@@ -213,7 +211,9 @@ def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> 
 
 
 @pytest.mark.parametrize("stages, repeats, group", keeping([(2, 3, 8), (4, 4, 4), (4, 3, 8)], 0))
-def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: int) -> None:
+def test_weight_window_gathers_at_most_twice_per_group(
+    stages: int, repeats: int, group: int
+) -> None:
     """At most 2 * M / N gathers and M / N reductions of each weight per step, none in a tick."""
     case = Case(stages, repeats, 8, group=group, fsdp=2, layers=stages * repeats, gather="window")
     steps = steps_of(case, rows=16)
@@ -250,7 +250,7 @@ def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: in
         3,
     ),
 )
-def test_buffers_are_as_large_as_predicted(remat: str, outside: int, schedule: str) -> None:
+def test_buffer_sizes_match_prediction(remat: str, outside: int, schedule: str) -> None:
     """What the loop over ticks carries, from shapes alone, against the compiled program.
 
     The compiled loop carries weights and batch as well: more saved chunks tell them apart.

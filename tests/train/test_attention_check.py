@@ -46,7 +46,7 @@ def model_of(backend: str, **changes: Any) -> Model:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("changes", FAMILIES, ids=lambda each: each.get("family", "llama"))
-def test_blocks_pass(changes: dict[str, Any], dtype: str) -> None:
+def test_blockwise_attention_passes(changes: dict[str, Any], dtype: str) -> None:
     found = check_attention(model_of("blockwise", **changes), dtype, TOKENS)
     assert found is not None and found.ok, found
     assert found.backend == "blockwise"
@@ -54,7 +54,7 @@ def test_blocks_pass(changes: dict[str, Any], dtype: str) -> None:
         assert 0 < found.result < 1e-5 and 0 < found.gradients < 1e-5
 
 
-def test_plain_attention_is_held_against_nothing() -> None:
+def test_xla_backend_is_not_checked() -> None:
     for backend in ("xla", "auto"):
         assert check_attention(model_of(backend), "float32", TOKENS) is None
         assert check_description(model_of(backend), "float32", TOKENS) == ""
@@ -83,7 +83,7 @@ def without_window(query: Any, key: Any, value: Any, mask: Any) -> Any:
 @pytest.mark.parametrize(
     "wrong", [shifted, without_gradient_of_keys, not_a_number, across_documents, without_window]
 )
-def test_what_is_wrong_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_backend_fails_check(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A result, a gradient alone, a NaN, a mask."""
     monkeypatch.setitem(BACKENDS, "blockwise", wrong)  # type: ignore[arg-type]
     found = check_attention(model_of("blockwise", **FAMILIES[1]), "float32", TOKENS)
@@ -91,7 +91,7 @@ def test_what_is_wrong_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert "is allowed" in str(found)
 
 
-def test_rounding_of_bfloat16_is_no_mistake_and_a_mistake_no_rounding(
+def test_error_beyond_bfloat16_rounding_fails_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def coarse(query: Any, key: Any, value: Any, mask: Any) -> Any:
@@ -102,7 +102,7 @@ def test_rounding_of_bfloat16_is_no_mistake_and_a_mistake_no_rounding(
     assert found is not None and not found.ok
 
 
-def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_cudnn_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of the slice choose each in turn: one that is wrong is found, whichever it is.
 
     Each kernel is wrong by another factor, so that one check shows which documents reach which.
@@ -136,7 +136,7 @@ def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [each.result for each in deviations] == pytest.approx([0.25, 0.5, 0.75], rel=1e-3)
 
 
-def test_what_is_checked_names_all_on_which_it_depends() -> None:
+def test_check_description_includes_all_dependencies() -> None:
     said = {
         check_description(model_of("blockwise", **changes), dtype, tokens)
         for changes in FAMILIES
@@ -157,7 +157,7 @@ SMALL = (
 
 
 @pytest.mark.long
-def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
+def test_run_checks_attention_once(tiny: Path, tmp_path: Path, run: Run) -> None:
     """Not again where the run's folder says that this hardware passed."""
     given = (tiny, f"run.dir={tmp_path}", *SMALL)
     line = "blockwise has errors of "
@@ -178,9 +178,7 @@ attention.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
 
 
 @pytest.mark.long
-def test_a_run_with_a_wrong_backend_does_not_start(
-    tiny: Path, tmp_path: Path, start: Start
-) -> None:
+def test_run_with_wrong_backend_does_not_start(tiny: Path, tmp_path: Path, start: Start) -> None:
     modules = write_module(tmp_path / "modules", BROKEN)
     given = (tiny, f"run.dir={tmp_path}", *SMALL)
     process = start("train", *given, modules=modules)

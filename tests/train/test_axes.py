@@ -77,7 +77,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("model", "case"), keeping(PAIRS, 8), ids=str)
-def test_loss_curve_is_that_of_one_device(model: str, case: Case) -> None:
+def test_loss_curve_matches_one_device(model: str, case: Case) -> None:
     trained = MODELS[model]
     named = ("layers", "length", "width", "own", "dropout")
     case = replace(case, **{name: getattr(trained, name) for name in named})

@@ -124,7 +124,7 @@ def is_explained(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("every", [0, 2, 3])
-def test_the_last_step_is_saved_with_its_evaluation(
+def test_last_checkpoint_includes_final_evaluation_metrics(
     every: int, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though it is a periodic save, too, which would be made before the evaluation at the end."""
@@ -146,7 +146,7 @@ def test_the_last_step_is_saved_with_its_evaluation(
 
 
 @pytest.mark.fault("N1")
-def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
+def test_bad_step_stops_run_and_logs_its_batch(here: Here) -> None:
     here.bad, short = {9}, "train.steps=12"
     with pytest.raises(DivergenceError) as caught:
         here.train(short)
@@ -167,7 +167,7 @@ def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
 
 
 @pytest.mark.fault("N1")
-def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
+def test_skipped_steps_are_counted(here: Here) -> None:
     here.bad = {3, 9, 10, 13}
     here.train("guard.bad_steps=skip", "guard.max_bad_steps=2", "train.steps=14")
     found = recorded(here.folder)
@@ -183,7 +183,7 @@ def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
     assert data["step"] == 14 and data["guard"]["skipped"] == 4
 
 
-def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
+def test_resume_keeps_count_of_consecutive_bad_steps(
     here: Here, tiny: Path, tmp_path: Path
 ) -> None:
     """Interrupted between two bad steps in a row, which together are too many."""
@@ -204,7 +204,7 @@ def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
 
 
 @pytest.mark.fault("N2")
-def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
+def test_too_many_bad_steps_stop_run_with_finite_parameters(here: Here) -> None:
     here.bad = set(range(6, 100))
     with pytest.raises(DivergenceError) as caught:
         here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=3")
@@ -225,7 +225,7 @@ BACK = ("guard.bad_steps=rollback",)
 
 
 @pytest.mark.fault("N3")
-def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Here) -> None:
+def test_rollback_restores_checkpoint_and_skips_bad_batch(here: Here) -> None:
     here.bad, last = {9, 17}, 17
     here.train(*BACK, f"train.steps={last}")
     rolled = ledger(here.folder, "bad_step", "rollback")
@@ -251,7 +251,7 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
 
 
 @pytest.mark.long
-def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) -> None:
+def test_resume_after_rollback_is_bitwise_equal(here: Here, tmp_path: Path) -> None:
     """It dies before its first save after going back, after that save, and before another."""
     here.bad = {9, 17}
     for crash in (11, 14, 20):
@@ -268,7 +268,7 @@ def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) ->
     assert found.metadata.data == wanted.metadata.data
 
 
-def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
+def test_stop_request_at_bad_step_rolls_back_before_saving(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.bad = {9}
@@ -280,7 +280,7 @@ def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
     assert saved(here.folder, 8).metadata.data["step"] == 8
 
 
-def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
+def test_rollback_without_checkpoints_restarts_from_step_0(here: Here) -> None:
     here.bad = {2}
     here.train(*BACK, "checkpoint.every=0", "train.steps=6")
     assert [each["to"] for each in ledger(here.folder, "rollback")] == [0]
@@ -289,7 +289,7 @@ def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
 
 
 @pytest.mark.fault("N3")
-def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
+def test_run_stops_after_max_rollbacks(here: Here) -> None:
     here.bad = set(range(5, 100))
     with pytest.raises(DivergenceError) as caught:
         here.train(*BACK, "guard.max_rollbacks=2")
@@ -305,7 +305,7 @@ def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
 
 
 @pytest.mark.fault("N5")
-def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
+def test_replica_mismatch_stops_run_before_saving(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_train = CompiledOnce.compile_train
@@ -344,7 +344,7 @@ ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
 @pytest.mark.long
-def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_diverging_run_stops_with_finite_checkpoint(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (*ALONE, "optim.learning_rate=1e30", "checkpoint.every=1", "eval.batches=0")
     arguments += ("guard.bad_steps=skip", "guard.max_bad_steps=2", f"run.dir={tmp_path}")
     output = run("train", tiny, *arguments, code=2)
@@ -360,7 +360,7 @@ def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.fault("N3")
-def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_garbage_document_triggers_spike_rollback(tiny: Path, run: Run, tmp_path: Path) -> None:
     """Documents of three letters and a short one of any characters: its batches are named."""
     chance = random.Random(0)
     documents = ["".join(chance.choices("ab ", k=300)) for _ in range(20)]
@@ -385,7 +385,9 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
 @pytest.mark.multihost
 @pytest.mark.fault("N4")
 @pytest.mark.faults
-def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) -> None:
+def test_two_processes_roll_back_and_stop_at_same_step(
+    start: Start, tiny: Path, tmp_path: Path
+) -> None:
     """Both go back, and then stop, at the same steps."""
     arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")
     arguments += ("guard.bad_steps=rollback", "guard.max_rollbacks=1", "checkpoint.every=4")

@@ -66,7 +66,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.faults
 @pytest.mark.fault("F11", "F15")
-def test_killed_run_goes_on_alone_and_without_what_is_damaged(
+def test_separate_checkpoint_dir_survives_kill_and_corruption(
     elsewhere: Elsewhere, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     arguments = ("train", tiny, *ARGUMENTS, f"checkpoint.dir={elsewhere.dir}")
@@ -105,7 +105,7 @@ def test_killed_run_goes_on_alone_and_without_what_is_damaged(
 
 @pytest.mark.long
 @pytest.mark.fault("L6")
-def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Path):
+def test_missing_checkpoint_dir_does_not_start_new_run(tiny: Path, run: Run, tmp_path: Path):
     """It was not mounted, perhaps."""
     place, run_dir = tmp_path / "place", tmp_path / "runs" / "run"
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}", f"checkpoint.dir={place}")
@@ -123,7 +123,7 @@ def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.fault("L6")
-def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp_path: Path):
+def test_missing_checkpoints_do_not_start_new_run(tiny: Path, run: Run, tmp_path: Path):
     """Neither the folder, nor what is in it; and the suggested actions work."""
     run_dir = tmp_path / "runs" / "run"
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
@@ -150,7 +150,9 @@ def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp
 
 
 @pytest.mark.long
-def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
+def test_changed_checkpoint_dir_does_not_start_new_run(
+    unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+):
     run_dir = Path(shutil.copytree(unbroken, tmp_path / "runs" / "run"))
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
     arguments += (f"checkpoint.dir={tmp_path / 'new'}",)

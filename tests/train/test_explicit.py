@@ -42,7 +42,7 @@ def run(case: Case, num_steps: int = 4) -> tuple[Steps, Any, list[dict[str, floa
 
 
 @pytest.mark.parametrize("case", with_rare(CASES, RARE_CASES), ids=str)
-def test_results_are_those_of_automatic_axes(case: Case) -> None:
+def test_explicit_sharding_matches_auto_sharding(case: Case) -> None:
     auto, auto_state, wanted = run(case)
     steps, state, found = run(replace(case, shard_mode="explicit"))
     for mine, other in zip(found, wanted, strict=True):

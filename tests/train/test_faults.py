@@ -60,7 +60,7 @@ def own_text(tiny: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("F1", "F2", "F4")
-def test_twenty_kills_at_random_times(
+def test_resume_after_twenty_random_kills_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     chance = random.Random(7)
@@ -76,7 +76,7 @@ def test_twenty_kills_at_random_times(
 
 
 @pytest.mark.fault("D1", "D3")
-def test_what_is_watched_does_not_change_the_bits(
+def test_logging_eval_and_checkpoint_settings_keep_results_bitwise(
     unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     """Run again; and with other logging, evaluation and checkpoints."""
@@ -88,7 +88,7 @@ def test_what_is_watched_does_not_change_the_bits(
 
 @pytest.mark.fault("D2")
 @pytest.mark.parametrize("count", [2, 4])
-def test_two_and_four_processes_train_like_one(
+def test_two_and_four_processes_match_one_process(
     count: int, unbroken: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
     every = (tiny, f"run.dir={tmp_path}", *QUICK, f"mesh.cpu_devices={4 // count}")
@@ -100,7 +100,7 @@ def test_two_and_four_processes_train_like_one(
 
 
 @pytest.mark.fault("D2")
-def test_memory_shared_by_one_process_changes_last_bits_only(
+def test_in_process_collectives_match_gloo(
     unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     run("train", tiny, f"run.dir={tmp_path}", *QUICK, "runtime.cpu_collectives=auto")
@@ -108,7 +108,7 @@ def test_memory_shared_by_one_process_changes_last_bits_only(
 
 
 @pytest.mark.fault("D4", "D7")
-def test_a_run_goes_on_with_other_numbers_of_processes(
+def test_resume_with_other_process_counts_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     """One, four, two, one: no sample twice, none left out, as the losses tell."""
@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_other_numbers_of_processes(
 
 @pytest.mark.fault("F3", "F19")
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_among_saves(
+def test_kill_of_one_process_during_saves(
     victim: int, unbroken: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
     """Every step saves: the kill comes while one is written, and half of it is not a checkpoint."""
@@ -163,7 +163,7 @@ os.open = waits
 
 
 @pytest.mark.fault("F9")
-def test_a_reader_that_hangs_in_one_process(
+def test_hanging_reader_in_one_process_stops_run(
     tiny: Path, start: Start, own_text: Path, tmp_path: Path
 ) -> None:
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "train.steps=4000")
@@ -183,7 +183,7 @@ def test_a_reader_that_hangs_in_one_process(
 
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize("signals", [1, 2])
-def test_asked_to_stop_while_data_does_not_come(
+def test_stop_request_while_data_reader_hangs(
     signals: int, tiny: Path, start: Start, own_text: Path, tmp_path: Path
 ) -> None:
     """The time to stop ends, or a second request comes; what was saved stays."""
@@ -206,7 +206,7 @@ def test_asked_to_stop_while_data_does_not_come(
 
 
 @pytest.mark.fault("F7", "F10")
-def test_the_launcher_starts_again_after_a_kill(
+def test_launcher_restarts_after_kill(
     unbroken: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=2")
@@ -223,7 +223,7 @@ def test_the_launcher_starts_again_after_a_kill(
 
 
 @pytest.mark.fault("S1")
-def test_a_process_that_reads_slowly_is_named(tiny: Path, start: Start, tmp_path: Path) -> None:
+def test_slow_reading_process_is_reported(tiny: Path, start: Start, tmp_path: Path) -> None:
     slow = """
 import sys, time
 from maxpipe.data.loader import Batches
@@ -244,7 +244,7 @@ if "runtime.process_id=1" in sys.orig_argv:
 
 
 @pytest.mark.fault("F18")
-def test_slow_storage_is_not_waited_for(
+def test_training_does_not_wait_for_slow_storage(
     unbroken: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
     """What is made sure of on the disk takes its time, and fails once."""
@@ -275,7 +275,7 @@ os.fsync = fsync
 
 
 @pytest.mark.fault("F20")
-def test_a_clock_that_is_set_back_past_midnight(
+def test_clock_set_back_past_midnight(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     clock = f"""
@@ -313,7 +313,7 @@ time.time, time.time_ns, datetime.datetime = now, lambda: int(now() * 1e9), Cloc
 
 
 @pytest.mark.fault("O1")
-def test_metrics_that_cannot_be_written_for_a_while(
+def test_training_continues_while_metrics_cannot_be_written(
     unbroken: Path,
     tiny: Path,
     start: Start,

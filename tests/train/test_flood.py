@@ -29,7 +29,7 @@ KEYS = (
 
 
 @pytest.mark.fault("P1")
-def test_ten_thousand_messages_before_and_during_a_run(
+def test_coordinator_survives_flood_of_unauthenticated_messages(
     tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     run("train", tiny, f"run.dir={tmp_path / 'alone'}", *KEYS)

@@ -53,7 +53,7 @@ def best_tokens(
     return found
 
 
-def test_generate_follows_the_checkpoint(unbroken: Path, run: Run, tmp_path: Path):
+def test_generate_matches_reference_decoding(unbroken: Path, run: Run, tmp_path: Path):
     """Prompts of unlike lengths, on one device, from a run that was trained in four stages."""
     prompts = [b"the", b"a", b"no hid"]
     (tmp_path / "prompts.txt").write_bytes(b"\n\n".join(prompts) + b"\n")
@@ -71,7 +71,7 @@ def test_generate_follows_the_checkpoint(unbroken: Path, run: Run, tmp_path: Pat
 
 
 @pytest.mark.faults
-def test_generate_gives_the_same_on_every_mesh(unbroken: Path, run: Run):
+def test_generate_is_equal_on_every_mesh(unbroken: Path, run: Run):
     """One by one, and side by side over data and tensor."""
     prompts = ("--prompt", "sand", "--prompt", "", "--prompt=-- the")
     options = (*prompts, "--seed", 3, "--top-k", 20, "--max-tokens", 9, "--json")
@@ -83,7 +83,7 @@ def test_generate_gives_the_same_on_every_mesh(unbroken: Path, run: Run):
 
 
 @pytest.mark.long
-def test_generate_ends_at_the_first_interrupt(unbroken: Path, start: Start):
+def test_generate_stops_at_first_interrupt(unbroken: Path, start: Start):
     """What was generated is printed, and no device computes when Python ends."""
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
     process = start("generate", unbroken, "--prompt", "the", *long)
@@ -97,7 +97,7 @@ def test_generate_ends_at_the_first_interrupt(unbroken: Path, start: Start):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("after", [0.0, 2.0, 4.0])
-def test_generate_keeps_rows_that_are_interrupted(unbroken: Path, start: Start, after: float):
+def test_generate_prints_interrupted_completions(unbroken: Path, start: Start, after: float):
     prompts = ("--prompt", "the", "--prompt", "a", "--json")
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
     process = start("generate", unbroken, *prompts, *long)
@@ -111,7 +111,7 @@ def test_generate_keeps_rows_that_are_interrupted(unbroken: Path, start: Start, 
 
 
 @pytest.mark.long
-def test_generate_asks_for_prompts(unbroken: Path):
+def test_generate_interactive_reads_prompts_from_stdin(unbroken: Path):
     """A prompt a line; a mistake in one does not end it, nor a reader that has seen enough."""
     command = [sys.executable, "-m", "maxpipe", "generate", str(unbroken), "--interactive"]
     given = b"the\n\xff\n\n" + b"x" * 16 + b"\nand\n"
@@ -164,7 +164,7 @@ GENERATE_MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", GENERATE_MISTAKES)
-def test_generate_explains_mistakes(
+def test_generate_rejects_invalid_arguments(
     arguments: str, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "EMPTY").write_text("\n \n")

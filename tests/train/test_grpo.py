@@ -70,7 +70,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "average"), keeping(CASES, 0), ids=str)
-def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> None:
+def test_loss_and_gradients_match_reference_loop(case: Case, average: Any) -> None:
     """Where half of the tokens were drawn by other weights."""
     config = GrpoConfig(
         clip_ratio=CLIP, clip_ratio_high=HIGH, kl_coef=KL, temperature=0.7, loss_aggregation=average
@@ -106,7 +106,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> N
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def test_scores_of_the_same_weights_make_no_difference() -> None:
+def test_precomputed_logprobs_of_same_weights_give_same_loss() -> None:
     """Log-probabilities of a step are those of a forward alone: a ratio of 1, up to rounding."""
     case = Case(2, 1, 2, fsdp=2, layers=2)
     steps = steps_of(case, case.rows, objective=policy_of(GrpoConfig(kl_coef=KL)))

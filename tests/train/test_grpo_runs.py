@@ -85,7 +85,7 @@ def learned(folder: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def test_a_run_says_what_it_has_drawn(whole: Path) -> None:
+def test_run_logs_rollout_metrics_and_samples(whole: Path) -> None:
     found = learned(whole)
     for step, each in found.items():
         assert 0 < each["rollout/reward"] < 1.1 and 1 <= each["rollout/tokens"] <= 6
@@ -105,9 +105,7 @@ def test_a_run_says_what_it_has_drawn(whole: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_repeats_bit_for_bit(
-    whole: Path, config: Path, run: Run, tmp_path: Path
-) -> None:
+def test_resume_is_bitwise_equal(whole: Path, config: Path, run: Run, tmp_path: Path) -> None:
     """The reference, which no checkpoint has, included."""
     copy = Path(shutil.copytree(whole, tmp_path / "run"))
     forget_after(copy, 2)
@@ -117,7 +115,9 @@ def test_a_resumed_run_repeats_bit_for_bit(
 
 
 @pytest.mark.layouts
-def test_one_device_learns_the_same(whole: Path, config: Path, run: Run, tmp_path: Path) -> None:
+def test_one_device_matches_sharded_run(
+    whole: Path, config: Path, run: Run, tmp_path: Path
+) -> None:
     one = "mesh.cpu_devices=1 mesh.ici_stage=1 mesh.ici_fsdp=1 pipeline.microbatches=1"
     run("train", config, f"run.dir={tmp_path}", *one.split())
     found, wanted = learned(tmp_path / "run"), learned(whole)
@@ -138,7 +138,7 @@ REFUSED = [
     ("changes", "words"),
     [REFUSED[0], *(pytest.param(*each, marks=pytest.mark.long) for each in REFUSED[1:])],
 )
-def test_what_a_run_cannot_change(
+def test_resume_rejects_incompatible_grpo_settings(
     whole: Path, config: Path, run: Run, changes: str, words: str
 ) -> None:
     output = run("train", config, f"run.dir={whole.parent}", *changes.split(), code=2)
@@ -146,7 +146,9 @@ def test_what_a_run_cannot_change(
     assert words in output and saved_steps(whole) == [2, 4, 6]
 
 
-def test_another_reward_is_noticed(whole: Path, run: Run, tmp_path: Path) -> None:
+def test_resume_with_changed_reward_function_is_rejected(
+    whole: Path, run: Run, tmp_path: Path
+) -> None:
     shutil.copytree(whole, tmp_path / "run")
     other = written(tmp_path, body="record = record | {}")
     forget_after(tmp_path / "run", 2)
@@ -156,7 +158,7 @@ def test_another_reward_is_noticed(whole: Path, run: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.faults
-def test_a_stop_in_a_rollout_gives_it_up(run: Run, start: Start, tmp_path: Path) -> None:
+def test_interrupt_during_rollout_discards_rollout(run: Run, start: Start, tmp_path: Path) -> None:
     """And the same command ends as a run that was not stopped."""
     config = written(tmp_path, body="import time; time.sleep(0.05)")
     process = start("train", config, f"run.dir={tmp_path}")
@@ -174,7 +176,7 @@ def test_a_stop_in_a_rollout_gives_it_up(run: Run, start: Start, tmp_path: Path)
 
 @pytest.mark.layouts
 @pytest.mark.multihost
-def test_two_processes_draw_and_learn_the_same(
+def test_two_processes_match_one_process(
     whole: Path, config: Path, start: Start, tmp_path: Path
 ) -> None:
     """The reward's file is run by each of them."""

@@ -47,7 +47,7 @@ def loader_of(folder: Path) -> Loader:
     return found.train
 
 
-def test_the_teacher_is_one_batch_ahead(tmp_path: Path) -> None:
+def test_teacher_runs_one_batch_ahead(tmp_path: Path) -> None:
     mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
     sharding = NamedSharding(mesh, PartitionSpec("rows"))
     teacher, loader = Asked(), loader_of(tmp_path)
@@ -71,7 +71,7 @@ def test_the_teacher_is_one_batch_ahead(tmp_path: Path) -> None:
     assert lessons.take_metrics()["distill/transfer_bytes"] == 0
 
 
-def test_a_run_that_leaves_asks_no_more(tmp_path: Path) -> None:
+def test_teacher_stops_when_loader_closes(tmp_path: Path) -> None:
     mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])
     teacher = Asked()
     sharding = NamedSharding(mesh, PartitionSpec("rows"))

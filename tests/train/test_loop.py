@@ -46,21 +46,21 @@ def copy(unbroken: Path, tmp_path: Path) -> Path:
 # --- files -------------------------------------------------------------------------------
 
 
-def test_run_folder_holds_what_is_promised(unbroken: Path):
+def test_run_folder_has_documented_files(unbroken: Path):
     names = {path.name for path in unbroken.iterdir()} - {"output.txt"}
     assert names == {"config.yml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints"}
     steps = {path.name for path in (unbroken / "checkpoints").iterdir()}
     assert steps == {"4", "8", "12", "16", "20", "24"}
 
 
-def test_config_file_loads_to_the_config_of_the_run(unbroken: Path, tiny: Path):
+def test_saved_config_file_loads_to_config_of_run(unbroken: Path, tiny: Path):
     written = load([str(unbroken / "config.yml")]).config
     assert written == load([str(tiny), f"run.dir={unbroken.parent}"]).config
     with open_run(unbroken) as checkpoints:
         assert checkpoints.durable.read_metadata(STEPS).config == to_dict(written)
 
 
-def test_metrics_have_the_documented_tags(unbroken: Path):
+def test_metrics_have_documented_tags(unbroken: Path):
     found = records(unbroken)
     assert list(found) == list(range(2, STEPS + 1, 2))
     always = {"step", "train/loss", "train/grad_norm", "train/lr", "train/tokens"}
@@ -75,12 +75,12 @@ def test_metrics_have_the_documented_tags(unbroken: Path):
     assert found[2]["pipe/bubble_pct"] == pytest.approx(100 * 3 / 7)
 
 
-def test_events_tell_what_happened(unbroken: Path):
+def test_events_record_start_checkpoints_and_end(unbroken: Path):
     saves = [("checkpoint", step) for step in range(4, STEPS + 1, 4)]
     assert events(unbroken, *TOLD) == [("start", 0), *saves, ("done", STEPS)]
 
 
-def test_tensorboard_reads_its_files(unbroken: Path):
+def test_tensorboard_files_are_readable(unbroken: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(unbroken / "tensorboard"))
@@ -96,7 +96,7 @@ def test_tensorboard_reads_its_files(unbroken: Path):
     assert (unbroken / "config.yml").read_text() in text.tensor_proto.string_val[0].decode()
 
 
-def test_console_shows_our_lines_only(unbroken: Path):
+def test_console_shows_only_expected_lines(unbroken: Path):
     ours = ("reading data", "run ", "devices ", "mesh ", "model ", "attention ", "pipeline ")
     ours += (
         "data ",
@@ -127,9 +127,7 @@ def test_checkpoint_commands_show_steps_and_digests(unbroken: Path, run: Run):
 # --- resuming ----------------------------------------------------------------------------
 
 
-def test_finished_run_started_again_changes_nothing(
-    copy: Path, unbroken: Path, tiny: Path, run: Run
-):
+def test_restarting_finished_run_changes_nothing(copy: Path, unbroken: Path, tiny: Path, run: Run):
     output = run("train", tiny, f"run.dir={copy.parent}")
     assert "all 24 steps are done: nothing is left to train" in output
     assert "compiling train step" not in output
@@ -140,7 +138,7 @@ def test_finished_run_started_again_changes_nothing(
 
 @pytest.mark.fault("F1", "F4", "D4")
 @pytest.mark.faults
-def test_killed_runs_end_as_the_unbroken_one(
+def test_resume_after_kills_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     """kill -9 during set-up, at random steps and inside saves, again and again."""
@@ -169,7 +167,7 @@ def test_killed_runs_end_as_the_unbroken_one(
 
 @pytest.mark.fault("F8", "D4")
 @pytest.mark.faults
-def test_stopped_runs_end_as_the_unbroken_one(
+def test_resume_after_stop_requests_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     """SIGTERM while the step compiles, in the middle, and then to the end."""
@@ -212,7 +210,7 @@ LAYOUTS = {
 
 @pytest.mark.fault("D6")
 @pytest.mark.faults
-def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
+def test_resume_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
     """Each layout makes the next steps; the loss curve is that of one layout."""
     for resumed, overrides in zip((4, 8, 16, 20), LAYOUTS.values(), strict=True):
         forget_after(copy, resumed)
@@ -224,7 +222,7 @@ def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path,
 
 @pytest.mark.parametrize("layout", keeping(LAYOUTS, 0))
 @pytest.mark.fault("D6")
-def test_checkpoint_does_not_depend_on_the_layout(
+def test_checkpoint_is_independent_of_layout(
     layout: str, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ):
     """Read under another layout and saved again, every byte is the same."""
@@ -233,7 +231,7 @@ def test_checkpoint_does_not_depend_on_the_layout(
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
 
 
-def test_another_run_starts_from_the_newest_checkpoint(
+def test_restore_from_newest_checkpoint_of_another_run(
     unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ):
     before = saved_digest(unbroken)
@@ -247,7 +245,7 @@ def test_another_run_starts_from_the_newest_checkpoint(
 
 @pytest.mark.parametrize(("address", "step"), [("{}@12", 12), ("{}/checkpoints/8", 8)])
 @pytest.mark.faults
-def test_another_run_starts_from_any_step(
+def test_restore_from_any_step_of_another_run(
     address: str, step: int, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ):
     source = address.format(unbroken)
@@ -262,7 +260,9 @@ def test_another_run_starts_from_any_step(
 
 
 @pytest.mark.long
-def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
+def test_restoring_weights_only_starts_at_step_0(
+    unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+):
     shutil.copytree(unbroken, tmp_path / "teacher")
     arguments = (tiny, f"run.dir={tmp_path}", "run.name=next", "train.steps=4", "eval.every=4")
     arguments += ("checkpoint.restore_from=teacher@best", "checkpoint.restore=weights")
@@ -287,7 +287,7 @@ def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_
 # --- evaluating --------------------------------------------------------------------------
 
 
-def test_eval_gives_what_the_run_has_logged(unbroken: Path, run: Run):
+def test_eval_reproduces_logged_metrics(unbroken: Path, run: Run):
     """Bit for bit on the same layout, beside a run that holds the lock, and without a trace."""
     before = state_of(unbroken.parent)
     with RunLock(unbroken):
@@ -315,7 +315,7 @@ def test_eval_under_another_layout(unbroken: Path, run: Run):
 
 
 @pytest.mark.faults
-def test_eval_on_other_text(unbroken: Path, run: Run, tmp_path: Path):
+def test_eval_on_other_data(unbroken: Path, run: Run, tmp_path: Path):
     """All of it counts, in batches of any size, also under a mesh that is given."""
     (tmp_path / "own.txt").write_text("the cat sat on the mat " * 20)
     text = (f"data.path={tmp_path}/own.txt", "eval.batch_size=3", "mesh.cpu_devices=1")
@@ -331,9 +331,7 @@ def test_eval_on_other_text(unbroken: Path, run: Run, tmp_path: Path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("after", [0.0, 4.0, 6.0])
-def test_eval_ends_at_the_first_interrupt(
-    unbroken: Path, start: Start, tmp_path: Path, after: float
-):
+def test_eval_stops_at_first_interrupt(unbroken: Path, start: Start, tmp_path: Path, after: float):
     """While the step is compiled, and while devices compute."""
     (tmp_path / "long.txt").write_text("the cat sat on the mat " * 100_000)
     process = start("eval", unbroken, "--data", tmp_path / "long.txt", "eval.batch_size=4")
@@ -356,7 +354,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", list(MISTAKES)[:3])
-def test_eval_explains_mistakes(arguments: str, unbroken: Path, capsys: pytest.CaptureFixture[str]):
+def test_eval_rejects_invalid_arguments(
+    arguments: str, unbroken: Path, capsys: pytest.CaptureFixture[str]
+):
     assert main(["eval", *arguments.format(unbroken).split()]) == 2
     output = capsys.readouterr().err
     is_explained(output)
@@ -365,7 +365,7 @@ def test_eval_explains_mistakes(arguments: str, unbroken: Path, capsys: pytest.C
 
 @pytest.mark.faults
 @pytest.mark.parametrize("arguments", list(MISTAKES)[3:])
-def test_eval_explains_what_does_not_fit(arguments: str, unbroken: Path, run: Run):
+def test_eval_rejects_incompatible_overrides(arguments: str, unbroken: Path, run: Run):
     output = run("eval", *arguments.format(unbroken).split(), code=2)
     is_explained(output)
     assert MISTAKES[arguments] in output and "compiling" not in output
@@ -380,7 +380,7 @@ def test_eval_of_a_damaged_checkpoint(copy: Path, capsys: pytest.CaptureFixture[
     assert (copy / "checkpoints" / "24").is_dir(), "nothing is renamed"
 
 
-def test_a_first_run_trains(run: Run, tmp_path: Path):
+def test_init_creates_config_that_trains(run: Run, tmp_path: Path):
     assert "maxpipe train" in run("init", tmp_path / "first")
     file, small = tmp_path / "first/run.yml", ("train.sequence_length=32", "eval.batches=1")
     output = run("train", file, "train.steps=6", *small, "log.every=1", f"run.dir={tmp_path}/runs")
@@ -393,7 +393,7 @@ def test_a_first_run_trains(run: Run, tmp_path: Path):
 
 
 @pytest.mark.fault("F16")
-def test_every_changed_model_key_is_named(copy: Path, tiny: Path, run: Run):
+def test_resume_with_changed_model_reports_every_key(copy: Path, tiny: Path, run: Run):
     changes = ("model.d_mlp=48", "model.tied_embeddings=true", "model.compute_dtype=bfloat16")
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=28", *changes, code=2)
     is_explained(output)
@@ -403,14 +403,14 @@ def test_every_changed_model_key_is_named(copy: Path, tiny: Path, run: Run):
     assert saved_digest(copy)
 
 
-def test_run_cannot_end_before_it_starts(copy: Path, tiny: Path, run: Run):
+def test_resume_rejects_steps_below_checkpoint_step(copy: Path, tiny: Path, run: Run):
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=8", code=2)
     is_explained(output)
     assert "command line: train.steps = 8" in output and "at least 24" in output
 
 
 @pytest.mark.fault("F16")
-def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
+def test_resume_with_changed_data_requires_flag(copy: Path, tiny: Path, run: Run):
     arguments = ("train", tiny, f"run.dir={copy.parent}", "data.validation_fraction=0.3")
     arguments = (*arguments, "train.steps=25")
     output = run(*arguments, code=2)
@@ -431,7 +431,7 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
 
 @pytest.mark.long
 @pytest.mark.fault("F24")
-def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
+def test_resume_detects_changed_byte_in_data(copy: Path, tiny: Path, run: Run):
     """A copy of the files is the same data; a copy with one other byte is not."""
     texts = Path(shutil.copytree(tiny.parent / "text", copy.parent / "text"))
     arguments = ("train", tiny, f"run.dir={copy.parent}", f"data.path={texts}", "train.steps=25")
@@ -453,7 +453,7 @@ def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
 
 @pytest.mark.long
 @pytest.mark.fault("F16")
-def test_changes_that_do_no_harm_are_noted(copy: Path, tiny: Path, run: Run):
+def test_resume_logs_compatible_config_changes(copy: Path, tiny: Path, run: Run):
     changes = ("optim.learning_rate=0.02", "model.dropout=0.1", "train.steps=25")
     output = run("train", tiny, f"run.dir={copy.parent}", *changes)
     assert "config: optim.learning_rate was 0.01 when step 24 was saved and is 0.02" in output
@@ -471,7 +471,7 @@ CHANGES = {
 
 
 @pytest.mark.fault("U1")
-def test_a_finished_run_refuses_other_settings_and_names_a_free_run(
+def test_finished_run_rejects_changed_settings_and_suggests_run_name(
     copy: Path, unbroken: Path, tiny: Path, run: Run
 ):
     """All of them at once, each by name; what does not change the run is no reason."""
@@ -490,7 +490,7 @@ def test_a_finished_run_refuses_other_settings_and_names_a_free_run(
 
 
 @pytest.mark.long
-def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run: Run):
+def test_finished_run_accepts_equivalent_settings(copy: Path, tiny: Path, run: Run):
     """Renamed, elsewhere, evaluated otherwise, and with a mesh that the devices decide."""
     moved = copy.rename(copy.parent / "moved")
     changes = ("run.name=moved", "eval.batches=5", "checkpoint.every=7", "mesh.ici_stage=-1")
@@ -500,14 +500,14 @@ def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run:
     assert "config: eval.batches was 4 when step 24 was saved and is 5" in output
 
 
-def test_a_folder_that_cannot_be_made_is_explained(tiny: Path, run: Run):
+def test_unwritable_run_dir_is_rejected(tiny: Path, run: Run):
     output = run("train", tiny, "run.dir=/proc/nowhere", code=74)
     is_explained(output)
     assert "/proc/nowhere" in output and "cannot be written" in output and "set run.dir" in output
 
 
 @pytest.mark.parametrize("place", ["run", pytest.param("run/checkpoints", marks=pytest.mark.long)])
-def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_path: Path):
+def test_file_in_place_of_folder_is_rejected(place: str, tiny: Path, run: Run, tmp_path: Path):
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("not a folder")
     output = run("train", tiny, f"run.dir={tmp_path}", code=74)
@@ -519,7 +519,7 @@ def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_pat
     "every", [4, pytest.param(0, marks=pytest.mark.long)], ids=["next save", "last save"]
 )
 @pytest.mark.fault("F5")
-def test_full_disk_stops_the_run_and_keeps_the_newest_checkpoint(
+def test_full_disk_stops_run_and_keeps_newest_checkpoint(
     every: int, copy: Path, tiny: Path, run: Run
 ):
     pytest.importorskip("resource")
@@ -530,7 +530,7 @@ def test_full_disk_stops_the_run_and_keeps_the_newest_checkpoint(
     assert saved_digest(copy)
 
 
-def test_restoring_from_a_folder_without_a_run(tiny: Path, run: Run, tmp_path: Path):
+def test_restore_from_folder_without_run_is_rejected(tiny: Path, run: Run, tmp_path: Path):
     restore = f"checkpoint.restore_from={tmp_path / 'nothing'}"
     output = run("train", tiny, f"run.dir={tmp_path}", restore, code=2)
     is_explained(output)
@@ -538,7 +538,7 @@ def test_restoring_from_a_folder_without_a_run(tiny: Path, run: Run, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_step_compiled_before_gives_the_same_losses(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_precompiled_step_gives_same_losses(tiny: Path, run: Run, tmp_path: Path) -> None:
     alone = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "train.steps=6", "eval.every=0")
     folder = tmp_path / "step"
     run("compile", tiny, *alone, "--topology", "cpu:1", "--save", folder)

@@ -44,7 +44,7 @@ def explained(output: str, where: str, code: int | None) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("L1")
-def test_a_run_whose_folder_was_moved_ends_and_goes_on_where_it_is(
+def test_run_stops_if_folder_moves_and_resumes_from_new_path(
     tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     every = ("train", tiny, f"run.dir={tmp_path}", *LONG)
@@ -72,7 +72,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.faults
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_second_start_has_the_folder_for_itself(
+def test_first_run_does_not_write_to_replaced_run_folder(
     times: int, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     """The folder is moved, or deleted, and the run started again at once, beside the first."""
@@ -108,7 +108,7 @@ def delete_lock(run_dir: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("lose", [shutil.rmtree, delete_lock])
-def test_a_run_that_writes_nothing_notices_with_the_next_beat(
+def test_idle_run_detects_lost_folder_at_next_heartbeat(
     lose: Callable[[Path], None], tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL)
@@ -129,7 +129,7 @@ def test_a_run_that_writes_nothing_notices_with_the_next_beat(
 @pytest.mark.faults
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("key", ["checkpoint.dir", "checkpoint.local_dir"])
-def test_what_holds_the_checkpoints_is_the_runs_too(
+def test_run_stops_if_checkpoint_folder_is_moved(
     key: str, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     other = tmp_path / "other"
@@ -151,7 +151,7 @@ def test_what_holds_the_checkpoints_is_the_runs_too(
 
 @pytest.mark.faults
 @pytest.mark.fault("L1")
-def test_a_save_that_was_under_way_goes_nowhere_else(
+def test_save_in_progress_does_not_recreate_moved_folder(
     tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     """The folder is moved in the middle of a save, again and again."""

@@ -59,7 +59,7 @@ def whole(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "run"
 
 
-def test_losses_and_tokens_add_up(whole: Path) -> None:
+def test_source_losses_and_tokens_sum_to_totals(whole: Path) -> None:
     read: dict[str, set[float]] = {name: set() for name in NAMES}
     for step, record in records(whole).items():
         targets = {name: record[f"source/{name}/targets"] for name in NAMES}
@@ -81,7 +81,7 @@ def test_losses_and_tokens_add_up(whole: Path) -> None:
         assert share == pytest.approx(WEIGHTS[name] / 16, abs=0.1)
 
 
-def test_tensorboard_and_console_have_them(whole: Path) -> None:
+def test_tensorboard_and_console_show_source_metrics(whole: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(whole / "tensorboard"))
@@ -107,7 +107,7 @@ def test_tensorboard_and_console_have_them(whole: Path) -> None:
     ],
 )
 @pytest.mark.layouts
-def test_the_same_under_another_layout(
+def test_source_metrics_match_across_layouts(
     layout: str, whole: Path, mixed: list[str], run: Run, tmp_path: Path
 ) -> None:
     run("train", *mixed, *layout.split(), f"run.dir={tmp_path}")
@@ -119,7 +119,7 @@ def test_the_same_under_another_layout(
 
 
 @pytest.mark.long
-def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
+def test_eval_prints_source_losses(whole: Path, run: Run) -> None:
     output = run("eval", whole, "eval.batches=4")
     record = records(whole)[24]
     for name in NAMES:
@@ -127,7 +127,7 @@ def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
 
 
 @pytest.mark.long
-def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
+def test_run_stops_at_end_of_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
     """Evaluated and saved; the same command has nothing to do then, and more epochs go on."""
     given = [*mixed, "train.steps=1000", "eval.every=0", f"run.dir={tmp_path}", "data.end=stop"]
     output = " ".join(run("train", *given).split())
@@ -153,7 +153,9 @@ def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_p
 
 
 @pytest.mark.long
-def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_single_source_repeats_or_stops_at_end_of_data(
+    tiny: Path, run: Run, tmp_path: Path
+) -> None:
     given = ["train", tiny, "train.steps=200", f"run.dir={tmp_path}", "log.every=1"]
     run(*given, "data.end=stop", "checkpoint.every=0")
     folder = tmp_path / "run"
@@ -165,7 +167,9 @@ def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
+def test_resume_keeps_or_changes_mixture_weights(
+    whole: Path, mixed: list[str], run: Run, tmp_path: Path
+) -> None:
     """With the same weights as if it had not stopped; with others no sample is lost or repeated."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     forget_after(folder, 12)
@@ -204,7 +208,7 @@ def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.long
-def test_two_processes_read_the_same(
+def test_two_processes_match_one_process(
     whole: Path, mixed: list[str], start: Start, tmp_path: Path
 ) -> None:
     given = (*mixed, "mesh.cpu_devices=2", f"run.dir={tmp_path}")
@@ -219,7 +223,7 @@ def test_two_processes_read_the_same(
             assert found[step].get(tag, -1) == pytest.approx(record.get(tag, -1), rel=SAME)
 
 
-def test_sums_between_records() -> None:
+def test_source_sums_reset_after_each_record() -> None:
     """Over steps, each once; a source without a row has no loss, and NaN does not stay."""
     sums = SourceSums(["a", "b"])
     nats, targets = BY_SOURCE
@@ -232,7 +236,7 @@ def test_sums_between_records() -> None:
     assert SourceSums([]).take_metrics() == {}
 
 
-def test_sums_of_an_evaluation() -> None:
+def test_evaluate_returns_source_metrics() -> None:
     def step(_: None, batch: list[float]) -> dict[str, Any]:
         return {name: np.array(batch) * factor for name, factor in FACTORS.items()}
 

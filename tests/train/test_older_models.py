@@ -87,7 +87,7 @@ def go_on(run: Path, folder: Path, package: Path) -> str:
 @pytest.mark.parametrize(
     "name", [RUNS[0], *(pytest.param(each, marks=pytest.mark.long) for each in RUNS[1:])]
 )
-def test_a_run_of_a_release_goes_on(
+def test_run_of_older_release_resumes(
     name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through the command, from the run's own config: its model passes the comparison."""
@@ -99,7 +99,7 @@ def test_a_run_of_a_release_goes_on(
     assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
 
 
-def test_a_run_with_former_values_resumes(tmp_path: Path) -> None:
+def test_run_with_renamed_values_resumes(tmp_path: Path) -> None:
     """The values in its config, its checkpoint and its data fingerprint have other names now."""
     output = go_on(FORMER_VALUES, tmp_path, REPOSITORY)
     assert "resuming golden after step 2" in output
@@ -110,7 +110,7 @@ def test_a_run_with_former_values_resumes(tmp_path: Path) -> None:
     assert "config: train.steps was 2 when step 2 was saved and is 3" in output
 
 
-def test_former_values_in_a_checkpoint_are_upgraded() -> None:
+def test_renamed_values_in_checkpoint_are_upgraded() -> None:
     metadata = CheckpointFolder(FORMER_VALUES / CHECKPOINTS_FOLDER).read_metadata(2)
     values = schema.flatten(metadata.config)
     for key, (_, current) in RENAMED_VALUES.items():
@@ -119,7 +119,7 @@ def test_former_values_in_a_checkpoint_are_upgraded() -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
+def test_run_resumes_after_model_key_is_added(tmp_path: Path) -> None:
     """The same with a copy of the code whose model has one key more."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "maxpipe", tmp_path / "new" / "maxpipe", ignore=ignore)
@@ -134,7 +134,7 @@ def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
     assert "softness: 0.25" in (tmp_path / "golden" / "config.yml").read_text()
 
 
-def test_moved_keys_are_compared_by_what_they_say() -> None:
+def test_moved_model_keys_are_compared_by_value() -> None:
     check_model(OLD, *wanted())
     with pytest.raises(ConfigError) as caught:
         check_model(OLD, *wanted("model.llama.rope_factor=4"))
@@ -143,13 +143,13 @@ def test_moved_keys_are_compared_by_what_they_say() -> None:
     assert problem.rule.startswith("must be 8.0") and "model.llama.rope_fa" in problem.action
 
 
-def test_heads_ahead_stay_and_their_weight_may_change() -> None:
+def test_mtp_heads_must_match_but_loss_weight_may_change() -> None:
     check_model(OLD, *wanted("model.mtp_loss_weight=0.1"))
     with raises(ConfigError, "model.mtp_heads", 2, names=[0], suggests="model.mtp_heads=0"):
         check_model(OLD, *wanted("model.mtp_heads=2"))
 
 
-def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
+def test_mtp_kind_must_match_if_model_has_mtp_heads() -> None:
     check_model(OLD, *wanted("model.mtp_kind=layer"))
     with pytest.raises(ConfigError) as caught:
         check_model(OLD, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
@@ -161,7 +161,7 @@ def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
         check_model(with_heads, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
 
 
-def test_another_family_is_refused() -> None:
+def test_changed_model_family_is_rejected() -> None:
     sizes = [each for each in SIZES if "rope_scaling" not in each]
     config = load([*sizes, "train.steps=1", "model.family=gemma3", "model.tied_embeddings=true"])
     with raises(ConfigError, "model.family", "gemma3", suggests="model.family=llama"):
@@ -187,7 +187,7 @@ def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_more_keys")
-def test_a_key_that_did_not_exist_has_the_meaning_of_then() -> None:
+def test_missing_model_key_has_legacy_value() -> None:
     model, origins = wanted()
     model["llama"] |= {"new": 3, "changed": 0.0}
     check_model(OLD, model, origins)

@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[dict[str, Any], set[str], tuple[Case, Case, Case]]] = {
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("name", KINDS)
-def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
+def test_losses_and_optimizer_state_match_across_layouts(name: Any) -> None:
     changes, kept, cases = KINDS[name]
     check_layouts(dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, **changes), kept, cases)
 
@@ -78,7 +78,7 @@ def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, C
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_matrices_of_experts_and_explicit_types(name: Any) -> None:
+def test_expert_matrices_with_explicit_sharding(name: Any) -> None:
     """Experts are matrices by themselves, over an axis of their own."""
     optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4)
     here = Case(2, 1, 2, expert=2, tensor=2, layers=4, own=MOE, shard_mode="explicit")
@@ -104,7 +104,7 @@ ZERO = [
 
 @pytest.mark.parametrize(("here", "elsewhere"), keeping(ZERO, 0), ids=str)
 @pytest.mark.parametrize("name", keeping(["adamw", "adafactor", "muon"], 2))
-def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case) -> None:
+def test_zero1_matches_unsharded_state(name: Any, here: Case, elsewhere: Case) -> None:
     """The first case has an average of the parameters, too, and rates and decays by pattern."""
     more = KINDS["adamw"][0] if elsewhere == ONE else {}
     optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, zero1=True, **more)
@@ -114,7 +114,7 @@ def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case)
 
 
 @pytest.mark.parametrize("name", keeping(["adamw", "lion", "adafactor", "muon"], 2))
-def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
+def test_state_offload_is_bitwise_equal(name: Any) -> None:
     case = Case(2, 2, 2, fsdp=2, data=2, layers=5)
     found, first = [], None
     for offload in (True, False):
@@ -137,7 +137,7 @@ def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> None:
+def test_stochastic_rounding_is_equal_across_layouts(name: Any) -> None:
     """Of one state the update is one, to the bit, but for sums in another order."""
     optim = dataclasses.replace(OPTIM, name=name, rounding="stochastic", clip_norm=0.0)
     results = []
@@ -169,7 +169,7 @@ def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> Non
 
 
 @pytest.mark.long
-def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_resume_with_changed_optimizer_is_rejected(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=0", "log.every=1")
     arguments = (*arguments, "optim.learning_rate=1e-3")
     run("train", *arguments, "train.steps=4", "optim.name=lion")
@@ -193,7 +193,7 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_ema_parameters_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=1", "train.steps=4", "log.every=1")
     frozen = ("optim.ema_decay=0.5", "model.frozen=[embedding]", "optim.name=muon")
     run("train", *arguments, *frozen)

@@ -49,7 +49,7 @@ def keys_of(kind: str, here: Path) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_sources_of_each_kind_train(
+def test_each_packing_trains_on_every_source_format(
     packing: Packing, tiny: Path, here: Path, run: Run, tmp_path: Path
 ) -> None:
     found = {}
@@ -84,7 +84,7 @@ def of_best_fit(tiny: Path, here: Path, folder: Path) -> tuple[object, ...]:
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(
+def test_resume_after_kill_is_bitwise_equal(
     tiny: Path, here: Path, whole: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     arguments = of_best_fit(tiny, here, tmp_path)
@@ -98,7 +98,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 
 @pytest.mark.long
-def test_two_processes_see_the_same(
+def test_two_processes_have_same_losses(
     tiny: Path, here: Path, whole: Path, run: Run, tmp_path: Path
 ) -> None:
     run("launch", "local", "--processes", 2, *of_best_fit(tiny, here, tmp_path))
@@ -106,7 +106,9 @@ def test_two_processes_see_the_same(
 
 
 @pytest.mark.long
-def test_another_packing_is_refused(tiny: Path, here: Path, run: Run, tmp_path: Path) -> None:
+def test_resume_with_changed_packing_is_rejected(
+    tiny: Path, here: Path, run: Run, tmp_path: Path
+) -> None:
     keys = (tiny, *EVERY, *SMALL, *keys_of("jsonl", here), "eval.batches=0", f"run.dir={tmp_path}")
     run("train", *keys, "checkpoint.every=4")
     more = (*keys, "train.steps=9")

@@ -60,7 +60,7 @@ def whole(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) 
     return folder / "run"
 
 
-def test_the_margin_rises(whole: Path) -> None:
+def test_margin_increases(whole: Path) -> None:
     found = records(whole)
     first, last = found[1], found[24]
     assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-4)  # nothing has moved
@@ -78,7 +78,9 @@ def test_the_margin_rises(whole: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["orpo", "ipo"])
-def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_path: Path) -> None:
+def test_orpo_and_ipo_increase_margin(
+    given: list[str], loss: str, run: Run, tmp_path: Path
+) -> None:
     """IPO wants a margin of beta / (2 beta) and no more."""
     keys = [f"preference.loss={loss}", "checkpoint.every=0"]
     output = run("train", *given, *keys, f"run.dir={tmp_path}")
@@ -91,7 +93,7 @@ def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_
 
 
 @pytest.mark.layouts
-def test_the_layout_changes_nothing(
+def test_losses_match_across_layouts(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
     layout = ["mesh.ici_stage=2", "mesh.ici_fsdp=2", "pipeline.microbatches=2", "train.steps=6"]
@@ -110,7 +112,7 @@ def test_the_layout_changes_nothing(
 
 
 @pytest.mark.long
-def test_killed_and_resumed_is_bitwise(
+def test_resume_after_kill_is_bitwise_equal(
     given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     process = start("train", *given, f"run.dir={tmp_path}")
@@ -131,7 +133,7 @@ def test_killed_and_resumed_is_bitwise(
 
 
 @pytest.mark.long
-def test_a_stopped_search_goes_on(
+def test_interrupted_reference_pass_resumes(
     given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     """By Ctrl-C: what was found is kept, and the references are those of a run without the stop."""
@@ -166,7 +168,7 @@ def copied(whole: Path, folder: Path, step: int) -> Path:
 
 
 @pytest.mark.long
-def test_a_run_does_not_go_on_without_its_references(
+def test_resume_without_reference_logprobs_is_rejected(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
     folder = copied(whole, tmp_path, 20)
@@ -185,7 +187,7 @@ def test_a_run_does_not_go_on_without_its_references(
 
 
 @pytest.mark.layouts
-def test_references_of_other_weights_are_found_again(
+def test_references_of_other_weights_are_recomputed(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
     """Before the first checkpoint a run may start from others."""
@@ -204,7 +206,7 @@ def test_references_of_other_weights_are_found_again(
 
 
 @pytest.mark.long
-def test_evaluation_takes_the_references_of_the_run(
+def test_eval_uses_reference_logprobs_of_run(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
     page = json.loads(
@@ -224,7 +226,7 @@ def test_evaluation_takes_the_references_of_the_run(
 
 
 @pytest.mark.layouts
-def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
+def test_mixture_of_preference_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
     """Each source has references, losses and an order of its own."""
     keys = ["data.source=corpus", "data.path=", "data.chat=off", "data.packing=auto"]
     for name, records_ in (("a", toy(21)), ("b", toy(16)[::-1])):
@@ -251,7 +253,7 @@ def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.layouts
 @pytest.mark.multihost
-def test_adapters_prefer_the_same_in_two_processes(
+def test_adapter_training_matches_in_two_processes(
     whole: Path, given: list[str], run: Run, start: Start, tmp_path: Path
 ) -> None:
     """Against references of the base that they change; as stages, and split over all devices."""

@@ -68,14 +68,14 @@ def together(
 
 
 @pytest.mark.fault("D2")
-def test_two_processes_train_like_one(together: Path, alone: Path):
+def test_two_processes_match_one_process(together: Path, alone: Path):
     assert list(losses(together)) == list(range(1, STEPS + 1))
     assert losses(together) == losses(alone)
     assert losses(together, "eval/loss") == losses(alone, "eval/loss")
     assert saved_digest(together) == saved_digest(alone)
 
 
-def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
+def test_only_process_0_prints_and_writes_files(together: Path):
     first, second = ((together.parent / f"{rank}.txt").read_text() for rank in (0, 1))
     assert second == ""
     assert "8 x cpu in 2 processes" in first
@@ -86,7 +86,7 @@ def test_only_the_first_process_speaks_and_only_in_our_lines(together: Path):
 
 
 @pytest.mark.long
-def test_a_process_that_sees_another_folder_ends_both(
+def test_processes_without_shared_run_folder_fail(
     start: Start, arguments: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As where a host lacks the shared file system: its part of a checkpoint would be lost."""
@@ -102,7 +102,7 @@ def test_a_process_that_sees_another_folder_ends_both(
 
 
 @pytest.mark.faults
-def test_fsdp_may_lie_across_processes(
+def test_fsdp_axis_across_processes_matches_one_process(
     start: Start, arguments: tuple[object, ...], alone: Path, tmp_path: Path
 ):
     every = (*arguments, *ACROSS["fsdp"], f"run.dir={tmp_path}", NO_EVALUATION)
@@ -114,7 +114,7 @@ def test_fsdp_may_lie_across_processes(
 
 @pytest.mark.long
 @pytest.mark.fault("D7")
-def test_one_process_resumes_what_two_have_saved(
+def test_one_process_restores_checkpoint_of_two_processes(
     run: Run, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
     before = saved_digest(together)
@@ -124,7 +124,7 @@ def test_one_process_resumes_what_two_have_saved(
 
 
 @pytest.mark.faults
-def test_two_processes_start_from_a_hugging_face_folder(
+def test_two_processes_start_from_hugging_face_folder(
     run: Run, start: Start, tmp_path: Path
 ) -> None:
     """Each reads its part of every parameter."""
@@ -172,7 +172,7 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
 
 @pytest.mark.long
 @pytest.mark.fault("F10")
-def test_process_that_fails_alone_ends_both(
+def test_failure_of_one_process_stops_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path
 ):
     """Neither waits for the other for longer than the heartbeat allows."""
@@ -189,7 +189,7 @@ def test_process_that_fails_alone_ends_both(
 
 @pytest.mark.fault("F3")
 @pytest.mark.faults
-def test_killed_process_ends_the_other_and_the_run_resumes(
+def test_kill_of_one_process_stops_the_other_and_run_resumes(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
     every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT, NO_EVALUATION)

@@ -52,7 +52,7 @@ def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def test_tokens_and_sizes_are_those_of_the_ramp(whole: Path) -> None:
+def test_batch_sizes_and_tokens_follow_batch_ramp(whole: Path) -> None:
     found = recorded(whole)
     assert list(found) == list(range(1, STEPS + 1))
     assert [each["train/batch_size"] for each in found.values()] == ROWS
@@ -64,7 +64,7 @@ def test_tokens_and_sizes_are_those_of_the_ramp(whole: Path) -> None:
 
 
 @pytest.mark.layouts
-def test_another_layout_has_the_same_losses(tiny: Path, whole: Path, tmp_path: Path) -> None:
+def test_losses_match_across_layouts(tiny: Path, whole: Path, tmp_path: Path) -> None:
     other, staged = go(tiny, tmp_path, *OTHER, RAMP), recorded(whole)
     for step, each in other.items():
         assert each["train/loss"] == pytest.approx(staged[step]["train/loss"], rel=1e-5)
@@ -72,7 +72,7 @@ def test_another_layout_has_the_same_losses(tiny: Path, whole: Path, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
+def test_resume_within_batch_ramp_is_bitwise_equal(
     tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a stage's end, on it, and behind the last."""
@@ -101,7 +101,7 @@ def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
     [(4, ("train",)), (7, ("launch", "local", "--processes", 2))],
     ids=["one process", "two processes"],
 )
-def test_a_run_killed_in_its_ramp_goes_on_under_another_layout(
+def test_resume_within_batch_ramp_under_another_layout(
     step: int,
     begin: tuple[object, ...],
     tiny: Path,
@@ -126,7 +126,7 @@ def test_a_run_killed_in_its_ramp_goes_on_under_another_layout(
 
 
 @pytest.mark.long
-def test_what_comes_may_change_and_what_was_may_not(tiny: Path, tmp_path: Path) -> None:
+def test_resume_allows_changes_to_future_ramp_stages_only(tiny: Path, tmp_path: Path) -> None:
     """A run of one size gets another by a ramp whose past is that size."""
     go(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
     longer = *OTHER, "train.steps=12", "optim.schedule=constant", "train.batch_size=16"
@@ -137,7 +137,7 @@ def test_what_comes_may_change_and_what_was_may_not(tiny: Path, tmp_path: Path) 
     assert [found[step]["train/tokens"] for step in (8, 9, 12)] == [1024, 1280, 2048]
 
 
-def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_batch_ramp_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tiny), "--topology", "cpu:4", RAMP]) == 0
     shown = capsys.readouterr().out
     assert "5 steps with batches of 2 sequences, 1 microbatch: 160 tokens" in shown
@@ -145,7 +145,7 @@ def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.long
-def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: Run) -> None:
+def test_eval_on_fewer_devices_ignores_batch_ramp(whole: Path, run: Run) -> None:
     """On fewer devices a microbatch has more rows than the smallest batch."""
     shown = run("eval", whole, "mesh.cpu_devices=2")
     assert "evaluating with fsdp 2" in shown and "bits per byte" in shown
@@ -172,16 +172,16 @@ def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: 
         ("[{batch_size: 9, steps: 2}]", (), "Set train.batch_ramp=[] for a constant batch size."),
     ],
 )
-def test_ramps_that_are_refused(ramp: str, others: tuple[str, ...], text: str, tiny: Path) -> None:
+def test_invalid_batch_ramps_are_rejected(
+    ramp: str, others: tuple[str, ...], text: str, tiny: Path
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
 
 
 @pytest.mark.parametrize("others", [(), ("pipeline.microbatches=1",), ("train.steps=1",)])
 @pytest.mark.parametrize("ramp", ["soon", "[soon]", "['2 for x steps']"])
-def test_the_ramp_that_an_error_suggests_can_be_had(
-    ramp: str, others: tuple[str, ...], tiny: Path
-) -> None:
+def test_suggested_batch_ramps_are_valid(ramp: str, others: tuple[str, ...], tiny: Path) -> None:
     """The first suggestion is for every run, and the example is for a run that is long enough."""
     with pytest.raises(ConfigError) as caught:
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
@@ -195,7 +195,7 @@ def test_the_ramp_that_an_error_suggests_can_be_had(
     assert [(stage.batch_size, stage.steps) for stage in config.train.batch_ramp] == [(4, 10)]
 
 
-def test_rows_left_out_before_there_was_a_ramp() -> None:
+def test_sequences_done_counts_rollback_before_batch_ramp() -> None:
     """A run of batches of 8 has gone back by 3, and goes on with batches of 16 from batch 9 on."""
     others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
     loader: Any = SimpleNamespace(ramp=BatchRamp((RampStage(8, 9),), 16))
@@ -205,7 +205,7 @@ def test_rows_left_out_before_there_was_a_ramp() -> None:
     assert [watch.sequences_done(step) for step in (6, 7)] == [48, 64]
 
 
-def test_rows_that_were_left_out_are_counted() -> None:
+def test_sequences_done_counts_skipped_batches() -> None:
     """Going back twice, the second time to a checkpoint from before the first."""
     ramp = BatchRamp((RampStage(2, 5), RampStage(4, 5)), 8)
     silent: Any = SimpleNamespace(write=lambda *_, **__: None, warn=lambda _: None, ramp=ramp)

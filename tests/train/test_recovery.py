@@ -57,9 +57,7 @@ def flip_a_bit(step: Path) -> str:
 
 
 @pytest.mark.fault("F11", "F12")
-def test_run_goes_on_from_the_step_before_a_damaged_one(
-    copy: Path, unbroken: Path, tiny: Path, run: Run
-):
+def test_resume_skips_damaged_checkpoint(copy: Path, unbroken: Path, tiny: Path, run: Run):
     name = flip_a_bit(copy / "checkpoints" / "12")
     output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS)
     step = copy / "checkpoints" / "12"
@@ -72,9 +70,7 @@ def test_run_goes_on_from_the_step_before_a_damaged_one(
 
 
 @pytest.mark.long
-def test_run_goes_on_from_the_step_before_one_whose_metadata_is_not_that_of_a_run(
-    copy: Path, tiny: Path, run: Run
-):
+def test_resume_skips_checkpoint_with_invalid_metadata(copy: Path, tiny: Path, run: Run):
     """The newest step is as one of an older release, which has neither manifest nor digests."""
     step = copy / "checkpoints" / "12"
     (step / "manifest.json").unlink()
@@ -90,7 +86,7 @@ def test_run_goes_on_from_the_step_before_one_whose_metadata_is_not_that_of_a_ru
 
 
 @pytest.mark.fault("F14", "K8")
-def test_run_without_a_good_checkpoint_does_not_start_from_scratch(
+def test_run_without_intact_checkpoint_does_not_start_from_scratch(
     copy: Path, tiny: Path, run: Run
 ):
     for step in (copy / "checkpoints").iterdir():
@@ -107,7 +103,7 @@ def test_run_without_a_good_checkpoint_does_not_start_from_scratch(
 
 @pytest.mark.long
 @pytest.mark.fault("F15", "F2")
-def test_second_run_is_refused_and_a_kill_inside_a_save_costs_that_save_only(
+def test_second_run_is_rejected_and_kill_during_save_loses_one_save(
     copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     """The first run is stopped, then killed, when its unfinished save has array files.
@@ -150,7 +146,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
 
 @pytest.mark.long
 @pytest.mark.fault("F6")
-def test_folder_that_cannot_be_written_any_more_ends_the_run(copy: Path, tiny: Path, start: Start):
+def test_run_stops_if_checkpoint_folder_becomes_unwritable(copy: Path, tiny: Path, start: Start):
     """A file in the place of the folder: permissions do not bind the superuser."""
     folder = copy / "checkpoints"
     with start("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS) as process:
@@ -178,7 +174,7 @@ def unmount(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("F5")
-def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run):
+def test_full_disk_is_reported_before_save(copy: Path, tiny: Path, run: Run):
     """A tmpfs of 600 KiB, where one may be mounted."""
     small = copy.parent / "small"
     small.mkdir()
@@ -204,7 +200,7 @@ def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run)
 
 @pytest.mark.long
 @pytest.mark.fault("F17")
-def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path):
+def test_run_starts_from_checkpoint_without_manifest(run: Run, tmp_path: Path):
     golden = GOLDEN / "0.1.0-format-1"
     shutil.copy(golden / "config.yml", tmp_path)
     overrides = (f"run.dir={tmp_path}", "run.name=next", f"checkpoint.restore_from={golden}")
@@ -217,7 +213,7 @@ def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.fault("F5", "F6")
-def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
+def test_training_continues_through_temporarily_full_disk(
     copy: Path, unbroken: Path, tiny: Path, start: Start
 ):
     resource = pytest.importorskip("resource")

@@ -22,7 +22,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_a_shipped_run_names_its_folder_and_its_conversations(name: str, here: Path):
+def test_bundled_sft_configs_report_missing_base_model_and_data(name: str, here: Path):
     found = missing_files(load([name], to_train=True))
     assert [each.where.rpartition(": ")[2] for each in found] == [
         "checkpoint.restore_from",
@@ -38,7 +38,7 @@ def test_a_shipped_run_names_its_folder_and_its_conversations(name: str, here: P
     assert not missing_files(load([name], to_train=True))
 
 
-def test_the_folder_comes_before_the_devices(capsys: pytest.CaptureFixture[str]):
+def test_missing_files_are_reported_before_device_count(capsys: pytest.CaptureFixture[str]):
     assert (
         main(
             [
@@ -57,7 +57,7 @@ def test_the_folder_comes_before_the_devices(capsys: pytest.CaptureFixture[str])
     assert "Run on 64 accelerators, or set mesh.cpu_devices=64" in err
 
 
-def test_every_key_that_names_a_file_is_looked_at(here: Path):
+def test_every_file_key_is_checked(here: Path):
     keys = {
         "data.source=text data.path=docs/*.txt": "data.path",
         "data.validation.b.source=jsonl data.validation.b.path=no.jsonl": "data.validation.b.path",
@@ -74,11 +74,11 @@ def test_every_key_that_names_a_file_is_looked_at(here: Path):
     assert not missing_files(load([*BASE, *" ".join(keys).split()]))
 
 
-def test_a_run_with_a_checkpoint_does_not_need_its_first_model(here: Path):
+def test_resumed_run_does_not_need_restore_source(here: Path):
     (here / "runs/tiny/checkpoints/3").mkdir(parents=True)
     assert not missing_files(load([*BASE, "checkpoint.restore_from=hf:gone"]))
 
 
-def test_a_bucket_is_left_to_its_reader():
+def test_bucket_paths_are_not_checked():
     given = ["data.source=text", "data.path=gs://bucket/a.txt"]
     assert not missing_files(load([*BASE, *given]))

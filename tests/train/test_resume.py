@@ -81,7 +81,7 @@ UNDESCRIBED: dict[str, tuple[Callable[[Facts, Facts], object], str]] = {
 
 
 @pytest.mark.parametrize("name", UNDESCRIBED)
-def test_a_checkpoint_that_does_not_describe_a_run_is_skipped(name: str, here: Here) -> None:
+def test_checkpoint_with_invalid_metadata_is_skipped(name: str, here: Here) -> None:
     change, reason = UNDESCRIBED[name]
     here.saves(4)
     here.saves(6, change)
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_does_not_describe_a_run_is_skipped(name: str, here: H
     assert here.names() == ["4", "6.corrupt"]
 
 
-def test_a_run_whose_only_checkpoint_does_not_describe_it_does_not_start(here: Here) -> None:
+def test_run_with_only_invalid_checkpoint_does_not_start(here: Here) -> None:
     here.saves(6, lambda config, data: data.update(step="six"))
     facts = ["does not describe the model and data of a run", "step"]
     folder = here.folder / CHECKPOINTS_FOLDER
@@ -103,7 +103,7 @@ def test_a_run_whose_only_checkpoint_does_not_describe_it_does_not_start(here: H
         here.starts()
 
 
-def test_changed_keys_are_named_with_both_values(here: Here) -> None:
+def test_changed_keys_are_logged_with_both_values(here: Here) -> None:
     """But not keys that processes may set differently, and only a resumed run has them."""
     here.saves(4)
     start, output = here.starts(

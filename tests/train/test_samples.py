@@ -33,7 +33,7 @@ def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.long
 @pytest.mark.fault("D3", "D4")
-def test_samples_of_four_stages_change_nothing(
+def test_sampling_does_not_change_training(
     copy: Path, unbroken: Path, tiny: Path, run: Run
 ) -> None:
     """Bits and losses are those of a run without; texts those of `generate` on one device."""
@@ -52,7 +52,7 @@ def test_samples_of_four_stages_change_nothing(
 
 @pytest.mark.faults
 @pytest.mark.fault("D4", "D6")
-def test_samples_go_on_where_the_run_does(copy: Path, tiny: Path, run: Run) -> None:
+def test_samples_resume_with_run_under_any_layout(copy: Path, tiny: Path, run: Run) -> None:
     """What a run repeats is recorded once, and any layout draws the same."""
     forget_after(copy, 16)
     run("train", tiny, f"run.dir={copy.parent}", *SAMPLED)

@@ -60,7 +60,7 @@ def one_device() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", keeping(LAYOUTS, 9), ids=str)
-def test_every_layout_has_the_same_curve(case: Case) -> None:
+def test_loss_curve_matches_across_layouts(case: Case) -> None:
     _, found = trained(case)
     for step, (mine, wanted) in enumerate(zip(found, one_device(), strict=True)):
         for tag in ("train/loss", "train/grad_norm"):
@@ -68,14 +68,14 @@ def test_every_layout_has_the_same_curve(case: Case) -> None:
         assert mine["train/skipped"] == 0
 
 
-def test_batches_without_answers_are_steps_like_others() -> None:
+def test_batch_without_trained_tokens_has_zero_loss() -> None:
     found = one_device()
     assert found[2]["train/loss"] == 0 == found[2]["train/grad_norm"]
     assert found[3]["train/loss"] > 0 and np.isfinite(found[3]["train/loss"])
 
 
 @pytest.mark.parametrize("step", keeping([0, 1], 0))
-def test_each_answer_token_counts_once_whatever_row_it_is_in(step: int) -> None:
+def test_loss_is_mean_over_all_trained_tokens(step: int) -> None:
     """The mean is over all tokens of the batch: no row, microbatch or device weighs more."""
     case = Case(2, 2, 4, layers=4, fsdp=2, tensor=2)
     steps, batch = steps_of(case, ROWS), answers(step)

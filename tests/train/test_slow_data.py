@@ -25,7 +25,7 @@ def slow() -> Iterator[tuple[SlowDataMonitor, Phases, list[str]]]:
     take_read_times()
 
 
-def test_a_document_that_takes_long_is_named_now_and_then(
+def test_slow_document_is_reported_with_backoff(
     slow: tuple[SlowDataMonitor, Phases, list[str]],
 ) -> None:
     found, phases, said = slow
@@ -48,7 +48,7 @@ def test_a_document_that_takes_long_is_named_now_and_then(
     assert "b.jsonl: record 1, has lasted 12 s" in said[-1] and len(said) == 4
 
 
-def test_waiting_for_another_process_is_no_read(
+def test_waiting_for_another_process_is_not_reported_as_read(
     slow: tuple[SlowDataMonitor, Phases, list[str]],
 ) -> None:
     found, phases, said = slow
@@ -58,7 +58,7 @@ def test_waiting_for_another_process_is_no_read(
         assert phases.status().detail == "waiting for process 3 on host, indexing" and not said
 
 
-def test_steps_that_mostly_wait_for_data(
+def test_data_bound_steps_are_reported(
     slow: tuple[SlowDataMonitor, Phases, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _, said = slow
@@ -107,7 +107,7 @@ if {rank} in sys.argv:
 @pytest.mark.faults
 @pytest.mark.multihost
 @pytest.mark.fault("F21")
-def test_the_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_path: Path) -> None:
+def test_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_path: Path) -> None:
     """Two processes, of which the second one's disk does not answer any more."""
     source = re.search(r"path: ([^,]+),", tiny.read_text())
     assert source is not None
@@ -127,7 +127,7 @@ def test_the_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_pa
     assert re.search(rf"warning: {name}, has lasted \d+ s so far, and the run waits", outputs[1])
 
 
-def test_its_thread_ends(slow: tuple[SlowDataMonitor, Phases, list[str]]) -> None:
+def test_monitor_thread_stops_on_exit(slow: tuple[SlowDataMonitor, Phases, list[str]]) -> None:
     found, phases, _ = slow
     found._thread.name = "slow data of a test"
     with found:

@@ -32,7 +32,7 @@ SMALL += ("checkpoint.retries=1", "log.tensorboard=false")
 
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("action", ["flip", "cut", "lose", "eio", "enospc", "edquot", "estale"])
-def test_the_library_does_what_it_says(action: str, shim: Path, tmp_path: Path):
+def test_fault_injection_library_injects_requested_fault(action: str, shim: Path, tmp_path: Path):
     code = """
 import os, sys
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
@@ -72,7 +72,7 @@ print(os.pread(file, 100, 0))
 
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_three_hundred_faults_over_save_restore_and_prune(shard: int, shim: Path, tmp_path: Path):
+def test_random_faults_during_save_restore_and_prune(shard: int, shim: Path, tmp_path: Path):
     log, environment = tmp_path / "log", {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     (root := tmp_path / "root").mkdir()
     found = subprocess.run(
@@ -125,7 +125,7 @@ COMMAND_FAULTS = [
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("resumes", [False, True], ids=["saves", "resumes"])
 @pytest.mark.parametrize("plan", COMMAND_FAULTS)
-def test_the_command_on_storage_that_fails(
+def test_train_command_on_failing_storage(
     plan: str,
     resumes: bool,
     shim: Path,
@@ -170,7 +170,7 @@ def digest_of(path: Path) -> str | None:
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("plan", ["read eio 1 0 1 /state", "read estale 9 1 2", "open eio 12 0 3"])
 @pytest.mark.parametrize("command", ["verify", "prune"])
-def test_looking_at_checkpoints_on_storage_that_fails(
+def test_checkpoint_commands_on_failing_storage(
     command: str,
     plan: str,
     shim: Path,
@@ -199,7 +199,7 @@ def test_looking_at_checkpoints_on_storage_that_fails(
 
 
 @pytest.mark.fault("L5")
-def test_ctrl_c_at_random_steps(
+def test_resume_after_ctrl_c_at_random_steps_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     """Ten times stopped and started again: the bits of the unbroken run."""

@@ -42,7 +42,7 @@ def evaluations(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.long
-def test_each_set_has_a_curve(
+def test_each_validation_set_has_its_own_metrics(
     tiny: Path, unbroken: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
     keys = [*sets, "eval.batches=100"]
@@ -66,7 +66,7 @@ def test_each_set_has_a_curve(
 
 
 @pytest.mark.long
-def test_without_documents_held_out_the_whole_is_all_sets(
+def test_eval_loss_without_holdout_covers_all_validation_sets(
     tiny: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
     keys = [*sets, "eval.batches=100", "data.validation_fraction=0", "train.steps=12"]
@@ -82,7 +82,9 @@ def test_without_documents_held_out_the_whole_is_all_sets(
 
 
 @pytest.mark.long
-def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: Path) -> None:
+def test_validation_sets_with_training_mixture(
+    tiny: Path, sets: list[str], run: Run, tmp_path: Path
+) -> None:
     """The same numbers as without one: steps sum losses of sources, and a set is none of them."""
     text = next(line for line in tiny.read_text().splitlines() if "path:" in line)
     folder = text.partition("path: ")[2].partition(",")[0]
@@ -104,7 +106,7 @@ def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: 
 
 
 @pytest.mark.long
-def test_copies_of_trained_documents_are_told(
+def test_overlap_of_validation_and_training_data_is_reported(
     tiny: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
     text = next(line for line in tiny.read_text().splitlines() if "path:" in line)
