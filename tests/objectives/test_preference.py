@@ -1,4 +1,4 @@
-"""Losses of pairs: what TRL's own functions return, and the papers' formulas by hand."""
+"""Preference losses, compared with TRL and with the formulas in the papers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from maxpipe.config.sections.preference import PreferenceConfig
 from maxpipe.objectives import Dpo, Ipo, Orpo, Preference, make_preference
 
-# Of a pair: sums of log-probabilities of the chosen and of the rejected response, those of the
-# reference, tokens of each response.
+# Per pair: summed log-probabilities of the chosen and the rejected response under the policy, then
+# under the reference, and the token count of each response.
 PAIRS = np.array(
     [
         [-12.5, -14.25, -13.0, -13.5, 6, 7],
@@ -26,9 +26,9 @@ PAIRS = np.array(
 )
 
 
-# Keys of `preference`, then losses and rewards of the chosen and the rejected responses: what TRL
-# 0.23.0's own `DPOTrainer.dpo_loss` and `ORPOTrainer.odds_ratio_loss` return for these numbers in
-# float64, of `ipo` and `orpo` for means over tokens. The cross-entropy is added to the latter.
+# Keys of `preference`, then losses, chosen rewards and rejected rewards, as returned by
+# `DPOTrainer.dpo_loss` and `ORPOTrainer.odds_ratio_loss` of TRL 0.23.0 in float64. `ipo` and `orpo`
+# use per-token means. The cross-entropy is added to the `orpo` losses.
 TRL = [
     (
         {},
@@ -76,7 +76,7 @@ TRL = [
 
 
 def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Losses and reports, of rows with two places for a pair."""
+    """Return losses and reports of pairs packed two to a sequence."""
     count = len(pairs)
     rows = -(-count // 2)
     filled = np.zeros((2 * rows, 6), np.float32)
@@ -107,7 +107,7 @@ def test_losses_match_trl(
 
 
 def test_losses_match_hand_computed_values() -> None:
-    """Of the first pair: the chosen response gained 0.5 nats, the rejected one lost 0.75."""
+    """In the first pair, the chosen response gained 0.5 nats and the rejected one lost 0.75."""
     pair = PAIRS[:1]
     [dpo], _ = called(Dpo(2, False), pair)
     np.testing.assert_allclose(dpo, np.log(1 + np.exp(-0.1 * 1.25)), rtol=1e-6)
@@ -121,7 +121,7 @@ def test_losses_match_hand_computed_values() -> None:
 
 
 def test_length_normalized_loss() -> None:
-    """Of the same pair: a response counts by its tokens' mean."""
+    """With length normalization, each response contributes its mean log-probability per token."""
     objective = make_preference(PreferenceConfig(length_normalised="on", beta=2.0), most_pairs=2)
     [found], reports = called(objective, PAIRS[:1])
     gap = 0.5 / 6 + 0.75 / 7
@@ -138,7 +138,7 @@ def test_dpo_loss_of_unchanged_pair_is_log_two() -> None:
 
 @pytest.mark.parametrize("objective", [Dpo(2, False), Ipo(2, True), Orpo(2, True)], ids=str)
 def test_gradients_are_finite_for_extreme_logprobs(objective: Preference) -> None:
-    """Also of a place without a pair, of a response that is certain, and of one that cannot be."""
+    """Test empty pair slots, and responses with probability near 1 or near 0."""
     chosen, rejected = np.array([0.0, -1e-9, -1e-3, -1e4], np.float32), np.float32(-5.0)
     for one, other in itertools.permutations([*chosen, rejected], 2):
         scores = jnp.array([[one, other, 0.0, 0.0]])

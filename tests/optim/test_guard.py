@@ -1,4 +1,4 @@
-"""Bad steps and spikes as the step detects them, and what it leaves alone."""
+"""Detection of bad steps and loss spikes, and the state that a bad step leaves unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAN, INF = float("nan"), float("inf")
 def run_through(
     config: GuardConfig, numbers: list[tuple[float, float]]
 ) -> tuple[list[bool], GuardState]:
-    """Which of these steps, losses and gradient norms, are taken; and the state after them."""
+    """Return which of these steps (loss, gradient norm) are applied, and the final guard state."""
     state, mesh = init_guard_state(config), build_mesh(MeshConfig(), jax.devices()[:1])
     decide = jax.jit(lambda state, loss, norm: check_step(config, mesh, state, loss, norm))
     found = []
@@ -44,7 +44,7 @@ SPIKES = GuardConfig(spike_sigmas=4.0, spike_window=8, on_spike="skip")
 CALM = [(2.0 + 0.1 * (place % 2), 1.0 + 0.1 * (place % 3)) for place in range(8)]
 
 
-# --- the arithmetic --------------------------------------------------------------------------
+# --- detection -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [GuardConfig(), SPIKES, GuardConfig(bad_steps="rollback")])
@@ -77,7 +77,7 @@ def test_only_applied_spikes_enter_recent_window() -> None:
     noted = dataclasses.replace(SPIKES, on_spike="warn")
     taken, state = run_through(noted, [*CALM, (99.0, 1.0), (99.0, 1.0), (NAN, 1.0)])
     assert taken == [True] * 10 + [False]
-    assert int(state.spikes) == 1, "the second is within four deviations of what the first left"
+    assert int(state.spikes) == 1, "the first spike widens the deviation"
     assert state.recent[0, -1] == 99.0
     taken, state = run_through(SPIKES, [*CALM, (99.0, 1.0), (99.0, 1.0)])
     assert taken[8:] == [False, False] and int(state.spikes) == 2
@@ -152,7 +152,7 @@ def on_host(steps: step.Steps) -> TrainState:
 
 @pytest.fixture
 def fresh(steps: step.Steps, on_host: TrainState) -> Callable[[], TrainState]:
-    """A new state; a step uses up the one it is given."""
+    """Return a function that makes a new state; a step donates its input state."""
     return lambda: jax.device_put(on_host, steps.state_sharding)
 
 
@@ -160,7 +160,7 @@ Fresh = Callable[[], TrainState]
 
 
 def placed(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
-    """A batch; with `bad_row`, one whose loss in that row, on one shard, is infinite."""
+    """Return a batch on the devices; row `bad_row`, on one shard, has an infinite loss."""
     batch = batch_of(ROWS, number)
     if bad_row is not None:
         batch["loss_mask"][bad_row, 0] = INF
@@ -168,7 +168,7 @@ def placed(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
 
 
 def bits(tree: Any) -> list[bytes]:
-    """Of every array on every device."""
+    """Return the bytes of every shard of every array."""
     return [
         np.asarray(shard.data).tobytes()
         for leaf in jax.tree.leaves(tree)
@@ -225,7 +225,7 @@ def test_bad_step_keeps_optimizer_state_of_every_optimizer(
 def test_training_after_bad_step_is_bitwise_equal(
     steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
-    """The optimizer's own count included, and across a checkpoint as well."""
+    """Includes the optimizer's update count, and a checkpoint round trip."""
 
     def run(state: TrainState, batches: list[Any]) -> tuple[TrainState, float]:
         rate = 0.0
@@ -273,10 +273,10 @@ def test_infinite_parameter_skips_all_updates(
 def test_update_overflow_on_one_device_is_bad_step(
     place: str, steps: step.Steps, compiled: Any, on_host: TrainState
 ) -> None:
-    """Loss and gradients are finite; one entry of what the update would leave is not."""
+    """Loss and gradients are finite; one entry of the updated state is not."""
     host = jax.tree.map(np.array, on_host)
     numbers = host.optimizer.trees
-    if place == "params":  # a finite moment, over the root of nothing
+    if place == "params":  # a finite first moment divided by the square root of zero
         numbers["mu"]["embedding"][0, 0] = np.finfo(np.float32).max
         numbers["nu"]["embedding"][0, 0] = 0
     else:
@@ -291,7 +291,7 @@ def test_update_overflow_on_one_device_is_bad_step(
 
 @pytest.mark.parametrize("dtype", keeping(["float32", "bfloat16"], 0))
 def test_guard_uses_no_extra_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second copy of a matrix would be thousands of bytes; numbers and flags are hundreds."""
+    """A copy of a matrix would take thousands of bytes; scalars and flags take hundreds."""
     model = {"num_layers": 2, "vocab_size": 512, "d_model": 128, "d_mlp": 256, "num_heads": 2}
     model |= {"num_kv_heads": 2, "head_dim": 64, "param_dtype": dtype, "compute_dtype": dtype}
     batch = {"batch_size": 4, "sequence_length": 16, "steps": 1}

@@ -1,4 +1,4 @@
-"""The learning rate step by step."""
+"""Learning-rate schedules, step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rate_at(rate: optax.Schedule, step: int) -> float:
 
 
 def rates(total_steps: int, **changes: Any) -> np.ndarray:
-    """Of every step, and of the one after the last."""
+    """Return the learning rate of every step and of the step after the last."""
     config = OptimConfig(**{"learning_rate": PEAK, **changes})
     rate = learning_rate(config, total_steps)
     return np.array([rate_at(rate, step) for step in range(total_steps + 1)])
@@ -35,7 +35,7 @@ def cosine(done: float) -> float:
     return PEAK * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
 
 
-# Warm-up and shapes.
+# Warmup and decay shapes.
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine", "wsd"])
@@ -44,7 +44,7 @@ def test_warmup_is_linear_and_ends_at_peak(schedule: str, warmup: int) -> None:
     got = rates(100, schedule=schedule, warmup_steps=warmup)
     wanted = PEAK * (1 + np.arange(warmup)) / warmup
     np.testing.assert_allclose(got[:warmup], wanted, rtol=1e-5)
-    # The shape starts at the peak, too.
+    # The decay starts at the peak.
     np.testing.assert_allclose(got[warmup], PEAK, rtol=1e-5)
     assert got.max() <= PEAK * (1 + 1e-5) and got.min() > 0
 
@@ -96,7 +96,7 @@ def test_lr_phases() -> None:
     tail = [0.1 + 0.4 * done / 30 for done in range(30)]
     wanted = [*(done / 10 for done in range(10)), *bend, *bend, *tail, 0.5]
     np.testing.assert_allclose(got, PEAK * np.array(wanted), rtol=1e-5)
-    # Behind the last phase the rate stays; phases that are longer than the run are cut off.
+    # The rate is constant after the last phase; phases longer than the run are truncated.
     short = rates(20, lr_phases=[LRPhaseConfig(steps=5, shape="linear", to=0.2)] * 2)
     np.testing.assert_allclose(short[5:], 0.2 * PEAK, rtol=1e-5)
     long = [LRPhaseConfig(steps=100, shape="cosine", to=0)]

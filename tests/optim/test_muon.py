@@ -1,4 +1,4 @@
-"""Muon: matrices against optax, and where they travel."""
+"""Muon: orthogonalization compared with optax, and its collectives."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ SPECS = {
         (2, 3, 8, 12),
         muon.Matrices((2,), (3,), PartitionSpec(None, None, "fsdp", "tensor")),
     ),
-    # The same turned round: travels with the one above.
+    # The transpose: exchanged together with the one above.
     ("down",): (
         (2, 3, 12, 8),
         muon.Matrices((2,), (3,), PartitionSpec(None, None, "tensor", "fsdp")),
     ),
-    # Heads, on both sides.
+    # Attention heads in the outputs, then in the inputs.
     ("query",): ((6, 8, 4, 3), muon.Matrices((1,), (2, 3), PartitionSpec(None, "fsdp", "tensor"))),
     ("out",): (
         (6, 4, 3, 8),
         muon.Matrices((1, 2), (3,), PartitionSpec(None, "tensor", None, "fsdp")),
     ),
-    # Experts between the two sides, over an axis of their own; and one axis for nothing.
+    # An expert dim between inputs and outputs, over its own axis; one mesh axis is unused.
     ("gate",): ((8, 2, 4), muon.Matrices((0,), (2,), PartitionSpec(None, "tensor"))),
-    # Two axes for one dim.
+    # Two mesh axes for one dim.
     ("wide",): ((8, 6), muon.Matrices((0,), (1,), PartitionSpec(("fsdp", "tensor")))),
-    # All dims alike.
+    # All dims equal.
     ("square",): ((4, 4, 4), muon.Matrices((1,), (2,), PartitionSpec(None, "tensor", "fsdp"))),
 }
 
@@ -85,7 +85,7 @@ def test_sharded_updates_match_unsharded(kind: AxisType) -> None:
 
 @pytest.mark.parametrize(("count", "waste"), [(8, 1.0), (16, 1.0), (9, 16 / 9), (3, 8 / 3)])
 def test_all_to_all_bytes_match_formula(count: int, waste: float) -> None:
-    """Over an axis of n devices 2 (n - 1) / n of a shard, and nothing is gathered."""
+    """An axis of n devices moves 2 (n - 1) / n of a shard; there is no all-gather."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
     spec = PartitionSpec(None, "fsdp", "tensor")
     declared = {("w",): muon.Matrices((1,), (2,), spec)}

@@ -1,4 +1,4 @@
-"""Stochastic rounding: right in the mean, and the same bits wherever an entry is."""
+"""Stochastic rounding is unbiased and independent of where an entry is stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def drawn(
 
 
 def test_stochastic_rounding_is_unbiased() -> None:
-    """Of n draws the mean's deviation is at most half a step over the root of n."""
+    """The mean of n draws has a standard deviation of at most half a step over sqrt(n)."""
     x = jnp.asarray([1.001, -3.14159, 1e-20, 7e30, 1.0, 0.0, 1 + 2**-9, -(2.0**-133)], "f4")
     run = jax.jit(
         jax.vmap(

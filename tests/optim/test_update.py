@@ -1,4 +1,4 @@
-"""Updates against optax and plain numpy, and how far they may reach."""
+"""Optimizer updates compared with optax and numpy, and their magnitude bounds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tree(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    """Float32: 1e-5 of the largest value of a leaf."""
+    """Compare in float32: 1e-5 of the largest value of each leaf."""
     for name, leaf in wanted.items():
         np.testing.assert_allclose(got[name], leaf, rtol=1e-5, atol=1e-5 * np.abs(leaf).max())
 
@@ -80,7 +80,7 @@ def run(
 def run_numpy(
     config: OptimConfig, gradients: list[dict[str, np.ndarray]]
 ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-    """Loshchilov and Hutter's algorithm 2 (arXiv:1711.05101) in float64."""
+    """Run algorithm 2 of Loshchilov and Hutter (arXiv:1711.05101) in float64."""
     params = {name: leaf.astype(np.float64) for name, leaf in tree(0).items()}
     mu = {name: np.zeros_like(leaf) for name, leaf in params.items()}
     nu = {name: np.zeros_like(leaf) for name, leaf in params.items()}
@@ -128,7 +128,7 @@ def test_weight_decay_applies_only_to_decayed_parameters() -> None:
 
 
 def first_mu(scale: float, clip_norm: float) -> float:
-    """Norm of the first moment after one step: what clipping has left of the gradient."""
+    """Return the norm of the first moment after one step, which is that of the clipped gradient."""
     config = OptimConfig(beta1=0.0, clip_norm=clip_norm)
     gradient = tree(1, scale)
     _, state = run(config, [gradient])
@@ -147,7 +147,7 @@ def test_clipping_uses_global_gradient_norm() -> None:
 
 
 def test_adamw_is_bitwise_equal_to_optax() -> None:
-    """And all as it was where the update is not taken, counts included."""
+    """Skipped updates change nothing, including the update count."""
     config = dataclasses.replace(CONFIG, schedule="constant", warmup_steps=0)
     mine = optimizer_of(config)
     theirs = optax.chain(
@@ -157,7 +157,7 @@ def test_adamw_is_bitwise_equal_to_optax() -> None:
         optax.scale_by_learning_rate(learning_rate(config, 10)),
     )
 
-    @jax.jit  # both: rounding is that of fused arithmetic
+    @jax.jit  # jit both functions: fused arithmetic rounds differently
     def plain(gradient: Any, state: Any, params: Any) -> Any:
         updates, state = theirs.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
@@ -180,7 +180,7 @@ def test_adamw_is_bitwise_equal_to_optax() -> None:
 
 
 def test_lion_is_bitwise_equal_to_optax() -> None:
-    """Over updates that are taken, and as it was where one is not."""
+    """Skipped updates change nothing."""
     config = dataclasses.replace(CONFIG, name="lion", schedule="constant", warmup_steps=0)
     mine = optimizer_of(config)
     theirs = optax.chain(
@@ -216,7 +216,7 @@ def test_adafactor_matches_optax() -> None:
         optax.scale_by_learning_rate(PEAK),
     )
     params: Any = jax.tree.map(jnp.asarray, tree(0))
-    # At its first step optax takes a decay of 0 as well, from a count that starts at 0.
+    # optax also uses a decay of 0 in the first step: its count starts at 0.
     state, wanted_state, wanted = mine.init(params), theirs.init(params), params
     for seed in range(1, 6):
         gradient: Any = jax.tree.map(jnp.asarray, tree(seed, 10.0 ** (seed - 3)))
@@ -300,7 +300,7 @@ def test_stochastic_rounding_keeps_updates_below_precision(rounding: Any) -> Non
         name="lion", learning_rate=2.0**-12, schedule="constant", rounding=rounding
     )
     mine = dataclasses.replace(optimizer_of(config, {"w": param}), param_dtype="bfloat16")
-    params = {"w": jnp.full(4000, -1.5, jnp.bfloat16)}  # a step is 2**-7 there
+    params = {"w": jnp.full(4000, -1.5, jnp.bfloat16)}  # spacing of bfloat16 values: 2**-7
     state, update = mine.init(params), jax.jit(mine.update)
     for _ in range(32):
         params, state = update({"w": jnp.ones(4000)}, state, params)
@@ -318,11 +318,11 @@ def test_bfloat16_moments_keep_their_dtype() -> None:
     assert types[0] == types[1]
 
 
-# How far an update may reach.
+# Bounds of updates.
 
 
 def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
-    """Numbers of every magnitude between powers of ten, zeros among them."""
+    """Return random values of all magnitudes between two powers of ten, and zeros."""
     values = 10.0 ** random.uniform(low, high, 16) * random.choice([-1, 0, 1], 16)
     return values.astype("f4")
 
@@ -367,7 +367,7 @@ def test_update_bounds_hold_for_random_inputs(
         reach = optimizer.bound_update(reach, norm, rate)
         return *optimizer.update(gradients, state, params, norm=norm), reach
 
-    if seed % 2:  # as training leaves them: no size of moments that gradients never had
+    if seed % 2:  # as in training: moments no larger than past gradients
         mu, nu = ({"w": jnp.zeros_like(params["w"])} for _ in range(2))
     saved = {key: {"mu": mu, "nu": nu}.get(key, tree) for key, tree in state.trees.items()}
     state = OptState(jnp.int32(random.choice([0, 3, 1000])), saved)
@@ -386,7 +386,7 @@ def test_update_bounds_hold_for_random_inputs(
 
 
 def test_update_bound_is_finite_for_many_ordinary_steps() -> None:
-    """The bound grows by the rounding that it allows for: it answers for many steps."""
+    """The bound grows by its rounding allowance, so it must stay finite for many steps."""
     config = OptimConfig()
     after = jax.jit(
         lambda reach: optimizer_of(config).bound_update(reach, jnp.float32(7), jnp.float32(1e-3))

@@ -1,4 +1,4 @@
-"""Students and teachers, by the command: meshes, stored answers, stops, and what is refused."""
+"""Distillation by the command: meshes, stored logits, interrupts and rejected settings."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ TEACHER += ("eval.batches=0",)
 TAUGHT = ("train.objective=distill", f"distill.top_k={COUNT}", "distill.temperature=1.5")
 STAGED = ("mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=-1", "pipeline.microbatches=2")
 LAYOUT = "distill.teacher_layout=[mesh.ici_stage=2,pipeline.microbatches=4]"
-"""Of a teacher on two devices."""
+"""Layout of a teacher on two devices."""
 
 
 class Place:
-    """A folder with a teacher, and the arguments of runs there."""
+    """A folder with a trained teacher, and the arguments of runs in it."""
 
     def __init__(self, folder: Path, run: Run):
         self.folder, self._run = folder, run
 
     def keys(self, name: str, *more: object) -> tuple[object, ...]:
-        """Of a student that asks its teacher."""
+        """Return the arguments of a student with a live teacher."""
         teacher = f"distill.teacher={self.folder / 'runs' / 'teacher'}@9"
         return (self.folder / "run.yml", f"run.name={name}", *TAUGHT, teacher, *more)
 
@@ -73,7 +73,7 @@ class Place:
         return self._run("distill", "prepare", *self.keys("x", *more), "--out", out, code=code)
 
     def stored(self, out: Path) -> tuple[str, ...]:
-        """Overrides of a student that reads answers."""
+        """Return the overrides of a student that reads stored logits."""
         return "distill.teacher=", f"distill.teacher_logits={out}"
 
     def losses(self, name: str) -> dict[int, float]:
@@ -95,14 +95,14 @@ def place(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Place:
 
 @pytest.fixture(scope="module")
 def asked(place: Place) -> Place:
-    """With a run, `asked`, whose teacher has two devices as stages, and the student two others."""
+    """A workspace with a run `asked`: teacher and student have two devices each, as stages."""
     place.train("asked", *STAGED, "distill.teacher_devices=2", LAYOUT)
     return place
 
 
 @pytest.fixture(scope="module")
 def answers(place: Place) -> Path:
-    """What the same teacher says of all rows."""
+    """The logits of the same teacher for every sequence."""
     out = place.folder / "answers"
     said = place.prepare(out, *STAGED, "distill.teacher_devices=2", LAYOUT)
     assert f"wrote {out}: " in said and (out / MANIFEST).exists() and not (out / JOURNAL).exists()
@@ -116,13 +116,13 @@ def same(found: dict[int, float], wanted: dict[int, float]) -> None:
 
 @pytest.mark.layouts
 def test_separate_teacher_mesh_matches_one_device(asked: Place) -> None:
-    """Teacher and student on one device, and on two each, with unlike layouts."""
+    """Compare one device with two devices each for teacher and student, in different layouts."""
     asked.train("one")
     wanted = asked.losses("one")
     same(asked.losses("asked"), wanted)
     assert wanted[STEPS] < wanted[1]
     record = records(asked.folder / "runs" / "asked")[STEPS]
-    batch = 8 * 24 * 4 * 5 + 8 * 4  # five arrays of tokens, and the numbers of rows
+    batch = 8 * 24 * 4 * 5 + 8 * 4  # five arrays of tokens, and the sequence indices
     assert record["distill/transfer_bytes"] == batch + 8 * 24 * COUNT * 8
     assert record["distill/teacher_wait_s"] <= record["perf/data_wait_s"]
     mean = (record["train/cross_entropy"] + record["train/divergence"]) / 2
@@ -131,7 +131,7 @@ def test_separate_teacher_mesh_matches_one_device(asked: Place) -> None:
 
 @pytest.mark.layouts
 def test_teacher_and_student_share_all_devices(asked: Place) -> None:
-    """Also where batches grow, and where all sizes are alike."""
+    """Test a batch ramp, and batch size, sequence length and top_k of equal size, too."""
     asked.train(
         "turns", *STAGED, "distill.teacher_layout=[mesh.ici_stage=4,pipeline.microbatches=2]"
     )
@@ -147,7 +147,7 @@ def test_teacher_and_student_share_all_devices(asked: Place) -> None:
 
 
 def test_stored_logits_match_live_teacher(asked: Place, answers: Path) -> None:
-    """Bit for bit, of a teacher with the same layout."""
+    """Results are bitwise equal if the teacher has the same layout."""
     keys = (*STAGED, "mesh.cpu_devices=2", "eval.batches=0")
     asked.train("stored", *keys, *asked.stored(answers))
     assert asked.losses("stored") == asked.losses("asked")
@@ -180,7 +180,7 @@ def test_resume_after_kill_is_bitwise_equal(asked: Place, start: Start) -> None:
 
 @pytest.mark.long
 def test_resume_with_another_teacher_is_rejected(asked: Place) -> None:
-    """When a student goes on: one that has trained on, or an earlier step of it."""
+    """The other teacher is an earlier step of the same run."""
     runs = asked.folder / "runs"
     shutil.copytree(runs / "asked", runs / "changed")
     forget_after(runs / "changed", EVERY)
@@ -192,7 +192,7 @@ def test_resume_with_another_teacher_is_rejected(asked: Place) -> None:
 
 @pytest.mark.layouts
 def test_resume_accepts_teacher_in_hugging_face_format(asked: Place, run: Run) -> None:
-    """As a Hugging Face folder: a teacher is its parameters, wherever they are."""
+    """A teacher is identified by its parameters, not by its path or format."""
     runs, folder = asked.folder / "runs", asked.folder / "exported"
     run("export", f"{runs / 'teacher'}@9", folder)
     shutil.copytree(runs / "asked", runs / "moved")
@@ -205,7 +205,7 @@ def test_resume_accepts_teacher_in_hugging_face_format(asked: Place, run: Run) -
 
 @pytest.mark.layouts
 def test_stored_logits_support_other_mixture_weights(asked: Place) -> None:
-    """Under other shares than those that were prepared."""
+    """The logits were prepared with other mixture weights."""
     text, out = asked.folder / "text", asked.folder / "mixed"
     for name in ("a", "b"):
         (asked.folder / name).mkdir()
@@ -293,7 +293,7 @@ def opened(folder: Path) -> LogitsReader:
 
 
 def test_every_flipped_bit_is_detected(answers: Path, tmp_path: Path, run: Run) -> None:
-    """Before the row with it is used, and by a pass over all files."""
+    """Damage is detected before the sequence is used, and by `maxpipe data verify`."""
     draw, damaged = random.Random(1), answers
     for number in range(40):
         damaged = tmp_path / str(number)
@@ -305,7 +305,7 @@ def test_every_flipped_bit_is_detected(answers: Path, tmp_path: Path, run: Run) 
         with pytest.raises((StorageError, ConfigError)) as found:
             stored = opened(damaged)
             for sequence in range(read_manifest(str(damaged))["sources"][""]["sequences"]):
-                with contextlib.suppress(ConfigError):  # other rows than these were asked
+                with contextlib.suppress(ConfigError):  # the tokens do not match the stored digest
                     stored.read("", sequence, NOTHING)
         assert "is damaged" in str(found.value) and str(file) in str(found.value)
     said = run("data", "verify", damaged, code=74)
@@ -317,7 +317,7 @@ NOTHING = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
 
 
 def test_stored_logits_of_other_tokens_are_rejected(answers: Path) -> None:
-    """Where names, sizes and edges of files are what they were, and a digest of the row is not."""
+    """File names and sizes are unchanged, but the digest of the sequence differs."""
     with pytest.raises(ConfigError, match="sequence 2 has different tokens"):
         opened(answers).read("", 2, NOTHING)
 
@@ -332,9 +332,9 @@ LIBRARY = ("data.source=corpus", "data.path=", "train.sequence_length=64", "chec
 
 @pytest.mark.layouts
 def test_distillation_improves_student_loss(place: Place, run: Run) -> None:
-    """In equal steps, of the quickstart's text, for three seeds; `benchmarks/distill.py` has more.
+    """Compare the validation loss after equal numbers of steps, for three seeds.
 
-    By the cross entropy of documents that neither has seen.
+    `benchmarks/distill.py` has larger runs.
     """
     file, runs = place.folder / "run.yml", place.folder / "runs"
     library = (*LIBRARY, "eval.batches=16", "eval.batch_size=32", "optim.learning_rate=5e-3")
@@ -365,7 +365,7 @@ def test_prepare_resumes_after_interrupt(
     tmp_path: Path,
     end: Callable[[object], None],
 ) -> None:
-    """With the same bytes; shards are small, so that some are done."""
+    """The result has the same bytes; shards are small, so some are complete at the interrupt."""
     out = tmp_path / "answers"
     keys = place.keys("x", *STAGED, "distill.teacher_devices=2", LAYOUT)
     command = ("distill", "prepare", *keys, "--out", out, "--shard-bytes", 9000)
@@ -388,14 +388,14 @@ def test_prepare_resumes_after_interrupt(
 
 
 def content(folder: Path) -> bytes:
-    """Records of all shards, joined."""
+    """Return the concatenated records of all shards."""
     return b"".join(each.read_bytes() for each in sorted(folder.glob("shard-*.bin")))
 
 
 @pytest.mark.layouts
 @pytest.mark.multihost
 def test_two_processes_read_stored_logits(asked: Place, answers: Path, start: Start) -> None:
-    """Each of them those of its rows."""
+    """Each process reads the logits of its own sequences."""
     keys = asked.keys("pair", *STAGED, "mesh.cpu_devices=2", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
     with pair(start, *keys, *asked.stored(answers)) as processes:
         said = ends(processes)
@@ -404,9 +404,9 @@ def test_two_processes_read_stored_logits(asked: Place, answers: Path, start: St
 
 
 SEVERAL: list[tuple[str, tuple[str, ...]]] = [
-    # The teacher's processes have all rows, the student's half of them: it sends rows it lacks.
+    # Each teacher process has all sequences and each student process half of them.
     ("rows-of-one", ("mesh.ici_fsdp=2", "distill.teacher_devices=2", LAYOUT)),
-    # The student's have all rows, the teacher's half of them: it tells every device.
+    # Each student process has all sequences and each teacher process half of them.
     (
         "rows-of-both",
         (STAGED[1], "mesh.ici_fsdp=1", "pipeline.microbatches=2", "distill.teacher_devices=2"),
@@ -421,10 +421,10 @@ SEVERAL: list[tuple[str, tuple[str, ...]]] = [
 def test_two_processes_with_live_teacher_match_one(
     asked: Place, start: Start, name: str, keys: tuple[str, ...]
 ) -> None:
-    """Each gives the teacher its last devices; both meshes lie across them.
+    """Each process gives its last devices to the teacher, so both meshes span both processes.
 
-    As one process does under the same layout: under another one the last of the most likely tokens
-    may be another that is as likely.
+    The single-process run has the same layout: under another one, rounding could change the last of
+    the top-k tokens.
     """
     asked.train(f"one-{name}", "mesh.cpu_devices=4", *keys)
     with pair(start, *asked.keys(f"pair-{name}", "mesh.cpu_devices=2", *keys)) as processes:

@@ -1,4 +1,4 @@
-"""Compiled programs on disk: who may have written them, and what they were made of."""
+"""Compiled executables on disk: permissions, checksums and provenance."""
 
 from __future__ import annotations
 

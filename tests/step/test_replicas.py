@@ -1,4 +1,4 @@
-"""Copies on several devices, compared after one of them was changed."""
+"""Comparison of replicas on several devices after one was changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS = {
 
 
 def flipped(array: jax.Array, device: int, index: int, bit: int) -> jax.Array:
-    """The array with one bit of one entry of one device's shard turned over."""
+    """Return the array with one bit flipped in one entry of one device's shard."""
     shards = []
     for shard in array.addressable_shards:
         data = np.array(shard.data)
@@ -36,7 +36,7 @@ def flipped(array: jax.Array, device: int, index: int, bit: int) -> jax.Array:
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    """Four copies of arrays that are split over two devices, eight of others."""
+    """A mesh with four replicas of arrays sharded over fsdp, and eight of unsharded arrays."""
     return build_mesh(MeshConfig(ici_data=4, ici_fsdp=2), jax.devices())
 
 

@@ -1,4 +1,4 @@
-"""The stacked form of the parameters, and the way to network order and back."""
+"""Stacked parameters, and their conversion to network order and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maxpipe.step.state import ParamLayout
 from tests.cases import keeping
 
 KEY = jax.random.key(11)
-# Five layers and 37 tokens: neither divides its shards.
+# Neither the 5 layers nor the vocabulary of 37 is divisible by the number of shards.
 SMALL = ModelConfig(
     num_layers=5,
     d_model=16,
@@ -45,7 +45,7 @@ MESHES = {
     "one outside": ({"ici_stage": 4, "ici_fsdp": 2}, 1, 1),
     "two outside, padded": ({"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}, 1, 2),
 }
-"""Sizes of the mesh, repeats, and layers outside the ring."""
+"""Mesh sizes, repeats, and prologue layers."""
 
 
 def make_mesh(sizes: dict[str, Any]) -> Mesh:
@@ -92,7 +92,7 @@ def network() -> dict[str, Any]:
 
 @cache
 def drawn_stacked(name: str) -> tuple[ParamLayout, Any]:
-    """The partition of this name, and its parameters as a run starts with them."""
+    """Return the layout of this name, and its initialized stacked parameters."""
     partition = make_partition(*MESHES[name])
     draw = jax.jit(partition.init, out_shardings=partition.shardings(partition.specs))
     return partition, draw(KEY)
@@ -110,7 +110,7 @@ def test_init_is_bitwise_equal_to_unstacked_model(name: str, network: dict[str, 
     plain, again, saved, restored = jax.jit(there_and_back, out_shardings=places)(stacked)
     assert_same_bits(plain, network)
     assert_same_bits(again, stacked)
-    # The only kind of layers has no name in checkpoints.
+    # A model with one layer type saves it without the type name.
     assert_same_bits(saved, network | {"layers": network["layers"]["layer"]})
     assert_same_bits(restored, stacked)
 
@@ -169,9 +169,9 @@ def test_stacking_works_on_abstract_arrays(outside: int) -> None:
     assert jax.tree.structure(back) == jax.tree.structure(wanted)
 
 
-# Its sharding.
+# Sharding.
 
-# Weights are divided over what divides the batch or its tokens, but for `data`.
+# Weights are sharded over every axis that shards the batch or its tokens, except `data`.
 GATHERED = ("fsdp", "expert", "context")
 
 
@@ -215,7 +215,7 @@ def test_saved_partition_specs_shard_divisible_dims(
     assert specs["head"] == PartitionSpec(GATHERED, split)
     assert specs["layers.mlp.gate"] == PartitionSpec(on, GATHERED, "tensor")
     assert specs["layers.attention_norm.scale"] == PartitionSpec(on, None)
-    # Every array can really be placed like that.
+    # Every array can be placed with its spec.
     shapes = jax.eval_shape(lambda key: partition.to_saved(partition.init(key)), KEY)
     shardings = partition.shardings(partition.saved_specs)
     jax.tree.map(lambda sharding, leaf: sharding.shard_shape(leaf.shape), shardings, shapes)

@@ -1,4 +1,4 @@
-"""Numbers of what layers return, as their parts declare them."""
+"""Metrics computed from layer losses and statistics, as declared by the model parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reporting(GatedMLP):
 
 @pytest.fixture
 def model() -> Model:
-    """Five layers, of which three report."""
+    """A model of five layers, of which three report metrics."""
     plain = describe(MODEL)
     attention, mlp = plain.layer_types["layer"].branches
     part = Reporting(MODEL.d_model, MODEL.d_mlp, 1.0)

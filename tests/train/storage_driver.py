@@ -1,9 +1,9 @@
-"""Runs whose storage fails, many in one process: real saves, resumes and prunes, without a model.
+"""Injects storage faults into real saves, resumes and prunes, many runs in one process.
 
     LD_PRELOAD=... STORAGE_FAULTS_ROOT=FOLDER python storage_driver.py FOLDER FIRST COUNT
 
-runs the faults number FIRST to FIRST + COUNT - 1 below FOLDER, and prints one JSON line for each,
-in which `wrong` says what must never happen. The number of a fault is the seed of what it is.
+runs the faults with indices FIRST to FIRST + COUNT - 1 below FOLDER and prints one JSON line for
+each, in which `wrong` lists violated invariants. The index of a fault is its random seed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ACTIONS = {
 }
 PHASES = ("save", "restore", "prune")
 Calls = dict[tuple[str, str], int]
-"""How many calls of a kind there are in a phase that is not disturbed."""
+"""Number of calls by phase and kind, counted without faults."""
 
 
-# A run: what it computes at each step depends on every bit of the step before.
+# A run, in which every step depends on every bit of the previous step.
 
 
 def initial() -> Tree:
@@ -73,7 +73,7 @@ def advance(state: Tree, step: int) -> Tree:
 
 
 def expected() -> dict[int, str]:
-    """Digests of the unbroken run, by step."""
+    """Return the digests of the unbroken run by step."""
     state, found = initial(), {}
     for step in range(1, STEPS + 1):
         state = advance(state, step)
@@ -89,7 +89,7 @@ def abstract() -> Tree:
 
 
 def train(run_dir: Path, config: CheckpointConfig = CONFIG) -> str:
-    """Start or resume the run, and end it; the digest of its last state."""
+    """Start or resume the run and train to its end; return the digest of the final state."""
     with RunLock(run_dir) as lock, CheckpointManager(run_dir, config, locks=[lock]) as checkpoints:
         found = checkpoints.restore_newest(abstract())
         state = initial() if found is None else jax.tree.map(np.asarray, found.state)
@@ -118,14 +118,14 @@ class Case:
         self.number, self.phase = number, PHASES[number % len(PHASES)]
         kind = chance.choice([kind for kind in ACTIONS if calls[self.phase, kind]])
         first = chance.randint(1, calls[self.phase, kind])
-        count = chance.choice([1, 1, 1, 3, 0])  # once, a few times, from then on
+        count = chance.choice([1, 1, 1, 3, 0])  # once, three times, all later calls
         self.plan = f"{kind} {chance.choice(ACTIONS[kind])} {first} {count} {number}"
         self.run_dir = folder / f"case-{number}" / "run"
         if self.phase != "save":
             shutil.copytree(template, self.run_dir)
 
     def run(self, unbroken: dict[int, str]) -> dict[str, Any]:
-        """What happened, as JSON."""
+        """Inject the fault, resume without faults, and return the result as JSON values."""
         shim = ctypes.CDLL(None)
         assert shim.storage_faults_arm(self.plan.encode()) == 0
         code, words = self.attempt()
@@ -134,13 +134,13 @@ class Case:
         wrong = list(self._broken(code, unbroken))
         if code == 70:
             wrong.append(f"a traceback: {words}")
-        # What could not be removed names this process, which would be dead by now.
+        # A lock that could not be removed names this process, which still runs.
         (self.run_dir / LOCK).unlink(missing_ok=True)
         code_after, words_after = attempt(lambda: train(self.run_dir))
         if code_after != 0:
-            wrong.append(f"no way on: {words_after}")
+            wrong.append(f"the run cannot resume: {words_after}")
         else:
-            wrong += (f"after it: {each}" for each in self._broken(0, unbroken))
+            wrong += (f"after resuming: {each}" for each in self._broken(0, unbroken))
         if not wrong:
             shutil.rmtree(self.run_dir.parent)
         return {
@@ -160,14 +160,14 @@ class Case:
         return attempt(lambda: train(self.run_dir))
 
     def _broken(self, code: int, unbroken: dict[int, str]) -> Iterator[str]:
-        """Violated invariants of the folder's content."""
+        """Yield the violated invariants of the run folder."""
         if code == 0 and self.phase != "prune":
             yield from self._other_bits(STEPS, unbroken)
         folder = self.run_dir / CHECKPOINTS_FOLDER
         for path in folder.glob("*.*") if folder.is_dir() else ():
             step, _, kind = path.name.partition(".")
             if kind.startswith("corrupt") and is_good(path, int(step), unbroken):
-                yield f"a good checkpoint is {path.name}"
+                yield f"a good checkpoint was renamed {path.name}"
         if self.phase == "prune":
             kept = [step for step in (2, 4) if is_good(folder / str(step), step, unbroken)]
             if 4 not in kept:
@@ -175,11 +175,11 @@ class Case:
 
     def _other_bits(self, step: int, unbroken: dict[int, str]) -> Iterator[str]:
         if not is_good(self.run_dir / CHECKPOINTS_FOLDER / str(step), step, unbroken):
-            yield f"exit 0, and step {step} is not that of the unbroken run"
+            yield f"exit code 0, but step {step} differs from the unbroken run"
 
 
 def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
-    """Whether it restores, without faults, to what the unbroken run has."""
+    """Return True if the checkpoint restores, without faults, to the state of the unbroken run."""
     if not path.is_dir():
         return False
     run_dir = path.parent.parent / "looked at"
@@ -194,7 +194,7 @@ def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
 
 
 def attempt(what: Any) -> tuple[int, str]:
-    """Exit code and last words, as the command would have them."""
+    """Return the exit code and the output, as the command would."""
     heard = io.StringIO()
     try:
         with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
@@ -209,7 +209,7 @@ def attempt(what: Any) -> tuple[int, str]:
 
 
 def hurry() -> None:
-    """Attempts again without the pauses between them."""
+    """Shorten the pauses between retries."""
     manager._FIRST_PAUSE_SECONDS = storage.PAUSE_SECONDS = 0.01
 
 

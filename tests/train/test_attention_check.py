@@ -1,4 +1,4 @@
-"""A backend of attention is checked on hardware that a run has not met, and refused if wrong."""
+"""Numerical check of the attention backend before the first step on new hardware."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def without_window(query: Any, key: Any, value: Any, mask: Any) -> Any:
     "wrong", [shifted, without_gradient_of_keys, not_a_number, across_documents, without_window]
 )
 def test_wrong_backend_fails_check(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result, a gradient alone, a NaN, a mask."""
+    """Test errors in results, in gradients alone, in masks, and NaNs."""
     monkeypatch.setitem(BACKENDS, "blockwise", wrong)  # type: ignore[arg-type]
     found = check_attention(model_of("blockwise", **FAMILIES[1]), "float32", TOKENS)
     assert found is not None and not found.ok
@@ -103,9 +103,9 @@ def test_error_beyond_bfloat16_rounding_fails_check(
 
 
 def test_every_cudnn_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of the slice choose each in turn: one that is wrong is found, whichever it is.
+    """The check selects every kernel in turn, so an error in any of them is detected.
 
-    Each kernel is wrong by another factor, so that one check shows which documents reach which.
+    Each kernel has an error of a different factor, so one check shows which kernels ran.
     """
     put_in_place(monkeypatch)
     model = model_of("cudnn")
@@ -145,7 +145,7 @@ def test_check_description_includes_all_dependencies() -> None:
     }
     assert len(said) == 4 * 2 * 2
     assert all(jax.__version__ in each and "blockwise" in each for each in said)
-    # Longer rows have the same slice.
+    # Longer sequences are checked on the same slice.
     first, second = (check_description(model_of("blockwise"), "float32", n) for n in (512, 4096))
     assert first == second
 
@@ -158,7 +158,7 @@ SMALL = (
 
 @pytest.mark.long
 def test_run_checks_attention_once(tiny: Path, tmp_path: Path, run: Run) -> None:
-    """Not again where the run's folder says that this hardware passed."""
+    """The check is not repeated if the run folder records that this hardware passed."""
     given = (tiny, f"run.dir={tmp_path}", *SMALL)
     line = "blockwise has errors of "
     output = run("train", *given)
@@ -166,7 +166,7 @@ def test_run_checks_attention_once(tiny: Path, tmp_path: Path, run: Run) -> None
     checked = list(ledger(tmp_path / "run", "attention_checked"))
     assert len(checked) == 1 and checked[0]["gradients"] < 1e-5
     assert line not in run("train", *given, "train.steps=6")
-    # A finished run is the same run with another backend.
+    # The backend of a finished run may change.
     assert "all 6 steps are done" in run("train", *given, "train.steps=6", "model.attention=auto")
 
 

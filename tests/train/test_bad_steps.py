@@ -1,4 +1,4 @@
-"""Runs whose numbers go wrong: what they do, what they write, and where they end."""
+"""Runs with bad steps: their actions, records and final state."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 class Crash(Exception):
-    """The process dies here."""
+    """Simulates the death of the process."""
 
 
 class Here:
-    """Trains in this process, on eight devices, from batches some of which are spoiled."""
+    """Trains in this process, on eight devices, with some batches replaced by bad ones."""
 
     def __init__(self, tiny: Path, folder: Path):
         self.folder = folder / "run"
@@ -74,7 +74,7 @@ class Here:
 
 
 class CompiledOnce(Steps):
-    """The steps of all runs of this file, whose guards differ on the host only."""
+    """Steps shared by all runs of this file; their guards differ on the host only."""
 
     def compile_train(self) -> Any:
         return self._train
@@ -127,7 +127,7 @@ def is_explained(error: BaseException) -> None:
 def test_last_checkpoint_includes_final_evaluation_metrics(
     every: int, here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it is a periodic save, too, which would be made before the evaluation at the end."""
+    """The last step is also a periodic save, which would precede the final evaluation."""
 
     def evaluate(training: run.Run, step: int) -> dict[str, float]:
         metrics = {"eval/loss": 1.0 + step, "eval/nats_per_byte": 1.0}
@@ -158,7 +158,7 @@ def test_bad_step_stops_run_and_logs_its_batch(here: Here) -> None:
     assert (event["step"], event["batch"], event["action"]) == (10, 9, "stop")
     assert event["loss"] is None and len(event["sequences"]) == 8 and event["documents"]
     assert saved_steps(here.folder) == [4, 8]
-    # Started again it comes to the same step; with the batch left out it goes on.
+    # A second start stops at the same step; with the step skipped, the run continues.
     with pytest.raises(DivergenceError):
         here.train(short)
     here.train(short, "guard.bad_steps=skip")
@@ -186,7 +186,7 @@ def test_skipped_steps_are_counted(here: Here) -> None:
 def test_resume_keeps_count_of_consecutive_bad_steps(
     here: Here, tiny: Path, tmp_path: Path
 ) -> None:
-    """Interrupted between two bad steps in a row, which together are too many."""
+    """The run is interrupted between two consecutive bad steps, which together exceed the limit."""
     here.bad = {3, 7, 8}
     limits = ("guard.bad_steps=skip", "guard.max_bad_steps=1")
     with pytest.raises(DivergenceError, match="makes 2 bad steps in a row"):
@@ -219,7 +219,7 @@ def test_too_many_bad_steps_stop_run_with_finite_parameters(here: Here) -> None:
     assert tree_digest(last.state["optimizer"]) == tree_digest(good["optimizer"])
 
 
-# --- going back ------------------------------------------------------------------------------
+# --- rollback --------------------------------------------------------------------------------
 
 BACK = ("guard.bad_steps=rollback",)
 
@@ -229,7 +229,7 @@ def test_rollback_restores_checkpoint_and_skips_bad_batch(here: Here) -> None:
     here.bad, last = {9, 17}, 17
     here.train(*BACK, f"train.steps={last}")
     rolled = ledger(here.folder, "bad_step", "rollback")
-    # Batches 8 and 9 are left out, so that step 17 takes batch 18; 16 and 17 are 15 and 16's.
+    # Batches 8 and 9 are skipped, so step n uses batch n + 1 until the second rollback.
     assert [(each["event"], each["step"], each.get("to")) for each in rolled] == [
         ("bad_step", 10, None),
         ("rollback", 10, 8),
@@ -252,7 +252,7 @@ def test_rollback_restores_checkpoint_and_skips_bad_batch(here: Here) -> None:
 
 @pytest.mark.long
 def test_resume_after_rollback_is_bitwise_equal(here: Here, tmp_path: Path) -> None:
-    """It dies before its first save after going back, after that save, and before another."""
+    """The run crashes before and after its first save after a rollback, and again later."""
     here.bad = {9, 17}
     for crash in (11, 14, 20):
         here.crash = crash
@@ -338,7 +338,7 @@ def test_replica_mismatch_stops_run_before_saving(
     assert saved_steps(here.folder) == [4, 8]
 
 
-# --- as its user sees it ---------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------
 
 ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
@@ -361,7 +361,7 @@ def test_diverging_run_stops_with_finite_checkpoint(tiny: Path, run: Run, tmp_pa
 @pytest.mark.long
 @pytest.mark.fault("N3")
 def test_garbage_document_triggers_spike_rollback(tiny: Path, run: Run, tmp_path: Path) -> None:
-    """Documents of three letters and a short one of any characters: its batches are named."""
+    """One short document of random characters among documents of three letters."""
     chance = random.Random(0)
     documents = ["".join(chance.choices("ab ", k=300)) for _ in range(20)]
     documents[7] = "".join(chr(chance.randint(0x4E00, 0x9FFF)) for _ in range(9))
@@ -388,7 +388,7 @@ def test_garbage_document_triggers_spike_rollback(tiny: Path, run: Run, tmp_path
 def test_two_processes_roll_back_and_stop_at_same_step(
     start: Start, tiny: Path, tmp_path: Path
 ) -> None:
-    """Both go back, and then stop, at the same steps."""
+    """Both processes roll back once and then stop."""
     arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")
     arguments += ("guard.bad_steps=rollback", "guard.max_rollbacks=1", "checkpoint.every=4")
     with pair(start, *arguments, "eval.batches=0", f"run.dir={tmp_path}") as processes:
@@ -401,4 +401,4 @@ def test_two_processes_roll_back_and_stop_at_same_step(
     (back,) = ledger(tmp_path / "run", "rollback")
     bad = ledger(tmp_path / "run", "bad_step")
     assert bad[0]["step"] == back["step"]
-    assert [each["action"] for each in bad] == ["rollback", "stop"], "the last is recorded, too"
+    assert [each["action"] for each in bad] == ["rollback", "stop"], "the stop is recorded"

@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are not in their folder: in another one, or in a bucket."""
+"""Runs that save checkpoints in another folder or in a bucket (`checkpoint.dir`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1
 
 @dataclass
 class Elsewhere:
-    """The value of checkpoint.dir, and how a bit of the arrays of a step is turned."""
+    """The value of checkpoint.dir, and a function that flips a bit in an array of a step."""
 
     dir: str
     flip: Callable[[int], None]
@@ -58,7 +58,7 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
 
 @pytest.fixture(scope="module")
 def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through, with its checkpoints. Not to be changed."""
+    """The folder of a completed run, with its checkpoints. Read-only for tests."""
     folder = tmp_path_factory.mktemp("unbroken")
     run("train", tiny, f"run.dir={folder}", *ARGUMENTS)
     return folder / "run"
@@ -83,7 +83,7 @@ def test_separate_checkpoint_dir_survives_kill_and_corruption(
 
     output = run(*arguments, f"run.dir={folder.parent}")
     assert f"{elsewhere.dir}/run/lock.json was left by run run on host" in output
-    # The save of step 8 may have been under way.
+    # The save of step 8 may have been in progress.
     assert any(f"resuming {folder} after step {step}" in output for step in (4, 8))
     assert elsewhere.names() == {"4", "8", "12"} and not (folder / "checkpoints").exists()
     assert newest_step(folder, elsewhere.dir) == STEPS
@@ -106,7 +106,7 @@ def test_separate_checkpoint_dir_survives_kill_and_corruption(
 @pytest.mark.long
 @pytest.mark.fault("L6")
 def test_missing_checkpoint_dir_does_not_start_new_run(tiny: Path, run: Run, tmp_path: Path):
-    """It was not mounted, perhaps."""
+    """For example, the file system is not mounted."""
     place, run_dir = tmp_path / "place", tmp_path / "runs" / "run"
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}", f"checkpoint.dir={place}")
     run(*arguments)
@@ -124,13 +124,13 @@ def test_missing_checkpoint_dir_does_not_start_new_run(tiny: Path, run: Run, tmp
 @pytest.mark.long
 @pytest.mark.fault("L6")
 def test_missing_checkpoints_do_not_start_new_run(tiny: Path, run: Run, tmp_path: Path):
-    """Neither the folder, nor what is in it; and the suggested actions work."""
+    """Test a missing and an empty folder; the suggested actions work."""
     run_dir = tmp_path / "runs" / "run"
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
     run(*arguments)
     before = (run_dir / "metrics.jsonl").read_bytes()
     (run_dir / "checkpoints").rename(tmp_path / "away")
-    for _ in range(2):  # the first start does not make the folder
+    for _ in range(2):  # the first start does not create the folder
         where, rule, action = run(*arguments, code=74).splitlines()[-3:]
         assert where == f"{run_dir}/checkpoints: is missing"
         assert f"has records up to step {STEPS}. No file was changed." in rule

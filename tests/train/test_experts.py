@@ -1,4 +1,4 @@
-"""A train step of a model whose layers return losses and statistics, and its saved form."""
+"""Train steps of models whose layers return losses and statistics."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_step_returns_layer_metrics_and_saves_by_layer_type() -> None:
 
 @pytest.mark.layouts
 def test_padding_uses_no_all_to_all_capacity() -> None:
-    """Rows are half padding, in front: the other half fits whichever experts it goes to."""
+    """The first half of each sequence is padding, so the rest fits whichever experts it uses."""
     own = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, dispatch="grouped")
     losses = []
     for factor in (0.0, 1.0):

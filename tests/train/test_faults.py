@@ -1,4 +1,4 @@
-"""Faults that take long to show: real runs that are killed, hang and go on. `make test-faults`."""
+"""Slow fault tests: real runs that are killed, hang and resume. Run with `make test-faults`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ QUICK = (
 
 @pytest.fixture(scope="module")
 def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run in one process, never stopped. Not to be changed."""
+    """The folder of a completed run in one process. Read-only for tests."""
     folder = tmp_path_factory.mktemp("unbroken")
     run("train", tiny, f"run.dir={folder}", *QUICK)
     return folder / "run"
@@ -54,7 +54,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def own_text(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the documents, for one process alone."""
+    """A copy of the documents for one process."""
     path = yaml.safe_load(tiny.read_text())["data"]["path"]
     return Path(shutil.copytree(path, tmp_path / "text"))
 
@@ -79,7 +79,7 @@ def test_resume_after_twenty_random_kills_is_bitwise_equal(
 def test_logging_eval_and_checkpoint_settings_keep_results_bitwise(
     unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ) -> None:
-    """Run again; and with other logging, evaluation and checkpoints."""
+    """Repeat the run, then change its logging, evaluation and checkpoints."""
     other = ("eval.batches=4", "eval.every=5", "log.every=7", "checkpoint.every=0")
     for number, keys in enumerate([(), other]):
         run("train", tiny, f"run.dir={tmp_path / str(number)}", *QUICK, *keys)
@@ -111,7 +111,7 @@ def test_in_process_collectives_match_gloo(
 def test_resume_with_other_process_counts_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """One, four, two, one: no sample twice, none left out, as the losses tell."""
+    """Process counts 1, 4, 2, 1: equal losses show that no sample is repeated or lost."""
     every = (tiny, f"run.dir={tmp_path}", *QUICK)
     run("train", *every, "train.steps=24")
     for step, count in ((20, 4), (12, 2)):
@@ -130,7 +130,7 @@ def test_resume_with_other_process_counts_is_bitwise_equal(
 def test_kill_of_one_process_during_saves(
     victim: int, unbroken: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
-    """Every step saves: the kill comes while one is written, and half of it is not a checkpoint."""
+    """Every step saves, so the kill interrupts a save; a partial save is not a checkpoint."""
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "checkpoint.every=1")
     with together_at(start, *every, count=2) as processes:
         wait_for(processes[0], "step 7/")
@@ -149,7 +149,7 @@ def test_kill_of_one_process_during_saves(
 
 
 def modules_that_wait(tmp_path: Path, text: Path) -> Path:
-    """For a command that finds no end in opening these texts, once there is a file `waits`."""
+    """Return modules with which opening these texts hangs once a file `waits` exists."""
     waits = f"""
 import os, time
 true = os.open
@@ -186,7 +186,7 @@ def test_hanging_reader_in_one_process_stops_run(
 def test_stop_request_while_data_reader_hangs(
     signals: int, tiny: Path, start: Start, own_text: Path, tmp_path: Path
 ) -> None:
-    """The time to stop ends, or a second request comes; what was saved stays."""
+    """The grace period expires, or a second request arrives; saved checkpoints are kept."""
     every = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "train.steps=4000", "checkpoint.every=2")
     every += (f"data.path={own_text}", "runtime.stop_grace_seconds=4")
     with start(*every, modules=modules_that_wait(tmp_path, own_text)) as process:
@@ -247,7 +247,7 @@ if "runtime.process_id=1" in sys.orig_argv:
 def test_training_does_not_wait_for_slow_storage(
     unbroken: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
-    """What is made sure of on the disk takes its time, and fails once."""
+    """Every fsync is slow, and one fails."""
     slow = f"""
 import itertools, os, time
 true, calls = os.fsync, itertools.count(1)

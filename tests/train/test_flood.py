@@ -1,4 +1,4 @@
-"""A run of two processes, at whose port hundreds of strangers talk all the time."""
+"""A run of two processes whose coordinator port is flooded by unauthenticated peers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.faults
 BEFORE, DURING, CONNECTIONS = 9000, 1000, 500
 SHARE = 0.05
 JAX_SERVICE = "event_engine"
-"""Threads of gRPC, on which jax's own service answers at the port once all have come."""
+"""gRPC threads of the JAX service, which uses the port once all processes have connected."""
 KEYS = (
     "runtime.cpu_collectives=gloo",  # the same bits in any number of processes
     "train.steps=300",
@@ -45,8 +45,8 @@ def test_coordinator_survives_flood_of_unauthenticated_messages(
         processes.append(start(*shared, "runtime.process_id=1"))
         during: list[float] = []
         with Flood(port, 2, CONNECTIONS) as flood:
-            # The whole life of process 1, of which joining and compiling is most where steps are
-            # fast.
+            # Flood for the lifetime of process 1; if steps are fast, most of it is joining and
+            # compiling.
             while all(process.poll() is None for process in processes):
                 with contextlib.suppress(OSError), measured(processes[0].pid, JAX_SERVICE) as part:
                     flood.send(300, 2, a_second=150)
@@ -61,7 +61,7 @@ def test_coordinator_survives_flood_of_unauthenticated_messages(
     assert losses(tmp_path / "run") == losses(tmp_path / "alone/run")
     assert saved_digest(tmp_path / "run") == saved_digest(tmp_path / "alone/run")
     assert "\x1b" not in outputs[0]
-    share = sum(during) / len(during)  # of equal times, but for the last
+    share = sum(during) / len(during)  # all intervals but the last are equal
     print(f"of a core: {before[0]:.1%} before and {share:.1%} during the run")
     assert before[0] < SHARE and share < SHARE
 
@@ -76,4 +76,4 @@ def is_open(port: int) -> None:
         else:
             time.sleep(0.5)
             return
-    raise AssertionError("there is no listener")
+    raise AssertionError("no process listens on the port")

@@ -1,4 +1,4 @@
-"""Runs in which some parameters are not trained."""
+"""Runs with frozen parameters."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_frozen_parameters_are_unchanged_and_have_no_optimizer_state() -> None:
         *steps.abstract_saved["optimizer"].values(),
     ):
         assert leaves_by_name(tree).keys() == names
-    # Frozen parameters that decay would have moved: they would lose a part of each entry.
+    # Weight decay does not change frozen parameters, either.
     assert steps.replica_check.differences(state) == []
-    # What was saved is all that there is: here the run goes on bit for bit, elsewhere alike.
+    # The saved state is complete: resuming is bitwise equal here and close in another layout.
     again = steps.from_saved(jax.device_get(saved), state.guard)
     assert all(same_bits(again, state).values())
     others = steps_of(ELSEWHERE, ROWS)
@@ -65,7 +65,7 @@ def test_resume_with_other_frozen_parameters_is_rejected(
     assert "layers" in state["params"]
     for tree in state["optimizer"].values():
         assert leaves_by_name(tree).keys() == {"embedding", "final_norm.scale"}
-    # Other patterns that freeze the same, on another layout.
+    # Other patterns for the same parameters, in another layout.
     same = "model.frozen=[head,layers.mlp*,layers.attention*]"
     output = run("train", *arguments, "train.steps=6", same, "mesh.ici_stage=2", "mesh.ici_data=2")
     assert "after step 4" in output

@@ -1,4 +1,4 @@
-"""`maxpipe generate` on a run that was trained in four stages, as its user sees it."""
+"""`maxpipe generate` on a run that was trained with four pipeline stages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.train.runs import SAME, Run, Start, is_explained, saved, state_of, wa
 
 
 def lines_of(output: str) -> list[dict[str, Any]]:
-    """The JSON lines of a command's output."""
+    """Return the parsed JSON lines of a command's output."""
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def best_tokens(
     folder: Path, prompts: list[bytes], count: int
 ) -> list[tuple[list[int], list[float]]]:
-    """The best tokens behind each prompt, each by a forward pass over all before it."""
+    """Decode greedily with a full forward pass per token; return tokens and log-probabilities."""
     import jax
     import jax.numpy as jnp
 
@@ -54,7 +54,7 @@ def best_tokens(
 
 
 def test_generate_matches_reference_decoding(unbroken: Path, run: Run, tmp_path: Path):
-    """Prompts of unlike lengths, on one device, from a run that was trained in four stages."""
+    """Prompts of different lengths, on one device, from a run trained with four stages."""
     prompts = [b"the", b"a", b"no hid"]
     (tmp_path / "prompts.txt").write_bytes(b"\n\n".join(prompts) + b"\n")
     before = state_of(unbroken.parent)
@@ -72,7 +72,7 @@ def test_generate_matches_reference_decoding(unbroken: Path, run: Run, tmp_path:
 
 @pytest.mark.faults
 def test_generate_is_equal_on_every_mesh(unbroken: Path, run: Run):
-    """One by one, and side by side over data and tensor."""
+    """Compare batch size 1 with a batch sharded over data and tensor."""
     prompts = ("--prompt", "sand", "--prompt", "", "--prompt=-- the")
     options = (*prompts, "--seed", 3, "--top-k", 20, "--max-tokens", 9, "--json")
     one = run("generate", f"{unbroken}@12", *options, "--batch-size", 1)
@@ -84,7 +84,7 @@ def test_generate_is_equal_on_every_mesh(unbroken: Path, run: Run):
 
 @pytest.mark.long
 def test_generate_stops_at_first_interrupt(unbroken: Path, start: Start):
-    """What was generated is printed, and no device computes when Python ends."""
+    """The text generated so far is printed, and no device computes when Python exits."""
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
     process = start("generate", unbroken, "--prompt", "the", *long)
     assert process.stdout is not None
@@ -106,13 +106,13 @@ def test_generate_prints_interrupted_completions(unbroken: Path, start: Start, a
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
-    if after:  # else the parameters were not there yet
+    if after:  # after 0 s, the parameters may not be restored yet
         assert [each["finish_reason"] for each in lines_of(output)] == ["interrupted"] * 2
 
 
 @pytest.mark.long
 def test_generate_interactive_reads_prompts_from_stdin(unbroken: Path):
-    """A prompt a line; a mistake in one does not end it, nor a reader that has seen enough."""
+    """One prompt per line; an invalid prompt or a closed stdout does not make the command fail."""
     command = [sys.executable, "-m", "maxpipe", "generate", str(unbroken), "--interactive"]
     given = b"the\n\xff\n\n" + b"x" * 16 + b"\nand\n"
     environment = os.environ | FAST_COMPILE | {"PYTHONPATH": str(ROOT)}

@@ -1,4 +1,4 @@
-"""docs/grpo.md: a model that is often wrong learns to add from rewards alone."""
+"""Commands and code of docs/grpo.md: a model learns addition from rewards alone."""
 
 from __future__ import annotations
 

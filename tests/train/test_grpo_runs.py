@@ -1,4 +1,4 @@
-"""Real runs of `train.objective=grpo`: resumed, stopped, under other layouts, and refused."""
+"""Real runs with `train.objective=grpo`: resume, stop, layouts and rejected settings."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ UPDATES, GROUP = 2, 4
 
 
 def written(folder: Path, body: str = "pass") -> Path:
-    """The config of a run, and the files that it names, in a folder."""
+    """Write the config of a run and the files that it names; return the config path."""
     lines = [json.dumps({"prompt": "a" * number}) for number in range(1, 8)]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     (folder / "mine.py").write_text(REWARD.format(body=body))
@@ -66,7 +66,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(config: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
+    """The folder of a completed run. Read-only for tests."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "output.txt").write_text(run("train", config, f"run.dir={folder}"))
     return folder / "run"
@@ -78,7 +78,7 @@ def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def learned(folder: Path) -> dict[int, dict[str, float]]:
-    """Numbers of each step that do not depend on the machine."""
+    """Return the metrics of each step that do not depend on the machine."""
     return {
         step: {tag: value for tag, value in found.items() if tag.startswith(("train/", "rollout/"))}
         for step, found in records(folder).items()
@@ -90,7 +90,7 @@ def test_run_logs_rollout_metrics_and_samples(whole: Path) -> None:
     for step, each in found.items():
         assert 0 < each["rollout/reward"] < 1.1 and 1 <= each["rollout/tokens"] <= 6
         assert each["rollout/flat_groups"] < 1 and each["train/entropy"] > 0
-        # The first step of a rollout is of the weights that have drawn it.
+        # The first step of a rollout has the weights that sampled it.
         assert step % UPDATES == 0 or each["train/clipped"] == 0
     assert abs(found[1]["train/kl"]) < 1e-8 < found[6]["train/kl"]
     assert any(each["train/clipped"] > 0 for each in found.values())
@@ -106,7 +106,7 @@ def test_run_logs_rollout_metrics_and_samples(whole: Path) -> None:
 
 @pytest.mark.long
 def test_resume_is_bitwise_equal(whole: Path, config: Path, run: Run, tmp_path: Path) -> None:
-    """The reference, which no checkpoint has, included."""
+    """Includes the reference model, which is not part of any checkpoint."""
     copy = Path(shutil.copytree(whole, tmp_path / "run"))
     forget_after(copy, 2)
     run("train", config, f"run.dir={tmp_path}")
@@ -159,7 +159,7 @@ def test_resume_with_changed_reward_function_is_rejected(
 
 @pytest.mark.faults
 def test_interrupt_during_rollout_discards_rollout(run: Run, start: Start, tmp_path: Path) -> None:
-    """And the same command ends as a run that was not stopped."""
+    """Resuming gives the same result as a run that was not stopped."""
     config = written(tmp_path, body="import time; time.sleep(0.05)")
     process = start("train", config, f"run.dir={tmp_path}")
     wait_for(process, "step 2/6")
@@ -179,7 +179,7 @@ def test_interrupt_during_rollout_discards_rollout(run: Run, start: Start, tmp_p
 def test_two_processes_match_one_process(
     whole: Path, config: Path, start: Start, tmp_path: Path
 ) -> None:
-    """The reward's file is run by each of them."""
+    """Each process runs the reward function."""
     with pair(start, config, f"run.dir={tmp_path}", "mesh.cpu_devices=2") as processes:
         said = ends(processes)
     assert [each.returncode for each in processes] == [0, 0], said

@@ -1,4 +1,4 @@
-"""The order in which a teacher is asked, and what is counted."""
+"""Order of teacher requests and student batches, and the transfer metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS, TOKENS, COUNT = 4, 16, 3
 
 
 class Asked:
-    """A teacher that says of each token itself, on a device of its own."""
+    """A teacher on its own device whose logits are the input tokens."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

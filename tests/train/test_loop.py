@@ -1,4 +1,4 @@
-"""The run as its user sees it: files, resuming, stopping, and mistakes."""
+"""Training runs by the command: files, resuming, evaluation and errors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOLD = ("start", "checkpoint", "preempted", "done")
 
 @pytest.fixture
 def copy(unbroken: Path, tmp_path: Path) -> Path:
-    """A copy of the unbroken run that may be changed; `run.dir` is its parent."""
+    """A writable copy of the unbroken run; `run.dir` is its parent."""
     return Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
 
 
@@ -90,7 +90,7 @@ def test_tensorboard_files_are_readable(unbroken: Path):
     assert [event.step for event in reader.Scalars("eval/loss")] == [12, 24]
     (text,) = reader.Tensors("about")
     table = text.tensor_proto.string_val[0].decode().splitlines()
-    assert len(table) == 12  # the head, its rule, and ten lines
+    assert len(table) == 12  # the header, its rule, and ten rows
     assert "| tokens per step | 8 x 16 = 128 |" in table
     (text,) = reader.Tensors("config")
     assert (unbroken / "config.yml").read_text() in text.tensor_proto.string_val[0].decode()
@@ -141,7 +141,7 @@ def test_restarting_finished_run_changes_nothing(copy: Path, unbroken: Path, tin
 def test_resume_after_kills_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """kill -9 during set-up, at random steps and inside saves, again and again."""
+    """Send SIGKILL during set-up, at random steps and during saves."""
     chance = random.Random(1)
     arguments = ("train", tiny, f"run.dir={tmp_path}", "checkpoint.every=3", "checkpoint.keep=2")
     starts = ("starting a new run", "resuming", "compiling train step: ")
@@ -170,7 +170,7 @@ def test_resume_after_kills_is_bitwise_equal(
 def test_resume_after_stop_requests_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """SIGTERM while the step compiles, in the middle, and then to the end."""
+    """Send SIGTERM during set-up, compilation and training, then train to the end."""
     arguments = ("train", tiny, f"run.dir={tmp_path}", "checkpoint.every=0")
     stopped = []
     for moment in ("reading data", "compiling train step ...", "step 6", "step 14"):
@@ -195,7 +195,7 @@ def test_resume_after_stop_requests_is_bitwise_equal(
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
 
 
-# Overrides of layouts that have nothing in common with the unbroken run's.
+# Overrides of layouts that differ from that of the unbroken run.
 LAYOUTS = {
     "repeats": "mesh.ici_stage=2 mesh.ici_fsdp=2 pipeline.repeats=2 pipeline.schedule=interleaved"
     " pipeline.microbatches=2 pipeline.weight_gather=step",
@@ -211,7 +211,7 @@ LAYOUTS = {
 @pytest.mark.fault("D6")
 @pytest.mark.faults
 def test_resume_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
-    """Each layout makes the next steps; the loss curve is that of one layout."""
+    """Each layout trains the next steps; the loss curve equals that of one layout."""
     for resumed, overrides in zip((4, 8, 16, 20), LAYOUTS.values(), strict=True):
         forget_after(copy, resumed)
         output = run("train", tiny, f"run.dir={copy.parent}", *overrides.split())
@@ -225,7 +225,7 @@ def test_resume_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run:
 def test_checkpoint_is_independent_of_layout(
     layout: str, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
 ):
-    """Read under another layout and saved again, every byte is the same."""
+    """A checkpoint restored and saved under another layout has the same digest."""
     restore = f"checkpoint.restore_from={unbroken}"
     run("train", tiny, f"run.dir={tmp_path}", restore, "eval.batches=0", *LAYOUTS[layout].split())
     assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
@@ -252,7 +252,7 @@ def test_restore_from_any_step_of_another_run(
     arguments = ("run.name=next", f"run.dir={tmp_path}", "train.steps=24", "eval.every=12")
     output = run("train", tiny, *arguments, f"checkpoint.restore_from={source}")
     assert f"starting from {source} after step {step}" in output
-    # The same data position, rate and moments: the rest of the curve is that of the run.
+    # Data position, learning rate and moments are equal, so the remaining curve is, too.
     assert losses(tmp_path / "next") == {
         each: loss for each, loss in losses(unbroken).items() if each > step
     }
@@ -269,14 +269,14 @@ def test_restoring_weights_only_starts_at_step_0(
     arguments += ("data.validation_fraction=0.3", "optim.schedule=constant")
     output = run("train", *arguments)
     assert "with the weights of teacher@best, step 24" in output
-    assert "warning: data" not in output, "other data is no surprise in a new run"
+    assert "warning: data" not in output, "a new run may use other data without a warning"
     assert list(records(tmp_path / "next")) == [2, 4]
     assert losses(tmp_path / "next", "train/lr")[2] < 0.01  # warming up again
     assert losses(tmp_path / "next")[2] < losses(unbroken)[2] - 1
     with open_run(tmp_path / "next") as checkpoints:
         facts = checkpoints.durable.read_metadata(4)
         assert (facts.step, facts.data["step"]) == (4, 4)
-    forget_after(tmp_path / "teacher", 0)  # is not needed any more
+    forget_after(tmp_path / "teacher", 0)  # the source is no longer needed
     output = run("train", *arguments)
     assert (
         "after step 4: the run's own checkpoints take precedence over checkpoint.restore_from"
@@ -284,11 +284,11 @@ def test_restoring_weights_only_starts_at_step_0(
     )
 
 
-# --- evaluating --------------------------------------------------------------------------
+# --- evaluation --------------------------------------------------------------------------
 
 
 def test_eval_reproduces_logged_metrics(unbroken: Path, run: Run):
-    """Bit for bit on the same layout, beside a run that holds the lock, and without a trace."""
+    """Metrics are bitwise equal in the same layout, the run is locked, and no file changes."""
     before = state_of(unbroken.parent)
     with RunLock(unbroken):
         held = state_of(unbroken.parent)
@@ -306,7 +306,7 @@ def test_eval_reproduces_logged_metrics(unbroken: Path, run: Run):
 
 @pytest.mark.faults
 def test_eval_under_another_layout(unbroken: Path, run: Run):
-    """Two devices do not hold the run's four stages: fsdp takes their place."""
+    """The run's four stages do not fit two devices, so fsdp is used instead."""
     output = run("eval", f"{unbroken}@best", "mesh.cpu_devices=2", "--json")
     assert "the run's mesh (ici_stage 4) does not fit the 2 devices here" in output
     found = json.loads(output[output.index("{") :])
@@ -316,13 +316,13 @@ def test_eval_under_another_layout(unbroken: Path, run: Run):
 
 @pytest.mark.faults
 def test_eval_on_other_data(unbroken: Path, run: Run, tmp_path: Path):
-    """All of it counts, in batches of any size, also under a mesh that is given."""
+    """All tokens are evaluated, with any batch size and an explicit mesh."""
     (tmp_path / "own.txt").write_text("the cat sat on the mat " * 20)
     text = (f"data.path={tmp_path}/own.txt", "eval.batch_size=3", "mesh.cpu_devices=1")
     layout = ("mesh.ici_stage=1", "pipeline.microbatches=2")
     output = run("eval", f"{unbroken}/checkpoints/24", *text, *layout)
     rows = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in output.splitlines()[-8:])
-    # 460 bytes, one document: every byte but the first, and the end, is a target.
+    # One document of 460 bytes: targets are all bytes and the end-of-document token.
     assert re.search(r"all documents, (\d+) of \1 batches, 461 tokens", rows["data"])
     loss = float(rows["loss"].split()[0])
     assert float(rows["perplexity"]) == pytest.approx(math.exp(loss), rel=1e-4)
@@ -332,7 +332,7 @@ def test_eval_on_other_data(unbroken: Path, run: Run, tmp_path: Path):
 @pytest.mark.faults
 @pytest.mark.parametrize("after", [0.0, 4.0, 6.0])
 def test_eval_stops_at_first_interrupt(unbroken: Path, start: Start, tmp_path: Path, after: float):
-    """While the step is compiled, and while devices compute."""
+    """Interrupt compilation and computation."""
     (tmp_path / "long.txt").write_text("the cat sat on the mat " * 100_000)
     process = start("eval", unbroken, "--data", tmp_path / "long.txt", "eval.batch_size=4")
     wait_for(process, "compiling")
@@ -389,7 +389,7 @@ def test_init_creates_config_that_trains(run: Run, tmp_path: Path):
     assert found[6] < found[1]
 
 
-# --- mistakes ------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("F16")
@@ -432,7 +432,7 @@ def test_resume_with_changed_data_requires_flag(copy: Path, tiny: Path, run: Run
 @pytest.mark.long
 @pytest.mark.fault("F24")
 def test_resume_detects_changed_byte_in_data(copy: Path, tiny: Path, run: Run):
-    """A copy of the files is the same data; a copy with one other byte is not."""
+    """A copy of the files is the same data; a copy with one changed byte is not."""
     texts = Path(shutil.copytree(tiny.parent / "text", copy.parent / "text"))
     arguments = ("train", tiny, f"run.dir={copy.parent}", f"data.path={texts}", "train.steps=25")
     before, raw = (texts / "7.txt").stat(), (texts / "7.txt").read_bytes()
@@ -474,7 +474,7 @@ CHANGES = {
 def test_finished_run_rejects_changed_settings_and_suggests_run_name(
     copy: Path, unbroken: Path, tiny: Path, run: Run
 ):
-    """All of them at once, each by name; what does not change the run is no reason."""
+    """Every changed setting is listed by name; settings without effect on training are allowed."""
     (copy.parent / "run-2").mkdir()
     harmless = ("checkpoint.keep=9", "eval.batches=5", "data.threads=1", "log.every=3")
     arguments = (f"run.dir={copy.parent}", "mesh.cpu_devices=2", *harmless, *CHANGES)
@@ -491,7 +491,7 @@ def test_finished_run_rejects_changed_settings_and_suggests_run_name(
 
 @pytest.mark.long
 def test_finished_run_accepts_equivalent_settings(copy: Path, tiny: Path, run: Run):
-    """Renamed, elsewhere, evaluated otherwise, and with a mesh that the devices decide."""
+    """Another name and path, other evaluation settings, and an automatic mesh size."""
     moved = copy.rename(copy.parent / "moved")
     changes = ("run.name=moved", "eval.batches=5", "checkpoint.every=7", "mesh.ici_stage=-1")
     changes = (*changes, "mesh.cpu_devices=2", "train.steps=0", f"train.tokens={24 * 8 * 16}")

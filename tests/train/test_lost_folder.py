@@ -1,4 +1,4 @@
-"""Runs whose folder is moved, deleted or replaced under them: they end, and write nothing more."""
+"""Runs whose folder is moved, deleted or replaced: they stop and write nothing more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LONG = (*SMALL, "train.steps=400000", "log.every=1")
 
 
 def content(folder: Path) -> dict[Path, bytes | None]:
-    """Every name below it, with what a file holds."""
+    """Return every path below a folder with its content, or None for folders."""
     return {
         path.relative_to(folder): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
@@ -63,7 +63,7 @@ def test_run_stops_if_folder_moves_and_resumes_from_new_path(
 
 @pytest.fixture(scope="module")
 def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
+    """The folder of a completed run. Read-only for tests."""
     folder = tmp_path_factory.mktemp("unbroken")
     run("train", tiny, f"run.dir={folder}", *SMALL)
     return folder / "run"
@@ -75,14 +75,14 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_first_run_does_not_write_to_replaced_run_folder(
     times: int, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """The folder is moved, or deleted, and the run started again at once, beside the first."""
+    """The folder is moved or deleted, and a second run starts while the first is running."""
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL)
     with start(*every, "train.steps=400000", "log.every=1", "checkpoint.every=1") as process:
         wait_for(process, "step 9/")
         if times == 1:
             (tmp_path / "run").rename(tmp_path / "moved")
         else:
-            while (tmp_path / "run").exists():  # a save may be under way in it
+            while (tmp_path / "run").exists():  # a save may be in progress in it
                 shutil.rmtree(tmp_path / "run", ignore_errors=True)
         assert "starting a new run" in run(*every)
         (output,) = ends([process])
@@ -116,7 +116,7 @@ def test_idle_run_detects_lost_folder_at_next_heartbeat(
     with start(*every, *quiet) as process:
         wait_for(process, "compiling train step: ")
         wait_until(lambda: any(ledger(tmp_path / "run", "start")))
-        time.sleep(2)  # for the rest of what a start writes
+        time.sleep(2)  # until all files of the start are written
         lose(tmp_path / "run")
         before, begin = content(tmp_path), time.monotonic()
         (output,) = ends([process])
@@ -154,7 +154,7 @@ def test_run_stops_if_checkpoint_folder_is_moved(
 def test_save_in_progress_does_not_recreate_moved_folder(
     tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """The folder is moved in the middle of a save, again and again."""
+    """The folder is moved during a save, at three different steps."""
     for number in range(3):
         every = ("train", tiny, f"run.dir={tmp_path / str(number)}", *LONG, "checkpoint.every=1")
         run_dir, moved = tmp_path / str(number) / "run", tmp_path / str(number) / "moved"

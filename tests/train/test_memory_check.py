@@ -1,4 +1,4 @@
-"""Memory: asked for before it is filled, and explained when an allocator refuses it."""
+"""Memory checks before allocation, and errors for failed allocations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1", "e
 LARGE = (*ALONE, "model.d_model=2048", "model.d_mlp=8192", "train.steps=1")
 """2.3 GiB of parameters and moments."""
 LARGER = ("model.d_model=4096", "model.d_mlp=16384")
-"""9 GiB, if it comes last."""
+"""Overrides to be given last, for 9 GiB of parameters and moments."""
 
 
 def is_explained(text: str) -> None:
-    """Where, what is needed and there, what is largest with its keys, and what to do."""
+    """Assert an error with location, needed and available memory, largest terms and action."""
     where, rule, *terms, action = text.splitlines()
     assert where == "memory" and "GiB" in rule
     assert len(terms) > 1 and all("reduce with " in each for each in terms)
@@ -46,7 +46,7 @@ def needed(config: Config) -> float:
     return predict_memory(Sizes(config), build_schedule(config), platform="cpu").total
 
 
-# --- before anything is filled ---------------------------------------------------------------
+# --- before allocation -----------------------------------------------------------------------
 
 
 @pytest.mark.fault("M1")
@@ -96,13 +96,13 @@ def test_predicted_memory_near_capacity_only_warns(
 def test_check_program_rejects_program_that_does_not_fit(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: Any = jax.jit(lambda x: (x + 1, x @ x.T)).lower(np.ones((256, 256))).compile()
     said = compiled.memory_analysis()
-    # The arguments are in memory already, and so no part of what a host has left.
+    # The arguments are already in memory, so available memory excludes them.
     needed = said.output_size_in_bytes + said.temp_size_in_bytes
     assert needed >= 2 * 4 * 256 * 256
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 0.99)
     with pytest.raises(ConfigError, match="the compiled train step needs"):
         memory_check.check_program(config, compiled, pytest.fail)
-    # XLA aborts where an allocation fails, so a CPU keeps a margin.
+    # XLA aborts if an allocation fails on CPU, so the check keeps a margin.
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed / 0.95)
     with pytest.raises(ConfigError, match="the compiled train step needs"):
         memory_check.check_program(config, compiled, pytest.fail)
@@ -120,7 +120,7 @@ def test_huge_memory_mapping_is_rejected() -> None:
     assert memory_check._can_map(1 << 20) and not memory_check._can_map(1 << 60)
 
 
-# --- what there is ---------------------------------------------------------------------------
+# --- available memory ------------------------------------------------------------------------
 
 
 def test_virtual_devices_share_available_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_reported_device_memory_precedes_published_value() -> None:
     assert published is not None and published > 100 * GIB
 
 
-# --- when an allocator refuses ---------------------------------------------------------------
+# --- failed allocations ----------------------------------------------------------------------
 
 
 @pytest.mark.fault("M2")
@@ -166,7 +166,7 @@ def test_failed_host_allocation_raises_config_error(
     assert caught.value.exit_code == 2
     is_explained(str(caught.value))
     assert "1.00 EiB" in str(caught.value)
-    # The same where no run is known.
+    # Without a run, the command prints a shorter error.
     monkeypatch.setattr(cli, "_run", lambda argv: np.empty(2**57))
     assert cli.main([]) == 2
     assert "Traceback" not in (shown := capsys.readouterr().err) and "out of memory" in shown
@@ -185,7 +185,7 @@ def test_failed_device_allocation_raises_config_error(config: Config) -> None:
 @pytest.mark.fault("M2")
 @pytest.mark.faults
 def test_run_over_memory_limit_reports_error(tiny: Path, start: Start, tmp_path: Path) -> None:
-    """Predicted as well as found out, when parameters are to be filled."""
+    """Test the prediction, and the failed allocation of parameters without it."""
     limit = f"resource.setrlimit(resource.RLIMIT_AS, ({8 * GIB}, {8 * GIB}))"
     modules = write_module(tmp_path / "modules", f"import resource\n{limit}\n")
 
@@ -209,7 +209,7 @@ def test_stop_request_during_parameter_initialization(
     process = start("train", tiny, *LARGE, f"run.dir={tmp_path}", "runtime.memory_check=warn")
     try:
         wait_for(process, "training")
-        time.sleep(1)  # parameters are drawn for ten seconds and more
+        time.sleep(1)  # initializing the parameters takes more than ten seconds
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
@@ -242,7 +242,7 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
-"""Memory is short as soon as everything is compiled."""
+"""Module that reports too little memory once everything is compiled."""
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Runs on a mixture: losses and tokens of each source, under any layout."""
+"""Runs on a data mixture: losses and tokens of each source, across layouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WEIGHTS = {"code": 3, "rare": 1, "web": 12}
 
 @pytest.fixture(scope="module")
 def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Inputs of a run on three sources of unlike letters."""
+    """Arguments of a run on three sources with different letters."""
     root, words = tmp_path_factory.mktemp("mixed"), random.Random(1)
     given = [str(tiny), "data.source=corpus", "data.path=", "log.every=1", "train.batch_size=16"]
     for number, name in enumerate(NAMES):
@@ -52,7 +52,7 @@ def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through; its output is in `output.txt`."""
+    """The folder of a completed run, with its output in `output.txt`."""
     folder = tmp_path_factory.mktemp("whole")
     output = run("train", *mixed, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
@@ -73,7 +73,7 @@ def test_source_losses_and_tokens_sum_to_totals(whole: Path) -> None:
         for name in NAMES:
             read[name].add(tokens[name])
     assert all(len(each) > 5 for each in read.values())
-    # The sources are of unlike letters: no two losses are the same.
+    # The sources have different letters, so no two losses are equal.
     last = records(whole)[24]
     assert len({round(last[f"source/{name}/eval_loss"], 3) for name in NAMES}) == 3
     for name in NAMES:
@@ -128,7 +128,7 @@ def test_eval_prints_source_losses(whole: Path, run: Run) -> None:
 
 @pytest.mark.long
 def test_run_stops_at_end_of_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
-    """Evaluated and saved; the same command has nothing to do then, and more epochs go on."""
+    """The run evaluates and saves; the same command has nothing to do; more epochs resume it."""
     given = [*mixed, "train.steps=1000", "eval.every=0", f"run.dir={tmp_path}", "data.end=stop"]
     output = " ".join(run("train", *given).split())
     folder = tmp_path / "run"
@@ -170,7 +170,7 @@ def test_single_source_repeats_or_stops_at_end_of_data(
 def test_resume_keeps_or_changes_mixture_weights(
     whole: Path, mixed: list[str], run: Run, tmp_path: Path
 ) -> None:
-    """With the same weights as if it had not stopped; with others no sample is lost or repeated."""
+    """Equal weights give bitwise equal losses; with others, no sample is lost or repeated."""
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
     forget_after(folder, 12)
     given = ["train", *mixed, f"run.dir={tmp_path}"]
@@ -202,7 +202,7 @@ def test_resume_keeps_or_changes_mixture_weights(
 
 
 def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
-    """The rows of a step of a run, as `maxpipe data` knows them."""
+    """Return source and index of the sequences in a step of a run."""
     datasets = open_datasets(load([str(folder / "config.yml")]).config, str(folder))
     return [(row.source, row.sequence) for row in datasets.train.sequence_origins(step - 1)]
 
@@ -224,7 +224,7 @@ def test_two_processes_match_one_process(
 
 
 def test_source_sums_reset_after_each_record() -> None:
-    """Over steps, each once; a source without a row has no loss, and NaN does not stay."""
+    """A source without targets has no loss, and a NaN does not persist."""
     sums = SourceSums(["a", "b"])
     nats, targets = BY_SOURCE
     sums.add_step({nats: [6.0, 0.0], targets: [2.0, 0.0]})

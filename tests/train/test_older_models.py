@@ -1,4 +1,4 @@
-"""Checkpoints saved before a key of the model existed, or while it had another name."""
+"""Checkpoints saved before a model key existed, or when it had another name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OLD: dict[str, Any] = {
     "vocab_size": 259,
     "rope_scaling": 8.0,
 }
-"""The section of a checkpoint that knows neither families nor most of today's keys."""
+"""Model section of a checkpoint that predates families and most current keys."""
 SIZES = [f"model.{name}={value}" for name, value in OLD.items()]
 
 
@@ -90,7 +90,7 @@ def go_on(run: Path, folder: Path, package: Path) -> str:
 def test_run_of_older_release_resumes(
     name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the command, from the run's own config: its model passes the comparison."""
+    """Resume by the command, with the run's own config; the model check passes."""
     copy_run(GOLDEN / name, tmp_path)
     monkeypatch.chdir(tmp_path)
     told = " ".join(run(*COMMAND).split())
@@ -100,7 +100,7 @@ def test_run_of_older_release_resumes(
 
 
 def test_run_with_renamed_values_resumes(tmp_path: Path) -> None:
-    """The values in its config, its checkpoint and its data fingerprint have other names now."""
+    """Values in its config, checkpoint and data fingerprint were renamed since."""
     output = go_on(FORMER_VALUES, tmp_path, REPOSITORY)
     assert "resuming golden after step 2" in output
     for key, (former, current) in RENAMED_VALUES.items():
@@ -120,7 +120,7 @@ def test_renamed_values_in_checkpoint_are_upgraded() -> None:
 
 @pytest.mark.long
 def test_run_resumes_after_model_key_is_added(tmp_path: Path) -> None:
-    """The same with a copy of the code whose model has one key more."""
+    """Resume with a copy of the package whose model has one more key."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "maxpipe", tmp_path / "new" / "maxpipe", ignore=ignore)
     module = tmp_path / "new" / "maxpipe" / "models" / "llama.py"
@@ -176,7 +176,7 @@ class _Wider(LlamaConfig):
 
 @pytest.fixture
 def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the section of Llama: one means today what runs did before, the other does not."""
+    """Two new keys in the Llama section; the legacy value of one differs from its default."""
     load_module._unset.cache_clear()
     for sections in (schema.SECTIONS, schema.ALL_SECTIONS):
         monkeypatch.setitem(sections, "model.llama", _Wider)
@@ -194,7 +194,7 @@ def test_missing_model_key_has_legacy_value() -> None:
     model["llama"] |= {"new": 4}
     with raises(ConfigError, "model.llama.new", 4, suggests="model.llama.new=3"):
         check_model(OLD, model, origins)
-    # The default of today is not what the checkpoint's run did.
+    # The current default differs from the legacy value of the checkpoint.
     model["llama"] |= {"new": 3, "changed": 0.5}
     with raises(ConfigError, "model.llama.changed", 0.5, suggests="model.llama.changed=0.0"):
         check_model(OLD, model, origins)

@@ -1,4 +1,4 @@
-"""Runs of every packing, by the command: sources of each kind, stops, and several processes."""
+"""Runs with every packing strategy: source formats, resume and several processes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_packing_trains_on_every_source_format(
         found[kind] = losses(tmp_path / kind / "run")
         line = re.search(r"^packing +(\w+), efficiency ([\d.]+)%$", printed, re.M)
         assert line and line[1] == packing
-        # Conversations are truncated to about one row each; texts leave short pieces.
+        # Conversations are truncated to about one sequence each; texts leave short segments.
         assert (float(line[2]) < 75) == (packing == "pad" and kind != "chat"), line[0]
         assert list(found[kind]) == list(range(1, 9)) and all(
             map(np.isfinite, found[kind].values())
@@ -72,7 +72,7 @@ def test_each_packing_trains_on_every_source_format(
 
 @pytest.fixture(scope="module")
 def whole(tiny: Path, here: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of best fit that went through."""
+    """The folder of a completed run with `data.packing=best_fit`."""
     folder = tmp_path_factory.mktemp("whole")
     run("train", *of_best_fit(tiny, here, folder))
     return folder / "run"

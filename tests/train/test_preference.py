@@ -1,4 +1,4 @@
-"""Runs on preferences: margins rise, references are found once, killed runs go on bitwise."""
+"""Preference training: margins, reference log-probabilities and resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ WORDS = ("sea", "sun", "hill", "rain", "wind", "road", "bird", "tree")
 
 
 def toy(count: int = 40) -> list[dict[str, Any]]:
-    """To each question a short yes, and a no of another length."""
+    """Return questions, each with a short yes and a no of another length."""
     return [
         {"prompt": f"{WORDS[i % 8]} {i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no way"}
         for i in range(count)
@@ -42,7 +42,7 @@ def toy(count: int = 40) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def given(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Inputs of a run on four stages."""
+    """Arguments of a run with four stages."""
     path = write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", toy())
     return [
         *(str(tiny), "train.objective=preference", "data.source=jsonl", f"data.path={path}"),
@@ -53,7 +53,7 @@ def given(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through; its output is in `output.txt`."""
+    """The folder of a completed run, with its output in `output.txt`."""
     folder = tmp_path_factory.mktemp("whole")
     output = run("train", *given, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
@@ -63,7 +63,7 @@ def whole(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) 
 def test_margin_increases(whole: Path) -> None:
     found = records(whole)
     first, last = found[1], found[24]
-    assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-4)  # nothing has moved
+    assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-4)  # equal to reference
     assert first["train/margin"] == pytest.approx(0, abs=1e-4)
     assert last["train/margin"] > 2 and last["train/accuracy"] == 1
     assert last["train/loss"] < 0.3
@@ -81,7 +81,7 @@ def test_margin_increases(whole: Path) -> None:
 def test_orpo_and_ipo_increase_margin(
     given: list[str], loss: str, run: Run, tmp_path: Path
 ) -> None:
-    """IPO wants a margin of beta / (2 beta) and no more."""
+    """The target margin of IPO is beta / (2 beta)."""
     keys = [f"preference.loss={loss}", "checkpoint.every=0"]
     output = run("train", *given, *keys, f"run.dir={tmp_path}")
     found = records(tmp_path / "run")
@@ -136,7 +136,7 @@ def test_resume_after_kill_is_bitwise_equal(
 def test_interrupted_reference_pass_resumes(
     given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """By Ctrl-C: what was found is kept, and the references are those of a run without the stop."""
+    """Ctrl-C keeps finished log-probabilities; the final ones equal those without a stop."""
     folder = tmp_path / "run"
     process = start("train", *given, f"run.dir={tmp_path}")
     wait_for(process, "computing reference log-probabilities")
@@ -190,7 +190,7 @@ def test_resume_without_reference_logprobs_is_rejected(
 def test_references_of_other_weights_are_recomputed(
     given: list[str], whole: Path, run: Run, tmp_path: Path
 ) -> None:
-    """Before the first checkpoint a run may start from others."""
+    """Before its first checkpoint, a run may start from other weights."""
     keys = [f"run.dir={tmp_path}", "train.steps=1", "eval.batches=0"]
     (tmp_path / "run").mkdir()
     stored = load_references(whole / REFERENCE_FILE)
@@ -227,7 +227,7 @@ def test_eval_uses_reference_logprobs_of_run(
 
 @pytest.mark.layouts
 def test_mixture_of_preference_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
-    """Each source has references, losses and an order of its own."""
+    """Each source has its own reference log-probabilities, losses and order."""
     keys = ["data.source=corpus", "data.path=", "data.chat=off", "data.packing=auto"]
     for name, records_ in (("a", toy(21)), ("b", toy(16)[::-1])):
         path = write_records(tmp_path / f"{name}.jsonl", records_)
@@ -256,7 +256,7 @@ def test_mixture_of_preference_pairs(given: list[str], run: Run, tmp_path: Path)
 def test_adapter_training_matches_in_two_processes(
     whole: Path, given: list[str], run: Run, start: Start, tmp_path: Path
 ) -> None:
-    """Against references of the base that they change; as stages, and split over all devices."""
+    """The base model is the reference; one run has stages, the other shards over all devices."""
     base = (f"checkpoint.restore_from={whole}", "checkpoint.restore=weights", "adapter.rank=4")
     keys = (*given, *base, "train.steps=6", f"run.dir={tmp_path}", "eval.every=3")
     run("train", *keys, "run.name=alone")

@@ -1,4 +1,4 @@
-"""One run in two processes of four devices each: the same curve, files, and ends."""
+"""Runs of two processes with four devices each: losses, files and exit codes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.train.runs import (
 pytestmark = pytest.mark.multihost
 
 STEPS = 12
-# Two processes share each stage axis, or each fsdp axis.
+# The stage axis or the fsdp axis spans both processes.
 ACROSS = {
     "stage": ("mesh.ici_stage=4", "mesh.ici_fsdp=2"),
     "fsdp": ("mesh.ici_stage=4", "mesh.dcn_fsdp=2"),
 }
-# Process 1 finds no compiled program in the cache, which process 0 alone writes.
+# Only process 0 writes the compilation cache, so process 1 always compiles.
 NO_EVALUATION = "eval.batches=0"
 HEARTBEAT = "runtime.heartbeat_timeout_seconds=5"
 
@@ -46,7 +46,7 @@ def arguments(tiny: Path) -> tuple[object, ...]:
 def alone(
     run: Run, arguments: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The run in one process with eight devices, which add up as those of several do."""
+    """The run in one process with eight devices and the reduction order of several processes."""
     folder = tmp_path_factory.mktemp("alone")
     own = (f"run.dir={folder}", "mesh.cpu_devices=8", "runtime.cpu_collectives=gloo")
     run("train", *arguments, *ACROSS["stage"], *own)
@@ -57,7 +57,7 @@ def alone(
 def together(
     start: Start, arguments: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The run in two processes; their outputs are in `0.txt` and `1.txt`. Not to be changed."""
+    """The run in two processes, with outputs in `0.txt` and `1.txt`. Read-only for tests."""
     folder = tmp_path_factory.mktemp("together")
     with pair(start, *arguments, *ACROSS["stage"], f"run.dir={folder}") as processes:
         outputs = ends(processes)
@@ -89,10 +89,10 @@ def test_only_process_0_prints_and_writes_files(together: Path):
 def test_processes_without_shared_run_folder_fail(
     start: Start, arguments: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As where a host lacks the shared file system: its part of a checkpoint would be lost."""
+    """Without a shared file system, the checkpoint shards of the second host would be lost."""
     monkeypatch.setenv(
         protocol.VARIABLE, protocol.generate_secret()
-    )  # or else they do not find each other
+    )  # the processes do not share a run folder
     other = [f"run.dir={tmp_path / 'other'}"]
     every = (*arguments, "mesh.cpu_devices=2", f"run.dir={tmp_path / 'one'}")
     with pair(start, *every, second=other) as processes:
@@ -127,7 +127,7 @@ def test_one_process_restores_checkpoint_of_two_processes(
 def test_two_processes_start_from_hugging_face_folder(
     run: Run, start: Start, tmp_path: Path
 ) -> None:
-    """Each reads its part of every parameter."""
+    """Each process reads its shard of every parameter."""
     maker.write(tmp_path / "hf", *maker.llama("F32"), files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
     every = (tmp_path / "ckpt" / "config.yml", f"checkpoint.restore_from=hf:{tmp_path / 'hf'}")
@@ -149,7 +149,7 @@ def test_two_processes_start_from_hugging_face_folder(
 def test_signal_to_one_process_stops_both_at_the_same_step(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
-    """In the middle, then while the resumed run compiles, then on to the end."""
+    """Stop during training, stop the resumed run during compilation, then train to the end."""
     every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", NO_EVALUATION)
     every += ("checkpoint.every=0",)
     for moment, signalled in (("step 3/", 1), ("compiling train step ...", 0)):
@@ -175,7 +175,7 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
 def test_failure_of_one_process_stops_both(
     start: Start, arguments: tuple[object, ...], tmp_path: Path
 ):
-    """Neither waits for the other for longer than the heartbeat allows."""
+    """Neither process waits longer than the heartbeat timeout."""
     every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT, NO_EVALUATION)
     begin = time.monotonic()
     with pair(start, *every, second=["data.path=/nowhere"]) as processes:

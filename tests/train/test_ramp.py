@@ -1,4 +1,4 @@
-"""Runs whose batches grow: the same run however often it stops, and under every layout."""
+"""Runs with a batch ramp: resume and layouts do not change the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAGED = ("mesh.ici_stage=4", "mesh.ici_data=2", "mesh.cpu_devices=8", "pipeline
 
 
 class Stop(Exception):
-    """The run dies."""
+    """Simulates the death of the run."""
 
 
 def recorded(folder: Path) -> dict[int, dict[str, Any]]:
@@ -75,7 +75,7 @@ def test_losses_match_across_layouts(tiny: Path, whole: Path, tmp_path: Path) ->
 def test_resume_within_batch_ramp_is_bitwise_equal(
     tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a stage's end, on it, and behind the last."""
+    """The run crashes at a stage boundary, within a stage, and after the ramp."""
     real = Loader.batch
     for crash in (5, 8, 13):
 
@@ -110,7 +110,7 @@ def test_resume_within_batch_ramp_under_another_layout(
     run: Run,
     tmp_path: Path,
 ) -> None:
-    """In one process, or in two, which read other rows: the same losses, so the same data."""
+    """Equal losses in one and in two processes show that the data is the same."""
     every = tiny, f"run.dir={tmp_path}", "log.every=1", "eval.batches=0", RAMP
     with start("train", *every, "checkpoint.every=1", "pipeline.microbatches=8") as process:
         wait_for(process, f"step {step}/")
@@ -127,7 +127,7 @@ def test_resume_within_batch_ramp_under_another_layout(
 
 @pytest.mark.long
 def test_resume_allows_changes_to_future_ramp_stages_only(tiny: Path, tmp_path: Path) -> None:
-    """A run of one size gets another by a ramp whose past is that size."""
+    """The batch size of a run changes by a ramp whose first stage is the past batch size."""
     go(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
     longer = *OTHER, "train.steps=12", "optim.schedule=constant", "train.batch_size=16"
     for ramp in ("[]", "[{batch_size: 8, steps: 7}]", "[{batch_size: 4, steps: 8}]"):
@@ -146,7 +146,7 @@ def test_plan_prints_batch_ramp_stages(tiny: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.long
 def test_eval_on_fewer_devices_ignores_batch_ramp(whole: Path, run: Run) -> None:
-    """On fewer devices a microbatch has more rows than the smallest batch."""
+    """On fewer devices, a microbatch has more sequences than the smallest batch of the ramp."""
     shown = run("eval", whole, "mesh.cpu_devices=2")
     assert "evaluating with fsdp 2" in shown and "bits per byte" in shown
 
@@ -182,7 +182,7 @@ def test_invalid_batch_ramps_are_rejected(
 @pytest.mark.parametrize("others", [(), ("pipeline.microbatches=1",), ("train.steps=1",)])
 @pytest.mark.parametrize("ramp", ["soon", "[soon]", "['2 for x steps']"])
 def test_suggested_batch_ramps_are_valid(ramp: str, others: tuple[str, ...], tiny: Path) -> None:
-    """The first suggestion is for every run, and the example is for a run that is long enough."""
+    """The first suggestion fits every run; the example fits a run that is long enough."""
     with pytest.raises(ConfigError) as caught:
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
     (problem,) = caught.value.problems
@@ -196,7 +196,7 @@ def test_suggested_batch_ramps_are_valid(ramp: str, others: tuple[str, ...], tin
 
 
 def test_sequences_done_counts_rollback_before_batch_ramp() -> None:
-    """A run of batches of 8 has gone back by 3, and goes on with batches of 16 from batch 9 on."""
+    """A run with batch size 8 skipped 3 batches, and has batch size 16 from batch 9."""
     others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
     loader: Any = SimpleNamespace(ramp=BatchRamp((RampStage(8, 9),), 16))
     watch = BadStepMonitor(
@@ -206,16 +206,16 @@ def test_sequences_done_counts_rollback_before_batch_ramp() -> None:
 
 
 def test_sequences_done_counts_skipped_batches() -> None:
-    """Going back twice, the second time to a checkpoint from before the first."""
+    """Roll back twice, the second time to a checkpoint before the first rollback."""
     ramp = BatchRamp((RampStage(2, 5), RampStage(4, 5)), 8)
     silent: Any = SimpleNamespace(write=lambda *_, **__: None, warn=lambda _: None, ramp=ramp)
     others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
     watch = BadStepMonitor(GuardConfig(), **others)
     assert watch.sequences_done(6) == 14
-    watch.record_rollback(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
+    watch.record_rollback(6, 4, 0, None)  # skips batches 4 and 5, of 2 and 4 sequences
     assert watch.sequences_done(4) == 8 and watch.sequences_done(5) == 12
     saved = watch.state_dict()
-    watch.record_rollback(7, 4, 0, None)  # 6, 7 and 8 are, too
+    watch.record_rollback(7, 4, 0, None)  # also skips batches 6, 7 and 8
     assert watch.sequences_done(4) == 8
     assert watch.sequences_done(5) == 12 and watch.sequences_done(6) == 20  # batches 9 and 10
     resumed = BadStepMonitor(GuardConfig(), offset=2, counts=saved, **others)

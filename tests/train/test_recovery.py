@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are damaged, whose disk fails, or that are started twice."""
+"""Runs with damaged checkpoints, failing disks, or two starts at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def names(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
+    """The folder of a completed run. Read-only for tests."""
     folder = tmp_path_factory.mktemp("unbroken")
     run("train", tiny, f"run.dir={folder}", *ARGUMENTS)
     return folder / "run"
@@ -40,14 +40,14 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def copy(unbroken: Path, tmp_path: Path) -> Path:
-    """A copy without its last step: started again it makes the last four steps."""
+    """A copy without its last checkpoint, so a resumed run trains the last four steps."""
     run_dir = Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
     shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
     return run_dir
 
 
 def flip_a_bit(step: Path) -> str:
-    """Name of the file."""
+    """Flip a random bit in an array file; return its name."""
     chance = random.Random(3)
     path = chance.choice(sorted(step.glob("state/**/d/*")))
     content = bytearray(path.read_bytes())
@@ -71,7 +71,7 @@ def test_resume_skips_damaged_checkpoint(copy: Path, unbroken: Path, tiny: Path,
 
 @pytest.mark.long
 def test_resume_skips_checkpoint_with_invalid_metadata(copy: Path, tiny: Path, run: Run):
-    """The newest step is as one of an older release, which has neither manifest nor digests."""
+    """Like checkpoints of older releases, the newest step has neither manifest nor digests."""
     step = copy / "checkpoints" / "12"
     (step / "manifest.json").unlink()
     shutil.rmtree(step / "digests")
@@ -97,7 +97,7 @@ def test_run_without_intact_checkpoint_does_not_start_from_scratch(
     assert where == f"{copy}/checkpoints: the newest 2 checkpoints both look damaged"
     assert all(f"{step}: state/" in rule for step in (8, 12))
     assert f"maxpipe checkpoints verify {copy}" in action
-    assert names(copy) == {"4", "8", "12"}, "several at once are trouble of the storage"
+    assert names(copy) == {"4", "8", "12"}, "two damaged checkpoints indicate a storage failure"
     assert not (copy / "lock.json").exists()
 
 
@@ -106,9 +106,9 @@ def test_run_without_intact_checkpoint_does_not_start_from_scratch(
 def test_second_run_is_rejected_and_kill_during_save_loses_one_save(
     copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """The first run is stopped, then killed, when its unfinished save has array files.
+    """The first run is suspended, then killed, while its unfinished save has array files.
 
-    The step that finishes it is slow, or it could be over before the signal comes.
+    The final rename is slow, so the save cannot finish before the signal.
     """
     slow = """
 import os, time
@@ -134,7 +134,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
     assert where == f"{copy}: is in use by another run"
     assert f"process {process.pid}," in rule and "last heartbeat" in rule
     assert "run.name" in action
-    assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save was over before the kill"
+    assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save finished before the kill"
     output = run(*arguments)
     assert "16.orbax-checkpoint-tmp was removed" in output
     assert "lock.json was left by run run on host" in output and "is dead" in output
@@ -147,7 +147,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
 @pytest.mark.long
 @pytest.mark.fault("F6")
 def test_run_stops_if_checkpoint_folder_becomes_unwritable(copy: Path, tiny: Path, start: Start):
-    """A file in the place of the folder: permissions do not bind the superuser."""
+    """Replace the folder by a file, because permissions do not apply to root."""
     folder = copy / "checkpoints"
     with start("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS) as process:
         wait_for(process, "compiling train step ...")
@@ -164,7 +164,7 @@ def test_run_stops_if_checkpoint_folder_becomes_unwritable(copy: Path, tiny: Pat
 
 
 def unmount(folder: Path) -> None:
-    """A thread that has just read there may hold a file open for a moment, and no longer."""
+    """Unmount with retries, because a thread may briefly hold a file open."""
     for _ in range(20):
         if subprocess.run(["umount", str(folder)], capture_output=True).returncode == 0:
             return
@@ -175,12 +175,12 @@ def unmount(folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.fault("F5")
 def test_full_disk_is_reported_before_save(copy: Path, tiny: Path, run: Run):
-    """A tmpfs of 600 KiB, where one may be mounted."""
+    """Uses a tmpfs of 600 KiB; skipped if it cannot be mounted."""
     small = copy.parent / "small"
     small.mkdir()
     options = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)]
     if os.geteuid() != 0 or subprocess.run(options, capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
+        pytest.skip("cannot mount a tmpfs here")
     try:
         shutil.copytree(copy, small / "run", ignore=shutil.ignore_patterns("4", "8"))
         free = shutil.disk_usage(small).free
@@ -218,7 +218,7 @@ def test_training_continues_through_temporarily_full_disk(
 ):
     resource = pytest.importorskip("resource")
     if not hasattr(resource, "prlimit"):
-        pytest.skip("the size of another process' files cannot be limited here")
+        pytest.skip("needs resource.prlimit to limit the file size of another process")
     arguments = (*ARGUMENTS, "checkpoint.every=1", "checkpoint.on_failure=continue", "log.every=1")
     shutil.rmtree(copy / "checkpoints" / "12")
     with start("train", tiny, f"run.dir={copy.parent}", *arguments) as process:

@@ -1,4 +1,4 @@
-"""Missing files and too few devices are one report, the missing model first."""
+"""Missing files and too few devices are reported in one error, the missing model first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The messages of a resumed run, with a small state in place of a model that is trained."""
+"""Messages of resumed runs, with a small state instead of a trained model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Facts = dict[str, Any]
 
 
 class Here:
-    """A run folder, and the part of a start that reads its checkpoints."""
+    """A run folder, with functions that save checkpoints and restore them as a run does."""
 
     def __init__(self, file: Path, runs: Path):
         self.arguments = [str(file), f"run.dir={runs}"]
         self.folder = runs / "run"
 
     def saves(self, step: int, change: Callable[[Facts, Facts], object] | None = None) -> None:
-        """Save a checkpoint whose config and data position are changed by a function."""
+        """Save a checkpoint; `change` may modify its config and data position."""
         loaded = load(self.arguments)
         config, data = to_dict(loaded.config), {"step": step, "fingerprint": FINGERPRINT}
         if change is not None:
@@ -39,7 +39,7 @@ class Here:
             checkpoints.save(step, lambda: tree(step), config, data, last=True)
 
     def starts(self, *overrides: str) -> tuple[RunStart, str]:
-        """Return the start of the run with these overrides, and what is printed."""
+        """Restore or initialize the run with these overrides; return the result and the output."""
         loaded, stream = load([*self.arguments, *overrides]), io.StringIO()
         steps: Any = SimpleNamespace(
             abstract_saved=abstract(), from_saved=lambda state, guard, params: state
@@ -104,7 +104,7 @@ def test_run_with_only_invalid_checkpoint_does_not_start(here: Here) -> None:
 
 
 def test_changed_keys_are_logged_with_both_values(here: Here) -> None:
-    """But not keys that processes may set differently, and only a resumed run has them."""
+    """Keys that may differ between processes are not logged."""
     here.saves(4)
     start, output = here.starts(
         "optim.learning_rate=0.02", "model.dropout=0.1", "train.steps=25", "eval.every=6"

@@ -1,4 +1,4 @@
-"""Fine-tuning on answers: few and very unlike numbers of trained tokens, under every layout."""
+"""Supervised fine-tuning: few and uneven numbers of trained tokens, across layouts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ LAYOUTS = [
 
 
 def answers(step: int) -> dict[str, Any]:
-    """A batch in which most rows have few trained tokens or none, and some have many.
+    """Return a batch in which most sequences have few or no trained tokens, and some have many.
 
-    The rows of the first microbatches, and of some devices, have none at all; in the third step no
-    row has any.
+    The first microbatches and some devices have no trained tokens; the third step has none at all.
     """
     batch = batch_of(ROWS, step)
     mask, draw = np.zeros_like(batch["loss_mask"]), np.random.default_rng(step)
@@ -44,7 +43,7 @@ def answers(step: int) -> dict[str, Any]:
 
 
 def trained(case: Case) -> tuple[Steps, list[dict[str, Any]]]:
-    """Metrics of some steps."""
+    """Train four steps; return the steps and the metrics of each."""
     steps = steps_of(case, ROWS)
     state, run, found = steps.init(), steps.compile_train(), []
     for step in range(4):
@@ -76,7 +75,7 @@ def test_batch_without_trained_tokens_has_zero_loss() -> None:
 
 @pytest.mark.parametrize("step", keeping([0, 1], 0))
 def test_loss_is_mean_over_all_trained_tokens(step: int) -> None:
-    """The mean is over all tokens of the batch: no row, microbatch or device weighs more."""
+    """Tokens have equal weight in every sequence, microbatch and device."""
     case = Case(2, 2, 4, layers=4, fsdp=2, tensor=2)
     steps, batch = steps_of(case, ROWS), answers(step)
     counts = batch["loss_mask"].sum(1)
@@ -98,6 +97,6 @@ def test_loss_is_mean_over_all_trained_tokens(step: int) -> None:
 
 
 def _without_empty(batch: dict[str, Any]) -> dict[str, Any]:
-    """The plain loop divides each row's sum by its count."""
+    """Drop sequences without trained tokens: the reference divides by the count of each."""
     kept = batch["loss_mask"].sum(1) > 0
     return {name: each[kept] for name, each in batch.items()}

@@ -1,4 +1,4 @@
-"""A slow or dead reader is named: the source, the file, and how long it has taken."""
+"""Slow or hanging reads are reported with source, file and duration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_slow_document_is_reported_with_backoff(
             name = "reading data.mixture.web, a.jsonl: record 7"
             assert phases.status().detail == name
         assert len(said) == 3
-        for text, seconds in zip(said, (10, 21, 43), strict=True):  # twice as long each time
+        for text, seconds in zip(said, (10, 21, 43), strict=True):  # the interval doubles
             assert text.startswith(f"{name}, has lasted {seconds} s so far, and the run waits for")
         found._poll(read.begun + 50)
         assert phases.status().detail == ""
@@ -62,7 +62,7 @@ def test_data_bound_steps_are_reported(
     slow: tuple[SlowDataMonitor, Phases, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, _, said = slow
-    found.record_steps(9.0, 9.5)  # the first ones, with the start of readers
+    found.record_steps(9.0, 9.5)  # the first steps include the start of the readers
     for source, file in (("data.mixture.code", "b.py"), ("data.mixture.web", "a.jsonl: record 7")):
         with track_read(source), track_read(lambda file=file: file):  # type: ignore[misc]
             if source.endswith("web"):
@@ -76,7 +76,7 @@ def test_data_bound_steps_are_reported(
     assert (
         "across 2 threads, including 0.02 s for reading data.mixture.web, a.jsonl: record 7" in text
     )
-    # Not again for a while, and not where steps wait for less.
+    # Not repeated for a while, and not reported if steps wait less.
     for quiet, waited in ((data_end._QUIET_SECONDS, 9.0), (0.0, 4.0)):
         monkeypatch.setattr(found, "_quiet_until", 0.0 if not quiet else found._quiet_until)
         with track_read("data"), track_read(lambda: "a"):
@@ -108,7 +108,7 @@ if {rank} in sys.argv:
 @pytest.mark.multihost
 @pytest.mark.fault("F21")
 def test_stall_report_names_source_and_file(start: Start, tiny: Path, tmp_path: Path) -> None:
-    """Two processes, of which the second one's disk does not answer any more."""
+    """Reads of the second of two processes hang."""
     source = re.search(r"path: ([^,]+),", tiny.read_text())
     assert source is not None
     mixed = [f"data.mixture.only.path={source[1]}", "data.mixture.only.source=text", "data.path="]

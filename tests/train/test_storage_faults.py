@@ -1,4 +1,4 @@
-"""Storage that flips bits, cuts writes short or fails, at calls chosen by chance."""
+"""Storage that flips bits, truncates writes or fails, at random calls."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ def test_random_faults_during_save_restore_and_prune(shard: int, shim: Path, tmp
     lines = [json.loads(line) for line in found.stdout.splitlines()]
     assert found.returncode == 0 and len(lines) == FAULTS_EACH, found.stderr
     happened = [line for line in lines if line["done"]]
-    assert len(happened) > 0.75 * FAULTS_EACH, "the faults are not where the calls are"
+    assert len(happened) > 0.75 * FAULTS_EACH, "too few faults matched a call"
     assert {line["phase"] for line in happened} == {"save", "restore", "prune"}
     assert {line["code"] for line in happened} <= {0, 74}
     wrong = [line for line in lines if line["wrong"]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-# The real command.
+# The command.
 
 
 @pytest.fixture(scope="module")
 def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
+    """The folder of a completed run. Read-only for tests."""
     folder = tmp_path_factory.mktemp("unbroken")
     run("train", tiny, f"run.dir={folder}", *SMALL)
     return folder / "run"
@@ -108,7 +108,7 @@ def last_lines(output: str) -> str:
 
 
 COMMAND_FAULTS = [
-    "write flip 3 0 1 /state",  # every array file that is written
+    "write flip 3 0 1 /state",  # every array file
     "write cut 9 1 2 /state",
     "write lose 20 1 3 /checkpoints/",
     "write enospc 15 1 4 /checkpoints/",
@@ -179,7 +179,7 @@ def test_checkpoint_commands_on_failing_storage(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Trouble of the storage is an error of its own: no damage, and nothing is deleted for it."""
+    """A storage error is not reported as damage, and no checkpoint is deleted because of it."""
     run_dir = Path(shutil.copytree(unbroken, tmp_path / "root" / "run"))
     before = {path.name for path in (run_dir / "checkpoints").iterdir()}
     for name, value in preloaded(shim, tmp_path / "root", tmp_path / "log", plan).items():
@@ -202,7 +202,7 @@ def test_checkpoint_commands_on_failing_storage(
 def test_resume_after_ctrl_c_at_random_steps_is_bitwise_equal(
     unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """Ten times stopped and started again: the bits of the unbroken run."""
+    """Interrupt and restart ten times; the result equals that of the unbroken run."""
     chance, stopped = random.Random(5), 0
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL, "log.every=1")
     for attempt in range(10):
