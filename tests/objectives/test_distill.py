@@ -44,7 +44,7 @@ def batch_of(teacher: np.ndarray, count: int, temperature: float) -> dict[str, A
     }
 
 
-def whole(direction: Direction, student: jax.Array, teacher: np.ndarray, t: float) -> jax.Array:
+def exact_kl(direction: Direction, student: jax.Array, teacher: np.ndarray, t: float) -> jax.Array:
     """Return the exact KL divergence over the full vocabulary."""
     p, q = (jax.nn.log_softmax(each / t, axis=-1) for each in (jnp.asarray(teacher), student))
     given, other = (p, q) if direction == "forward" else (q, p)
@@ -61,7 +61,7 @@ def test_full_vocabulary_equals_exact_kl(direction: Direction, temperature: floa
 
     def plain(student: jax.Array) -> jax.Array:
         mask = batch["loss_mask"]
-        kl = temperature**2 * whole(direction, student, teacher, temperature)
+        kl = temperature**2 * exact_kl(direction, student, teacher, temperature)
         nats = -jnp.take_along_axis(
             jax.nn.log_softmax(student), batch["targets"][..., None], axis=-1
         )

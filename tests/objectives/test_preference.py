@@ -75,7 +75,9 @@ TRL = [
 ]
 
 
-def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def evaluate_objective(
+    objective: Preference, pairs: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return losses and reports of pairs packed two to a sequence."""
     count = len(pairs)
     rows = -(-count // 2)
@@ -95,7 +97,7 @@ def test_losses_match_trl(
     keys: dict[str, Any], wanted: list[float], chosen: list[float], rejected: list[float]
 ) -> None:
     objective = make_preference(PreferenceConfig(**keys), most_pairs=2)
-    lost, reports = called(objective, PAIRS)
+    lost, reports = evaluate_objective(objective, PAIRS)
     np.testing.assert_allclose(lost, wanted, rtol=1e-5)
     near: Any = {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(reports["reward_chosen"], chosen, **near)
@@ -109,12 +111,12 @@ def test_losses_match_trl(
 def test_losses_match_hand_computed_values() -> None:
     """In the first pair, the chosen response gained 0.5 nats and the rejected one lost 0.75."""
     pair = PAIRS[:1]
-    [dpo], _ = called(Dpo(2, False), pair)
+    [dpo], _ = evaluate_objective(Dpo(2, False), pair)
     np.testing.assert_allclose(dpo, np.log(1 + np.exp(-0.1 * 1.25)), rtol=1e-6)
-    [ipo], _ = called(Ipo(2, True), pair)
+    [ipo], _ = evaluate_objective(Ipo(2, True), pair)
     gap = 0.5 / 6 + 0.75 / 7
     np.testing.assert_allclose(ipo, (gap - 5) ** 2, rtol=1e-6)
-    [orpo], _ = called(Orpo(2, True), pair)
+    [orpo], _ = evaluate_objective(Orpo(2, True), pair)
     odds = [p / (1 - p) for p in (np.exp(-12.5 / 6), np.exp(-14.25 / 7))]
     ratio = np.log(odds[0] / odds[1])
     np.testing.assert_allclose(orpo, 12.5 / 6 + 0.1 * np.log(1 + np.exp(-ratio)), rtol=1e-6)
@@ -123,7 +125,7 @@ def test_losses_match_hand_computed_values() -> None:
 def test_length_normalized_loss() -> None:
     """With length normalization, each response contributes its mean log-probability per token."""
     objective = make_preference(PreferenceConfig(length_normalised="on", beta=2.0), most_pairs=2)
-    [found], reports = called(objective, PAIRS[:1])
+    [found], reports = evaluate_objective(objective, PAIRS[:1])
     gap = 0.5 / 6 + 0.75 / 7
     np.testing.assert_allclose(found, np.log(1 + np.exp(-2 * gap)), rtol=1e-6)
     np.testing.assert_allclose(reports["margin"], 2 * gap, rtol=1e-6)
@@ -131,7 +133,7 @@ def test_length_normalized_loss() -> None:
 
 def test_dpo_loss_of_unchanged_pair_is_log_two() -> None:
     same = np.array([[-3.0, -4.0, -3.0, -4.0, 2, 2]])
-    lost, reports = called(Dpo(2, False), same)
+    lost, reports = evaluate_objective(Dpo(2, False), same)
     np.testing.assert_allclose(lost, np.log(2), rtol=1e-6)
     assert reports["margin"] == reports["accuracy"] == 0
 

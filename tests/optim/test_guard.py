@@ -159,7 +159,7 @@ def fresh(steps: step.Steps, on_host: TrainState) -> Callable[[], TrainState]:
 Fresh = Callable[[], TrainState]
 
 
-def placed(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
+def place_batch(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
     """Return a batch on the devices; row `bad_row`, on one shard, has an infinite loss."""
     batch = batch_of(ROWS, number)
     if bad_row is not None:
@@ -181,9 +181,9 @@ def bits(tree: Any) -> list[bytes]:
 def test_bad_step_on_one_shard_changes_no_device(
     bad_row: int, steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
-    state, _ = compiled(fresh(), placed(steps, 0))
+    state, _ = compiled(fresh(), place_batch(steps, 0))
     before = bits((state.params, state.optimizer))
-    state, metrics = compiled(state, placed(steps, 1, bad_row))
+    state, metrics = compiled(state, place_batch(steps, 1, bad_row))
     assert not np.isfinite(float(metrics["train/loss"]))
     assert bits((state.params, state.optimizer)) == before
     assert (int(state.step), int(state.guard.skipped)) == (2, 1)
@@ -211,11 +211,11 @@ def test_bad_step_keeps_optimizer_state_of_every_optimizer(
     optim = dataclasses.replace(OPTIM, ema_decay=0.5, rounding="stochastic", **changes)
     steps = steps_of(case, ROWS, optim=optim)
     run = steps.compile_train()
-    state, _ = run(steps.init(), placed(steps, 0))
+    state, _ = run(steps.init(), place_batch(steps, 0))
     before = bits((state.params, state.optimizer))
-    state, _ = run(state, placed(steps, 1, bad_row=3))
+    state, _ = run(state, place_batch(steps, 1, bad_row=3))
     assert bits((state.params, state.optimizer)) == before
-    state, _ = run(state, placed(steps, 2))
+    state, _ = run(state, place_batch(steps, 2))
     assert (int(state.step), int(state.guard.skipped)) == (3, 1)
     after = jax.tree.leaves((state.params, state.optimizer))
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in after)
@@ -234,10 +234,10 @@ def test_training_after_bad_step_is_bitwise_equal(
             rate = float(metrics["train/lr"])
         return state, rate
 
-    good = [placed(steps, number) for number in range(3)]
+    good = [place_batch(steps, number) for number in range(3)]
     straight, straight_rate = run(fresh(), good)
     wanted = bits((straight.params, straight.optimizer))
-    bad = placed(steps, 9, 3)
+    bad = place_batch(steps, 9, 3)
     state, rate = run(fresh(), [good[0], bad, bad, good[1], good[2]])
     assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
     state, _ = run(fresh(), [good[0], bad, bad])
@@ -248,7 +248,7 @@ def test_training_after_bad_step_is_bitwise_equal(
 
 
 def test_state_without_guard_is_restored(steps: step.Steps, compiled: Any, fresh: Fresh) -> None:
-    state, _ = compiled(fresh(), placed(steps, 0))
+    state, _ = compiled(fresh(), place_batch(steps, 0))
     again = steps.from_saved(steps.to_saved(state))
     assert np.isfinite(state.guard.bounds).all() and np.isinf(again.guard.bounds).all()
     assert bits(again._replace(guard=state.guard)) == bits(state)
@@ -263,7 +263,7 @@ def test_infinite_parameter_skips_all_updates(
     state = state._replace(params=state.params | {"final_norm": {"scale": scale}})
     before = bits((state.params, state.optimizer))
     for number in range(2):
-        state, _ = compiled(state, placed(steps, number))
+        state, _ = compiled(state, place_batch(steps, number))
     assert bits((state.params, state.optimizer)) == before
     assert (int(state.step), int(state.guard.skipped)) == (2, 2)
 
@@ -283,7 +283,7 @@ def test_update_overflow_on_one_device_is_bad_step(
         numbers[place]["embedding"][0, 0] = INF
     state = jax.device_put(host, steps.state_sharding)
     before = bits((state.params, state.optimizer))
-    state, metrics = compiled(state, placed(steps, 0))
+    state, metrics = compiled(state, place_batch(steps, 0))
     assert np.isfinite([float(metrics["train/loss"]), float(metrics["train/grad_norm"])]).all()
     assert bits((state.params, state.optimizer)) == before
     assert [int(shard.data) for shard in state.guard.skipped.addressable_shards] == [1] * 8

@@ -12,7 +12,7 @@ from maxpipe.optim.update import random_bits, round_stochastically
 DRAWS = 10_000
 
 
-def drawn(
+def draw_bits(
     step: int, layers: np.ndarray | None = None, name: str = "w", seed: int = 0
 ) -> np.ndarray:
     stacked = () if layers is None else layers.shape
@@ -46,8 +46,8 @@ def test_non_finite_values_are_unchanged_by_stochastic_rounding() -> None:
 
 def test_random_bits_are_uniform_and_depend_on_step_name_and_seed() -> None:
     layers = np.arange(6).reshape(2, 1, 3)
-    base = drawn(3, layers)
-    for other in (drawn(4, layers), drawn(3, layers, "v"), drawn(3, layers, seed=1)):
+    base = draw_bits(3, layers)
+    for other in (draw_bits(4, layers), draw_bits(3, layers, "v"), draw_bits(3, layers, seed=1)):
         assert np.mean(base == other) < 0.01
     assert len(np.unique(base)) == base.size
     shape = (1000, 100)
@@ -63,7 +63,7 @@ def test_random_bits_are_uniform_and_depend_on_step_name_and_seed() -> None:
 @pytest.mark.parametrize("shape", [(3, 1, 2), (6,), (1, 2, 4)])
 def test_random_bits_depend_on_layer_not_stacked_position(shape: tuple[int, ...]) -> None:
     layers = np.array([4, 0, 5, 1, 3, 2, -1, -1][: np.prod(shape)]).reshape(shape)
-    plain, stacked = drawn(7, np.arange(6)), drawn(7, layers).reshape(-1, 4, 6)
+    plain, stacked = draw_bits(7, np.arange(6)), draw_bits(7, layers).reshape(-1, 4, 6)
     for place, layer in enumerate(layers.ravel()):
         if layer >= 0:
             np.testing.assert_array_equal(stacked[place], plain[layer])
@@ -72,4 +72,4 @@ def test_random_bits_depend_on_layer_not_stacked_position(shape: tuple[int, ...]
 def test_random_bits_are_independent_of_padding() -> None:
     for shape in ((7, 6), (4, 9)):
         padded = np.asarray(random_bits(0, "w", jnp.int32(1), None, (4, 6), shape))
-        np.testing.assert_array_equal(padded[:4, :6], drawn(1))
+        np.testing.assert_array_equal(padded[:4, :6], draw_bits(1))

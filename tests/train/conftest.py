@@ -91,9 +91,11 @@ def run(
 
 
 @pytest.fixture(scope="session")
-def unbroken(tiny: Path, run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(
+    tiny: Path, run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The folder of a completed run, with its output in `output.txt`. Read-only for tests."""
-    folder = tmp_path_factory.mktemp("unbroken")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     output = run("train", tiny, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
     return folder / "run"

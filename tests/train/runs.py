@@ -26,7 +26,7 @@ SAME = 1e-5  # float32, relative
 
 
 @contextmanager
-def together_at(
+def start_processes(
     start: Start, *arguments: object, count: int, second: Sequence[object] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start all processes of a run, with overrides `second` for process 1; kill them on exit."""
@@ -44,10 +44,10 @@ def together_at(
             process.communicate()
 
 
-pair = partial(together_at, count=2)
+start_pair = partial(start_processes, count=2)
 
 
-def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
+def wait_for_outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
     """Wait for all processes to exit; return their outputs."""
     return [process.communicate(timeout=240)[0] for process in processes]
 
@@ -73,7 +73,7 @@ def write_module(folder: Path, text: str) -> Path:
     return folder
 
 
-def preloaded(shim: Path, root: Path, log: Path, plan: str = "") -> dict[str, str]:
+def shim_environment(shim: Path, root: Path, log: Path, plan: str = "") -> dict[str, str]:
     """Return variables that inject faults into calls below `root`; see `storage_faults.c`."""
     found = {"LD_PRELOAD": str(shim), "STORAGE_FAULTS_ROOT": str(root)}
     return found | {"STORAGE_FAULTS_LOG": str(log)} | ({"STORAGE_FAULTS": plan} if plan else {})

@@ -73,7 +73,7 @@ def advance(state: Tree, step: int) -> Tree:
 
 
 def expected() -> dict[int, str]:
-    """Return the digests of the unbroken run by step."""
+    """Return the digests of the uninterrupted run by step."""
     state, found = initial(), {}
     for step in range(1, STEPS + 1):
         state = advance(state, step)
@@ -124,14 +124,14 @@ class Case:
         if self.phase != "save":
             shutil.copytree(template, self.run_dir)
 
-    def run(self, unbroken: dict[int, str]) -> dict[str, Any]:
+    def run(self, uninterrupted: dict[int, str]) -> dict[str, Any]:
         """Inject the fault, resume without faults, and return the result as JSON values."""
         shim = ctypes.CDLL(None)
         assert shim.storage_faults_arm(self.plan.encode()) == 0
         code, words = self.attempt()
         done = shim.storage_faults_done()
         shim.storage_faults_arm(b"")
-        wrong = list(self._broken(code, unbroken))
+        wrong = list(self._violations(code, uninterrupted))
         if code == 70:
             wrong.append(f"a traceback: {words}")
         # A lock that could not be removed names this process, which still runs.
@@ -140,7 +140,7 @@ class Case:
         if code_after != 0:
             wrong.append(f"the run cannot resume: {words_after}")
         else:
-            wrong += (f"after resuming: {each}" for each in self._broken(0, unbroken))
+            wrong += (f"after resuming: {each}" for each in self._violations(0, uninterrupted))
         if not wrong:
             shutil.rmtree(self.run_dir.parent)
         return {
@@ -159,34 +159,34 @@ class Case:
             return attempt(lambda: main(arguments))
         return attempt(lambda: train(self.run_dir))
 
-    def _broken(self, code: int, unbroken: dict[int, str]) -> Iterator[str]:
+    def _violations(self, code: int, uninterrupted: dict[int, str]) -> Iterator[str]:
         """Yield the violated invariants of the run folder."""
         if code == 0 and self.phase != "prune":
-            yield from self._other_bits(STEPS, unbroken)
+            yield from self._other_bits(STEPS, uninterrupted)
         folder = self.run_dir / CHECKPOINTS_FOLDER
         for path in folder.glob("*.*") if folder.is_dir() else ():
             step, _, kind = path.name.partition(".")
-            if kind.startswith("corrupt") and is_good(path, int(step), unbroken):
+            if kind.startswith("corrupt") and is_good(path, int(step), uninterrupted):
                 yield f"a good checkpoint was renamed {path.name}"
         if self.phase == "prune":
-            kept = [step for step in (2, 4) if is_good(folder / str(step), step, unbroken)]
+            kept = [step for step in (2, 4) if is_good(folder / str(step), step, uninterrupted)]
             if 4 not in kept:
                 yield "the newest good checkpoint was deleted"
 
-    def _other_bits(self, step: int, unbroken: dict[int, str]) -> Iterator[str]:
-        if not is_good(self.run_dir / CHECKPOINTS_FOLDER / str(step), step, unbroken):
-            yield f"exit code 0, but step {step} differs from the unbroken run"
+    def _other_bits(self, step: int, uninterrupted: dict[int, str]) -> Iterator[str]:
+        if not is_good(self.run_dir / CHECKPOINTS_FOLDER / str(step), step, uninterrupted):
+            yield f"exit code 0, but step {step} differs from the uninterrupted run"
 
 
-def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
-    """Return True if the checkpoint restores, without faults, to the state of the unbroken run."""
+def is_good(path: Path, step: int, uninterrupted: dict[int, str]) -> bool:
+    """Return True if the checkpoint restores to the state of the uninterrupted run."""
     if not path.is_dir():
         return False
     run_dir = path.parent.parent / "looked at"
     shutil.copytree(path, run_dir / CHECKPOINTS_FOLDER / str(step))
     try:
         with open_run(run_dir) as checkpoints:
-            return tree_digest(checkpoints.restore(step).state) == unbroken[step]
+            return tree_digest(checkpoints.restore(step).state) == uninterrupted[step]
     except MaxpipeError:
         return False
     finally:
@@ -195,38 +195,38 @@ def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
 
 def attempt(what: Any) -> tuple[int, str]:
     """Return the exit code and the output, as the command would."""
-    heard = io.StringIO()
+    stream = io.StringIO()
     try:
-        with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             result = what()
     except MaxpipeError as error:
-        told = str(error)
-        explained = len(told.splitlines()) >= 3
-        return (int(error.exit_code), told) if explained else (70, f"not explained: {told}")
+        message = str(error)
+        explained = len(message.splitlines()) >= 3
+        return (int(error.exit_code), message) if explained else (70, f"not explained: {message}")
     except Exception:
         return 70, traceback.format_exc()
-    return (result if isinstance(result, int) else 0), heard.getvalue()
+    return (result if isinstance(result, int) else 0), stream.getvalue()
 
 
-def hurry() -> None:
+def shorten_pauses() -> None:
     """Shorten the pauses between retries."""
     manager._FIRST_PAUSE_SECONDS = storage.PAUSE_SECONDS = 0.01
 
 
-def begin(folder: Path, first: int, count: int) -> None:
+def run_cases(folder: Path, first: int, count: int) -> None:
     logging.getLogger("maxpipe").setLevel(logging.ERROR)
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    hurry()
-    unbroken = expected()
+    shorten_pauses()
+    uninterrupted = expected()
     whole = folder / "template" / "run"
-    assert train(whole, CheckpointConfig(every=EVERY, keep=10)) == unbroken[STEPS]
+    assert train(whole, CheckpointConfig(every=EVERY, keep=10)) == uninterrupted[STEPS]
     shutil.rmtree(whole / CHECKPOINTS_FOLDER / str(STEPS))
-    calls = counted(folder, whole)
+    calls = count_calls(folder, whole)
     for number in range(first, first + count):
-        print(json.dumps(Case(number, folder, whole, calls).run(unbroken)), flush=True)
+        print(json.dumps(Case(number, folder, whole, calls).run(uninterrupted)), flush=True)
 
 
-def counted(folder: Path, template: Path) -> Calls:
+def count_calls(folder: Path, template: Path) -> Calls:
     shim, calls = ctypes.CDLL(None), {(phase, kind): 1 for phase in PHASES for kind in ACTIONS}
     for number, phase in enumerate(PHASES):
         for kind in ACTIONS:
@@ -240,4 +240,4 @@ def counted(folder: Path, template: Path) -> Calls:
 
 
 if __name__ == "__main__":
-    begin(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_cases(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

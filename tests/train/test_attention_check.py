@@ -24,7 +24,7 @@ from maxpipe.train.attention_check import (
 )
 from tests.cases import MODEL
 from tests.cudnn import forward, put_in_place
-from tests.train.runs import Run, Start, ends, ledger, write_module
+from tests.train.runs import Run, Start, ledger, wait_for_outputs, write_module
 
 LATENT = DeepseekConfig(kv_lora_rank=6, qk_rope_head_dim=2, v_head_dim=6, num_experts=4, d_expert=8)
 FAMILIES: list[dict[str, Any]] = [
@@ -137,14 +137,14 @@ def test_every_cudnn_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_check_description_includes_all_dependencies() -> None:
-    said = {
+    descriptions = {
         check_description(model_of("blockwise", **changes), dtype, tokens)
         for changes in FAMILIES
         for dtype in ("float32", "bfloat16")
         for tokens in (100, 200)
     }
-    assert len(said) == 4 * 2 * 2
-    assert all(jax.__version__ in each and "blockwise" in each for each in said)
+    assert len(descriptions) == 4 * 2 * 2
+    assert all(jax.__version__ in each and "blockwise" in each for each in descriptions)
     # Longer sequences are checked on the same slice.
     first, second = (check_description(model_of("blockwise"), "float32", n) for n in (512, 4096))
     assert first == second
@@ -182,7 +182,7 @@ def test_run_with_wrong_backend_does_not_start(tiny: Path, tmp_path: Path, start
     modules = write_module(tmp_path / "modules", BROKEN)
     given = (tiny, f"run.dir={tmp_path}", *SMALL)
     process = start("train", *given, modules=modules)
-    (output,) = ends([process])
+    (output,) = wait_for_outputs([process])
     assert process.returncode == 2, output
     assert "model.attention" in output and "blockwise has errors of 1.0e-02 in results" in output
     assert "Set model.attention=xla." in output and "Traceback" not in output

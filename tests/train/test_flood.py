@@ -11,7 +11,7 @@ import pytest
 
 from maxpipe.distributed.coordinator import free_port
 from tests.strangers import Flood, measured
-from tests.train.runs import Run, Start, ends, losses, saved_digest
+from tests.train.runs import Run, Start, losses, saved_digest, wait_for_outputs
 
 pytestmark = pytest.mark.faults
 
@@ -38,7 +38,7 @@ def test_coordinator_survives_flood_of_unauthenticated_messages(
     shared += ("runtime.num_processes=2", f"runtime.coordinator=127.0.0.1:{port}")
     processes = [start(*shared, "runtime.process_id=0")]
     try:
-        is_open(port)
+        wait_for_listener(port)
         with Flood(port, 1, CONNECTIONS) as flood, measured(processes[0].pid) as before:
             flood.send(BEFORE, 120)
         assert flood.num_messages >= BEFORE
@@ -52,7 +52,7 @@ def test_coordinator_survives_flood_of_unauthenticated_messages(
                     flood.send(300, 2, a_second=150)
                 during += part
         assert flood.num_messages >= DURING
-        outputs = ends(processes)
+        outputs = wait_for_outputs(processes)
     finally:
         for process in processes:
             process.kill()
@@ -66,7 +66,7 @@ def test_coordinator_survives_flood_of_unauthenticated_messages(
     assert before[0] < SHARE and share < SHARE
 
 
-def is_open(port: int) -> None:
+def wait_for_listener(port: int) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:

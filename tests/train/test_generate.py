@@ -53,40 +53,40 @@ def best_tokens(
     return found
 
 
-def test_generate_matches_reference_decoding(unbroken: Path, run: Run, tmp_path: Path):
+def test_generate_matches_reference_decoding(uninterrupted: Path, run: Run, tmp_path: Path):
     """Prompts of different lengths, on one device, from a run trained with four stages."""
     prompts = [b"the", b"a", b"no hid"]
     (tmp_path / "prompts.txt").write_bytes(b"\n\n".join(prompts) + b"\n")
-    before = state_of(unbroken.parent)
+    before = state_of(uninterrupted.parent)
     given = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", 7, "--temperature", 0)
-    with RunLock(unbroken):
-        output = run("generate", unbroken, *given, "--json", "--logprobs")
-    assert set(before) == set(state_of(unbroken.parent))
+    with RunLock(uninterrupted):
+        output = run("generate", uninterrupted, *given, "--json", "--logprobs")
+    assert set(before) == set(state_of(uninterrupted.parent))
     found = lines_of(output)
     assert [each["prompt"].encode() for each in found] == prompts
-    for each, (wanted, nats) in zip(found, best_tokens(unbroken, prompts, 7), strict=True):
+    for each, (wanted, nats) in zip(found, best_tokens(uninterrupted, prompts, 7), strict=True):
         assert each["tokens"] == wanted and each["finish_reason"] == "length"
         assert each["text"] == bytes(wanted).decode()
         assert each["logprobs"] == pytest.approx(nats, rel=SAME)
 
 
 @pytest.mark.faults
-def test_generate_is_equal_on_every_mesh(unbroken: Path, run: Run):
+def test_generate_is_equal_on_every_mesh(uninterrupted: Path, run: Run):
     """Compare batch size 1 with a batch sharded over data and tensor."""
     prompts = ("--prompt", "sand", "--prompt", "", "--prompt=-- the")
     options = (*prompts, "--seed", 3, "--top-k", 20, "--max-tokens", 9, "--json")
-    one = run("generate", f"{unbroken}@12", *options, "--batch-size", 1)
+    one = run("generate", f"{uninterrupted}@12", *options, "--batch-size", 1)
     mesh = ("mesh.cpu_devices=4", "mesh.ici_data=2", "mesh.ici_tensor=2")
     whole = "mesh.axis_rules={kv_heads: []}"
-    assert lines_of(one) == lines_of(run("generate", f"{unbroken}@12", *options, *mesh, whole))
+    assert lines_of(one) == lines_of(run("generate", f"{uninterrupted}@12", *options, *mesh, whole))
     assert len({each["text"] for each in lines_of(one)}) == 3
 
 
 @pytest.mark.long
-def test_generate_stops_at_first_interrupt(unbroken: Path, start: Start):
+def test_generate_stops_at_first_interrupt(uninterrupted: Path, start: Start):
     """The text generated so far is printed, and no device computes when Python exits."""
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
-    process = start("generate", unbroken, "--prompt", "the", *long)
+    process = start("generate", uninterrupted, "--prompt", "the", *long)
     assert process.stdout is not None
     output = wait_for(process, "restoring")[-1] + process.stdout.read(3)
     process.send_signal(signal.SIGINT)
@@ -97,10 +97,10 @@ def test_generate_stops_at_first_interrupt(unbroken: Path, start: Start):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("after", [0.0, 2.0, 4.0])
-def test_generate_prints_interrupted_completions(unbroken: Path, start: Start, after: float):
+def test_generate_prints_interrupted_completions(uninterrupted: Path, start: Start, after: float):
     prompts = ("--prompt", "the", "--prompt", "a", "--json")
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
-    process = start("generate", unbroken, *prompts, *long)
+    process = start("generate", uninterrupted, *prompts, *long)
     wait_for(process, "restoring")
     time.sleep(after)
     process.send_signal(signal.SIGINT)
@@ -111,9 +111,9 @@ def test_generate_prints_interrupted_completions(unbroken: Path, start: Start, a
 
 
 @pytest.mark.long
-def test_generate_interactive_reads_prompts_from_stdin(unbroken: Path):
+def test_generate_interactive_reads_prompts_from_stdin(uninterrupted: Path):
     """One prompt per line; an invalid prompt or a closed stdout does not make the command fail."""
-    command = [sys.executable, "-m", "maxpipe", "generate", str(unbroken), "--interactive"]
+    command = [sys.executable, "-m", "maxpipe", "generate", str(uninterrupted), "--interactive"]
     given = b"the\n\xff\n\n" + b"x" * 16 + b"\nand\n"
     environment = os.environ | FAST_COMPILE | {"PYTHONPATH": str(ROOT)}
     options = ["--json", "--max-tokens", "3", "--stop", "e"]
@@ -165,11 +165,11 @@ GENERATE_MISTAKES = {
 
 @pytest.mark.parametrize("arguments", GENERATE_MISTAKES)
 def test_generate_rejects_invalid_arguments(
-    arguments: str, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "EMPTY").write_text("\n \n")
     (tmp_path / "LINES.jsonl").write_text('{"prompt": "x"}\n{"prompt": 3}\n')
-    given = [word.format(unbroken) for word in arguments.split()]
+    given = [word.format(uninterrupted) for word in arguments.split()]
     named = {"EMPTY": str(tmp_path / "EMPTY"), "LINES": str(tmp_path / "LINES.jsonl")}
     assert main(["generate", *(named.get(word, word) for word in given)]) == 2
     output = capsys.readouterr().err

@@ -14,12 +14,12 @@ from maxpipe.checkpoint.lock import BEAT_SECONDS
 from tests.train.runs import (
     Run,
     Start,
-    ends,
     ledger,
     records,
     saved_digest,
     saved_steps,
     wait_for,
+    wait_for_outputs,
 )
 from tests.waiting import wait_until
 
@@ -35,7 +35,7 @@ def content(folder: Path) -> dict[Path, bytes | None]:
     }
 
 
-def explained(output: str, where: str, code: int | None) -> None:
+def assert_lost_folder_error(output: str, where: str, code: int | None) -> None:
     assert code == 74 and "Traceback" not in output, output
     found, rule, action = output.rstrip("\n").splitlines()[-3:]
     assert found.startswith(where), output
@@ -51,8 +51,8 @@ def test_run_stops_if_folder_moves_and_resumes_from_new_path(
     with start(*every) as process:
         wait_for(process, "step 9/")
         (tmp_path / "run").rename(tmp_path / "moved")
-        (output,) = ends([process])
-    explained(output, f"{tmp_path}/run: was moved or deleted", process.returncode)
+        (output,) = wait_for_outputs([process])
+    assert_lost_folder_error(output, f"{tmp_path}/run: was moved or deleted", process.returncode)
     assert not (tmp_path / "run").exists()
     assert saved_steps(tmp_path / "moved")[0] <= 8
     steps = saved_steps(tmp_path / "moved")[-1]
@@ -62,9 +62,9 @@ def test_run_stops_if_folder_moves_and_resumes_from_new_path(
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a completed run. Read-only for tests."""
-    folder = tmp_path_factory.mktemp("unbroken")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *SMALL)
     return folder / "run"
 
@@ -73,7 +73,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("times", [1, 2])
 def test_first_run_does_not_write_to_replaced_run_folder(
-    times: int, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+    times: int, uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     """The folder is moved or deleted, and a second run starts while the first is running."""
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL)
@@ -85,12 +85,12 @@ def test_first_run_does_not_write_to_replaced_run_folder(
             while (tmp_path / "run").exists():  # a save may be in progress in it
                 shutil.rmtree(tmp_path / "run", ignore_errors=True)
         assert "starting a new run" in run(*every)
-        (output,) = ends([process])
-    explained(output, f"{tmp_path}/run", process.returncode)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+        (output,) = wait_for_outputs([process])
+    assert_lost_folder_error(output, f"{tmp_path}/run", process.returncode)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
     starts = [each["pid"] for each in ledger(tmp_path / "run", "begin")]
     assert len(starts) == 1 and process.pid not in starts
-    assert [*records(tmp_path / "run")] == [*records(unbroken)]
+    assert [*records(tmp_path / "run")] == [*records(uninterrupted)]
 
 
 def is_committed(step: Path) -> bool:
@@ -119,9 +119,9 @@ def test_idle_run_detects_lost_folder_at_next_heartbeat(
         time.sleep(2)  # until all files of the start are written
         lose(tmp_path / "run")
         before, begin = content(tmp_path), time.monotonic()
-        (output,) = ends([process])
+        (output,) = wait_for_outputs([process])
         assert time.monotonic() - begin < BEAT_SECONDS + 15
-    explained(output, f"{tmp_path}/run", process.returncode)
+    assert_lost_folder_error(output, f"{tmp_path}/run", process.returncode)
     assert content(tmp_path) == before
     assert "starting a new run" in run(*every, "train.steps=2")
 
@@ -130,7 +130,7 @@ def test_idle_run_detects_lost_folder_at_next_heartbeat(
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("key", ["checkpoint.dir", "checkpoint.local_dir"])
 def test_run_stops_if_checkpoint_folder_is_moved(
-    key: str, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+    key: str, uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     other = tmp_path / "other"
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL, f"{key}={other}")
@@ -140,8 +140,8 @@ def test_run_stops_if_checkpoint_folder_is_moved(
         wait_for(process, "step 9/")
         (holder,) = other.iterdir()
         other.rename(tmp_path / "moved")
-        (output,) = ends([process])
-    explained(output, f"{holder}: was moved or deleted", process.returncode)
+        (output,) = wait_for_outputs([process])
+    assert_lost_folder_error(output, f"{holder}: was moved or deleted", process.returncode)
     assert f"set {key} to its new path" in output
     assert not other.exists()
     (tmp_path / "moved").rename(other)
@@ -162,7 +162,7 @@ def test_save_in_progress_does_not_recreate_moved_folder(
             wait_for(process, f"step {6 + 2 * number}/")
             wait_until(partial(is_saving, run_dir))
             run_dir.rename(moved)
-            (output,) = ends([process])
-        explained(output, f"{run_dir}: was moved or deleted", process.returncode)
+            (output,) = wait_for_outputs([process])
+        assert_lost_folder_error(output, f"{run_dir}: was moved or deleted", process.returncode)
         assert not run_dir.exists()
         assert "intact" in run("checkpoints", "verify", moved)

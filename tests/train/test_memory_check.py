@@ -93,11 +93,13 @@ def test_predicted_memory_near_capacity_only_warns(
     assert all("may not fit" in text and "reduce with" in text for text in warnings)
 
 
-def test_check_program_rejects_program_that_does_not_fit(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_program_rejects_program_that_does_not_fit(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     compiled: Any = jax.jit(lambda x: (x + 1, x @ x.T)).lower(np.ones((256, 256))).compile()
-    said = compiled.memory_analysis()
+    analysis = compiled.memory_analysis()
     # The arguments are already in memory, so available memory excludes them.
-    needed = said.output_size_in_bytes + said.temp_size_in_bytes
+    needed = analysis.output_size_in_bytes + analysis.temp_size_in_bytes
     assert needed >= 2 * 4 * 256 * 256
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 0.99)
     with pytest.raises(ConfigError, match="the compiled train step needs"):
@@ -189,7 +191,7 @@ def test_run_over_memory_limit_reports_error(tiny: Path, start: Start, tmp_path:
     limit = f"resource.setrlimit(resource.RLIMIT_AS, ({8 * GIB}, {8 * GIB}))"
     modules = write_module(tmp_path / "modules", f"import resource\n{limit}\n")
 
-    def ends(*overrides: str) -> str:
+    def run_until_error(*overrides: str) -> str:
         arguments = (tiny, *LARGE, *LARGER, f"run.dir={tmp_path / 'runs'}", *overrides)
         process = start("train", *arguments, modules=modules)
         output, _ = process.communicate(timeout=240)
@@ -197,8 +199,8 @@ def test_run_over_memory_limit_reports_error(tiny: Path, start: Start, tmp_path:
         is_explained(output[output.index("memory\n") :].strip())
         return output
 
-    assert "is predicted to need" in ends()
-    assert "RESOURCE_EXHAUSTED" in ends("runtime.memory_check=warn")
+    assert "is predicted to need" in run_until_error()
+    assert "RESOURCE_EXHAUSTED" in run_until_error("runtime.memory_check=warn")
 
 
 @pytest.mark.fault("M3")

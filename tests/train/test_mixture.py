@@ -20,13 +20,13 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     forget_after,
     is_explained,
     ledger,
-    pair,
     records,
     saved_steps,
+    start_pair,
+    wait_for_outputs,
 )
 
 NAMES = ("code", "rare", "web")
@@ -51,17 +51,17 @@ def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a completed run, with its output in `output.txt`."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     output = run("train", *mixed, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
     return folder / "run"
 
 
-def test_source_losses_and_tokens_sum_to_totals(whole: Path) -> None:
+def test_source_losses_and_tokens_sum_to_totals(uninterrupted: Path) -> None:
     read: dict[str, set[float]] = {name: set() for name in NAMES}
-    for step, record in records(whole).items():
+    for step, record in records(uninterrupted).items():
         targets = {name: record[f"source/{name}/targets"] for name in NAMES}
         losses = {name: record.get(f"source/{name}/loss", 0.0) for name in NAMES}
         total = sum(losses[name] * targets[name] for name in NAMES)
@@ -74,27 +74,27 @@ def test_source_losses_and_tokens_sum_to_totals(whole: Path) -> None:
             read[name].add(tokens[name])
     assert all(len(each) > 5 for each in read.values())
     # The sources have different letters, so no two losses are equal.
-    last = records(whole)[24]
+    last = records(uninterrupted)[24]
     assert len({round(last[f"source/{name}/eval_loss"], 3) for name in NAMES}) == 3
     for name in NAMES:
         share = last[f"source/{name}/tokens"] / last["train/tokens"]
         assert share == pytest.approx(WEIGHTS[name] / 16, abs=0.1)
 
 
-def test_tensorboard_and_console_show_source_metrics(whole: Path) -> None:
+def test_tensorboard_and_console_show_source_metrics(uninterrupted: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader = EventAccumulator(str(whole / "tensorboard"))
+    reader = EventAccumulator(str(uninterrupted / "tensorboard"))
     reader.Reload()
     for name in NAMES:
         wanted = {
             step: record[f"source/{name}/loss"]
-            for step, record in records(whole).items()
+            for step, record in records(uninterrupted).items()
             if f"source/{name}/loss" in record
         }
         found = {event.step: event.value for event in reader.Scalars(f"source/{name}/loss")}
         assert found == pytest.approx(wanted)
-    output = (whole / "output.txt").read_text()
+    output = (uninterrupted / "output.txt").read_text()
     assert all(f"{name:4}  " in output for name in NAMES) and "epochs of" in output
 
 
@@ -108,10 +108,10 @@ def test_tensorboard_and_console_show_source_metrics(whole: Path) -> None:
 )
 @pytest.mark.layouts
 def test_source_metrics_match_across_layouts(
-    layout: str, whole: Path, mixed: list[str], run: Run, tmp_path: Path
+    layout: str, uninterrupted: Path, mixed: list[str], run: Run, tmp_path: Path
 ) -> None:
     run("train", *mixed, *layout.split(), f"run.dir={tmp_path}")
-    found, wanted = records(tmp_path / "run"), records(whole)
+    found, wanted = records(tmp_path / "run"), records(uninterrupted)
     for step, record in wanted.items():
         for tag, value in record.items():
             if tag.startswith(("source/", "train/loss", "eval/")):
@@ -119,15 +119,17 @@ def test_source_metrics_match_across_layouts(
 
 
 @pytest.mark.long
-def test_eval_prints_source_losses(whole: Path, run: Run) -> None:
-    output = run("eval", whole, "eval.batches=4")
-    record = records(whole)[24]
+def test_eval_prints_source_losses(uninterrupted: Path, run: Run) -> None:
+    output = run("eval", uninterrupted, "eval.batches=4")
+    record = records(uninterrupted)[24]
     for name in NAMES:
         assert f"of {name}  {record[f'source/{name}/eval_loss']:.6f}" in output
 
 
 @pytest.mark.long
-def test_run_stops_at_end_of_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
+def test_run_stops_at_end_of_data(
+    uninterrupted: Path, mixed: list[str], run: Run, tmp_path: Path
+) -> None:
     """The run evaluates and saves; the same command has nothing to do; more epochs resume it."""
     given = [*mixed, "train.steps=1000", "eval.every=0", f"run.dir={tmp_path}", "data.end=stop"]
     output = " ".join(run("train", *given).split())
@@ -168,15 +170,15 @@ def test_single_source_repeats_or_stops_at_end_of_data(
 
 @pytest.mark.long
 def test_resume_keeps_or_changes_mixture_weights(
-    whole: Path, mixed: list[str], run: Run, tmp_path: Path
+    uninterrupted: Path, mixed: list[str], run: Run, tmp_path: Path
 ) -> None:
     """Equal weights give bitwise equal losses; with others, no sample is lost or repeated."""
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     forget_after(folder, 12)
     given = ["train", *mixed, f"run.dir={tmp_path}"]
     assert "mixture weights" not in run(*given)
     of_losses = ("source/", "train/loss", "eval/")
-    found, wanted = records(folder), records(whole)
+    found, wanted = records(folder), records(uninterrupted)
     for step, record in wanted.items():
         for tag, value in record.items():
             if tag.startswith(of_losses):
@@ -185,18 +187,20 @@ def test_resume_keeps_or_changes_mixture_weights(
     assert "the mixture weights change at step 13" in run(*given, "data.mixture.rare.weight=20")
 
     def rows(step: int, of: Path) -> list[tuple[str, int]]:
-        told = json.loads(run("data", "mixture", of, "--step", step, "--json"))
-        return [(row["source"], row["sequence"]) for row in told["step"]["rows"]]
+        report = json.loads(run("data", "mixture", of, "--step", step, "--json"))
+        return [(row["source"], row["sequence"]) for row in report["step"]["rows"]]
 
-    assert rows(12, folder) == rows(12, whole) and rows(13, folder) != rows(13, whole)
-    told = json.loads(run("data", "mixture", folder, "--json"))
-    assert [stage["first_step"] for stage in told["stages"]] == [1, 13]
-    assert told["stages"][1]["shares"]["rare"] == pytest.approx(20 / 35, abs=1e-4)
+    assert rows(12, folder) == rows(12, uninterrupted) and rows(13, folder) != rows(
+        13, uninterrupted
+    )
+    report = json.loads(run("data", "mixture", folder, "--json"))
+    assert [stage["first_step"] for stage in report["stages"]] == [1, 13]
+    assert report["stages"][1]["shares"]["rare"] == pytest.approx(20 / 35, abs=1e-4)
     last = records(folder)[24]
-    for each in told["sources"]:
+    for each in report["sources"]:
         assert each["samples"] * 16 == last[f"source/{each['source']}/tokens"]
     read = Counter(place for step in range(1, 25) for place in rows_of(folder, step))
-    for each in told["sources"]:
+    for each in report["sources"]:
         mine = [read[each["source"], number] for number in range(each["sequences"])]
         assert sum(mine) == each["samples"] and max(mine) - min(mine) <= 1
 
@@ -209,13 +213,13 @@ def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
 
 @pytest.mark.long
 def test_two_processes_match_one_process(
-    whole: Path, mixed: list[str], start: Start, tmp_path: Path
+    uninterrupted: Path, mixed: list[str], start: Start, tmp_path: Path
 ) -> None:
     given = (*mixed, "mesh.cpu_devices=2", f"run.dir={tmp_path}")
-    with pair(start, *given) as processes:
-        outputs = ends(processes)
+    with start_pair(start, *given) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
-    found, wanted = records(tmp_path / "run"), records(whole)
+    found, wanted = records(tmp_path / "run"), records(uninterrupted)
     for step, record in wanted.items():
         for name in NAMES:
             assert found[step][f"source/{name}/tokens"] == record[f"source/{name}/tokens"]

@@ -69,7 +69,7 @@ def copy_run(run: Path, folder: Path) -> None:
     shutil.copy(folder / "golden" / "config.yml", folder / "golden.yml")
 
 
-def go_on(run: Path, folder: Path, package: Path) -> str:
+def resume_golden_run(run: Path, folder: Path, package: Path) -> str:
     """Train a golden run for one more step with the package in a folder; return the output."""
     copy_run(run, folder)
     result = subprocess.run(
@@ -93,15 +93,15 @@ def test_run_of_older_release_resumes(
     """Resume by the command, with the run's own config; the model check passes."""
     copy_run(GOLDEN / name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    told = " ".join(run(*COMMAND).split())
+    output = " ".join(run(*COMMAND).split())
     assert (tmp_path / "golden" / "checkpoints" / "3").is_dir()
-    assert "resuming golden after step 2" in told
-    assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
+    assert "resuming golden after step 2" in output
+    assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in output
 
 
 def test_run_with_renamed_values_resumes(tmp_path: Path) -> None:
     """Values in its config, checkpoint and data fingerprint were renamed since."""
-    output = go_on(FORMER_VALUES, tmp_path, REPOSITORY)
+    output = resume_golden_run(FORMER_VALUES, tmp_path, REPOSITORY)
     assert "resuming golden after step 2" in output
     for key, (former, current) in RENAMED_VALUES.items():
         assert output.count(f"{key} = {former} was renamed to {key}={current}.") == 1
@@ -129,8 +129,8 @@ def test_run_resumes_after_model_key_is_added(tmp_path: Path) -> None:
     assert text.count(declared) == 1
     added = '    softness: float = 0.25\n    """A key that no run has known."""\n'
     module.write_text(text.replace(declared, added + declared))
-    told = go_on(GOLDEN / RUNS[-1], tmp_path, tmp_path / "new")
-    assert "resuming golden after step 2" in told
+    output = resume_golden_run(GOLDEN / RUNS[-1], tmp_path, tmp_path / "new")
+    assert "resuming golden after step 2" in output
     assert "softness: 0.25" in (tmp_path / "golden" / "config.yml").read_text()
 
 

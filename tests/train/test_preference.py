@@ -19,14 +19,14 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     events,
     forget_after,
     is_explained,
-    pair,
     records,
     saved_digest,
+    start_pair,
     wait_for,
+    wait_for_outputs,
 )
 
 WORDS = ("sea", "sun", "hill", "rain", "wind", "road", "bird", "tree")
@@ -52,16 +52,16 @@ def given(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a completed run, with its output in `output.txt`."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     output = run("train", *given, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
     return folder / "run"
 
 
-def test_margin_increases(whole: Path) -> None:
-    found = records(whole)
+def test_margin_increases(uninterrupted: Path) -> None:
+    found = records(uninterrupted)
     first, last = found[1], found[24]
     assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-4)  # equal to reference
     assert first["train/margin"] == pytest.approx(0, abs=1e-4)
@@ -71,7 +71,7 @@ def test_margin_increases(whole: Path) -> None:
         rewards = record[f"{when}/reward_chosen"], record[f"{when}/reward_rejected"]
         assert record[f"{when}/margin"] == pytest.approx(rewards[0] - rewards[1], rel=1e-4)
     assert found[24]["eval/accuracy"] == 1 and "eval/nats_per_byte" not in found[24]
-    output = (whole / "output.txt").read_text()
+    output = (uninterrupted / "output.txt").read_text()
     assert "computing reference log-probabilities of 40 pairs" in output
     assert re.search(r"validation after step 24: loss \d\.\d+, accuracy 1\.0000, margin ", output)
 
@@ -94,7 +94,7 @@ def test_orpo_and_ipo_increase_margin(
 
 @pytest.mark.layouts
 def test_losses_match_across_layouts(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
     layout = ["mesh.ici_stage=2", "mesh.ici_fsdp=2", "pipeline.microbatches=2", "train.steps=6"]
     layout += ["pipeline.loss_block_tokens=24", "eval.every=0", "optim.schedule=constant"]
@@ -113,7 +113,7 @@ def test_losses_match_across_layouts(
 
 @pytest.mark.long
 def test_resume_after_kill_is_bitwise_equal(
-    given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
+    given: list[str], uninterrupted: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     process = start("train", *given, f"run.dir={tmp_path}")
     wait_for(process, "step 10/24")
@@ -123,8 +123,8 @@ def test_resume_after_kill_is_bitwise_equal(
     output = run("train", *given, f"run.dir={tmp_path}")
     assert "resuming" in output and "reference log-probabilities" not in output
     assert (tmp_path / "run" / REFERENCE_FILE).read_bytes() == before
-    assert saved_digest(tmp_path / "run") == saved_digest(whole)
-    wanted, found = records(whole), records(tmp_path / "run")
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
+    wanted, found = records(uninterrupted), records(tmp_path / "run")
     timed = ("perf/", "memory/")
     for step, record in wanted.items():
         for tag, value in record.items():
@@ -134,7 +134,7 @@ def test_resume_after_kill_is_bitwise_equal(
 
 @pytest.mark.long
 def test_interrupted_reference_pass_resumes(
-    given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
+    given: list[str], uninterrupted: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     """Ctrl-C keeps finished log-probabilities; the final ones equal those without a stop."""
     folder = tmp_path / "run"
@@ -146,7 +146,7 @@ def test_interrupted_reference_pass_resumes(
     is_explained(output)
     stored, wanted = (
         load_references(folder / REFERENCE_FILE),
-        load_references(whole / REFERENCE_FILE),
+        load_references(uninterrupted / REFERENCE_FILE),
     )
     assert stored and wanted
     known = ~np.isnan(stored.values[""]).any(1)
@@ -161,17 +161,17 @@ def test_interrupted_reference_pass_resumes(
     np.testing.assert_array_equal(again.values[""], wanted.values[""])
 
 
-def copied(whole: Path, folder: Path, step: int) -> Path:
-    found = Path(shutil.copytree(whole, folder / "run"))
+def copied(uninterrupted: Path, folder: Path, step: int) -> Path:
+    found = Path(shutil.copytree(uninterrupted, folder / "run"))
     forget_after(found, step)
     return found
 
 
 @pytest.mark.long
 def test_resume_without_reference_logprobs_is_rejected(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
-    folder = copied(whole, tmp_path, 20)
+    folder = copied(uninterrupted, tmp_path, 20)
     path = folder / REFERENCE_FILE
     kept = path.read_bytes()
     for damage in (lambda: path.unlink(), lambda: path.write_bytes(kept[:-300])):
@@ -188,12 +188,12 @@ def test_resume_without_reference_logprobs_is_rejected(
 
 @pytest.mark.layouts
 def test_references_of_other_weights_are_recomputed(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
     """Before its first checkpoint, a run may start from other weights."""
     keys = [f"run.dir={tmp_path}", "train.steps=1", "eval.batches=0"]
     (tmp_path / "run").mkdir()
-    stored = load_references(whole / REFERENCE_FILE)
+    stored = load_references(uninterrupted / REFERENCE_FILE)
     assert stored is not None
     marked = {name: each + 1 for name, each in stored.values.items()}
     path = tmp_path / "run" / REFERENCE_FILE
@@ -207,22 +207,22 @@ def test_references_of_other_weights_are_recomputed(
 
 @pytest.mark.long
 def test_eval_uses_reference_logprobs_of_run(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
     page = json.loads(
-        run("eval", whole, "--json", "mesh.cpu_devices=1").split("\n{", 1)[-1].join("{ ")
+        run("eval", uninterrupted, "--json", "mesh.cpu_devices=1").split("\n{", 1)[-1].join("{ ")
     )
-    wanted = records(whole)[24]
+    wanted = records(uninterrupted)[24]
     for name in ("loss", "margin", "accuracy"):
         assert page["preference"][name] == pytest.approx(wanted[f"eval/{name}"], rel=20 * SAME)
     assert page["pairs"] == 8
     other = write_records(tmp_path / "other.jsonl", toy(7))
-    output = run("eval", whole, "--data", other, code=2)
+    output = run("eval", uninterrupted, "--data", other, code=2)
     is_explained(output)
     assert "references" in output
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("a text of its own " * 9)
-    assert "nats per byte" in run("eval", whole, "--data", tmp_path / "text")
+    assert "nats per byte" in run("eval", uninterrupted, "--data", tmp_path / "text")
 
 
 @pytest.mark.layouts
@@ -254,17 +254,21 @@ def test_mixture_of_preference_pairs(given: list[str], run: Run, tmp_path: Path)
 @pytest.mark.layouts
 @pytest.mark.multihost
 def test_adapter_training_matches_in_two_processes(
-    whole: Path, given: list[str], run: Run, start: Start, tmp_path: Path
+    uninterrupted: Path, given: list[str], run: Run, start: Start, tmp_path: Path
 ) -> None:
     """The base model is the reference; one run has stages, the other shards over all devices."""
-    base = (f"checkpoint.restore_from={whole}", "checkpoint.restore=weights", "adapter.rank=4")
+    base = (
+        f"checkpoint.restore_from={uninterrupted}",
+        "checkpoint.restore=weights",
+        "adapter.rank=4",
+    )
     keys = (*given, *base, "train.steps=6", f"run.dir={tmp_path}", "eval.every=3")
     run("train", *keys, "run.name=alone")
     split = ("mesh.cpu_devices=2", "mesh.ici_stage=1", "mesh.ici_fsdp=4", "pipeline.microbatches=2")
     split = (*split, "pipeline.schedule=interleaved", "run.name=together")
-    with pair(start, *keys, *split) as processes:
-        said = ends(processes)
-    assert [each.returncode for each in processes] == [0, 0], said
+    with start_pair(start, *keys, *split) as processes:
+        outputs = wait_for_outputs(processes)
+    assert [each.returncode for each in processes] == [0, 0], outputs
     alone, together = (records(tmp_path / name) for name in ("alone", "together"))
     assert alone.keys() == together.keys() and len(alone) == 6
     for step, wanted in alone.items():

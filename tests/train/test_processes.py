@@ -16,12 +16,12 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     losses,
-    pair,
     saved_digest,
     saved_steps,
+    start_pair,
     wait_for,
+    wait_for_outputs,
 )
 
 pytestmark = pytest.mark.multihost
@@ -59,8 +59,8 @@ def together(
 ) -> Path:
     """The run in two processes, with outputs in `0.txt` and `1.txt`. Read-only for tests."""
     folder = tmp_path_factory.mktemp("together")
-    with pair(start, *arguments, *ACROSS["stage"], f"run.dir={folder}") as processes:
-        outputs = ends(processes)
+    with start_pair(start, *arguments, *ACROSS["stage"], f"run.dir={folder}") as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     for rank, output in enumerate(outputs):
         (folder / f"{rank}.txt").write_text(output)
@@ -95,8 +95,8 @@ def test_processes_without_shared_run_folder_fail(
     )  # the processes do not share a run folder
     other = [f"run.dir={tmp_path / 'other'}"]
     every = (*arguments, "mesh.cpu_devices=2", f"run.dir={tmp_path / 'one'}")
-    with pair(start, *every, second=other) as processes:
-        outputs = ends(processes)
+    with start_pair(start, *every, second=other) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [2, 2], outputs
     assert "process 1 on " in outputs[0] and "does not see the folder of process 0" in outputs[0]
 
@@ -106,8 +106,8 @@ def test_fsdp_axis_across_processes_matches_one_process(
     start: Start, arguments: tuple[object, ...], alone: Path, tmp_path: Path
 ):
     every = (*arguments, *ACROSS["fsdp"], f"run.dir={tmp_path}", NO_EVALUATION)
-    with pair(start, *every) as processes:
-        outputs = ends(processes)
+    with start_pair(start, *every) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=SAME)
 
@@ -135,8 +135,8 @@ def test_two_processes_start_from_hugging_face_folder(
     every += ("train.batch_size=4", "train.sequence_length=16", "pipeline.microbatches=2")
     every += ("log.every=1", "eval.every=0", "optim.warmup_steps=0", "runtime.platform=cpu")
     every += ("mesh.cpu_devices=1", "run.name=run", "model.compute_dtype=float32")
-    with pair(start, *every, "mesh.ici_fsdp=2", f"run.dir={tmp_path / 'two'}") as processes:
-        outputs = ends(processes)
+    with start_pair(start, *every, "mesh.ici_fsdp=2", f"run.dir={tmp_path / 'two'}") as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert "with the weights of" in outputs[0]
     run("train", *every, f"run.dir={tmp_path / 'one'}")
@@ -153,18 +153,20 @@ def test_signal_to_one_process_stops_both_at_the_same_step(
     every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", NO_EVALUATION)
     every += ("checkpoint.every=0",)
     for moment, signalled in (("step 3/", 1), ("compiling train step ...", 0)):
-        with pair(start, *every) as processes:
+        with start_pair(start, *every) as processes:
             wait_for(processes[0], moment)
             processes[signalled].send_signal(signal.SIGTERM)
-            outputs = ends(processes)
+            outputs = wait_for_outputs(processes)
         assert [process.returncode for process in processes] == [75, 75], outputs
         step = saved_steps(tmp_path / "run")[-1]
         assert step < STEPS
-        told = f"stopped after step {step} of {STEPS}" if moment == "step 3/" else "stop requested"
+        message = (
+            f"stopped after step {step} of {STEPS}" if moment == "step 3/" else "stop requested"
+        )
         for output in outputs:
-            assert told in output and "Traceback" not in output
-    with pair(start, *every) as processes:
-        outputs = ends(processes)
+            assert message in output and "Traceback" not in output
+    with start_pair(start, *every) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert losses(tmp_path / "run") == losses(together)
     assert saved_digest(tmp_path / "run") == saved_digest(together)
@@ -178,8 +180,8 @@ def test_failure_of_one_process_stops_both(
     """Neither process waits longer than the heartbeat timeout."""
     every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT, NO_EVALUATION)
     begin = time.monotonic()
-    with pair(start, *every, second=["data.path=/nowhere"]) as processes:
-        outputs = ends(processes)
+    with start_pair(start, *every, second=["data.path=/nowhere"]) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [2, 2], outputs
     for output in outputs:
         assert "data.path = /nowhere" in output and "Traceback" not in output
@@ -193,16 +195,16 @@ def test_kill_of_one_process_stops_the_other_and_run_resumes(
     start: Start, arguments: tuple[object, ...], together: Path, tmp_path: Path
 ):
     every = (*arguments, *ACROSS["stage"], f"run.dir={tmp_path}", HEARTBEAT, NO_EVALUATION)
-    with pair(start, *every) as processes:
+    with start_pair(start, *every) as processes:
         wait_for(processes[0], "step 7/")
         processes[1].kill()
         begin = time.monotonic()
-        outputs = ends(processes)
+        outputs = wait_for_outputs(processes)
         assert time.monotonic() - begin < 60
     assert processes[0].returncode == 71, outputs
     assert re.search(r"^process 1 \(.*\) disconnected$", outputs[0], re.M)
-    with pair(start, *every) as processes:
-        outputs = ends(processes)
+    with start_pair(start, *every) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert losses(tmp_path / "run") == losses(together)
     assert saved_digest(tmp_path / "run") == saved_digest(together)

@@ -39,21 +39,21 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines}
 
 
-def go(tiny: Path, folder: Path, *overrides: str) -> dict[int, dict[str, Any]]:
+def train_run(tiny: Path, folder: Path, *overrides: str) -> dict[int, dict[str, Any]]:
     quick = "log.every=1", "log.tensorboard=false", "eval.batches=0", f"run.dir={folder}"
     train(load([str(tiny), *quick, *overrides]))
     return recorded(folder / "run")
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    go(tiny, folder, *STAGED, RAMP)
+def uninterrupted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train_run(tiny, folder, *STAGED, RAMP)
     return folder / "run"
 
 
-def test_batch_sizes_and_tokens_follow_batch_ramp(whole: Path) -> None:
-    found = recorded(whole)
+def test_batch_sizes_and_tokens_follow_batch_ramp(uninterrupted: Path) -> None:
+    found = recorded(uninterrupted)
     assert list(found) == list(range(1, STEPS + 1))
     assert [each["train/batch_size"] for each in found.values()] == ROWS
     assert [each["train/tokens"] for each in found.values()] == list(np.cumsum(ROWS) * ROW)
@@ -64,8 +64,8 @@ def test_batch_sizes_and_tokens_follow_batch_ramp(whole: Path) -> None:
 
 
 @pytest.mark.layouts
-def test_losses_match_across_layouts(tiny: Path, whole: Path, tmp_path: Path) -> None:
-    other, staged = go(tiny, tmp_path, *OTHER, RAMP), recorded(whole)
+def test_losses_match_across_layouts(tiny: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    other, staged = train_run(tiny, tmp_path, *OTHER, RAMP), recorded(uninterrupted)
     for step, each in other.items():
         assert each["train/loss"] == pytest.approx(staged[step]["train/loss"], rel=1e-5)
         assert each["train/tokens"] == staged[step]["train/tokens"]
@@ -73,7 +73,7 @@ def test_losses_match_across_layouts(tiny: Path, whole: Path, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_resume_within_batch_ramp_is_bitwise_equal(
-    tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run crashes at a stage boundary, within a stage, and after the ramp."""
     real = Loader.batch
@@ -86,13 +86,13 @@ def test_resume_within_batch_ramp_is_bitwise_equal(
 
         monkeypatch.setattr(Loader, "batch", batch)
         with pytest.raises(Stop):
-            go(tiny, tmp_path, *STAGED, RAMP)
+            train_run(tiny, tmp_path, *STAGED, RAMP)
     monkeypatch.setattr(Loader, "batch", real)
-    found, wanted = go(tiny, tmp_path, *STAGED, RAMP), recorded(whole)
+    found, wanted = train_run(tiny, tmp_path, *STAGED, RAMP), recorded(uninterrupted)
     for step, each in found.items():
         for tag in ("train/loss", "train/tokens", "train/batch_size"):
             assert each[tag] == wanted[step][tag]
-    assert saved_digest(tmp_path / "run") == saved_digest(whole)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.long
@@ -105,7 +105,7 @@ def test_resume_within_batch_ramp_under_another_layout(
     step: int,
     begin: tuple[object, ...],
     tiny: Path,
-    whole: Path,
+    uninterrupted: Path,
     start: Start,
     run: Run,
     tmp_path: Path,
@@ -117,7 +117,7 @@ def test_resume_within_batch_ramp_under_another_layout(
         process.kill()
     assert process.returncode == -signal.SIGKILL
     run(*begin, *every, "mesh.ici_stage=2", "mesh.ici_fsdp=2")
-    found, wanted = recorded(tmp_path / "run"), recorded(whole)
+    found, wanted = recorded(tmp_path / "run"), recorded(uninterrupted)
     assert list(found) == list(wanted)
     for number, each in found.items():
         assert each["train/loss"] == pytest.approx(wanted[number]["train/loss"], rel=SAME)
@@ -128,12 +128,12 @@ def test_resume_within_batch_ramp_under_another_layout(
 @pytest.mark.long
 def test_resume_allows_changes_to_future_ramp_stages_only(tiny: Path, tmp_path: Path) -> None:
     """The batch size of a run changes by a ramp whose first stage is the past batch size."""
-    go(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
+    train_run(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
     longer = *OTHER, "train.steps=12", "optim.schedule=constant", "train.batch_size=16"
     for ramp in ("[]", "[{batch_size: 8, steps: 7}]", "[{batch_size: 4, steps: 8}]"):
         with pytest.raises(ConfigError, match="train.batch_size"):
-            go(tiny, tmp_path, *longer, f"train.batch_ramp={ramp}")
-    found = go(tiny, tmp_path, *longer, "train.batch_ramp=[{batch_size: 8, steps: 8}]")
+            train_run(tiny, tmp_path, *longer, f"train.batch_ramp={ramp}")
+    found = train_run(tiny, tmp_path, *longer, "train.batch_ramp=[{batch_size: 8, steps: 8}]")
     assert [found[step]["train/tokens"] for step in (8, 9, 12)] == [1024, 1280, 2048]
 
 
@@ -145,9 +145,9 @@ def test_plan_prints_batch_ramp_stages(tiny: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.long
-def test_eval_on_fewer_devices_ignores_batch_ramp(whole: Path, run: Run) -> None:
+def test_eval_on_fewer_devices_ignores_batch_ramp(uninterrupted: Path, run: Run) -> None:
     """On fewer devices, a microbatch has more sequences than the smallest batch of the ramp."""
-    shown = run("eval", whole, "mesh.cpu_devices=2")
+    shown = run("eval", uninterrupted, "mesh.cpu_devices=2")
     assert "evaluating with fsdp 2" in shown and "bits per byte" in shown
 
 

@@ -23,7 +23,7 @@ ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false")
 ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
-TOLD = ("start", "checkpoint", "checkpoint_failed", "checkpoint_skipped", "done")
+EVENTS = ("start", "checkpoint", "checkpoint_failed", "checkpoint_skipped", "done")
 
 
 def names(folder: Path) -> set[str]:
@@ -31,17 +31,17 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a completed run. Read-only for tests."""
-    folder = tmp_path_factory.mktemp("unbroken")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *ARGUMENTS)
     return folder / "run"
 
 
 @pytest.fixture
-def copy(unbroken: Path, tmp_path: Path) -> Path:
+def copy(uninterrupted: Path, tmp_path: Path) -> Path:
     """A copy without its last checkpoint, so a resumed run trains the last four steps."""
-    run_dir = Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
+    run_dir = Path(shutil.copytree(uninterrupted, tmp_path / "copied" / "run"))
     shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
     return run_dir
 
@@ -57,16 +57,16 @@ def flip_a_bit(step: Path) -> str:
 
 
 @pytest.mark.fault("F11", "F12")
-def test_resume_skips_damaged_checkpoint(copy: Path, unbroken: Path, tiny: Path, run: Run):
+def test_resume_skips_damaged_checkpoint(copy: Path, uninterrupted: Path, tiny: Path, run: Run):
     name = flip_a_bit(copy / "checkpoints" / "12")
     output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS)
     step = copy / "checkpoints" / "12"
     reason = f"{name} differs from the saved content"
     assert f"warning: {step} is skipped, renamed 12.corrupt: {reason}" in output
     assert f"resuming {copy} after step 8" in output
-    assert ("checkpoint_skipped", 12) in events(copy, *TOLD)
+    assert ("checkpoint_skipped", 12) in events(copy, *EVENTS)
     assert names(copy) == {"4", "8", "12", "12.corrupt", "16"}
-    assert saved_digest(copy) == saved_digest(unbroken)
+    assert saved_digest(copy) == saved_digest(uninterrupted)
 
 
 @pytest.mark.long
@@ -104,7 +104,7 @@ def test_run_without_intact_checkpoint_does_not_start_from_scratch(
 @pytest.mark.long
 @pytest.mark.fault("F15", "F2")
 def test_second_run_is_rejected_and_kill_during_save_loses_one_save(
-    copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+    copy: Path, uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     """The first run is suspended, then killed, while its unfinished save has array files.
 
@@ -140,7 +140,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
     assert "lock.json was left by run run on host" in output and "is dead" in output
     assert f"resuming {copy} after step 12" in output
     assert names(copy) == {"4", "8", "12", "16"}
-    assert saved_digest(copy) == saved_digest(unbroken)
+    assert saved_digest(copy) == saved_digest(uninterrupted)
     assert not (copy / "lock.json").exists()
 
 
@@ -214,7 +214,7 @@ def test_run_starts_from_checkpoint_without_manifest(run: Run, tmp_path: Path):
 @pytest.mark.long
 @pytest.mark.fault("F5", "F6")
 def test_training_continues_through_temporarily_full_disk(
-    copy: Path, unbroken: Path, tiny: Path, start: Start
+    copy: Path, uninterrupted: Path, tiny: Path, start: Start
 ):
     resource = pytest.importorskip("resource")
     if not hasattr(resource, "prlimit"):
@@ -227,7 +227,7 @@ def test_training_continues_through_temporarily_full_disk(
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (-1, -1))
         output, _ = process.communicate()
     assert process.returncode == 0, output
-    failed = [step for event, step in events(copy, *TOLD) if event == "checkpoint_failed"]
+    failed = [step for event, step in events(copy, *EVENTS) if event == "checkpoint_failed"]
     assert failed and set(failed) < set(range(9, STEPS + 1))
-    assert events(copy, *TOLD)[-1] == ("done", STEPS)
-    assert saved_digest(copy) == saved_digest(unbroken)
+    assert events(copy, *EVENTS)[-1] == ("done", STEPS)
+    assert saved_digest(copy) == saved_digest(uninterrupted)

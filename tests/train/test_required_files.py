@@ -16,25 +16,25 @@ BASE = ["tiny", "train.steps=1"]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_bundled_sft_configs_report_missing_base_model_and_data(name: str, here: Path):
+def test_bundled_sft_configs_report_missing_base_model_and_data(name: str, working_dir: Path):
     found = missing_files(load([name], to_train=True))
     assert [each.where.rpartition(": ")[2] for each in found] == [
         "checkpoint.restore_from",
         "data.path",
     ]
     assert (
-        f"{here}/base does not exist. tokenizer.path=base is also read from that folder"
+        f"{working_dir}/base does not exist. tokenizer.path=base is also read from that folder"
         in found[0].rule
     )
     assert "hf download NAME --local-dir base" in found[0].action
-    (here / "base").mkdir()
-    (here / "chats.jsonl").touch()
+    (working_dir / "base").mkdir()
+    (working_dir / "chats.jsonl").touch()
     assert not missing_files(load([name], to_train=True))
 
 
@@ -57,7 +57,7 @@ def test_missing_files_are_reported_before_device_count(capsys: pytest.CaptureFi
     assert "Run on 64 accelerators, or set mesh.cpu_devices=64" in err
 
 
-def test_every_file_key_is_checked(here: Path):
+def test_every_file_key_is_checked(working_dir: Path):
     keys = {
         "data.source=text data.path=docs/*.txt": "data.path",
         "data.validation.b.source=jsonl data.validation.b.path=no.jsonl": "data.validation.b.path",
@@ -69,13 +69,13 @@ def test_every_file_key_is_checked(here: Path):
         found = missing_files(load([*BASE, *given.split()]))
         assert [each.where for each in found] == [f"command line: {key}"]
     for name in ("docs/a.txt", "no.jsonl", "t.json", "sums.jsonl", "p.txt"):
-        (here / name).parent.mkdir(exist_ok=True)
-        (here / name).touch()
+        (working_dir / name).parent.mkdir(exist_ok=True)
+        (working_dir / name).touch()
     assert not missing_files(load([*BASE, *" ".join(keys).split()]))
 
 
-def test_resumed_run_does_not_need_restore_source(here: Path):
-    (here / "runs/tiny/checkpoints/3").mkdir(parents=True)
+def test_resumed_run_does_not_need_restore_source(working_dir: Path):
+    (working_dir / "runs/tiny/checkpoints/3").mkdir(parents=True)
     assert not missing_files(load([*BASE, "checkpoint.restore_from=hf:gone"]))
 
 

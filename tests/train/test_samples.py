@@ -18,9 +18,9 @@ SAMPLED = (
 
 
 @pytest.fixture
-def copy(unbroken: Path, tmp_path: Path) -> Path:
-    """A writable copy of the unbroken run; `run.dir` is its parent."""
-    return Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
+def copy(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A writable copy of the uninterrupted run; `run.dir` is its parent."""
+    return Path(shutil.copytree(uninterrupted, tmp_path / "copied" / "run"))
 
 
 def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -34,12 +34,14 @@ def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 @pytest.mark.long
 @pytest.mark.fault("D3", "D4")
 def test_sampling_does_not_change_training(
-    copy: Path, unbroken: Path, tiny: Path, run: Run
+    copy: Path, uninterrupted: Path, tiny: Path, run: Run
 ) -> None:
     """State and losses equal those without sampling; samples equal `generate` on one device."""
     forget_after(copy, 20)
     output = run("train", tiny, f"run.dir={copy.parent}", *SAMPLED)
-    assert losses(copy) == losses(unbroken) and saved_digest(copy) == saved_digest(unbroken)
+    assert losses(copy) == losses(uninterrupted) and saved_digest(copy) == saved_digest(
+        uninterrupted
+    )
     found = samples(copy)
     assert [*found] == [22, 24]
     for each in found[24]:

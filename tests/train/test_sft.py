@@ -29,7 +29,7 @@ LAYOUTS = [
 ]
 
 
-def answers(step: int) -> dict[str, Any]:
+def uneven_batch(step: int) -> dict[str, Any]:
     """Return a batch in which most sequences have few or no trained tokens, and some have many.
 
     The first microbatches and some devices have no trained tokens; the third step has none at all.
@@ -47,7 +47,7 @@ def trained(case: Case) -> tuple[Steps, list[dict[str, Any]]]:
     steps = steps_of(case, ROWS)
     state, run, found = steps.init(), steps.compile_train(), []
     for step in range(4):
-        batch = jax.device_put(answers(step), steps.batch_sharding)
+        batch = jax.device_put(uneven_batch(step), steps.batch_sharding)
         state, metrics = run(state, batch)
         found.append({tag: float(value) for tag, value in metrics.items()})
     return steps, found
@@ -77,7 +77,7 @@ def test_batch_without_trained_tokens_has_zero_loss() -> None:
 def test_loss_is_mean_over_all_trained_tokens(step: int) -> None:
     """Tokens have equal weight in every sequence, microbatch and device."""
     case = Case(2, 2, 4, layers=4, fsdp=2, tensor=2)
-    steps, batch = steps_of(case, ROWS), answers(step)
+    steps, batch = steps_of(case, ROWS), uneven_batch(step)
     counts = batch["loss_mask"].sum(1)
     assert 0 in counts and counts.max() > 4 * np.median(counts)
     parts = steps.param_layout

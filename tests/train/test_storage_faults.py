@@ -19,7 +19,7 @@ import pytest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.errors import MaxpipeError
 from tests.train.conftest import ROOT
-from tests.train.runs import Run, Start, ends, preloaded, saved_digest
+from tests.train.runs import Run, Start, saved_digest, shim_environment, wait_for_outputs
 
 pytestmark = pytest.mark.faults
 
@@ -49,7 +49,7 @@ print(os.pread(file, 100, 0))
     def printed(name: str) -> str:
         return subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / name)],
-            env=os.environ | preloaded(shim, root, log, f"write {action} 2 1 3 /file"),
+            env=os.environ | shim_environment(shim, root, log, f"write {action} 2 1 3 /file"),
             capture_output=True,
             text=True,
             check=True,
@@ -77,7 +77,7 @@ def test_random_faults_during_save_restore_and_prune(shard: int, shim: Path, tmp
     (root := tmp_path / "root").mkdir()
     found = subprocess.run(
         [sys.executable, DRIVER, root, str(shard * FAULTS_EACH), str(FAULTS_EACH)],
-        env=os.environ | environment | preloaded(shim, root, log),
+        env=os.environ | environment | shim_environment(shim, root, log),
         capture_output=True,
         text=True,
         timeout=900,
@@ -96,9 +96,9 @@ def test_random_faults_during_save_restore_and_prune(shard: int, shim: Path, tmp
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a completed run. Read-only for tests."""
-    folder = tmp_path_factory.mktemp("unbroken")
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *SMALL)
     return folder / "run"
 
@@ -129,7 +129,7 @@ def test_train_command_on_failing_storage(
     plan: str,
     resumes: bool,
     shim: Path,
-    unbroken: Path,
+    uninterrupted: Path,
     tiny: Path,
     start: Start,
     run: Run,
@@ -139,25 +139,25 @@ def test_train_command_on_failing_storage(
     (root := tmp_path / "root").mkdir()
     run_dir, log = root / "run", tmp_path / "log"
     if resumes:
-        shutil.copytree(unbroken, run_dir)
+        shutil.copytree(uninterrupted, run_dir)
         for step in (20, 24):
             shutil.rmtree(run_dir / "checkpoints" / str(step))
     good = {path.name: digest_of(path) for path in run_dir.glob("checkpoints/*")}
     every = ("train", tiny, f"run.dir={root}", *SMALL)
     with monkeypatch.context() as patch:
-        for name, value in preloaded(shim, root, log, plan).items():
+        for name, value in shim_environment(shim, root, log, plan).items():
             patch.setenv(name, value)
         process = start(*every)
-        (output,) = ends([process])
+        (output,) = wait_for_outputs([process])
     assert process.returncode in (0, 74) and "Traceback" not in output, output
     if process.returncode == 0:
-        assert saved_digest(run_dir) == saved_digest(unbroken)
+        assert saved_digest(run_dir) == saved_digest(uninterrupted)
     else:
         assert len(last_lines(output).splitlines()) == 3 and "\n  " in last_lines(output), output
     for path in run_dir.glob("checkpoints/*.corrupt*"):
         assert good.get(path.name.partition(".")[0]) is None, f"{path}\n{output}"
     run(*every)
-    assert saved_digest(run_dir) == saved_digest(unbroken)
+    assert saved_digest(run_dir) == saved_digest(uninterrupted)
 
 
 def digest_of(path: Path) -> str | None:
@@ -174,19 +174,19 @@ def test_checkpoint_commands_on_failing_storage(
     command: str,
     plan: str,
     shim: Path,
-    unbroken: Path,
+    uninterrupted: Path,
     start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
     """A storage error is not reported as damage, and no checkpoint is deleted because of it."""
-    run_dir = Path(shutil.copytree(unbroken, tmp_path / "root" / "run"))
+    run_dir = Path(shutil.copytree(uninterrupted, tmp_path / "root" / "run"))
     before = {path.name for path in (run_dir / "checkpoints").iterdir()}
-    for name, value in preloaded(shim, tmp_path / "root", tmp_path / "log", plan).items():
+    for name, value in shim_environment(shim, tmp_path / "root", tmp_path / "log", plan).items():
         monkeypatch.setenv(name, value)
     keep = ("--keep", "6") if command == "prune" else ()
     process = start("checkpoints", command, run_dir, *keep)
-    (output,) = ends([process])
+    (output,) = wait_for_outputs([process])
     assert (tmp_path / "log").read_text(), "the fault never happened"
     assert process.returncode in (0, 74) and "Traceback" not in output, output
     assert "damaged" not in output
@@ -200,9 +200,9 @@ def test_checkpoint_commands_on_failing_storage(
 
 @pytest.mark.fault("L5")
 def test_resume_after_ctrl_c_at_random_steps_is_bitwise_equal(
-    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+    uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """Interrupt and restart ten times; the result equals that of the unbroken run."""
+    """Interrupt and restart ten times; the result equals that of the uninterrupted run."""
     chance, stopped = random.Random(5), 0
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL, "log.every=1")
     for attempt in range(10):
@@ -210,13 +210,13 @@ def test_resume_after_ctrl_c_at_random_steps_is_bitwise_equal(
             seen = read_until(process, lambda line, at=2 * attempt + 2: step_of(line) >= at)
             time.sleep(chance.uniform(0, 0.05))
             process.send_signal(signal.SIGINT)
-            (output,) = ends([process])
+            (output,) = wait_for_outputs([process])
         assert process.returncode in (0, 130), seen + output
         assert "Traceback" not in output
         stopped += process.returncode == 130
     assert stopped > 0
     run(*every)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 def step_of(line: str) -> int:

@@ -43,12 +43,12 @@ def evaluations(folder: Path) -> dict[int, dict[str, float]]:
 
 @pytest.mark.long
 def test_each_validation_set_has_its_own_metrics(
-    tiny: Path, unbroken: Path, sets: list[str], run: Run, tmp_path: Path
+    tiny: Path, uninterrupted: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
     keys = [*sets, "eval.batches=100"]
     output = run("train", tiny, f"run.dir={tmp_path}", *keys)
     assert "validation on digits after step 24" in output
-    found, without = evaluations(tmp_path / "run"), evaluations(unbroken)
+    found, without = evaluations(tmp_path / "run"), evaluations(uninterrupted)
     assert list(found) == list(without) == [12, 24]
     names = ("loss", "nats_per_byte")
     expected = {f"eval/{of}{name}" for of in ("", "digits/", "words/") for name in names}
