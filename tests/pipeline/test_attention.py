@@ -71,7 +71,3 @@ def test_config_matrix_sample(number: int) -> None:
     """Each case uses a different model family."""
     case, family = matrix()[number], FAMILIES_IN_MATRIX[number % len(FAMILIES_IN_MATRIX)]
     check_gradients(replace(case, **family, attention="blockwise"))
-
-
-def test_saved_attention_activations_do_not_depend_on_remat() -> None:
-    """Saved names store the attention output once and one value for each query and head."""

@@ -296,7 +296,7 @@ def test_run_stops_after_max_rollbacks(trainer: FaultyTrainer) -> None:
     with pytest.raises(DivergenceError) as caught:
         trainer.train(*BACK, "guard.max_rollbacks=2")
     is_explained(caught.value)
-    facts = ["rollback 3", "guard.max_rollbacks allows 2"]
+    facts = ["rollback number 3", "guard.max_rollbacks allows 2"]
     assert_error(caught.value, trainer.folder, names=facts, suggests="guard.max_rollbacks=5")
     assert [each["to"] for each in ledger(trainer.folder, "rollback")] == [4, 4]
     batches = [each["batch"] for each in ledger(trainer.folder, "bad_step")]
@@ -398,7 +398,7 @@ def test_two_processes_roll_back_and_stop_at_same_step(
     assert [process.returncode for process in processes] == [2, 2], outputs
     for output in outputs:
         assert "Traceback" not in output
-        assert "requires roll back 2; guard.max_rollbacks allows 1" in output
+        assert "requires rollback number 2; guard.max_rollbacks allows 1" in output
     assert len({output.splitlines()[-3] for output in outputs}) == 1
     (back,) = ledger(tmp_path / "run", "rollback")
     bad = ledger(tmp_path / "run", "bad_step")
