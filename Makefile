@@ -27,7 +27,7 @@ quickstart: $(BASE)  ## install, then train a small model on this machine
 test: $(DEV)  ## run all tests but those of the targets below (ten minutes)
 	@$(BIN)/python -m pytest -m "not slow and $(NO_LIST)" $(PYTEST_ARGS)
 
-test-fast: $(DEV)  ## run only tests that take less than 0.1 s
+test-fast: $(DEV)  ## run only tests that take less than 0.05 s (under a minute)
 	@$(BIN)/python -m pytest -m "not slow and not medium and not multihost and $(NO_LIST)" $(PYTEST_ARGS)
 
 test-slow: $(DEV)  ## tests that take 2 seconds or more (a quarter of an hour)

@@ -1,4 +1,4 @@
-"""A bucket on 127.0.0.1: what gcsfs and tensorstore use of Google Cloud Storage's JSON API."""
+"""A fake bucket on 127.0.0.1: the part of the GCS JSON API that gcsfs and tensorstore use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOVE = re.compile(r"/storage/v1/b/[^/]+/o/([^/]+)/moveTo/o/([^/]+)")
 
 @dataclass
 class Bucket:
-    """Its objects, each with its generation and time. `refused` methods are answered with 403."""
+    """Objects, each with its generation and time. HTTP methods in `refused` return status 403."""
 
     url: str = ""
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class Bucket:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # a reply in one piece
+    wbufsize = 1 << 16  # send each reply in one write
     bucket: Bucket
 
     def log_message(self, format: str, *args: Any) -> None:
@@ -143,7 +143,9 @@ class _Handler(BaseHTTPRequestHandler):
             _, facts, content, _ = re.split(rb"\r?\n?--" + re.escape(mark), body)
             name = json.loads(re.split(rb"\r?\n\r?\n", facts, maxsplit=1)[1])["name"]
             body = re.split(rb"\r?\n\r?\n", content, maxsplit=1)[1]
-        assert not self.headers.get("Content-Range", "").endswith("/*"), "files here are small"
+        assert not self.headers.get("Content-Range", "").endswith("/*"), (
+            "only small files are supported"
+        )
         generation = str(self.bucket.generation_of(name))
         if query.get("ifGenerationMatch", generation) != generation:
             return self._reply(412, {"error": {"code": 412, "message": "conditionNotMet"}})
@@ -161,13 +163,13 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exception(), ConnectionError):  # gcsfs drops what it needs no more
+        if not isinstance(sys.exception(), ConnectionError):  # gcsfs closes idle connections
             super().handle_error(request, client_address)
 
 
 @contextmanager
 def served() -> Iterator[Bucket]:
-    """The bucket, under whatever name it is asked for."""
+    """Serve a bucket, which accepts any bucket name."""
     bucket = Bucket()
     handler = type("Handler", (_Handler,), {"bucket": bucket})
     with _Server(("127.0.0.1", 0), handler) as server:
@@ -182,12 +184,12 @@ def served() -> Iterator[Bucket]:
 
 
 def variables(bucket: Bucket) -> dict[str, str]:
-    """Environment in which `gs://` leads to the bucket."""
+    """Return the environment variables that redirect `gs://` to the bucket."""
     return {
         "STORAGE_EMULATOR_HOST": bucket.url,
         "TENSORSTORE_GCS_HTTP_URL": bucket.url,
         "FSSPEC_GCS_TOKEN": "anon",
         "NO_GCE_CHECK": "true",
         "GCE_METADATA_ROOT": "127.0.0.1:1",
-        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asked for by gRPC
+        "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # queried with gRPC
     }

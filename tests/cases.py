@@ -26,7 +26,7 @@ from maxpipe.pipeline.objective import CrossEntropy, Objective
 from maxpipe.step.build import build_steps
 from maxpipe.step.step import Steps
 
-TOLERANCE = 1e-5  # float32; of a gradient leaf's largest entry, relative for losses
+TOLERANCE = 1e-5  # float32; relative to the largest entry of a gradient leaf, or to the loss
 MODEL = ModelConfig(
     num_layers=5,
     d_model=16,
@@ -42,7 +42,7 @@ TOKENS = 8
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the model. `group` 0 is the schedule's own."""
+    """One configuration of the model. If `group` is 0, the schedule's default is used."""
 
     stages: int = 1
     repeats: int = 1
@@ -55,7 +55,7 @@ class Case:
     context: int = 1
     expert: int = 1
     attends: str = "auto"
-    """Over the context axis."""
+    """Attention over the context axis: `mesh.context_attention`."""
     shard_mode: str = "auto"
     gather: str = "iteration"
     remat: str = "full"
@@ -68,45 +68,45 @@ class Case:
     dropout: float = 0.0
     tied: bool = False
     ahead: int = 0
-    """Heads that predict tokens further ahead."""
+    """Number of multi-token prediction heads: `model.mtp_heads`."""
     form: str = "projection"
-    """What they are."""
+    """Type of these heads: `model.mtp_kind`."""
     own: Any = None
-    """Keys of a family other than Llama: its section."""
+    """Config section of a model family other than Llama."""
     epsilon: float = MODEL.norm_epsilon
-    """Of norms. Where what they norm may be nearly 0 it bounds their slope, and so rounding."""
+    """Epsilon of the norms. For inputs near 0, it bounds the slope and thus the rounding errors."""
     dtype: str = "float32"
     stored: str = "float32"
-    """Type of parameters."""
+    """Data type of the parameters."""
     attention: str = "xla"
     frozen: tuple[str, ...] = ()
     """Patterns of `model.frozen`."""
     adapter: AdapterConfig | None = None
     length: int = 0
-    """T. 0: one that divides over context."""
+    """Sequence length T. If 0, a length that is divisible by the context axis is used."""
     width: int = 0
-    """D. 0: one that divides over the axes that split it."""
+    """Model width D. If 0, a width that is divisible by the axes that shard it is used."""
     across: tuple[str, ...] = ()
-    """Axes whose devices are in several slices."""
+    """Mesh axes that span several slices."""
     alike: int = 0
-    """Size of every dim of model and batch, so that nothing can be told by its shape."""
+    """Size of all model and batch dimensions, so that no array can be identified by its shape."""
     split: Literal["", "sequence", "ring"] = ""
-    """How tokens between matmuls are split over tensor: `mesh.sequence_parallel`, and in rings
-    `mesh.collective_matmul`."""
+    """How tokens between matmuls are sharded over the tensor axis: `mesh.sequence_parallel`; for
+    "ring", also `mesh.collective_matmul`."""
     low: tuple[str, str, str] = ("default", "channel", "default")
-    """`model.matmul`, its scales, and what gradients of weights multiply."""
+    """`model.matmul`, `model.matmul_scales` and `model.matmul_weight_gradients`."""
     low_parts: str = "all"
     """`model.matmul_parts`."""
     loss_block: int = -1
-    """Tokens whose logits are in memory at once."""
+    """Number of tokens per block of the loss: `pipeline.loss_block_tokens`."""
     sources: int = 0
-    """Sources of a mixture; one of them has no row, and one row has no source."""
+    """Number of mixture sources. One source has no sequence, and one sequence has no source."""
     by_three: bool = False
-    """Sizes that 3 divides and 2 does not, but for the heads."""
+    """If true, all sizes except the number of heads are divisible by 3 and not by 2."""
 
     @property
     def tokens(self) -> int:
-        """T."""
+        """Sequence length T."""
         pieces, tokens = 2 * self.context, TOKENS
         if self.split:
             pieces = math.lcm(pieces, self.context * self.tensor)
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def mesh(self) -> MeshConfig:
-        """The mesh of this case."""
+        """Mesh config of this case."""
         sizes: dict[str, Any] = {a: getattr(self, a) for a in MESH_AXES if a != "stage"}
         sizes["stage"] = self.stages
         links = {axis: "dcn" if axis in self.across else "ici" for axis in sizes}
@@ -130,12 +130,12 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Rows of a step."""
+        """Number of sequences per step."""
         return (self.alike or 2) * self.microbatches * self.fsdp * self.data * self.expert
 
     @property
     def model(self) -> ModelConfig:
-        """The small model, as this case has it."""
+        """Model config of this case."""
         config = replace(
             MODEL,
             num_layers=self.layers,
@@ -179,9 +179,9 @@ class Case:
 
 
 def with_layer_norms(model: Model, **changes: Any) -> Model:
-    """The model with other norms in all branches and in front of the head, and changed ends.
+    """Return the model with layer norms in all branches and before the head, and changed ends.
 
-    No two are alike: a bias in front of each part and of the head, none behind parts.
+    Norms before each part and before the head have a bias; norms after a part have none.
     """
     width = model.ends.norm.params["scale"].shape[0]
     before = LayerNorm(width, 0.1)
@@ -199,7 +199,7 @@ def with_layer_norms(model: Model, **changes: Any) -> Model:
 
 
 def with_attention(model: Model, part: Part) -> Model:
-    """The model with another attention in all layers."""
+    """Return the model with `part` as attention in all layers."""
 
     def changed(branch: Branch) -> Branch:
         return replace(branch, part=part) if branch.name == "attention" else branch
@@ -253,18 +253,18 @@ def steps_of(
 
 
 def with_rare(cases: Sequence[Any], rare: Sequence[Any]) -> list[Any]:
-    """Parameters of a test, of which the rare ones run with the whole matrix only."""
+    """Return test parameters of which the rare ones run only in the full matrix."""
     return [*cases, *(pytest.param(case, marks=pytest.mark.matrix) for case in rare)]
 
 
 def thinned(cases: Iterable[Any], every: int) -> list[Any]:
-    """Parameters of a test, of which each `every`-th runs by default, the others as `layouts`."""
+    """Return test parameters: every `every`-th runs by default, and the others are `layouts`."""
     listed = list(cases)
     return keeping(listed, *range(0, len(listed), every))
 
 
 def keeping(cases: Iterable[Any], *places: int) -> list[Any]:
-    """The same where those at these places run by default: the cheapest that combine much."""
+    """Return test parameters: cases at these indices run by default, the others are `layouts`."""
 
     def rare(case: Any) -> Any:
         values = case if isinstance(case, tuple) else (case,)
@@ -279,7 +279,7 @@ _ORDINARY = Case()
 
 
 def batch_of(rows: int, step: int = 0, case: Case = _ORDINARY) -> dict[str, np.ndarray]:
-    """Random tokens; every row holds two documents that meet at another place."""
+    """Return random tokens: each sequence holds two documents, split at a random position."""
     random, tokens = np.random.default_rng(step), case.tokens
     ids = random.integers(0, case.model.vocab_size, (rows, tokens + 1), np.int32)
     cut = random.integers(1, tokens, (rows, 1))
@@ -301,7 +301,7 @@ def batch_of(rows: int, step: int = 0, case: Case = _ORDINARY) -> dict[str, np.n
 
 
 def buffer_bytes(steps: Steps) -> dict[str, int]:
-    """What the loop over ticks carries, by its name."""
+    """Return the size in bytes of each buffer that the loop over ticks carries."""
     return {
         name: sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
         for name, leaves in steps.buffer_shapes().items()

@@ -1,8 +1,8 @@
-"""Test set-up: eight virtual CPU devices, golden files.
+"""Test set-up: eight virtual CPU devices and golden files.
 
-jax is configured the moment a test module, or code under test, first imports
-it: early enough for every backend use, and free for tests that never do. No
-environment variable stays set, so a subprocess of a test starts like a user's.
+jax is configured when a test module or the tested code first imports it: early enough for all uses
+of a backend, and at no cost for tests that do not import jax. No environment variable stays set, so
+a subprocess of a test starts with the environment of a user.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import gc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -25,16 +23,17 @@ import hypothesis
 import jaxtyping
 import pytest
 
-import tests.signatures  # noqa: F401  what the import hook below calls
+import tests.signatures
+import tests.times
 from tests.bucket import Bucket, served, variables
 from tests.fork_server import ForkServer, running_servers
 
-# A shell starts jobs in the background with SIGINT ignored; tests of Ctrl-C would wait for ever.
+# A shell starts background jobs with SIGINT ignored; tests of Ctrl-C would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NUM_DEVICES = 8
-# Where calls are held against the shapes and types of their signatures.
+# Modules whose calls are checked against the shapes and types in their signatures.
 CHECKED = (
     "maxpipe.nn.attention",
     "maxpipe.nn.decoder",
@@ -46,39 +45,35 @@ CHECKED = (
     "maxpipe.step.step",
 )
 GOLDEN = Path(__file__).parent / "golden"
-TIMES = Path(__file__).parent / "times.json"
-"""Times of the tests of one run on two cores. `make test-times` updates them."""
-SLOW_SECONDS, MEDIUM_SECONDS = 2.0, 0.1
-"""Tests that take longer are in `make test-slow`, and not in `make test-fast`, respectively."""
-ENGINE = ("tests/nn/", "tests/parallel/", "tests/pipeline/", "tests/schedule/", "tests/step/")
-"""Folders in which the fastest case of each test function is never slow."""
 
-# On a busy machine any example may take long, once.
+# On a busy machine, any single example may be slow.
 hypothesis.settings.register_profile("busy", deadline=None)
 hypothesis.settings.load_profile("busy")
 
-# Tracing makes many short-lived objects, and programs stay: collecting this rarely saves a tenth.
+# Tracing creates many short-lived objects, and compiled programs stay in memory: less frequent
+# garbage collection saves about 10% of the time.
 gc.set_threshold(200_000, 50, 50)
 
-# Machine code half as fast in half the compile time; partitioning, fusion and memory stay as
-# they are. There is no compilation cache: see `maxpipe.distributed.runtime.start`.
-# One test process for each core: threads that compile parts of one program have no core to gain.
+# Machine code is half as fast and compiles in half the time; partitioning, fusion and memory do not
+# change. There is no compilation cache: see `maxpipe.distributed.runtime.start`.
+# Each core runs one test process, so parallel compilation of one program gains nothing.
 FAST_COMPILE = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_parallel_codegen_split_count=1",
 }
-"""Variables of a subprocess that compiles a step, where its speed does not matter."""
+"""Environment variables of a subprocess that compiles a step whose speed does not matter."""
 if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # A fusion is written as LLVM code at once, not through MLIR: a third of the compile time.
-    # XLA ends a process with a flag that it does not know, and later versions lack this one.
+    # Fusions are lowered directly to LLVM instead of through MLIR, in a third of the compile time.
+    # XLA aborts the process at an unknown flag, and newer versions do not have this flag.
     FAST_COMPILE["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
 CACHE = Path.home() / ".cache" / "maxpipe" / "test"
-"""Python's compiled modules, from one session to the next."""
+"""Compiled Python modules, including those that pytest rewrites; later runs start much faster."""
+sys.pycache_prefix, sys.dont_write_bytecode = str(CACHE), False
 
 
 def environment_of_command() -> dict[str, str]:
-    """Variables of a process that runs the command: modules load and steps compile faster."""
+    """Return variables with which a maxpipe process loads modules and compiles steps faster."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -96,7 +91,7 @@ def _configure_jax(jax: Any) -> None:
 
 
 def _read_by_xla(flags: str) -> None:
-    """XLA reads its flags once, when it is first asked for options."""
+    """Make XLA read `flags`, which it does once, when compile options are first created."""
     from jaxlib import xla_client
 
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +106,7 @@ class _JaxLoader(importlib.machinery.SourceFileLoader):
 
 
 class _JaxFinder:
-    """Runs `_configure_jax` right after the first `import jax`, wherever that happens."""
+    """Run `_configure_jax` after the first `import jax` of the process."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -123,7 +118,7 @@ class _JaxFinder:
         return spec
 
 
-if "jax" in sys.modules:  # a pytest plugin was faster
+if "jax" in sys.modules:  # a pytest plugin has imported jax
     _configure_jax(sys.modules["jax"])
 else:
     sys.meta_path.insert(0, _JaxFinder)
@@ -141,109 +136,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def recorded_times() -> dict[str, float]:
-    """Return the time in seconds of each test in `times.json`, keyed by node ID."""
-    files = json.loads(TIMES.read_text(encoding="utf-8"))
-    return {f"{path}::{name}": t for path, tests in files.items() for name, t in tests.items()}
-
-
-# Marks are added before pytest selects by them; every Nth test is taken afterwards.
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> Iterator[None]:
-    times = recorded_times()
-    fastest: dict[str, tuple[float, str]] = {}
-    for item in items:
-        function = item.nodeid.partition("[")[0]
-        case = times.get(item.nodeid, 0.0), item.nodeid
-        fastest[function] = min(fastest.get(function, case), case)
-    for item in items:
-        seconds = times.get(item.nodeid, 0.0)
-        function = item.nodeid.partition("[")[0]
-        is_kept = function.startswith(ENGINE) and fastest[function][1] == item.nodeid
-        if seconds >= SLOW_SECONDS and not is_kept:
-            item.add_marker("slow")
-        elif seconds >= MEDIUM_SECONDS:
-            item.add_marker("medium")
-    yield
-    every, part = int(config.getoption("--every") or 1), int(config.getoption("--part") or 0)
-    kept = items[part % every :: every]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
-        items[:] = kept
-
-
-_SETUP = pytest.StashKey[list[tuple[str, str]]]()
-"""Shared fixtures that were set up since the last report."""
-_shared: dict[tuple[str, str], float] = {}
-"""Seconds to set up each fixture that several tests share, keyed by its place and name."""
-_measured: dict[str, float] = {}
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup(
-    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-) -> Iterator[None]:
-    start = time.perf_counter()
-    result = yield
-    if fixturedef.scope != "function":
-        key = fixturedef.baseid, fixturedef.argname
-        _shared[key] = time.perf_counter() - start
-        request.node.session.stash.setdefault(_SETUP, []).append(key)
-    return result
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Add the seconds of a test, with all of each shared fixture that it uses.
-
-    Without them, the first test that uses a fixture would be the slow one; without this test, the
-    next one.
-    """
-    report = yield
-    names = set(getattr(item, "fixturenames", ()))
-    seconds = call.duration
-    if call.when == "setup":
-        seconds -= sum(_shared[key] for key in item.session.stash.get(_SETUP, []))
-        item.session.stash[_SETUP] = []
-        seconds += sum(
-            t
-            for (base, name), t in _shared.items()
-            if name in names and item.nodeid.startswith(base)
-        )
-    report.user_properties += [("seconds", seconds)]
-    return report
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    seconds = dict(report.user_properties).get("seconds", 0.0)
-    _measured[report.nodeid] = _measured.get(report.nodeid, 0.0) + float(str(seconds))
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Replace the files of this run in `times.json`, in the process that starts the workers."""
-    if not session.config.getoption("--record-times") or hasattr(session.config, "workerinput"):
-        return
-    run = {test.partition("::")[0] for test in _measured}  # renamed tests are dropped
-    times = {test: t for test, t in recorded_times().items() if test.partition("::")[0] not in run}
-    times |= {test: t for test, t in _measured.items() if t >= MEDIUM_SECONDS}
-    files: dict[str, dict[str, float]] = {}
-    for test, seconds in sorted(times.items()):
-        path, _, name = test.partition("::")
-        files.setdefault(path, {})[name] = round(seconds, 1)
-    TIMES.write_text(json.dumps(files, indent=1) + "\n", encoding="utf-8")
+def pytest_configure(config: pytest.Config) -> None:
+    # Hooks of a conftest are not called for fixtures of the whole session; those of a plugin are.
+    config.pluginmanager.register(tests.times)
 
 
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
-    """True when golden files are to be rewritten."""
+    """True if golden files should be rewritten."""
     return bool(request.config.getoption("--update-golden"))
 
 
 @pytest.fixture
 def golden(update_golden: bool) -> Callable[[str, str], None]:
-    """`golden(name, text)`: `text` equals the file tests/golden/`name`."""
+    """`golden(name, text)`: assert that `text` equals the file tests/golden/`name`."""
 
     def check(name: str, text: str) -> None:
         path = GOLDEN / name
@@ -259,7 +165,7 @@ def golden(update_golden: bool) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty home folder, where no figures of hardware were measured."""
+    """Empty home folder, without hardware measurements."""
     from maxpipe.hardware import known_hardware
 
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -270,7 +176,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def next_server() -> Iterator[Callable[[], ForkServer]]:
-    """`next_server()`: one of the two fork servers of this session, in turn."""
+    """`next_server()`: return the two fork servers of this session in turn."""
     with running_servers(environment_of_command()) as servers:
         yield servers
 
@@ -287,7 +193,7 @@ def devices() -> list[Any]:
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[Bucket]:
-    """What `gs://` leads to, here and in processes that are started from now on."""
+    """Fake bucket for `gs://` in this process and in processes that are started later."""
     if importlib.util.find_spec("gcsfs") is None:
         pytest.skip("buckets need the extra gcs")
     from fsspec.config import conf

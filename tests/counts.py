@@ -27,7 +27,7 @@ JOURNEYS = {
         "nn.mlp",
     ],
 }
-"""Modules that a reader opens to understand a subject."""
+"""Modules to read in order to understand a subject."""
 
 
 def lines(module: str) -> int:

@@ -1,4 +1,4 @@
-"""cuDNN's kernels of attention in plain jax: what they compute from what they are told."""
+"""cuDNN's attention kernels reimplemented in jax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxpipe.nn.attention.cudnn import DocumentOffsets, Kernel
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These in place of the kernels, with room for two documents a row."""
+    """Replace the cuDNN kernels by this module, with at most two documents per sequence."""
     monkeypatch.setattr(cudnn, "forward", forward)
     monkeypatch.setattr(cudnn, "backward", backward)
     monkeypatch.setattr(cudnn, "_supports_packing", lambda: True)
@@ -24,7 +24,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 def scores(
     kernel: Kernel, query: jax.Array, key: jax.Array, beside: Any
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(of all pairs `[B, N, T, S]`, the document of each token)."""
+    """Return attention scores `[B, N, T, S]` and the document index of each token, if packed."""
     rows, tokens, heads, _ = query.shape
     key = jnp.repeat(key, heads // key.shape[2], axis=2)
     found = jnp.einsum("btnh,bsnh->bnts", query, key) * kernel.scale

@@ -1,7 +1,7 @@
-"""The steps of a Dockerfile, done in folders: what is not copied is not there.
+"""Run the steps of a Dockerfile in folders, which contain only the copied files.
 
-Only what the project's Dockerfile uses is known. An image's root is a folder, base images are
-empty, and commands find stand-ins for `pip` and `useradd` first.
+Only instructions in the project's Dockerfile are supported. The root of an image is a folder, base
+images are empty, and `pip` and `useradd` are replaced by stand-ins on the PATH.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ exec {sys.executable} -m pip "$command" --no-index --no-build-isolation "$@"
 
 @dataclass
 class Stage:
-    """One image while it is built."""
+    """An image that is being built."""
 
     root: Path
     cwd: str = "/"
     arguments: dict[str, str] = field(default_factory=dict)
     start: list[str] = field(default_factory=list)
-    """What a container runs: ENTRYPOINT and CMD."""
+    """Command of a container: ENTRYPOINT and CMD."""
 
     @property
     def site(self) -> Path:
-        """Where its packages are."""
+        """Folder of the installed packages."""
         return self.root / "site"
 
     @property
@@ -50,7 +50,7 @@ class Stage:
         return self.root / os.path.normpath(os.path.join(self.cwd, path)).lstrip("/")
 
     def run(self, *command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """A command in the container, with the packages of the test's Python below its own."""
+        """Run a command in the container, with missing packages from the Python of the test."""
         tools = self.root.parent / "tools"
         environment = {"PATH": f"{self.site}/bin:{tools}:{os.environ['PATH']}"}
         environment |= {"HOME": str(self.root), "PYTHONPATH": str(self.site)}
@@ -64,7 +64,7 @@ class Stage:
 
 
 def build(file: Path, to: Path, arguments: Mapping[str, str]) -> Stage:
-    """Builds in `to` from the folder of the Dockerfile; the last stage."""
+    """Build in `to` from the Dockerfile's folder, and return the last stage."""
     context = file.parent
     _write_tools(to / "tools")
     stages: dict[str, Stage] = {}
@@ -90,7 +90,7 @@ def build(file: Path, to: Path, arguments: Mapping[str, str]) -> Stage:
             case "USER":
                 pass
             case _:
-                raise AssertionError(f"{instruction} is not known here")
+                raise AssertionError(f"unsupported instruction: {instruction}")
     return stage
 
 
@@ -112,7 +112,7 @@ def _copy(words: list[str], context: Path, stages: Mapping[str, Stage], stage: S
     origin = next((word.removeprefix("--from=") for word in options if "--from=" in word), None)
     for source in sources:
         if origin is None:
-            assert not _ignored(source, context), f"{source} is left out by .dockerignore"
+            assert not _ignored(source, context), f"{source} is excluded by .dockerignore"
             path = context / source
         else:
             path = stages[origin].root / source.lstrip("/")
@@ -127,7 +127,7 @@ def _copy(words: list[str], context: Path, stages: Mapping[str, Stage], stage: S
 
 
 def _ignored(source: str, context: Path) -> bool:
-    """Whether the last pattern that fits leaves it out."""
+    """Return whether the last matching pattern excludes the file."""
     found = False
     for pattern in (context / ".dockerignore").read_text(encoding="utf-8").split():
         if fnmatch.fnmatch(source, pattern.removeprefix("!")):

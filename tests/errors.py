@@ -14,14 +14,14 @@ from maxpipe.errors import ConfigError, MaxpipeError, Problem
 _Error = TypeVar("_Error", bound=MaxpipeError)
 
 _ACTION_LINES = 2
-"""An action is searched in its first lines only, not in a table that follows."""
+"""Number of lines of an action that are searched; a table may follow."""
 
 
 def parse_problems(error: BaseException | str) -> list[Problem]:
-    """Return the problems of an error, or of the text that a command printed.
+    """Return the problems of an error, or of a command's output.
 
-    In a text, a problem is a line and two or more indented lines: the rule, and the action. Other
-    lines are output. A warning is a single line.
+    In output, a problem is a line followed by at least two indented lines: the rule and the action.
+    Other lines are ignored. A warning is a single line.
     """
     if isinstance(error, ConfigError):
         return list(error.problems)
@@ -40,13 +40,13 @@ def parse_problems(error: BaseException | str) -> list[Problem]:
 
 
 def contains(text: str, name: object) -> bool:
-    """Return whether a name, number or text occurs in `text` and is not a part of a longer one.
+    """Return whether a name or number occurs in `text` and is not part of a longer one.
 
     `8` does not occur in 18, -8, 8.5, 8,434 or 1e8, `tokens` not in `train.tokens`, `data` not in
-    `data.path`, `llama3` not in `llama3-8b`. A folder does occur in the path of its file.
+    `data.path`, `llama3` not in `llama3-8b`. A folder occurs in the path of a file inside it.
     """
     words = re.escape(str(name))
-    assert words, "an empty name occurs in each text"
+    assert words, "an empty name occurs in any text"
     before, after = r"(?<![\w.+-])(?<!\d,)", r"(?![\w+-])(?!\.\w)(?!,\d)"
     return bool(re.search(f"{before}{words}{after}", text))
 
@@ -60,8 +60,8 @@ def assert_error(
 ) -> Problem:
     """Return the problem with this key, value, names and suggested actions, or fail.
 
-    `key` is a part of the location: a config key, or a file with its line. `names` are in the value
-    or the rule. `suggests` (commands, keys, `key=value`) is in the action.
+    `key` must occur in the location: a config key, or a file with a line number. `names` must occur
+    in the value or the rule, and `suggests` (commands, keys, `key=value`) in the action.
     """
     quoted = [names] if isinstance(names, str) else names
     texts = [suggests] if isinstance(suggests, str) else suggests

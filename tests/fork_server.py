@@ -1,4 +1,4 @@
-"""A process that has imported the command, and forks for each run of the command.
+"""A process that has imported maxpipe, and forks to run each maxpipe command.
 
 Importing jax and orbax takes most of the time of a small run. No backend of jax is started here,
 because a backend does not survive a fork. Each line of standard input is a request.
@@ -35,10 +35,10 @@ MODULES = (
     "maxpipe.generate.completions",
 )
 HASH_SEEDS = (1, 2)
-"""Values of PYTHONHASHSEED: sets of strings are iterated in a different order with each."""
+"""Values of PYTHONHASHSEED, each with a different iteration order of string sets."""
 
 _PROGRAM = "from tests.fork_server import serve; serve()"
-"""Not this file as the main module, whose names the module of a command would replace."""
+"""This file is not the main module, because the command's module would replace its names."""
 
 
 class ServerError(RuntimeError):
@@ -47,7 +47,7 @@ class ServerError(RuntimeError):
 
 @dataclass
 class ForkServer:
-    """Runs commands one after the other."""
+    """Runs one command at a time."""
 
     process: subprocess.Popen[str]
 
@@ -81,10 +81,10 @@ class ForkServer:
         module: str = "maxpipe",
         file_bytes: int = 0,
     ) -> int:
-        """Return the exit code of `python -m module`, whose output goes to a file.
+        """Run `python -m module` with its output in a file, and return the exit code.
 
-        The code is negative after a signal. After `seconds`, SIGALRM ends the command. Unless
-        `file_bytes` is 0, no file of the command may become larger.
+        The code is negative after a signal. After `seconds`, SIGALRM ends the command. Unless it
+        is 0, `file_bytes` limits the size of each file that the command writes.
         """
         assert self.process.stdin is not None and self.process.stdout is not None
         request = [module, [*arguments], {**environment}, os.getcwd(), str(output), seconds]
@@ -140,9 +140,10 @@ def _become_command(
     seconds: int,
     file_bytes: int,
 ) -> NoReturn:
-    """Run the module in this forked process, which ends with the module.
+    """Run the module in this forked process, and exit.
 
-    `sys.stdout` and `sys.stderr` are those that Python opened for pipes, as in a real process.
+    `sys.stdout` and `sys.stderr` are the streams that Python opened for pipes, as in a process
+    without a fork.
     """
     os.setsid()
     signal.alarm(seconds)
@@ -166,7 +167,7 @@ def _become_command(
 
 
 def _end_process(error: BaseException | None) -> NoReturn:
-    """End this process as Python does when its main module has ended with `error`."""
+    """Exit like Python after its main module has raised `error`."""
     code: Any = 0
     if isinstance(error, SystemExit):
         code = error.code if error.code is not None else 0
@@ -174,7 +175,9 @@ def _end_process(error: BaseException | None) -> NoReturn:
             print(code, file=sys.stderr)
             code = 1
     elif error is not None:
-        frames = error.__traceback__ and error.__traceback__.tb_next  # without the one of this file
+        frames = (
+            error.__traceback__ and error.__traceback__.tb_next
+        )  # without the frame of this file
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         code = 1
     try:
@@ -194,7 +197,7 @@ def _end_process(error: BaseException | None) -> NoReturn:
 
 
 def _run_child(request: list[Any], pipes: Sequence[IO[str]]) -> int:
-    """Return the exit code of a forked process. None of the processes it started is left."""
+    """Run a request in a forked process, kill its child processes, and return the exit code."""
     child = os.fork()
     if not child:
         for pipe in pipes:
@@ -214,8 +217,8 @@ def _run_child(request: list[Any], pipes: Sequence[IO[str]]) -> int:
 
 
 def serve() -> None:
-    """Import the modules of the arguments, and run each request until the input ends."""
-    # Requests have their own file descriptors, and the streams of `sys` are left to the command.
+    """Import the modules named in the arguments, and run requests until the input ends."""
+    # Requests use separate file descriptors; the streams of `sys` are reserved for the command.
     requests, answers = open(os.dup(0)), open(os.dup(1), "w")  # noqa: SIM115
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

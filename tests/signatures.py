@@ -1,4 +1,4 @@
-"""How calls are held against signatures: an int will do for a float, as it does for Python."""
+"""Type checker of function calls: an int is accepted for a float, as by Python type checkers."""
 
 from __future__ import annotations
 

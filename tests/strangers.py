@@ -1,4 +1,4 @@
-"""Strangers at a port: what they send, and many of them at once."""
+"""Unauthenticated peers that send random data to a port over many connections."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ KINDS: tuple[Callable[[random.Random], bytes], ...] = (
 
 
 class Flood:
-    """Up to `most` connections to a port of this machine, each of which says something random.
+    """Up to `most` connections to a local port, each of which sends random data.
 
-    Some wait for an answer and send it back, some say more; some go, some break off, and some stay
-    and say nothing.
+    Some peers send the response back, some send more data, some disconnect or reset the
+    connection, and some stay connected without sending anything.
     """
 
     def __init__(self, port: int, seed: int, most: int):
@@ -82,7 +82,7 @@ class Flood:
         self._selector.close()
 
     def send(self, messages: int, seconds: float, *, a_second: float = math.inf) -> None:
-        """`messages` messages from 1 to `most` connections, or as many as `seconds` allow."""
+        """Send `messages` messages over 1 to `most` connections, or until `seconds` have passed."""
         first, begin = self.num_messages, time.monotonic()
         wanted = self._most
         while self.num_messages < first + messages:
@@ -136,7 +136,7 @@ class Flood:
             self._close(sock)
             return
         if self._chance.random() < 0.2:
-            if self._chance.random() < 0.3:  # breaks off
+            if self._chance.random() < 0.3:  # reset the connection
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self._close(sock)
 
@@ -147,7 +147,7 @@ class Flood:
 
 
 def cpu_seconds(pid: int, threads: str = "") -> float:
-    """Of a process, in user and kernel; or of its threads that the system knows by this name."""
+    """Return the user and system CPU time of a process, or of its threads with this name."""
     folder = Path(f"/proc/{pid}")
     ticks = 0
     for path in (folder / "task").iterdir() if threads else [folder]:
@@ -159,7 +159,7 @@ def cpu_seconds(pid: int, threads: str = "") -> float:
 
 @contextlib.contextmanager
 def measured(pid: int, threads: str = "") -> Iterator[list[float]]:
-    """Appends the part of a core that a process, or some of its threads, take inside the block."""
+    """Yield a list, to which the CPU share of the process or threads during the block is added."""
     found: list[float] = []
     begin, used = time.monotonic(), cpu_seconds(pid, threads)
     yield found

@@ -46,23 +46,23 @@ LAYERS = {
     "__main__": "`python -m maxpipe`",
 }
 
-# (who, whom, why): never, not even inside a function.
+# (importer, imported module, reason): forbidden everywhere, including inside functions.
 FORBIDDEN = [
-    ("maxpipe.nn", "maxpipe.pipeline", "step is where the two meet"),
-    ("maxpipe.data", "maxpipe.models", "data is token ids"),
-    ("maxpipe.config", "jax", "commands that only read a config start at once"),
-    ("maxpipe.data", "jax", "data can be looked at without a device"),
-    ("maxpipe.telemetry", "jax", "telemetry is given numbers"),
-    ("maxpipe.schedule", "jax", "a schedule is data"),
-    ("maxpipe.huggingface.folder", "jax", "a folder can be looked at without a device"),
-    ("maxpipe.models", "jax", "a description is data"),
-    ("maxpipe.errors", "jax", "errors are raised everywhere"),
-    ("maxpipe.hardware", "jax", "plans are made without devices"),
-    ("maxpipe.diagnosis.environment", "jax", "a process of its own looks at devices"),
-    ("maxpipe.diagnosis.doctor", "jax", "a process of its own looks at devices"),
-    ("maxpipe.launch", "jax", "the launcher holds no device"),
-    ("maxpipe.checkpoint.storage", "jax", "launcher and doctor ask it, too"),
-    ("maxpipe.checkpoint.address", "jax", "launcher and doctor ask it, too"),
+    ("maxpipe.nn", "maxpipe.pipeline", "only maxpipe.step combines layers and pipeline"),
+    ("maxpipe.data", "maxpipe.models", "data consists of token IDs, independent of the model"),
+    ("maxpipe.config", "jax", "commands that only read a config must start fast"),
+    ("maxpipe.data", "jax", "data can be inspected without devices"),
+    ("maxpipe.telemetry", "jax", "telemetry receives plain Python numbers"),
+    ("maxpipe.schedule", "jax", "schedules are built and verified without devices"),
+    ("maxpipe.huggingface.folder", "jax", "a folder can be inspected without devices"),
+    ("maxpipe.models", "jax", "model specs are built without devices"),
+    ("maxpipe.errors", "jax", "errors are raised in modules that do not import jax"),
+    ("maxpipe.hardware", "jax", "plans are computed without devices"),
+    ("maxpipe.diagnosis.environment", "jax", "devices are inspected in a separate process"),
+    ("maxpipe.diagnosis.doctor", "jax", "devices are inspected in a separate process"),
+    ("maxpipe.launch", "jax", "the launcher must not occupy devices"),
+    ("maxpipe.checkpoint.storage", "jax", "also used by launch and doctor, which run without jax"),
+    ("maxpipe.checkpoint.address", "jax", "also used by launch and doctor, which run without jax"),
 ]
 
 # Importing one of these (or anything below it) imports no jax, not even indirectly.
@@ -94,7 +94,7 @@ JAX_FREE = (
     "maxpipe.cli",
 )
 
-# These see the whole config; every other module takes its own section.
+# Modules that may use the complete config; every other module accepts only its own section.
 ROOT_CONFIG = (
     "maxpipe.config",
     "maxpipe.step.build",
@@ -121,14 +121,14 @@ ROOT_CONFIG = (
     "maxpipe.cli",
 )
 
-# Config keys that nothing outside config/ reads, and why that is right.
+# Config keys that are read only in config/, and the reason for each.
 UNREAD_KEYS: dict[str, str] = {}
 
 MAX_FUNCTION_LINES = 100
 MAX_FILE_LINES = 700
 MAX_ROOT_FILES = 7
 PLUGIN_TABLES = {"maxpipe.nn.attention": "BACKENDS"}
-"""Package files that hold one table of the package's modules; all others are empty."""
+"""`__init__.py` files that contain one table of the package's modules; all others are empty."""
 NAMELESS = {"utils", "util", "common", "core", "helpers", "helper", "base", "misc"}
 
 
@@ -142,13 +142,13 @@ def _module_name(path: Path) -> str:
 
 @cache
 def sources() -> dict[str, Path]:
-    """Module name -> file, for the whole package."""
+    """Return the file of each module of the package, keyed by module name."""
     return {_module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @cache
 def tree(module: str) -> ast.Module:
-    """The syntax tree of `module`."""
+    """Return the syntax tree of `module`."""
     return ast.parse(sources()[module].read_text(encoding="utf-8"))
 
 
@@ -161,7 +161,7 @@ def _resolve(module: str, node: ast.ImportFrom) -> str:
 
 
 def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below `node`, except blocks that only a type checker reads."""
+    """Yield all nodes below `node`, except in `TYPE_CHECKING` blocks."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
             for other in child.orelse:
@@ -174,13 +174,13 @@ def _run_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def nodes(module: str) -> tuple[ast.AST, ...]:
-    """All nodes of the syntax tree of `module`."""
+    """Return all nodes of the syntax tree of `module`."""
     return tuple(ast.walk(tree(module)))
 
 
 @cache
 def _imports(module: str, *, with_types: bool = True) -> tuple[tuple[str, int], ...]:
-    """(imported module, line), anywhere in the file, or only in code that runs."""
+    """Return (imported module, line) for all imports, or only for those that are executed."""
     imports: list[tuple[str, int]] = []
     for node in nodes(module) if with_types else _run_nodes(tree(module)):
         if isinstance(node, ast.Import):
@@ -197,7 +197,7 @@ def _within(module: str, prefix: str) -> bool:
 
 
 def _layer(module: str) -> str:
-    """The folder below the package, or the module itself where it is in no folder."""
+    """Return the top-level folder or module of the package that contains `module`."""
     return module.split(".")[1]
 
 
@@ -212,7 +212,7 @@ def _is_folder(module: str) -> bool:
 MODULES = [module for module, path in sources().items() if path.read_text().strip()]
 
 
-# --- arrows ----------------------------------------------------------------------
+# --- imports ----------------------------------------------------------------------
 
 
 def upward_imports() -> list[str]:
@@ -227,16 +227,16 @@ def upward_imports() -> list[str]:
     ]
 
 
-def test_folders_import_lower_folders():
+def test_folders_import_only_lower_layers():
     wrong = upward_imports()
     assert not wrong, "\n".join(wrong)
 
 
-def test_layers_are_the_folders():
+def test_layers_match_package_folders():
     assert set(LAYERS) == {_layer(module) for module in MODULES if module != "maxpipe"}
 
 
-def test_the_rules_name_modules_that_exist():
+def test_rules_name_existing_modules():
     named = {*(who for who, _, _ in FORBIDDEN), *JAX_FREE, *ROOT_CONFIG}
     assert named <= {*sources()}, "no such module: " + ", ".join(sorted(named - {*sources()}))
     for listed in (JAX_FREE, ROOT_CONFIG):
@@ -244,7 +244,7 @@ def test_the_rules_name_modules_that_exist():
         assert not twice, "listed twice: " + ", ".join(sorted(twice))
 
 
-def test_the_schema_imports_every_section():
+def test_schema_imports_every_section():
     """Importing a section, directly or by another section, registers its rules and bounds."""
     sections = {module for module in MODULES if _within(module, "maxpipe.config.sections")}
     loaded, new = set[str](), {"maxpipe.config.schema"}
@@ -256,9 +256,11 @@ def test_the_schema_imports_every_section():
     assert not missing, "maxpipe.config.schema does not import " + ", ".join(sorted(missing))
 
 
-def test_the_root_is_small():
+def test_package_root_has_few_files():
     files = [path.name for path in PACKAGE.glob("*.py")]
-    assert len(files) <= MAX_ROOT_FILES, f"put some into a folder: {', '.join(sorted(files))}"
+    assert len(files) <= MAX_ROOT_FILES, (
+        f"too many files, move some into a folder: {', '.join(sorted(files))}"
+    )
 
 
 def test_forbidden_imports():
@@ -266,7 +268,7 @@ def test_forbidden_imports():
         f"{_where(module, line)}: {who} never imports {whom}: {why}"
         for module in MODULES
         for imported, line in sorted(set(_imports(module)))
-        for who, whom, why in [*FORBIDDEN, ("maxpipe", "maxpipe.cli", "it is the outermost level")]
+        for who, whom, why in [*FORBIDDEN, ("maxpipe", "maxpipe.cli", "it is the highest layer")]
         if _within(module, who) and _within(imported, whom) and module != "maxpipe.__main__"
     ]
     assert not wrong, "\n".join(wrong)
@@ -287,7 +289,7 @@ def test_no_import_cycles():
         visit(module, ())
 
 
-def test_code_that_runs_is_read_around_imports_of_types():
+def test_run_nodes_skips_type_checking_blocks():
     code = """
 if TYPE_CHECKING:
     import types_only
@@ -304,9 +306,9 @@ elif debug:
     assert [node.names[0].name for node in read] == ["other", "nested", "third"]
 
 
-def test_components_take_their_own_config_section():
+def test_components_accept_only_their_config_section():
     wrong = [
-        f"{_where(module, node.lineno)}: takes the whole config"
+        f"{_where(module, node.lineno)}: imports the complete config"
         for module in MODULES
         if not any(_within(module, name) for name in ROOT_CONFIG)
         for node in nodes(module)
@@ -324,7 +326,7 @@ def _run_python(code: str) -> str:
     return run.stdout.strip()
 
 
-def test_jax_free_modules_never_load_jax():
+def test_jax_free_modules_do_not_import_jax():
     free = [module for module in MODULES if any(_within(module, name) for name in JAX_FREE)]
     loaded = _run_python(
         "import importlib, sys\n"
@@ -337,7 +339,7 @@ def test_jax_free_modules_never_load_jax():
     assert not loaded, f"importing {loaded} imports jax"
 
 
-def test_importing_the_package_imports_nothing_else():
+def test_importing_package_loads_no_other_module():
     loaded = _run_python(
         "import sys; before = set(sys.modules); import maxpipe; "
         "print(*sorted(set(sys.modules) - before - {'__future__'}))"
@@ -363,7 +365,7 @@ def test_files_and_functions_are_short():
     assert not long, "\n".join(long)
 
 
-def test_docstring_of_a_module_begins_with_a_sentence():
+def test_module_docstrings_begin_with_sentence():
     summaries = {
         module: (ast.get_docstring(tree(module)) or "").partition("\n")[0] for module in MODULES
     }
@@ -383,19 +385,19 @@ def test_public_names_have_docstrings():
     assert not missing, "\n".join(missing)
 
 
-def test_names_say_something():
+def test_module_names_are_specific_and_package_files_empty():
     for module, path in sources().items():
-        assert not NAMELESS & set(module.split(".")), f"{path}: named for lack of a name"
+        assert not NAMELESS & set(module.split(".")), f"{path}: the name is too general"
         if _is_folder(module):
             held = [n for n in tree(module).body[1:] if not isinstance(n, ast.ImportFrom)]
             names = [ast.unparse(n.target) for n in held if isinstance(n, ast.AnnAssign)]
             table = [PLUGIN_TABLES[module]] if module in PLUGIN_TABLES else []
-            assert names == table and len(held) == len(table), f"{path}: package files stay empty"
+            assert names == table and len(held) == len(table), f"{path}: must be empty"
             siblings = [other for other in path.parent.glob("*.py") if other != path]
-            assert len(siblings) >= 2, f"{path.parent}: a folder needs two files"
+            assert len(siblings) >= 2, f"{path.parent}: a folder must contain at least two modules"
 
 
-def test_no_leftovers():
+def test_no_todo_comments_or_local_paths():
     folders = [PACKAGE, *(ROOT / name for name in ("configs", "scripts", "benchmarks", "docs"))]
     files = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile"]
     files += [path for folder in folders for path in folder.rglob("*") if path.is_file()]
@@ -415,7 +417,7 @@ def test_no_leftovers():
 
 @cache
 def config_keys() -> dict[tuple[str, str], str]:
-    """(section class, field) -> the string under the field, "" when there is none."""
+    """Return the docstring of each field, or "", keyed by (section class, field)."""
     keys = {}
     for section in _section_classes():
         if section.name != "Config":
@@ -429,7 +431,7 @@ def config_keys() -> dict[tuple[str, str], str]:
 
 @cache
 def section_names() -> dict[str, str]:
-    """Section class -> its name in a file, from the fields of `Config`."""
+    """Return the name of each section in config files, keyed by section class."""
     root = next(
         node
         for node in tree("maxpipe.config.schema").body
@@ -444,7 +446,7 @@ def section_names() -> dict[str, str]:
 
 
 def _section_classes() -> list[ast.ClassDef]:
-    """Of the config, and of the families of models."""
+    """Return the section classes of the config and of the model families."""
     folders = ("maxpipe.config.schema", "maxpipe.config.sections", "maxpipe.models")
     declaring = [m for m in MODULES if any(_within(m, folder) for folder in folders)]
     return [
@@ -461,11 +463,11 @@ def test_every_config_key_is_documented():
         for (section, key), doc in config_keys().items()
         if not doc.rstrip().endswith(".")
     ]
-    assert not wrong, "no text ending in a period under:\n" + "\n".join(wrong)
+    assert not wrong, "no description that ends in a period:\n" + "\n".join(wrong)
 
 
 def _reads(module: str) -> Iterator[tuple[str, str]]:
-    """(what the attribute is read from, pattern of its name): `x.y.steps` is ("y", "steps")."""
+    """Yield (owner, name pattern) of each attribute read: `x.y.steps` is ("y", "steps")."""
     for node in nodes(module):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield _last_name(node.value), re.escape(node.attr)
@@ -481,7 +483,7 @@ def _reads(module: str) -> Iterator[tuple[str, str]]:
                 re.escape(str(part.value)) if isinstance(part, ast.Constant) else r"\w+"
                 for part in parts
             )
-            if pattern != r"\w+":  # says nothing about which
+            if pattern != r"\w+":  # matches any attribute
                 yield _last_name(node.args[0]), pattern
 
 
@@ -512,9 +514,10 @@ def _matching_keys(pattern: str) -> list[tuple[str, str]]:
 
 @cache
 def _keys_read() -> set[tuple[str, str]]:
-    """Keys read outside config/: from the section by name, or in a module that names its class.
+    """Return the keys that are read outside config/.
 
-    Fields of items may also be read in config/.
+    A key is read from a variable with the name of its section, or in a module that names its
+    section class. Fields of list items may also be read in config/.
     """
     read, items, own = set(), _item_classes(), section_names()
     for module in MODULES:
@@ -537,16 +540,16 @@ def test_every_config_key_is_read():
         if (section, key) not in _keys_read()
     }
     promises = sorted(unread - UNREAD_KEYS.keys())
-    assert not promises, "nothing reads these keys:\n" + "\n".join(promises)
+    assert not promises, "these keys are never read:\n" + "\n".join(promises)
     stale = sorted(UNREAD_KEYS.keys() - unread)
-    assert not stale, "these are read by now, drop the exemption:\n" + "\n".join(stale)
+    assert not stale, "these keys are read, remove them from UNREAD_KEYS:\n" + "\n".join(stale)
 
 
 # --- CONTRIBUTING -----------------------------------------------------------------------
 
 
 def _replace_block(page: Path, name: str, text: str, update: bool) -> None:
-    """Check, or write, the text between the markers `name` of a page."""
+    """Check or update the text between the markers `name` of a page."""
     start, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, found, rest = page.read_text(encoding="utf-8").partition(start)
     listed, closed, after = rest.partition(end)
@@ -557,7 +560,7 @@ def _replace_block(page: Path, name: str, text: str, update: bool) -> None:
     assert listed == text, "run: pytest tests/test_architecture.py --update-golden"
 
 
-def test_contributing_draws_the_arrows(update_golden: bool):
+def test_contributing_lists_layers(update_golden: bool):
     lines = [f"{layer:12}  {text}" for layer, text in reversed(LAYERS.items())]
     text = "\n".join(["```", *lines, "```", ""])
     _replace_block(ROOT / "CONTRIBUTING.md", "arrows", text, update_golden)

@@ -43,7 +43,7 @@ def run(*args: str, **options) -> subprocess.CompletedProcess[str]:
 
 
 def fails(capsys: Capture, *args: str, code: int = 2) -> str:
-    """The message on stderr; nothing else is printed."""
+    """Run a command that prints only an error, and return stderr."""
     assert main(args) == code
     out, err = capsys.readouterr()
     assert not out
@@ -68,7 +68,7 @@ def fails(capsys: Capture, *args: str, code: int = 2) -> str:
     ],
     ids=lambda args: "-".join(args[:2]),
 )
-def test_commands_that_need_no_device_do_not_import_jax(args: list[str]):
+def test_commands_without_devices_do_not_import_jax(args: list[str]):
     code = (
         "import sys; from maxpipe.cli import main\n"
         f"try: main({args!r})\n"
@@ -82,9 +82,9 @@ def test_commands_that_need_no_device_do_not_import_jax(args: list[str]):
 
 
 @pytest.mark.parametrize(("args", "seconds"), [("--help", 0.5), ("schedule --compare 1f1b", 1.0)])
-def test_what_needs_no_device_is_fast(args: str, seconds: float):
+def test_commands_without_devices_start_fast(args: str, seconds: float):
     best = float("inf")
-    for _ in range(12):  # other tests may be compiling on all cores for a while
+    for _ in range(12):  # other tests may be using all cores
         start = time.perf_counter()
         assert run(*args.split()).returncode == 0
         best = min(best, time.perf_counter() - start)
@@ -107,14 +107,14 @@ def test_every_command_has_help(command: str, capsys: Capture):
     assert capsys.readouterr().out.startswith(f"usage: maxpipe {command}".rstrip())
 
 
-def test_version(capsys: Capture):
+def test_version_option_prints_version(capsys: Capture):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
     assert stop.value.code == 0
     assert capsys.readouterr().out == f"maxpipe {maxpipe.__version__}\n"
 
 
-# --- mistakes ---------------------------------------------------------------------------
+# --- user errors ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_version(capsys: Capture):
         ("schedule TINY train.steps=1 mesh.ici_stage=-1", "Set --stages"),
     ],
 )
-def test_a_mistake_is_explained_in_four_parts(args: str, message: str, capsys: Capture):
+def test_error_states_location_value_rule_and_action(args: str, message: str, capsys: Capture):
     err = fails(capsys, *args.replace("TINY", TINY).replace("HAND", HANDWRITTEN).split())
     assert message.replace("HAND", HANDWRITTEN) in err
     lines = err.rstrip("\n").split("\n")
@@ -218,7 +218,7 @@ def test_a_mistake_is_explained_in_four_parts(args: str, message: str, capsys: C
         assert action.startswith("  ") and action[-1] in ".?"
 
 
-def test_several_mistakes_are_reported_together(capsys: Capture, tmp_path: Path):
+def test_all_config_errors_are_reported_together(capsys: Capture, tmp_path: Path):
     file = tmp_path / "run.yml"
     file.write_text("model:\n  num_heads: 6\n  dmlp: 3\noptim:\n  beta1: 2\n")
     err = fails(capsys, "train", TINY, str(file), "train.steps=0", "--fast", "log.evry=1")
@@ -234,7 +234,7 @@ def test_several_mistakes_are_reported_together(capsys: Capture, tmp_path: Path)
     assert err.count("\n") == 18
 
 
-def test_the_process_ends_with_the_exit_code():
+def test_process_exits_with_code_of_error():
     ran = run("train", TINY, "train.steps=x")
     assert ran.returncode == 2 and not ran.stdout
     assert ran.stderr.startswith("command line: train.steps = x\n")
@@ -243,7 +243,7 @@ def test_the_process_ends_with_the_exit_code():
 # --- config --------------------------------------------------------------------------------
 
 
-def test_config_print_takes_options_anywhere(capsys: Capture):
+def test_config_print_accepts_options_in_any_position(capsys: Capture):
     assert main(["config", "print", "run.name=a", TINY, "--origin", "train.steps=2"]) == 0
     out = capsys.readouterr().out
     assert "  name: a  # run.name=a\n" in out
@@ -251,17 +251,17 @@ def test_config_print_takes_options_anywhere(capsys: Capture):
     assert "  steps: 2  # train.steps=2\n" in out
 
 
-def test_config_print_is_a_config(capsys: Capture):
+def test_config_print_outputs_config_as_yaml(capsys: Capture):
     assert main(["config", "print", TINY, "train.steps=2"]) == 0
     assert capsys.readouterr().out == to_yaml(load([TINY, "train.steps=2"]).config)
 
 
-def test_config_schema_is_json(capsys: Capture):
+def test_config_schema_prints_json(capsys: Capture):
     assert main(["config", "schema"]) == 0
     assert "model" in json.loads(capsys.readouterr().out)["properties"]
 
 
-def test_config_docs_writes_and_checks(
+def test_config_docs_writes_and_checks_pages(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -302,7 +302,7 @@ def test_config_docs_writes_and_checks(
         ("file:HAND --delayed --stages 2", "file:HAND: 2 stages x 2 repeats in a V, 2 micro"),
     ],
 )
-def test_schedule_draws(args: str, start: str, capsys: Capture):
+def test_schedule_command_prints_text_diagram(args: str, start: str, capsys: Capture):
     args = args.replace("TINY", TINY).replace("HAND", HANDWRITTEN)
     assert main(["schedule", *args.split()]) == 0
     out = capsys.readouterr().out
@@ -313,9 +313,7 @@ def test_schedule_draws(args: str, start: str, capsys: Capture):
 @pytest.mark.parametrize(
     "command", ["config print", "schedule", "plan --topology cpu:1 --json", "launch slurm"]
 )
-def test_commands_warn_once_of_the_earlier_name_of_a_key(
-    command: str, capsys: Capture, tmp_path: Path
-):
+def test_commands_warn_once_about_renamed_key(command: str, capsys: Capture, tmp_path: Path):
     file = tmp_path / "old.yml"
     keys = "launch: {topology: 'cpu:1', workdir: /shared}\nmodel: {rope_scaling: 2}\n"
     file.write_text(keys + "train: {steps: 1}\n")
@@ -332,17 +330,17 @@ def test_commands_warn_once_of_the_earlier_name_of_a_key(
         assert yaml.safe_load(out)["model"]["llama"]["rope_factor"] == 2
 
 
-def test_a_schedule_without_end_is_refused(capsys: Capture):
+def test_schedule_command_rejects_excessive_size(capsys: Capture):
     assert main(["schedule", "1f1b", "--stages", "100000", "--microbatches", "4096"]) == 2
     assert "300,000" in capsys.readouterr().err
 
 
-def test_schedule_counts_costs(capsys: Capture):
+def test_schedule_command_reports_idle_time_with_costs(capsys: Capture):
     assert main(["schedule", "zb_v", "--costs", "1,2,0.5"]) == 0
     assert re.search(r"idle 5\.9% \(\d+\.\d% at 1:2:0\.5\), ", capsys.readouterr().out)
 
 
-def test_schedule_writes_files_instead_of_the_text(capsys: Capture, tmp_path: Path):
+def test_schedule_command_writes_files_instead_of_diagram(capsys: Capture, tmp_path: Path):
     files = {kind: tmp_path / f"zb_v.{kind}" for kind in ("svg", "png", "csv", "perfetto")}
     options = [part for kind, path in files.items() for part in (f"--{kind}", str(path))]
     assert main(["schedule", "zb_v", "--stages", "3", "--costs", "1,1,1.5", *options]) == 0
@@ -353,15 +351,13 @@ def test_schedule_writes_files_instead_of_the_text(capsys: Capture, tmp_path: Pa
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     assert files["csv"].read_text().startswith("0F0,0F1,")
     assert len(json.loads(files["perfetto"].read_text())["traceEvents"]) > 3 * 3 * 2 * 8
-    # What was written is a schedule, of the same sizes unless told otherwise.
+    # The CSV file can be read as a schedule, and defines the default sizes.
     assert main(["schedule", f"file:{files['csv']}"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith(out[0].removeprefix("zb_v"))
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "csv", "perfetto"])
-def test_a_drawing_that_cannot_be_written_is_a_storage_error(
-    kind: str, capsys: Capture, tmp_path: Path
-):
+def test_unwritable_schedule_file_is_storage_error(kind: str, capsys: Capture, tmp_path: Path):
     for path, reason in (
         (tmp_path / "nowhere" / "a", "No such file or directory"),
         (tmp_path, "Is a directory"),
@@ -373,32 +369,32 @@ def test_a_drawing_that_cannot_be_written_is_a_storage_error(
 
 
 @pytest.mark.parametrize("more", [[], ["--repeats", "3"]])
-def test_1f1b_and_interleaved_are_not_compared_as_one(more: list[str], capsys: Capture):
+def test_compare_lists_1f1b_and_interleaved_separately(more: list[str], capsys: Capture):
     assert main(["schedule", "--compare", "1f1b,interleaved", *more]) == 0
     out = capsys.readouterr().out
     (first, second) = re.findall(r"^(?:1f1b|interleaved) +(.*)$", out, re.MULTILINE)
     assert first != second and "are identical" not in out
 
 
-def test_schedules_that_come_to_the_same_are_named(capsys: Capture):
+def test_compare_reports_identical_schedules(capsys: Capture):
     assert main(["schedule", "--compare", "1f1b,interleaved,gpipe", "--stages", "1"]) == 0
     assert "v_half" not in capsys.readouterr().out
     assert main(["schedule", "--compare", "zb_v,zb_v"]) == 0
     assert "zb_v and zb_v are identical at these sizes." in capsys.readouterr().out
 
 
-def test_one_of_a_thing_is_named_in_the_singular(capsys: Capture):
+def test_schedule_summary_uses_singular_for_one(capsys: Capture):
     assert main(["schedule", "1f1b", "--stages", "1", "--microbatches", "1"]) == 0
     summary = " ".join(capsys.readouterr().out.splitlines()[:2])
     assert not re.search(r"\b1 \w+s\b", summary.replace("groups of 1", ""))
     assert "1 stage x 1 repeat, 1 microbatch" in summary
 
 
-def test_schedules_are_compared_side_by_side(capsys: Capture):
+def test_compare_prints_one_aligned_row_per_schedule(capsys: Capture):
     names = f"gpipe,interleaved,zb_v,dualpipe_v,file:{HANDWRITTEN}"
     assert main(["schedule", "--compare", names, "--repeats", "3", "--costs", "1,1,2"]) == 0
     out = capsys.readouterr().out.splitlines()
-    # A file has sizes; what is compared with it takes them, but for fixed repeats.
+    # Compared schedules use the sizes of the file, except for a fixed number of repeats.
     assert out[0] == "2 stages, 2 microbatches"
     rows = [line.split() for line in out[3:8]]
     assert [row[0] for row in rows] == names.split(",")
@@ -417,7 +413,7 @@ def _replace_train(monkeypatch: pytest.MonkeyPatch, train) -> None:
     monkeypatch.setitem(sys.modules, "maxpipe.train.loop", module)
 
 
-def test_train_returns_what_the_loop_returns(monkeypatch: pytest.MonkeyPatch):
+def test_train_returns_exit_code_of_loop(monkeypatch: pytest.MonkeyPatch):
     seen = []
     _replace_train(monkeypatch, lambda loaded: seen.append(loaded) or 71)
     assert main(["train", TINY, "train.steps=3"]) == 71
@@ -434,7 +430,7 @@ def test_train_returns_what_the_loop_returns(monkeypatch: pytest.MonkeyPatch):
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_an_explained_error_ends_without_traceback(
+def test_expected_error_exits_without_traceback(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     def train(_):
@@ -444,7 +440,7 @@ def test_an_explained_error_ends_without_traceback(
     assert fails(capsys, "train", TINY, "train.steps=3", code=code).strip() == str(error)
 
 
-def test_no_step_is_kept_that_no_run_may_load(capsys: Capture):
+def test_compile_save_rejects_batch_ramp(capsys: Capture):
     ramp = ["train.steps=9", "train.batch_size=4", "train.batch_ramp=[{batch_size: 2, steps: 2}]"]
     ramp += ["pipeline.microbatches=2"]
     assert main(["compile", TINY, *ramp, "--topology", "cpu:1", "--save", "there"]) == 2
@@ -452,18 +448,19 @@ def test_no_step_is_kept_that_no_run_may_load(capsys: Capture):
 
 
 @pytest.mark.parametrize("option", ["--write", "--draw"])
-def test_output_that_cannot_be_written_is_found_before_a_search(option: str, capsys: Capture):
+def test_unwritable_output_is_reported_before_search(option: str, capsys: Capture):
     given = ["plan", "quickstart", "--topology", "cpu:8", "--search", option, "/nowhere/x.svg"]
     assert main(given) == 74
-    told = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        not told.out and "No such file or directory.\n  Specify a file in an existing" in told.err
+        not output.out
+        and "No such file or directory.\n  Specify a file in an existing" in output.err
     )
 
 
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize("arguments", [["schedule", "1f1b"], ["plan", TINY], ["doctor"]])
-def test_ctrl_c_ends_any_command_without_a_traceback(
+def test_ctrl_c_ends_any_command_without_traceback(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     def pressed(_):
@@ -475,7 +472,7 @@ def test_ctrl_c_ends_any_command_without_a_traceback(
 
 
 @pytest.mark.fault("H5")
-def test_ctrl_c_while_python_starts_leaves_no_traceback():
+def test_ctrl_c_during_startup_prints_no_traceback():
     code = "import sys, _thread\nsys.argv[1:] = ['env']\n"
     code += "import maxpipe.__main__ as start\n"
     code += "class Late:\n  def find_spec(self, name, *_):\n"
@@ -487,8 +484,8 @@ def test_ctrl_c_while_python_starts_leaves_no_traceback():
 
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize("where", ["import", "callback"])
-def test_ctrl_c_is_heard_where_errors_are_lost(where: str, tmp_path: Path):
-    """Native modules turn it into another error, and callbacks of the collector drop it."""
+def test_ctrl_c_during_import_or_callback_is_not_lost(where: str, tmp_path: Path):
+    """Native modules convert KeyboardInterrupt to another error; callbacks of gc discard it."""
     press = "import gc, os, signal\ndef press(*_): os.kill(os.getpid(), signal.SIGINT)\n"
     module = "try:\n  press()\nexcept BaseException:\n  raise ImportError('lost') from None\n"
     (tmp_path / "native.py").write_text(press + module)
@@ -505,8 +502,8 @@ def test_ctrl_c_is_heard_where_errors_are_lost(where: str, tmp_path: Path):
 
 
 @pytest.mark.fault("H5")
-def test_ctrl_c_while_jax_compiles_ends_without_a_crash():
-    """The compiler is not asked to stop, and what it leaves must not crash Python at its end."""
+def test_ctrl_c_during_compilation_exits_without_crash():
+    """The compiler cannot be interrupted, and its threads must not crash Python at exit."""
     code = "import os, signal, sys, threading\n"
     code += "sys.argv[1:] = ['compile', 'tiny', '--topology', 'cpu:2', 'mesh.ici_stage=2', "
     code += "'train.steps=1', 'pipeline.microbatches=2', 'train.batch_size=2']\n"
@@ -535,7 +532,7 @@ STREAMS = [
 
 @pytest.mark.fault("H6")
 @pytest.mark.parametrize(("streams", "code", "unbuffered"), STREAMS)
-def test_streams_that_are_closed_or_full(streams: str, code: int, unbuffered: str):
+def test_exit_code_with_closed_or_full_streams(streams: str, code: int, unbuffered: str):
     command = f'"{sys.executable}" -m maxpipe config print "{TINY}" train.steps=3 {streams}'
     ran = subprocess.run(
         ["bash", "-c", command],
@@ -551,16 +548,14 @@ def test_streams_that_are_closed_or_full(streams: str, code: int, unbuffered: st
 
 
 @pytest.mark.fault("H6")
-def test_a_mistake_keeps_its_code_when_stderr_is_gone():
+def test_config_error_keeps_exit_code_if_stderr_is_full():
     command = f'"{sys.executable}" -m maxpipe config print none.yml >/dev/full 2>/dev/full'
     assert subprocess.run(["bash", "-c", command], cwd=ROOT).returncode == 2
 
 
-def test_a_panic_of_rust_code_is_a_bug_and_not_the_end_of_python(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-):
+def test_rust_panic_is_reported_as_bug(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     class PanicException(BaseException):
-        """As pyo3 has it."""
+        """Same name and base class as in pyo3."""
 
     def train(_):
         raise PanicException("index out of bounds")
@@ -570,23 +565,23 @@ def test_a_panic_of_rust_code_is_a_bug_and_not_the_end_of_python(
     assert "this is a bug in maxpipe" in capsys.readouterr().err
 
 
-def test_a_config_that_is_a_pipe_is_refused(tmp_path: Path, capsys: Capture):
+def test_config_that_is_named_pipe_is_rejected(tmp_path: Path, capsys: Capture):
     os.mkfifo(tmp_path / "a.yml")
-    said = fails(capsys, "train", str(tmp_path / "a.yml"))
-    assert "it is not a regular file" in said
+    err = fails(capsys, "train", str(tmp_path / "a.yml"))
+    assert "it is not a regular file" in err
 
 
-def test_what_a_value_holds_is_no_line_of_the_message(capsys: Capture):
-    said = fails(capsys, "train", TINY, "train.steps=3", "run.name=b\nc\td")
-    assert said.splitlines()[0].endswith("= b\\nc\\td")
+def test_control_characters_in_value_are_escaped(capsys: Capture):
+    err = fails(capsys, "train", TINY, "train.steps=3", "run.name=b\nc\td")
+    assert err.splitlines()[0].endswith("= b\\nc\\td")
 
 
-def test_a_name_has_to_fit_a_file_system(capsys: Capture):
-    said = fails(capsys, "train", TINY, "train.steps=3", f"run.name={'a' * 300}")
-    assert "at most 200 letters" in said
+def test_run_name_length_is_limited(capsys: Capture):
+    err = fails(capsys, "train", TINY, "train.steps=3", f"run.name={'a' * 300}")
+    assert "at most 200 letters" in err
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
+def test_unexpected_exception_prints_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capture):
     def train(_):
         raise ZeroDivisionError("oh")
 
@@ -597,7 +592,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, capsys: Capt
     assert "this is a bug in maxpipe" in err.splitlines()[-1]
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+def test_closed_output_pipe_is_not_an_error():
     read, write = os.pipe()
     os.close(read)
     ran = subprocess.run(
@@ -627,13 +622,13 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         ["train", "quickstart", "checkpoint.restore_from=~nobody-here/run"],
     ],
 )
-def test_home_folder_that_does_not_exist(
+def test_nonexistent_home_folder_is_rejected(
     arguments: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # where no run has ended
+    monkeypatch.chdir(tmp_path)  # without earlier runs
     assert main(arguments) == 2
     err = capsys.readouterr().err
     assert "no such home folder" in err
@@ -641,6 +636,6 @@ def test_home_folder_that_does_not_exist(
     assert given[0] in err  # the key, or the path itself
 
 
-def test_a_memory_error_without_words_is_explained() -> None:
+def test_memory_error_without_message_is_described() -> None:
     assert "out of memory" in str(out_of_memory_error(MemoryError()))
     assert "out of memory: 3 GiB." in str(out_of_memory_error(MemoryError("3 GiB")))

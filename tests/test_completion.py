@@ -1,4 +1,4 @@
-"""TAB in real shells, and what the command answers them."""
+"""Completion of command lines, by the command and in real shells."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ask = Callable[..., list[str]]
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a config, a run with two checkpoints, and `maxpipe` on the PATH."""
+    """Current folder with a config, a run with two checkpoints, and `maxpipe` on the PATH."""
     for step in (8, 120):
         (tmp_path / "runs" / "quick" / "checkpoints" / str(step)).mkdir(parents=True)
     (tmp_path / "quick.yml").write_text("")
@@ -48,10 +48,10 @@ def ask(capsys: pytest.CaptureFixture[str]) -> Ask:
     return answers
 
 
-# --- answers -----------------------------------------------------------------------------
+# --- candidates -----------------------------------------------------------------------------
 
 
-def test_commands_and_options(ask: Ask):
+def test_completes_commands_and_options(ask: Ask):
     assert {"train ", "eval ", "checkpoints ", "goodput "} <= set(ask(""))
     assert ask() == ask("") and ask("tr") == ["train "]
     assert ask("checkpoints", "d") == ["delete ", "diff "]
@@ -63,17 +63,17 @@ def test_commands_and_options(ask: Ask):
     assert ask("nonsense", "x") == []
 
 
-def test_runs_and_configs_to_look_at(ask: Ask):
-    """A command that takes the config of a run takes both."""
+def test_data_commands_complete_runs_and_configs(ask: Ask):
+    """Commands that accept the config of a run accept a run or a config."""
     assert ask("data", "sh") == ["show "]
     for command in ("show", "stats", "find"):
         found = ask("data", command, "quick")
         assert {"quick ", "quick.yml ", "quickstart "} <= set(found), found
-        # Two of them accept data files, which have any ending.
+        # Two of the commands accept data files, which may have any suffix.
         assert ("quick.txt " in found) == (command != "find")
 
 
-def test_keys_and_their_values(ask: Ask):
+def test_completes_config_keys_and_values(ask: Ask):
     assert ask("train", "quick.yml", "pipel") == ["pipeline."]
     assert ask("train", "pipeline.re") == ["pipeline.remat=", "pipeline.repeats="]
     assert ask("train", "pipeline.remat=n") == ["pipeline.remat=names ", "pipeline.remat=none "]
@@ -84,16 +84,16 @@ def test_keys_and_their_values(ask: Ask):
     assert "optim " in ask("config", "explain", "o")
 
 
-def test_files_runs_and_steps(ask: Ask):
+def test_completes_files_runs_and_steps(ask: Ask):
     assert ask("train", "quick.") == ["quick.yml "] == ask("train", "a.yml", "quick.")
-    assert ask("train", "qui") == ["quick.yml ", "quickstart "]  # the second is shipped
+    assert ask("train", "qui") == ["quick.yml ", "quickstart "]  # quickstart is a bundled config
     assert ask("train", "llama3-4") == ["llama3-405b "] == ask("configs", "copy", "llama3-4")
     assert ask("checkpoints", "list", "") == ["bin/", "quick ", "runs/"]
     assert ask("checkpoints", "list", "runs/") == ["runs/quick/"]
     steps = [f"quick@{step} " for step in ("120", "8", "best", "newest")]
     assert ask("checkpoints", "show", "quick@") == steps
     assert ask("checkpoints", "diff", "quick", "runs/quick@1") == ["runs/quick@120 "]
-    assert ask("checkpoints", "list", "quick@") == []  # takes a whole run
+    assert ask("checkpoints", "list", "quick@") == []  # accepts only a run, not a step
     assert ask("eval", "qu") == ["quick "] and ask("eval", "quick", "quick.") == ["quick.yml "]
     assert ask("eval", "--json", "qu") == ["quick "]
     assert ask("generate", "quick@b") == ["quick@best "]
@@ -107,18 +107,18 @@ def test_files_runs_and_steps(ask: Ask):
 
 
 @pytest.mark.parametrize("word", ["~nobody/", "\0", "[", "x" * 5000, "=", ".", "@", "a=b=c", "--="])
-def test_odd_words_have_no_answer(word: str, ask: Ask):
+def test_malformed_words_do_not_fail(word: str, ask: Ask):
     for before in ([], ["train"], ["eval"], ["checkpoints", "show"], ["config", "explain"]):
         ask(*before, word)
 
 
-def test_a_shell_must_be_named(capsys: pytest.CaptureFixture[str]):
+def test_completion_requires_supported_shell(capsys: pytest.CaptureFixture[str]):
     for arguments in ([], ["tcsh"]):
         assert main(["completion", *arguments]) == 2
         assert "Traceback" not in capsys.readouterr().err
 
 
-def test_answers_load_nothing_heavy():
+def test_completion_imports_no_heavy_modules():
     code = (
         "import sys; from maxpipe.cli import main\n"
         "main(['completion', '--complete', 'zsh', 'train', 'pipeline.remat='])\n"
@@ -142,7 +142,7 @@ LINES = {
     ],
     "maxpipe completion ": ["bash ", "fish ", "zsh "],
 }
-"""A line, and what its last word may become."""
+"""Command lines and the candidates for their last word."""
 
 
 def shell(*command: str) -> list[str]:
@@ -153,8 +153,8 @@ def shell(*command: str) -> list[str]:
     return ran.stdout.splitlines()
 
 
-def test_bash():
-    """As readline calls it, which replaces what follows the last `=` or `@`."""
+def test_bash_completes_lines():
+    """The function is called as readline does: text after the last `=` or `@` is replaced."""
     script = "source <(maxpipe completion bash)\ncompopt() { ended=' '; }\n"
     expected = []
     for line, answers in LINES.items():
@@ -170,8 +170,8 @@ def test_bash():
     assert [line.split("|")[:-1] for line in shell("bash", "--norc", "-c", script)] == expected
 
 
-def test_zsh():
-    """`compadd` and `compdef` are there only while a line is edited: they are played."""
+def test_zsh_completes_lines():
+    """`compadd` and `compdef` exist only while a line is edited, so the test defines them."""
     script = "compdef() { :; }\nsource <(maxpipe completion zsh)\n"
     script += 'compadd() { [ "$1" = -S ] && print -rn -- "$4|" || print -rn -- "$2 |"; }\n'
     for line in LINES:
@@ -182,7 +182,7 @@ def test_zsh():
     assert found == [*LINES.values()]
 
 
-def test_fish():
+def test_fish_completes_line():
     (line,) = shell(
         "fish",
         "--no-config",
@@ -192,7 +192,7 @@ def test_fish():
     assert line == "pipeline.remat=names"
 
 
-# --- names that a shell would act on -----------------------------------------------------
+# --- names with special characters -----------------------------------------------------
 
 HARMFUL = ("$(touch harm)", "`touch harm`;touch harm", "new\nline", 'it\'s "a" !')
 NAMES = (
@@ -203,8 +203,10 @@ QUOTES = ("", "'", '"')
 
 
 @pytest.mark.parametrize("quote", [*QUOTES, "$'"])
-def test_bash_evaluates_to_the_name(quote: str, here: Path, capsys: pytest.CaptureFixture[str]):
-    """Whatever a name holds, an evaluation of the line gives it, and does nothing else."""
+def test_bash_completion_evaluates_to_name(
+    quote: str, here: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Evaluating the completed line yields the exact name and has no side effects."""
     script = ""
     shutil.rmtree(here / "runs" / "quick")
     for name in NAMES:
@@ -226,8 +228,8 @@ def test_bash_evaluates_to_the_name(quote: str, here: Path, capsys: pytest.Captu
     assert found == [f"runs/{name}/" for name in NAMES]
 
 
-def test_the_rest_of_a_name_in_bash(here: Path, capsys: pytest.CaptureFixture[str]):
-    """Of what is written already, quotes and all, the end is replaced from any character on."""
+def test_bash_completes_partially_quoted_names(here: Path, capsys: pytest.CaptureFixture[str]):
+    """Only the end of a partially typed name is replaced, with its quoting preserved."""
     for name in ("two words", "it's;", "a=b@c"):
         (here / "runs" / name / "checkpoints" / "5").mkdir(parents=True)
     for line, replaced, expected in (
@@ -239,7 +241,7 @@ def test_the_rest_of_a_name_in_bash(here: Path, capsys: pytest.CaptureFixture[st
         ("maxpipe eval $'it\\047s", "it\\047s", ["it\\047s;"]),
         ("maxpipe eval a=b@c", "c", ["c"]),
         ("maxpipe eval a=", "", ["b@c"]),
-        ("maxpipe eval two\\", "two\\", ["two\\ words"]),  # where common beginnings end
+        ("maxpipe eval two\\", "two\\", ["two\\ words"]),  # the common prefix of all candidates
         ('echo "$(maxpipe eval two', "$(maxpipe eval two", []),
         ("maxpipe eval two", '"$(maxpipe eval two', []),
     ):
@@ -260,7 +262,7 @@ SET_UP = {
 
 
 class Terminal:
-    """An interactive shell."""
+    """An interactive shell in a pseudo-terminal."""
 
     def __init__(self, name: str, here: Path):
         if shutil.which(name) is None:
@@ -283,7 +285,7 @@ class Terminal:
         self.quiet(0.3)
 
     def quiet(self, seconds: float) -> None:
-        """Reads what the shell shows until it shows nothing for some time."""
+        """Read output of the shell until there is none for `seconds`."""
         while select.select([self.terminal], [], [], seconds)[0]:
             os.read(self.terminal, 1 << 16)
 
@@ -293,7 +295,7 @@ class Terminal:
             self.quiet(0.05)
 
     def words(self, line: str, end: str) -> list[str]:
-        """What the program gets of a line after TAB and Enter."""
+        """Return the arguments that the program receives after typing `line`, TAB and Enter."""
         for path in (self.asked, self.received):
             path.unlink(missing_ok=True)
         os.write(self.terminal, f"{line}\t".encode())
@@ -324,12 +326,12 @@ def check_in_terminal(name: str, here: Path, runs: Sequence[str], quotes: Sequen
 
 
 @pytest.mark.parametrize("name", SHELLS)
-def test_harmful_names_in_a_terminal(name: str, here: Path):
+def test_harmful_names_are_quoted_in_terminal(name: str, here: Path):
     check_in_terminal(name, here, HARMFUL, [""])
     check_in_terminal(name, here, HARMFUL[:1], ['"'])
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", SHELLS)
-def test_all_names_in_a_terminal(name: str, here: Path):
+def test_all_names_are_quoted_in_terminal(name: str, here: Path):
     check_in_terminal(name, here, NAMES[:-1], QUOTES)

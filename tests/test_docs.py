@@ -1,4 +1,4 @@
-"""Pages in docs/: their pictures, tables and code are what the project makes today."""
+"""Images, tables and code in docs/ match the current output of the project."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PICTURES = [
 
 
 def printed(arguments: list[str]) -> str:
-    """What the command prints."""
+    """Return the output of a command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main(arguments) == 0
@@ -47,7 +47,7 @@ def printed(arguments: list[str]) -> str:
 
 
 def replace_block(page: Path, name: str, text: str, update: bool) -> None:
-    """The text between the page's markers of this name is `text`."""
+    """Check or update the text between the markers `name` of a page."""
     content = page.read_text(encoding="utf-8")
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     assert pattern.search(content), f"{page.name} has no block {name}"
@@ -61,7 +61,7 @@ def replace_block(page: Path, name: str, text: str, update: bool) -> None:
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(("command", "picture"), PICTURES, ids=[name for _, name in PICTURES])
-def test_pictures_are_what_their_command_draws(
+def test_images_match_output_of_their_commands(
     command: str, picture: str, tmp_path: Path, update_golden: bool
 ) -> None:
     drawn = tmp_path / "drawn.svg"
@@ -74,15 +74,15 @@ def test_pictures_are_what_their_command_draws(
     assert file.read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
 
 
-def test_every_picture_is_shown() -> None:
-    # Those of runs are drawn by their pages' commands, and are not the same bits everywhere.
+def test_every_image_is_used() -> None:
+    # Images of runs are drawn by commands on their pages, and differ between machines.
     text = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     of_runs = re.findall(r"<!-- drawn by .*? -->\n!\[\w+\]\((.*?)\)", text)
     shown = {DOCS / name for name in [*of_runs, *(name for _, name in PICTURES)]}
     assert shown == set((DOCS / "pictures").iterdir())
 
 
-def test_the_comparison_is_what_its_command_prints(update_golden: bool) -> None:
+def test_schedule_comparison_matches_command_output(update_golden: bool) -> None:
     page = DOCS / "engine.md"
     command = re.search(r"<!-- compare -->\n```\nmaxpipe (.*?)\n", page.read_text(encoding="utf-8"))
     assert command
@@ -91,20 +91,20 @@ def test_the_comparison_is_what_its_command_prints(update_golden: bool) -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_the_forecast_is_what_its_command_prints(update_golden: bool) -> None:
+def test_plan_forecast_matches_command_output(update_golden: bool) -> None:
     page = DOCS / "plan.md"
     arguments = next(command for command, picture in PICTURES if picture.endswith("plan.svg"))
     text = f"```\nmaxpipe {arguments}\n{printed(arguments.split())}```\n"
     replace_block(page, "forecast", text, update_golden)
 
 
-def test_the_terms_are_those_of_plans(update_golden: bool) -> None:
+def test_memory_terms_table_is_current(update_golden: bool) -> None:
     rows = [f"| {term.about} | {term.keys} |" for term in TERMS.values()]
     text = "\n".join(["| memory term | keys that reduce the term |", "|---|---|", *rows, ""])
     replace_block(DOCS / "plan.md", "terms", text, update_golden)
 
 
-def test_every_fault_is_shown_by_a_test(update_golden: bool) -> None:
+def test_every_fault_has_test(update_golden: bool) -> None:
     page = DOCS / "faults.md"
     rows = re.findall(r"^\| (\w\d+) \| (.*?) \| (.*?) \|", page.read_text(encoding="utf-8"), re.M)
     shown: dict[str, list[str]] = {fault: [] for fault, _, _ in rows}
@@ -124,12 +124,12 @@ def test_every_fault_is_shown_by_a_test(update_golden: bool) -> None:
     replace_block(page, "faults", "\n".join([*lines, ""]), update_golden)
 
 
-def test_every_metric_is_explained(update_golden: bool) -> None:
+def test_metrics_table_is_current(update_golden: bool) -> None:
     replace_block(DOCS / "metrics.md", "metrics", metrics.table(), update_golden)
 
 
-def test_every_metric_that_is_written_is_declared() -> None:
-    """By the tags in the code: `train/`, `eval/`, `perf/` and so on, and `source/`."""
+def test_every_written_metric_is_declared() -> None:
+    """Written metrics are found by their tags in the code: `train/`, `eval/`, `source/` etc."""
     declared = [metric.tag for metric in metrics.METRICS]
     assert len(declared) == len(set(declared))
     written: set[str] = set()
@@ -140,7 +140,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
         written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'source_tag\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}
-    written -= set(BY_SOURCE)  # of which losses are made
+    written -= set(BY_SOURCE)  # intermediate sums from which losses are computed
     written |= {f"train/{name}" for name in Distill.report_names}
     written |= {f"train/loss_{name}" for name in Ahead(1, 1, 1.0).losses}
     written |= set(EvalTotals(1.0, 1.0, 1.0).metrics_for("NAME"))
@@ -160,9 +160,7 @@ def test_every_metric_that_is_written_is_declared() -> None:
         "first_run.md",
     ],
 )
-def test_the_commands_of_a_page_work(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_on_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / page).read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", text, re.DOTALL)
     assert blocks
@@ -183,14 +181,14 @@ def test_the_commands_of_a_page_work(
 
 
 def printed_help() -> str:
-    """The commands that there are."""
+    """Return the output of `maxpipe --help`."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         main(["--help"])
     return out.getvalue()
 
 
-def test_the_schedule_in_the_guide_runs(update_golden: bool) -> None:
+def test_schedule_code_in_guide_runs(update_golden: bool) -> None:
     page = DOCS / "write_a_schedule.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     out = io.StringIO()
@@ -201,7 +199,7 @@ def test_the_schedule_in_the_guide_runs(update_golden: bool) -> None:
     assert len(generator.splitlines()) <= 30
 
 
-def test_the_files_of_the_guide_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_schedule_commands_in_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     text = (DOCS / "write_a_schedule.md").read_text(encoding="utf-8")
     commands = re.findall(r"^maxpipe (schedule .*)$", text, re.MULTILINE)
@@ -210,25 +208,25 @@ def test_the_files_of_the_guide_work(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert printed(command.split())
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_point_to_existing_files() -> None:
     for page in DOCS.glob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (DOCS / target).exists(), f"{page.name}: {target}"
 
 
-# --- what pages name exists ------------------------------------------------------------------
+# --- names on pages ------------------------------------------------------------------
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 SOURCES = sorted((ROOT / "maxpipe").rglob("*.py"))
 
 
 def quoted(page: Path, pattern: str) -> set[str]:
-    """What stands in backticks on a page and looks like this."""
+    """Return the inline code of a page that matches a pattern."""
     return set(re.findall(rf"`{pattern}`", page.read_text(encoding="utf-8")))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_a_page_names_exist(page: Path) -> None:
+def test_files_named_on_page_exist(page: Path) -> None:
     folders = [ROOT, *(ROOT / name for name in ("maxpipe", "tests", "benchmarks", "docs"))]
     plain = {path.name for path in SOURCES}
     for name in quoted(page, r"((?:\w+/)*\w+\.py)(?:::\w+)?"):
@@ -236,7 +234,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def defined(path: Path) -> dict[str, set[str]]:
-    """Names that a file defines: under "" those of the module, under a class its members."""
+    """Return the names that a file defines: module names under "", members under their class."""
     found: dict[str, set[str]] = {"": set()}
     owners: list[tuple[str, list[ast.stmt]]] = [
         ("", ast.parse(path.read_text(encoding="utf-8")).body)
@@ -259,8 +257,8 @@ def defined(path: Path) -> dict[str, set[str]]:
     return found
 
 
-def test_names_that_a_page_gives_exist() -> None:
-    """`module.name`, `Class.name` and `maxpipe.module.name`, but no config keys."""
+def test_code_names_on_pages_exist() -> None:
+    """`module.name`, `Class.name` and `maxpipe.module.name` are checked, but not config keys."""
     sections = {field.name for field in dataclasses.fields(Config)}
     members: dict[str, set[str]] = {}
     modules: set[str] = set()
@@ -292,12 +290,12 @@ QUAINT = re.compile(
     )(?![a-z])""",
     re.VERBOSE | re.IGNORECASE,
 )
-"""What CONTRIBUTING.md means by quaint English; the field has a term for each."""
+"""Archaic words that have a standard technical term; see CONTRIBUTING.md."""
 TEXT = {".md", ".py", ".yml", ".toml", ".sh", ".c", ""}
 HISTORY = ("CHANGELOG.md", "LICENSE", "tests/golden/", "tests/test_docs.py")
 
 
-def test_words_are_plain() -> None:
+def test_no_archaic_words() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     assert listed.returncode == 0, listed.stderr
     wrong = []

@@ -1,4 +1,4 @@
-"""The assertions of tests/errors.py: an error that differs in one fact does not pass."""
+"""Tests of tests/errors.py: an error that differs in one field does not pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FACTS: dict[str, Any] = {
         ("Set --out to `x`.", "--out"),
     ],
 )
-def test_a_name_occurs(text: str, name: object) -> None:
+def test_contains_accepts_complete_name(text: str, name: object) -> None:
     assert contains(text, name)
 
 
@@ -64,26 +64,26 @@ def test_a_name_occurs(text: str, name: object) -> None:
         ("model.mtp_heads", "model.mtp-heads"),
     ],
 )
-def test_a_part_of_a_name_does_not_occur(text: str, name: object) -> None:
+def test_contains_rejects_part_of_longer_name(text: str, name: object) -> None:
     assert not contains(text, name)
 
 
-def test_an_empty_name_is_a_mistake_of_the_test() -> None:
+def test_contains_requires_nonempty_name() -> None:
     with pytest.raises(AssertionError, match="empty"):
         contains("text", "")
 
 
 @pytest.mark.parametrize("error", [ConfigError([PROBLEM]), str(PROBLEM)], ids=["error", "text"])
 @pytest.mark.parametrize("fact", FACTS)
-def test_each_fact_is_compared(error: ConfigError | str, fact: str) -> None:
+def test_assert_error_compares_each_argument(error: ConfigError | str, fact: str) -> None:
     assert_error(error, **FACTS)
     assert_error(error, **{fact: FACTS[fact]})
     different: dict[str, list[Any]] = {
         "key": ["train", "batch_size", "train.batch_size=16", "pipeline.microbatches"],
         "value": [1, 8, "", "012"],
-        # Not the location, and not the action.
+        # Names are not searched in the location or the action.
         "names": [["train.batch_size"], ["run.yml"], [16], [8, 9], ["434.5"]],
-        # Not the rule.
+        # Suggestions are not searched in the rule.
         "suggests": ["8", "train.batch_size=1", ["train.batch_size=16", "train.steps=3"]],
     }
     for other in different[fact]:
@@ -91,7 +91,7 @@ def test_each_fact_is_compared(error: ConfigError | str, fact: str) -> None:
             assert_error(error, **{**FACTS, fact: other})
 
 
-def test_a_table_below_an_action_is_not_the_action() -> None:
+def test_table_below_action_is_not_searched() -> None:
     action = "Write these lines.\nmodel: {num_layers: 8}\ndata: {path: text}"
     error = ConfigError([Problem("file.json", "", "is a config of another trainer.", action)])
     assert_error(error, suggests="num_layers")
@@ -99,7 +99,7 @@ def test_a_table_below_an_action_is_not_the_action() -> None:
         assert_error(error, suggests="path")
 
 
-def test_all_facts_are_of_one_problem() -> None:
+def test_all_arguments_must_match_same_problem() -> None:
     other = Problem("train.steps", "0", "must be at least 1.", "Set train.steps=1.")
     error = ConfigError([PROBLEM, other])
     assert assert_error(error, "train.steps", 0, [1], "train.steps=1") == other
@@ -117,15 +117,15 @@ def test_warnings_and_output_are_not_problems() -> None:
         assert_error(f"{warning}\nother = 1\n  rule\n  action", "train.batch_size")
 
 
-def test_an_error_without_a_problem_does_not_pass() -> None:
+def test_error_without_problem_does_not_pass() -> None:
     for error in ("", "one line", "where\n  only a rule", ValueError("a"), ConfigError([])):
         with pytest.raises(AssertionError):
             assert_error(error)
 
 
-def test_the_type_of_an_error_is_compared() -> None:
+def test_raises_compares_exact_error_type() -> None:
     class OtherError(StorageError):
-        """Another exit code, perhaps."""
+        """A subclass, which may have a different exit code."""
 
     text = "/tmp/run: cannot be written\n  No space left.\n  Free space."
     facts: dict[str, Any] = {"key": "/tmp/run", "names": "No space left", "suggests": "Free space"}

@@ -1,21 +1,21 @@
-"""Messages: every part of a problem is bounded, however long the value from a file is."""
+"""Error messages have a bounded length even if a file contains very long values."""
 
 from __future__ import annotations
 
 from maxpipe.errors import ConfigError, Problem, truncate_middle
 
 
-def test_a_short_text_is_unchanged() -> None:
+def test_truncate_middle_keeps_short_string() -> None:
     assert truncate_middle("x" * 500, 500) == "x" * 500
 
 
-def test_a_long_text_keeps_both_ends_and_names_its_length() -> None:
+def test_truncate_middle_keeps_both_ends_and_states_length() -> None:
     text = "a" * 600 + "z" * 400
     expected = "a" * 375 + "... (1,000 characters) ..." + "z" * 125
     assert truncate_middle(text, 500) == expected
 
 
-def test_every_part_of_a_problem_is_bounded() -> None:
+def test_every_part_of_problem_has_bounded_length() -> None:
     megabyte = "k" * 1_000_000
     problem = Problem(megabyte, megabyte, megabyte, megabyte)
     assert len(problem.value) == 500 + len("... (1,000,000 characters) ...")
@@ -23,7 +23,7 @@ def test_every_part_of_a_problem_is_bounded() -> None:
     assert len(problem.line) < 10_000
 
 
-def test_a_message_names_the_number_of_further_problems() -> None:
+def test_message_states_number_of_omitted_problems() -> None:
     error = ConfigError([Problem(f"key{number}", "1", "r", "a") for number in range(5000)])
     lines = str(error).splitlines()
     assert lines[0] == "key0 = 1"

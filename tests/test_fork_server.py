@@ -1,4 +1,4 @@
-"""Fork servers: a command ends there as it ends in a process of its own."""
+"""Commands in a fork server exit as in a separate process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ IMPORTS = "import atexit, os, signal, sys, threading, time\n"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """A server that has imported nothing."""
+    """A server without imported modules."""
     server = ForkServer.start(environment_of_command(), modules=())
     yield server
     server.close()
@@ -73,7 +73,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_a_command_ends_like_a_process(
+def test_command_ends_like_separate_process(
     name: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -93,7 +93,7 @@ def test_a_command_ends_like_a_process(
     assert code == process.returncode
 
 
-def test_a_time_limit_ends_a_command_and_its_processes(
+def test_time_limit_kills_command_and_its_processes(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -111,7 +111,7 @@ def test_a_time_limit_ends_a_command_and_its_processes(
     assert output.read_text() == "next\n"
 
 
-def test_a_server_that_has_ended_is_named(tmp_path: Path) -> None:
+def test_ended_server_is_reported(tmp_path: Path) -> None:
     server = ForkServer.start(environment_of_command(), modules=())
     server.process.kill()
     for _ in range(2):
@@ -120,9 +120,7 @@ def test_a_server_that_has_ended_is_named(tmp_path: Path) -> None:
     server.close()
 
 
-def test_a_module_that_a_server_cannot_import_ends_the_server(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_import_ends_server(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     server = ForkServer.start(environment_of_command(), modules=["maxpipe.missing"])
     with pytest.raises(ServerError, match="exit code 1"):
         server.run(["train"], {}, tmp_path / "output.txt", seconds=60)

@@ -1,4 +1,4 @@
-"""The figures in configs/hardware."""
+"""Hardware specifications in configs/hardware."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ FOLDER = Path(__file__).parents[1] / "configs" / "hardware"
         ("NVIDIA GeForce RTX 4090", None),
     ],
 )
-def test_peak_flops_is_known_or_absent(kind: str, peak: float | None):
+def test_peak_flops_of_known_and_unknown_devices(kind: str, peak: float | None):
     assert peak_flops(kind) == peak
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yml")), ids=lambda path: path.stem)
-def test_every_file_names_its_source(path: Path) -> None:
+def test_every_hardware_file_names_its_source(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert re.search(r"^# Sources?: ", text, re.MULTILINE)
     found = published_hardware()[yaml.safe_load(text)["topology"]]
     assert found.flops > 0 and found.memory_bytes > 0
 
 
-def test_jax_names_of_devices_find_their_file() -> None:
+def test_hardware_is_identified_by_jax_device_kind() -> None:
     found = hardware_of_device("TPU v5 lite")
     assert found is not None and found.topology == "v5e"
     assert hardware_of_device("cpu") is not None and peak_flops("cpu") is None

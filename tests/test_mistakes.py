@@ -1,7 +1,7 @@
-"""Mistakes of newcomers: each message says where, what and the rule, and its action works.
+"""Common errors of new users: messages state location, value and rule, and the action works.
 
 `python tests/test_mistakes.py` prints the table with scores: 2 for a message with all four parts
-whose action works, 1 for a message whose action does not, 0 for anything else.
+whose action works, 1 for a message whose action fails, 0 otherwise.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from maxpipe.cli import main
 
 
 class Mistake(NamedTuple):
-    """A command, and what its message has to hold."""
+    """A command with a user error, and the expected parts of its message."""
 
     arguments: str
-    """Behind `maxpipe config print first/run.yml`, or a whole command after `!`."""
+    """Arguments after `maxpipe config print first/run.yml`, or a complete command after `!`."""
     where: str
-    """The first line of the message, in part."""
+    """Part of the first line of the message."""
     rule: str
     action: str
     followed: str
-    """The same arguments after the action was followed; empty if the action is its own proof."""
+    """The arguments after applying the action; empty if the action is not executed."""
 
 
 _NO_SECTION = "has no section"
@@ -300,7 +300,7 @@ MISTAKES = [
             "!data show first/run.yml data.source=text data.path=nowhere",
             "data.path = nowhere",
             "must be a file, a folder or a glob pattern",
-            "or data.source=corpus data.path='' for a trial.",
+            "or use data.source=corpus data.path='' for a trial run.",
             "!data show first/run.yml data.source=corpus data.path=",
         ),
         (
@@ -325,7 +325,7 @@ ACCEPTED = [
     "meta-llama/Llama-3.1-70B-Instruct",
     "llama3.1-405b",
 ]
-"""Not mistakes: what is accepted as it is meant."""
+"""Arguments that are accepted, because their meaning is unambiguous."""
 
 _FILES = {
     "x.toml": "[job]\ndump_folder = 'x'\n[training]\nsteps = 10\nseq_len = 64\n"
@@ -338,15 +338,15 @@ _FILES = {
 
 
 def prepare(folder: Path) -> None:
-    """The files that the commands name, in the current folder."""
+    """Write the files that the commands use to the current folder."""
     for name, text in _FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    said(["init", "first"])
+    run_command(["init", "first"])
 
 
-def said(arguments: list[str]) -> tuple[int, str]:
-    """The exit code of a command, and everything that it prints."""
+def run_command(arguments: list[str]) -> tuple[int, str]:
+    """Return the exit code of a command and its combined output."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
         try:
@@ -357,22 +357,22 @@ def said(arguments: list[str]) -> tuple[int, str]:
 
 
 def command(text: str) -> list[str]:
-    """The arguments of a row."""
+    """Return the arguments of a command."""
     if text.startswith("!"):
         return text[1:].split()
     return ["config", "print", "first/run.yml", *text.split()]
 
 
 def faults(mistake: Mistake) -> list[str]:
-    """Everything that is wrong with the message; an action that fails is named `action`."""
-    code, message = said(command(mistake.arguments))
+    """Return all defects of a message; that of a failing action starts with `action`."""
+    code, message = run_command(command(mistake.arguments))
     found = [] if code == 2 and "Traceback" not in message else [f"exit code {code}"]
     found += [part for part in (mistake.where, mistake.rule, mistake.action) if part not in message]
     if mistake.action.startswith("Write these lines"):
         body = [line[4:] for line in message.split("Write these lines")[1].splitlines()[1:]]
         Path(mistake.followed).write_text("\n".join([*body, ""]))
     if mistake.followed:
-        code, message = said(command(mistake.followed))
+        code, message = run_command(command(mistake.followed))
         found += [f"action: {message}"] if code else []
     return found
 
@@ -384,7 +384,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("here")
-def test_the_table_has_sixty_mistakes_that_are_answered():
+def test_messages_for_common_user_errors_suggest_working_actions():
     assert len(MISTAKES) >= 60
     wrong = {each.arguments: found for each in MISTAKES if (found := faults(each))}
     assert not wrong
@@ -392,31 +392,34 @@ def test_the_table_has_sixty_mistakes_that_are_answered():
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("arguments", ACCEPTED)
-def test_what_is_meant_is_accepted(arguments: str):
-    code, message = said(["config", "print", "first/run.yml", *arguments.split()])
+def test_unambiguous_arguments_are_accepted(arguments: str):
+    code, message = run_command(["config", "print", "first/run.yml", *arguments.split()])
     assert code == 0, message
 
 
 @pytest.mark.usefixtures("here")
-def test_a_named_model_takes_the_place_of_the_default_of_a_file(tmp_path: Path):
-    code, message = said(["config", "print", "llama3-8b", "first/run.yml"])
+def test_named_model_replaces_default_model_of_file(tmp_path: Path):
+    code, message = run_command(["config", "print", "llama3-8b", "first/run.yml"])
     assert code == 0 and "  num_layers: 32\n" in message and "  vocab_size: 128256\n" in message
     assert "model: llama3-8b replaces tiny, the default model of first/run.yml\n" in message
     assert "  name: first\n" in message and "  steps: 300\n" in message
-    code, message = said(["config", "print", "first/run.yml", "model=llama3-8b"])
+    code, message = run_command(["config", "print", "first/run.yml", "model=llama3-8b"])
     assert code == 0 and "  num_layers: 32\n" in message
 
 
 @pytest.mark.usefixtures("here")
-def test_a_file_that_changes_the_shape_of_a_named_model_is_reported(tmp_path: Path):
+def test_file_that_overrides_named_model_is_reported(tmp_path: Path):
     Path("shape.yml").write_text(
         "model: {num_layers: 2, d_model: 64, compute_dtype: float32, num_kv_heads: 8}\n"
         "train: {steps: 5}\n"
     )
-    code, message = said(["config", "print", "llama3-8b", "shape.yml"])
+    code, message = run_command(["config", "print", "llama3-8b", "shape.yml"])
     assert code == 0 and "model: llama3-8b, 2 keys overridden by shape.yml\n" in message
-    assert "overridden" not in said(["config", "print", "shape.yml", "llama3-8b"])[1]
-    assert "overridden" not in said(["config", "print", "first/run.yml", "model.num_layers=2"])[1]
+    assert "overridden" not in run_command(["config", "print", "shape.yml", "llama3-8b"])[1]
+    assert (
+        "overridden"
+        not in run_command(["config", "print", "first/run.yml", "model.num_layers=2"])[1]
+    )
 
 
 if __name__ == "__main__":

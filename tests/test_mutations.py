@@ -1,4 +1,4 @@
-"""The mutation harness: it catches a planted fault, and finds none in the command."""
+"""The mutation harness detects planted faults and finds none in the command."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ print("caught")
 """
 
 
-def test_planted_faults_are_caught(tmp_path: Path) -> None:
+def test_planted_faults_are_detected(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _PLANTED, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "caught\n", done.stderr
@@ -55,7 +55,7 @@ def test_planted_faults_are_caught(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", [37])
-def test_no_mutation_is_a_bug(seed: int) -> None:
+def test_mutations_cause_no_faults(seed: int) -> None:
     command = [sys.executable, "-m", "tests.mutations", "--seed", str(seed), "--cases", "150"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout + done.stderr

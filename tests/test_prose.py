@@ -1,4 +1,4 @@
-"""The linter of the project's English, and that every checked file passes."""
+"""The prose linter works, and every checked file passes."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def _patterns(tmp_path: Path, source: str, name: str = "module.py") -> list[str]
     ]
 
 
-def test_each_pattern_has_an_example():
+def test_each_pattern_has_example():
     assert set(WRONG.values()) == set(prose.PATTERNS)
 
 
 @pytest.mark.parametrize("sentence", WRONG)
-def test_a_pattern_matches_in_comments_messages_and_pages(tmp_path: Path, sentence: str):
+def test_pattern_matches_in_comments_messages_and_pages(tmp_path: Path, sentence: str):
     for name, source in {
         "a.py": f"# {sentence}\n",
         "b.py": f"raise ValueError({sentence!r})\n",
@@ -70,29 +70,29 @@ def test_a_pattern_matches_in_comments_messages_and_pages(tmp_path: Path, senten
 
 
 @pytest.mark.parametrize("sentence", RIGHT)
-def test_plain_sentences_and_quotations_match_nothing(tmp_path: Path, sentence: str):
+def test_plain_and_quoted_sentences_match_no_pattern(tmp_path: Path, sentence: str):
     assert _patterns(tmp_path, f"{sentence}\n", "page.md") == []
 
 
 @pytest.mark.parametrize("docstring", ["For each layer, its size.", "The same.", "It is a size."])
-def test_docstrings_begin_with_a_verb_or_a_noun(tmp_path: Path, docstring: str):
+def test_docstring_opening_is_checked_only_in_docstrings(tmp_path: Path, docstring: str):
     source = f'def f():\n    """{docstring}"""\n'
     assert _patterns(tmp_path, source) == [prose.OPENING]
     assert _patterns(tmp_path, f"# {docstring}\n") == []
 
 
-def test_code_blocks_and_inline_code_are_left_out(tmp_path: Path):
+def test_code_blocks_and_inline_code_are_ignored(tmp_path: Path):
     page = "Run this command on one host:\n\n```\nsay what it takes of the whole\n```\n"
     assert _patterns(tmp_path, page, "page.md") == []
 
 
-def test_the_line_of_a_match_is_that_of_its_sentence(tmp_path: Path):
+def test_match_has_line_number_of_its_sentence(tmp_path: Path):
     path = tmp_path / "page.md"
     path.write_text("# Title\n\nA first sentence.\nThe run goes on from the checkpoint.\n")
     matched = [each for each in prose.sentences_of(path) if prose.matches_of(each)]
     assert [each.line for each in matched] == [4]
 
 
-def test_the_project_is_written_in_plain_english(capsys: pytest.CaptureFixture[str]):
+def test_project_passes_prose_linter(capsys: pytest.CaptureFixture[str]):
     code = prose.main([])
     assert code == 0, capsys.readouterr().out

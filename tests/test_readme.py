@@ -1,4 +1,4 @@
-"""What the README shows is what the commands print."""
+"""The README shows the actual output of the commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def quickstart() -> Config:
     return load([str(ROOT / "configs" / "quickstart.yml")]).config
 
 
-def test_the_drawn_schedule_is_the_quickstart(
+def test_schedule_diagram_is_that_of_quickstart(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -28,20 +28,20 @@ def test_the_drawn_schedule_is_the_quickstart(
     assert drawn in README, f"paste this into README.md:\n{drawn}"
 
 
-def test_the_first_screen_trains_and_draws() -> None:
+def test_first_screen_shows_training_and_schedule() -> None:
     first = "\n".join(README.splitlines()[:45])
     for text in ("make quickstart", "final validation loss", "stage  3 F", "maxpipe train"):
         assert text in first
 
 
-def test_every_command_is_in_the_table() -> None:
+def test_every_command_is_in_table() -> None:
     names = _parser().command_names
     assert {"eval", "goodput", "completion", "checkpoints"} <= set(names)
     for name in names:
         assert re.search(rf"^\| `maxpipe {name}\b", README, re.MULTILINE), name
 
 
-def test_keys_and_paths_that_are_named_exist() -> None:
+def test_named_keys_and_paths_exist() -> None:
     for key in set(re.findall(r"`(\w+\.\w+)=", README)):
         section, name = key.split(".")
         assert hasattr(getattr(quickstart(), section), name), key

@@ -1,6 +1,6 @@
-"""No file that maxpipe reads runs code, no secret is written, nothing leaves the machine.
+"""maxpipe runs no code from input files, writes no secrets, and opens no network connections.
 
-The rules, and which of these tests holds each, are in docs/security.md.
+docs/security.md lists the rules and the tests of each rule.
 """
 
 from __future__ import annotations
@@ -83,18 +83,18 @@ BANNED_CALLS = {
     *("torch.load", "importlib.import_module", "importlib.util.find_spec"),
 }
 BANNED_ARGUMENTS = {"shell", "allow_pickle", "trust_remote_code"}
-# What may open a socket: to find a free port of this machine, or to join the processes of a run.
+# Modules that may open a socket: to find a free local port, or to connect the processes of a run.
 SOCKETS = {
     *(f"maxpipe/distributed/{name}.py" for name in ("control_channel", "coordinator")),
     *(f"maxpipe/distributed/{name}.py" for name in ("protocol", "runtime")),
     "maxpipe/launch/local.py",
 }
-# jax's own format of compiled programs is a pickle: see tests/step/test_executable.py.
+# jax serializes compiled programs with pickle: see tests/step/test_executable.py.
 EXECUTABLES = {"maxpipe/step/executable.py"}
 
 
 def findings(tree: ast.Module) -> Iterator[str]:
-    """What could run a file's content, or reach the network."""
+    """Yield the imports and calls that could execute file contents or access the network."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             origin = node.module or "" if isinstance(node, ast.ImportFrom) else ""
@@ -130,7 +130,7 @@ def findings(tree: ast.Module) -> Iterator[str]:
         *("from jax.experimental import serialize_executable", "load(x, trust_remote_code=True)"),
     ],
 )
-def test_the_scan_finds(line: str):
+def test_scan_reports_unsafe_code(line: str):
     assert list(findings(ast.parse(line)))
 
 
@@ -144,12 +144,12 @@ def test_the_scan_finds(line: str):
         "model.eval()",
     ],
 )
-def test_the_scan_lets_pass(line: str):
+def test_scan_accepts_safe_code(line: str):
     assert not list(findings(ast.parse(line)))
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_nothing_runs_what_it_reads(path: Path):
+def test_source_files_contain_no_unsafe_code(path: Path):
     name = path.relative_to(ROOT).as_posix()
     found = list(findings(ast.parse(path.read_text(encoding="utf-8"))))
     if name in SOCKETS:
@@ -164,34 +164,34 @@ def test_nothing_runs_what_it_reads(path: Path):
 
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[Path]:
-    """A file that is made when the crafted pickle runs, and must not be."""
+    """Path of a file that the crafted pickle would create when loaded; it must not exist."""
     yield tmp_path / "canary"
-    assert not (tmp_path / "canary").exists(), "a file that was read has run code"
+    assert not (tmp_path / "canary").exists(), "code in an input file was executed"
 
 
 @pytest.fixture
 def crafted(canary: Path) -> bytes:
-    """A pickle that makes the canary."""
+    """A pickle that creates the canary file when loaded."""
     return f"cbuiltins\nopen\n(S'{canary}'\nS'w'\ntR.".encode()
 
 
-def refused(act: Callable[[], Any]) -> str:
+def error_of(act: Callable[[], Any]) -> str:
     with pytest.raises(MaxpipeError) as caught:
         act()
     return str(caught.value)
 
 
-def test_the_crafted_pickle_is_armed(crafted: bytes, canary: Path):
+def test_crafted_pickle_runs_code_when_loaded(crafted: bytes, canary: Path):
     pickle.loads(crafted).close()
     assert canary.exists()
     canary.unlink()
 
 
-def test_pickle_as_tokenizer(crafted: bytes, tmp_path: Path):
+def test_pickle_as_tokenizer_is_rejected(crafted: bytes, tmp_path: Path):
     path = tmp_path / "tokenizer.json"
     path.write_bytes(crafted)
     config = TokenizerConfig(kind="huggingface", path=str(path))
-    error = refused(lambda: open_tokenizer(config))
+    error = error_of(lambda: open_tokenizer(config))
     assert_error(error, "tokenizer.path", path, names="tokenizer.json", suggests="tokenizer.path")
 
 
@@ -199,7 +199,7 @@ SETTINGS = ["[]", "3", "[" * 100_000, "{", '{"a": ' * 100_000, "\xff"]
 
 
 @pytest.mark.parametrize("text", ["CRAFTED", *SETTINGS], ids=range(1 + len(SETTINGS)))
-def test_settings_beside_a_tokenizer(text: str, crafted: bytes, tmp_path: Path):
+def test_invalid_tokenizer_settings_are_rejected(text: str, crafted: bytes, tmp_path: Path):
     import tokenizers
 
     words = tokenizers.models.WordLevel({"</s>": 0, "a": 1}, unk_token="a")
@@ -207,18 +207,18 @@ def test_settings_beside_a_tokenizer(text: str, crafted: bytes, tmp_path: Path):
     content = crafted if text == "CRAFTED" else text.encode("latin-1")
     (tmp_path / "tokenizer_config.json").write_bytes(content)
     config = TokenizerConfig(kind="huggingface", path=str(tmp_path / "tokenizer.json"))
-    assert "must be a JSON object: " in refused(lambda: open_tokenizer(config))
+    assert "must be a JSON object: " in error_of(lambda: open_tokenizer(config))
 
 
 @pytest.mark.parametrize("source", ["jsonl", "arrayrecord"])
-def test_pickle_as_data(source: str, crafted: bytes, tmp_path: Path):
+def test_pickle_as_data_file_is_rejected(source: str, crafted: bytes, tmp_path: Path):
     (tmp_path / "data.jsonl").write_bytes(crafted)
     config = DataConfig(source=source, path=str(tmp_path / "data.jsonl"))  # type: ignore[arg-type]
-    assert "must be" in refused(lambda: open_source(config, 0)[0])
+    assert "must be" in error_of(lambda: open_source(config, 0)[0])
 
 
-def test_pickle_inside_of_data(crafted: bytes, tmp_path: Path):
-    """As text it is text; as a record or a line it is no JSON object."""
+def test_pickle_inside_data_file_is_not_loaded(crafted: bytes, tmp_path: Path):
+    """A text source reads the pickle as plain text; records and lines must be JSON objects."""
     from array_record.python.array_record_module import ArrayRecordWriter
 
     (tmp_path / "a.npy").write_bytes(crafted)
@@ -232,17 +232,17 @@ def test_pickle_inside_of_data(crafted: bytes, tmp_path: Path):
         DataConfig(source="arrayrecord", path=str(tmp_path / "a.array_record")), 0
     )
     assert records[0] == "a"
-    assert "must be a JSON object" in refused(lambda: records[1])
-    assert "must be a JSON object" in refused(lambda: records[2])
+    assert "must be a JSON object" in error_of(lambda: records[1])
+    assert "must be a JSON object" in error_of(lambda: records[2])
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
     lines = open_source(DataConfig(source="jsonl", path=str(tmp_path / "deep.jsonl")), 0)
-    assert "must be a JSON object" in refused(lambda: lines[0])
+    assert "must be a JSON object" in error_of(lambda: lines[0])
 
 
-def test_pickle_in_the_index(
+def test_pickle_in_document_index_is_not_loaded(
     crafted: bytes, canary: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    """An array of objects is a pickle: the index is made again."""
+    """An object array is stored as a pickle, so the index is rebuilt."""
 
     class Armed:
         def __reduce__(self) -> Any:
@@ -264,17 +264,17 @@ def test_pickle_in_the_index(
         assert "cannot be used" in caplog.messages[-1]
 
 
-def test_pickle_as_schedule_and_as_config(crafted: bytes, tmp_path: Path, capsys: Capture):
+def test_pickle_as_schedule_or_config_is_rejected(crafted: bytes, tmp_path: Path, capsys: Capture):
     for name in ("schedule.csv", "config.yml"):
         (tmp_path / name).write_bytes(crafted)
-    refused(lambda: read_orders(tmp_path / "schedule.csv"))
+    error_of(lambda: read_orders(tmp_path / "schedule.csv"))
     assert main(["config", "print", TINY, str(tmp_path / "config.yml")]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.fixture
 def executable(tmp_path: Path) -> tuple[Path, Callable[[], Any]]:
-    """A saved program, and what loads it."""
+    """Folder of a saved executable, and a function that loads it."""
     import jax
 
     from maxpipe.step import executable
@@ -290,31 +290,35 @@ PROVENANCES = ["[]", '{"sha256": "a", "facts": [1]}', "[" * 100_000, " " * (1 <<
 
 
 @pytest.mark.parametrize("provenance", PROVENANCES, ids=range(len(PROVENANCES)))
-def test_hostile_provenance(provenance: str, executable: tuple[Path, Callable[[], Any]]):
+def test_malformed_provenance_is_rejected(
+    provenance: str, executable: tuple[Path, Callable[[], Any]]
+):
     folder, load_it = executable
     (folder / "provenance.json").write_text(provenance)
-    assert "is damaged" in refused(load_it)
+    assert "is damaged" in error_of(load_it)
 
 
-def test_pickle_as_program(crafted: bytes, executable: tuple[Path, Callable[[], Any]]):
-    """Not read with another digest; with the right one only where no other user can write."""
+def test_pickle_as_executable_is_rejected(
+    crafted: bytes, executable: tuple[Path, Callable[[], Any]]
+):
+    """Executables with a wrong digest, or writable by other users, are rejected."""
     import hashlib
 
     folder, load_it = executable
     (folder / "program.bin").write_bytes(crafted)
-    assert "is damaged" in refused(load_it)
+    assert "is damaged" in error_of(load_it)
     record = {"sha256": hashlib.sha256(crafted).hexdigest(), "facts": {"program": "abc"}}
     (folder / "provenance.json").write_text(json.dumps(record))
     for path in (folder / "program.bin", folder / "provenance.json", folder):
         mode = path.stat().st_mode
         path.chmod(mode | 0o022)
-        assert "can be written by other users" in refused(load_it)
+        assert "can be written by other users" in error_of(load_it)
         path.chmod(mode)
-    # A link does not hide whose file it is.
+    # The permissions of the target of a symbolic link are checked.
     (folder / "program.bin").rename(folder.parent / "elsewhere")
     (folder.parent / "elsewhere").chmod(0o666)
     (folder / "program.bin").symlink_to(folder.parent / "elsewhere")
-    assert "can be written by other users" in refused(load_it)
+    assert "can be written by other users" in error_of(load_it)
 
 
 # --- checkpoints ------------------------------------------------------------------------------
@@ -329,7 +333,7 @@ def state(step: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder with steps 3 and 6. Not to be changed."""
+    """Run folder with steps 3 and 6. Tests must not change it."""
     folder = tmp_path_factory.mktemp("saved")
     with CheckpointManager(folder, CheckpointConfig(keep=5)) as checkpoints:
         for step in (3, 6):
@@ -347,7 +351,7 @@ def restored(folder: Path, step: int = 6) -> Any:
         return checkpoints.restore(step).state
 
 
-def test_pickle_as_any_file_of_a_checkpoint(crafted: bytes, copy: Path):
+def test_pickle_as_checkpoint_file_is_not_loaded(crafted: bytes, copy: Path):
     good = restored(copy)["params"]["embedding"].tolist()
     noticed = 0
     for path in sorted((copy / "checkpoints" / "6").rglob("*")):
@@ -363,7 +367,9 @@ def test_pickle_as_any_file_of_a_checkpoint(crafted: bytes, copy: Path):
     assert noticed >= 3
 
 
-def test_hostile_names_in_a_checkpoint_folder(copy: Path, tmp_path: Path, capsys: Capture):
+def test_hostile_names_in_checkpoint_folder_are_not_followed(
+    copy: Path, tmp_path: Path, capsys: Capture
+):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "keep").write_text("mine")
@@ -376,8 +382,8 @@ def test_hostile_names_in_a_checkpoint_folder(copy: Path, tmp_path: Path, capsys
     assert (outside / "keep").read_text() == "mine"
 
 
-def test_a_link_among_checkpoints_is_not_followed_to_delete(copy: Path, tmp_path: Path):
-    """What it leads to stays, even when it is the oldest and one too many."""
+def test_symlink_among_checkpoints_is_not_followed_when_deleting(copy: Path, tmp_path: Path):
+    """The link target is kept, even if the link is the oldest checkpoint and exceeds `keep`."""
     outside = tmp_path / "outside"
     shutil.copytree(copy / "checkpoints" / "3", outside)
     (copy / "checkpoints" / "2").symlink_to(outside)
@@ -390,14 +396,14 @@ def test_a_link_among_checkpoints_is_not_followed_to_delete(copy: Path, tmp_path
     assert sorted(path.name for path in outside.rglob("*")) == before
 
 
-def test_names_of_arrays_lead_nowhere(copy: Path, tmp_path: Path):
-    """A leaf called ../../x is a leaf that is not there."""
+def test_array_names_are_not_used_as_paths(copy: Path, tmp_path: Path):
+    """A leaf named ../../x does not exist."""
     metadata = copy / "checkpoints" / "6" / "state" / "_METADATA"
     text = metadata.read_text()
     assert "embedding" in text
     metadata.write_text(text.replace("embedding", "../../../../x"))
     before = sorted(tmp_path.rglob("*"))
-    refused(lambda: restored(copy))
+    error_of(lambda: restored(copy))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -421,14 +427,14 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_run_names_are_folder_names(name: str):
+def test_run_name_must_be_folder_name(name: str):
     with pytest.raises(ConfigError, match="run.name"):
         load([TINY, "train.steps=1", f"run.name={name}"])
 
 
 @pytest.mark.parametrize("name", ["config.yml", "metrics.jsonl", "events.jsonl"])
-def test_a_run_does_not_write_through_a_link(name: str, tmp_path: Path):
-    """A run folder from elsewhere could lead to any file of its user."""
+def test_run_does_not_write_through_symlink(name: str, tmp_path: Path):
+    """A run folder from another user could contain links to any file."""
     mine = tmp_path / "mine"
     mine.write_text("mine")
     folder = tmp_path / "runs" / "run"
@@ -464,7 +470,7 @@ HOSTILE_YAML = {
 
 
 @pytest.mark.parametrize("kind", HOSTILE_YAML)
-def test_hostile_yaml_is_a_mistake(kind: str, tmp_path: Path, capsys: Capture):
+def test_hostile_yaml_is_rejected(kind: str, tmp_path: Path, capsys: Capture):
     path = tmp_path / "run.yml"
     path.write_text(HOSTILE_YAML[kind])
     assert main(["config", "print", TINY, "train.steps=1", str(path)]) == 2
@@ -475,33 +481,33 @@ def test_hostile_yaml_is_a_mistake(kind: str, tmp_path: Path, capsys: Capture):
     assert len(err) < 2000
 
 
-def test_a_key_of_100_kilobytes_on_the_command_line_is_a_mistake(capsys: Capture):
+def test_command_line_key_of_100_kb_is_rejected(capsys: Capture):
     started = time.process_time()
     assert main(["config", "print", TINY, f"data.{'k' * 100_000}=1"]) == 2
     assert time.process_time() - started < 15
     assert "is not a key of data" in capsys.readouterr().err
 
 
-def test_a_config_is_a_local_file(capsys: Capture):
+def test_config_must_be_local_file(capsys: Capture):
     for name in ("https://host/run.yml", "gs://bucket/run.yml"):
         assert main(["config", "print", TINY, name]) == 2
         assert "does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["alias bomb", "object", "deep", "large", "many values"])
-def test_hostile_yaml_as_measured_hardware(
+def test_hostile_yaml_as_measured_hardware_is_rejected(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "x.yml").write_text(HOSTILE_YAML[kind])
     monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
     hardware.known_hardware.cache_clear()
     try:
-        assert "`maxpipe plan --calibrate`" in refused(hardware.known_hardware)
+        assert "`maxpipe plan --calibrate`" in error_of(hardware.known_hardware)
     finally:
         hardware.known_hardware.cache_clear()
 
 
-def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
+def test_read_enforces_maximum_file_size(tmp_path: Path):
     path = tmp_path / "a"
     path.write_bytes(b"12345")
     assert files.read(path, 5) == b"12345"
@@ -509,7 +515,9 @@ def test_files_that_are_read_whole_have_a_largest_size(tmp_path: Path):
         files.read(path, 4)
 
 
-def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_oversized_tokenizer_or_schedule_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     from maxpipe.data.tokenizers import files as tokenizer
     from maxpipe.schedule import orders
 
@@ -519,15 +527,15 @@ def test_what_is_too_large_is_explained(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(module, "_MAX_BYTES", 99)
     config = TokenizerConfig(kind="huggingface", path=str(path))
     for act in (lambda: open_tokenizer(config), lambda: read_orders(path)):
-        message = refused(act)
+        message = error_of(act)
         assert "larger than 99 bytes" in message and message.count("\n") == 2
 
 
 @pytest.mark.parametrize("name", ["huggingface:a", "ns:a", "a/b=1,c=2", "../a", "a.b", "a/../b:1"])
-def test_names_of_data_sets_load_no_code(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # not even imported
+def test_dataset_names_load_no_code(name: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)  # importing it fails
     config = DataConfig(source="tfds", path=name)
-    assert "must be name, name:version" in refused(lambda: open_source(config, 0))
+    assert "must be name, name:version" in error_of(lambda: open_source(config, 0))
 
 
 # --- mutations --------------------------------------------------------------------------------
@@ -596,7 +604,7 @@ GARBAGE = [
 
 
 def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[bytes, list[str]]:
-    """A file and overrides with one to three mistakes, or none by chance."""
+    """Return a file and overrides with up to three random changes."""
     lines, overrides = list(lines), ["train.steps=3"]
     damage = 0
     for _ in range(draw.randint(1, 3)):
@@ -630,7 +638,7 @@ def mutated(draw: random.Random, lines: list[str], keys: list[str]) -> tuple[byt
 @pytest.mark.parametrize(
     "part", [0, *(pytest.param(each, marks=pytest.mark.long) for each in range(1, PARTS))]
 )
-def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path, capsys: Capture):
+def test_mutated_configs_cause_no_traceback(part: int, tmp_path: Path, capsys: Capture):
     from maxpipe.config.schema import KEYS
 
     draw, count = random.Random(part), MUTATIONS // PARTS
@@ -647,13 +655,13 @@ def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path,
         path.write_bytes(content)
         try:
             code = main(["config", "print", str(path), *overrides])
-        except SystemExit as stop:  # --help among the words
+        except SystemExit as stop:  # the arguments include --help
             code = stop.code
         err = capsys.readouterr().err
         case = f"number {number}: {overrides} {content!r}\n{err}"
         assert code in (0, 2) and "Traceback" not in err, case
-        # No control characters; an error is three lines, except for a translated config and for
-        # arguments with line breaks.
+        # There are no control characters, and an error has three lines, except for a translated
+        # config and for arguments with line breaks.
         assert all(each.isprintable() or each == "\n" for each in err), case
         if code and "\n" not in "".join(overrides):
             translated = rf"^{re.escape(str(path))}\n.* from another trainer.*\n(  .*\n)+"
@@ -665,9 +673,9 @@ def test_a_thousand_mutated_configs_give_no_traceback(part: int, tmp_path: Path,
 # --- a real run ---------------------------------------------------------------------------------
 
 TOKEN = "hf_" + "aB3dE5gH7jK9" * 3
-"""Known by its form."""
+"""A secret that is detected by its format."""
 PASSWORD = "correcthorsebattery"
-"""Known by where it stands in a URL, and by the variable that holds it."""
+"""A secret that is detected by its position in a URL and by the name of its variable."""
 
 WATCH = """
 import os, sys
@@ -702,7 +710,7 @@ runtime: {platform: cpu, compilation_cache: ''}
 
 
 class Watched:
-    """Commands in an environment with secrets, whose every connection is looked at."""
+    """Runs commands with secrets in the environment, and records all connections."""
 
     def __init__(self, folder: Path):
         self.folder, self.log = folder, folder / "watch.log"
@@ -727,7 +735,7 @@ class Watched:
 
     @cached_property
     def server(self) -> ForkServer:
-        """A fork server, which runs commands with the secrets and without a way out."""
+        """Fork server that runs commands with the secrets and without network access."""
         return ForkServer.start(self.environment, prefix=_alone())
 
     def command(self, *arguments: object) -> tuple[int, str]:
@@ -744,7 +752,7 @@ class Watched:
 
 @cache
 def _alone() -> list[str]:
-    """Return the command of a network without a way out, where the system has one."""
+    """Return a command prefix that disables network access, or [] if unsupported."""
     unshare = ["unshare", "--map-root-user", "--net"]
     if shutil.which("unshare") is None:
         return []
@@ -761,7 +769,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 @pytest.fixture(scope="module")
 def output(watched: Watched) -> str:
-    """What a run has printed whose data path, and so command line, holds secrets."""
+    """Output of a run with secrets in its data path and thus in its command line."""
     text = watched.folder / "https:" / f"{TOKEN}:{PASSWORD}@host"
     text.mkdir(parents=True)
     words = random.Random(0)
@@ -788,7 +796,7 @@ def test_no_secret_is_written_or_printed(watched: Watched, output: str):
     written = [path for path in (watched.folder / "runs").rglob("*") if path.is_file()]
     assert len(written) > 20
     assert not [path for path in written if holds_secret(path.read_bytes())]
-    # What was taken out is what we mean, and a resume did not need it.
+    # Only the secrets were redacted, and the resumed run did not need them.
     config = (watched.folder / "runs/run/config.yml").read_text()
     assert f"https://{REDACTED}@host" in config
     with open_run(watched.folder / "runs/run") as checkpoints:
@@ -800,7 +808,7 @@ def test_no_secret_is_written_or_printed(watched: Watched, output: str):
 
 
 @pytest.mark.parametrize("more", [["data.path=MISSING"], ["checkpoint.restore_from=MISSING"]])
-def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, output: str):
+def test_no_secret_in_error_of_run(more: list[str], watched: Watched, output: str):
     missing = f"{watched.folder}/none/https://{TOKEN}:{PASSWORD}@host"
     options = [each.replace("MISSING", missing) for each in more]
     data = "data.source=corpus" if "data.path" not in more[0] else "log.every=1"
@@ -810,7 +818,7 @@ def test_no_secret_in_the_error_of_a_run(more: list[str], watched: Watched, outp
     assert REDACTED in printed
 
 
-def test_a_run_whose_folder_holds_a_link_stops(watched: Watched, output: str):
+def test_run_fails_if_its_folder_contains_symlink(watched: Watched, output: str):
     mine = watched.folder / "mine"
     mine.write_text("mine")
     folder = watched.folder / "runs" / "linked"
@@ -830,7 +838,7 @@ def test_no_secret_in_reports(watched: Watched, output: str):
         assert REDACTED in printed
 
 
-def test_nothing_leaves_the_machine_and_nothing_is_unpickled(watched: Watched, output: str):
+def test_run_opens_no_connection_and_unpickles_nothing(watched: Watched, output: str):
     assert "done: 3 steps" in output
     assert watched.connections() == ""
 
@@ -844,7 +852,7 @@ def test_nothing_leaves_the_machine_and_nothing_is_unpickled(watched: Watched, o
         "import pickle, os; pickle.loads(pickle.dumps(os.getcwd))",
     ],
 )
-def test_the_watch_sees(code: str, watched: Watched):
+def test_audit_hook_records_connections_and_unpickling(code: str, watched: Watched):
     ran = watched.python("-c", code)
     seen = watched.connections()
     watched.log.unlink()

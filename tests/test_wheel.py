@@ -1,4 +1,4 @@
-"""What is installed, and what an image is built from."""
+"""Contents of the wheel and of the Docker image."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMISED = (
     *("jax", "flax", "optax", "orbax-checkpoint", "grain", "tensorflow-datasets", "omegaconf"),
     *("absl-py", "tensorboard"),
 )
-"""Packages that every installation has."""
+"""Packages that are part of every installation."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_the_wheel_holds_every_config_and_nothing_else_but_the_package(wheel: Path):
+def test_wheel_contains_only_package_and_all_configs(wheel: Path):
     with zipfile.ZipFile(wheel) as opened:
         names = {name for name in opened.namelist() if ".dist-info/" not in name}
         for path in (ROOT / "configs").rglob("*.yml"):
@@ -52,7 +52,7 @@ def test_the_wheel_holds_every_config_and_nothing_else_but_the_package(wheel: Pa
     assert names == {path.relative_to(ROOT).as_posix() for path in files}
 
 
-def test_every_installation_has_the_promised_packages():
+def test_promised_packages_are_dependencies():
     needed = {re.split(r"[\[>=]", text)[0] for text in PROJECT["dependencies"]}
     assert needed >= set(PROMISED)
     for file in (ROOT / "constraints").iterdir():
@@ -62,7 +62,7 @@ def test_every_installation_has_the_promised_packages():
 
 @pytest.mark.fault("U3")
 @pytest.mark.parametrize("extras", ["", "tpu"])
-def test_the_image_is_built_from_what_it_copies(extras: str, tmp_path: Path):
+def test_docker_image_builds_from_copied_files(extras: str, tmp_path: Path):
     image = dockerfile.build(ROOT / "Dockerfile", tmp_path, {"EXTRAS": extras})
     installed = (image.root / "installed.log").read_text().splitlines()[-1]
     assert installed.endswith(f".whl[{extras}]" if extras else ".whl")
@@ -81,14 +81,14 @@ def test_the_image_is_built_from_what_it_copies(extras: str, tmp_path: Path):
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version on the PATH, or one that pyenv has."""
+    """Return a Python of this version on the PATH or in pyenv, or None."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
     candidates = [shutil.which(name), *pyenv.glob(f"versions/{version}.*/bin/{name}")]
     if version == f"{sys.version_info[0]}.{sys.version_info[1]}":
         candidates.insert(0, sys.executable)
     for each in map(str, filter(None, candidates)):
-        # pyenv puts names on the PATH that only say that another version has to be chosen.
+        # pyenv puts shims on the PATH that fail unless their version is selected.
         told = subprocess.run([each, "--version"], capture_output=True, text=True)
         if told.stdout.startswith(f"Python {version}."):
             return each
@@ -98,10 +98,10 @@ def interpreter(version: str) -> str | None:
 @pytest.mark.wheel
 @pytest.mark.fault("U3")
 @pytest.mark.parametrize("version", PYTHONS)
-def test_an_installed_wheel_trains_in_an_empty_folder(version: str, wheel: Path, tmp_path: Path):
+def test_installed_wheel_trains_in_empty_folder(version: str, wheel: Path, tmp_path: Path):
     python = interpreter(version)
     if python is None:
-        pytest.skip(f"there is no Python {version} here")
+        pytest.skip(f"Python {version} is not installed")
     environment = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
 
     def run(*command: object) -> str:

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does."""
+"""Wait for other threads or processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(seen: Callable[[], bool], seconds: float = 20.0) -> None:
-    """Return when it is seen, or after that time: the test goes on, and fails by itself."""
+    """Return when `seen()` is true, or after `seconds`: the caller's assertions then fail."""
     deadline = time.monotonic() + seconds
     while not seen() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -67,7 +67,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     where = f"command line: {paths[0]}"
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
-            rule = f"selects the documents to read, but {key} also selects documents."
+            rule = f"conflicts with {key}: both select the documents to read."
             raise ConfigError.one(where, None, rule, "Remove one of the two settings.")
     inferred = _source(paths)
     has_config = any("=" not in other for other in others)

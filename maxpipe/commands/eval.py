@@ -126,7 +126,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
         return []
     for each in options.inputs:
         if each.startswith(("data.source=", "data.path=")):
-            rule = f"selects documents, but {each} also selects documents."
+            rule = f"conflicts with {each}: both select documents."
             raise ConfigError.one(where, path, rule, "Leave out one of the two settings.")
     source = infer_source(path, where)
     found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]

@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _normalize_option(option: str) -> str:
-    """Return the option name in lower case, without hyphens and underscores."""
+    """Return the option name in lower case, without hyphens or underscores."""
     return re.sub("[-_]", "", option).lower()
 
 

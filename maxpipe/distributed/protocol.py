@@ -21,7 +21,8 @@ Otherwise, process 0 writes a secret to the run folder, readable only by the use
 removes it after all processes have joined.
 
 `Listener` accepts connections from the other processes on a port of process 0. Any host can connect
-to the port, so the number, received bytes and lifetime of unauthenticated connections are limited.
+to the port, so unauthenticated connections are limited in number, in lifetime and in the bytes
+that they may send.
 After each poll of the port, the listener pauses for a multiple of the CPU time that the poll used.
 """
 

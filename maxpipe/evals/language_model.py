@@ -169,7 +169,7 @@ class Scorer:
         stops: Callable[[], bool] = lambda: False,
         moved: Callable[[int], object] = lambda done: None,
     ) -> list[Score]:
-        """Score sequences; a score does not depend on the other sequences of the batch.
+        """Score sequences; each score is independent of the other sequences in the batch.
 
         After each batch, `stops` is called, and `moved` is called with the number of finished
         sequences.

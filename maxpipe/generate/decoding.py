@@ -315,7 +315,7 @@ class DecodeEngine:
     ) -> tuple[DecodeState, SampledTokens, Int[Array, " B"]]:
         """Replace a finished sequence with another prompt.
 
-        The prompt is prefilled in separate caches that end at the same slot.
+        The prompt is prefilled into separate caches, aligned to end at the same slot.
         """
         width, rows = padded_length(len(new.prompt)), self.batch_multiple
         beside = self._refill_init_program(size._replace(batch_size=rows), kept, np.int32(width))

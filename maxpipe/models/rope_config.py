@@ -53,13 +53,13 @@ class RopeConfig:
     dims. The factors apply to sequences longer than `original_max_position_embeddings`, and to
     generation with a larger cache. Ignored unless `rope_type` is `longrope`."""
     rope_beta_fast: float = field(default=0.0, metadata=renamed_from("rope_fast"))
-    """Wavelengths with at least this many rotations within the original context are not scaled
-    (`beta_fast`, `high_freq_factor`). If 0, the published value is used: 4 for `llama3`, 32 for
-    `yarn`."""
+    """Dimensions that complete at least this many rotations within the original context are not
+    scaled (`beta_fast`, `high_freq_factor`). If 0, the published value is used: 4 for `llama3`,
+    32 for `yarn`."""
     rope_beta_slow: float = field(default=0.0, metadata=renamed_from("rope_slow"))
-    """Wavelengths with at most this many rotations within the original context are multiplied by
-    the full `rope_factor` (`beta_slow`, `low_freq_factor`). If 0, the published value is used,
-    which is 1."""
+    """Dimensions that complete at most this many rotations within the original context have their
+    wavelength multiplied by the full `rope_factor` (`beta_slow`, `low_freq_factor`). If 0, the
+    published value is used, which is 1."""
     rope_truncate: bool = field(default=True, metadata=renamed_from("rope_whole"))
     """Round the boundaries of the `yarn` ramp to integer pair indices (`truncate`)."""
 

@@ -213,7 +213,7 @@ def _conversation(facts: CheckpointMetadata) -> ChatSpec | None:
     try:
         return parse_chat_spec(facts.data)
     except ValueError as error:
-        raise DamagedError(f"the record of the chat format is invalid: {error}") from error
+        raise DamagedError(f"the recorded chat format is invalid: {error}") from error
 
 
 _TEACHING = ("distill", "grpo")

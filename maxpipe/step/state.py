@@ -466,7 +466,7 @@ PARAM_STREAM, DROPOUT_STREAM = 0, 1
 
 @dataclass(frozen=True)
 class StateLayout:
-    """Layout, on a mesh, of the train state of a model and its optimizer."""
+    """How the train state (model and optimizer) is laid out on a mesh."""
 
     param_layout: ParamLayout
     optimizer: Optimizer

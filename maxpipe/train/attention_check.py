@@ -112,8 +112,8 @@ def check_attention(model: Model, dtype: str, tokens: int) -> AttentionDeviation
 
 
 def check_description(model: Model, dtype: str, tokens: int) -> str:
-    """Return a key for the check from device, jax version, backends and sizes; "" for plain
-    attention.
+    """Return a key that identifies the check, built from the device, jax version, backends and
+    sizes; "" for plain attention.
     """
     cases = [f"{part.backend} {_shape(part, rows)}" for part, rows, _ in _cases(model, tokens)]
     where = f"{jax.local_devices()[0].device_kind}, jax {jax.__version__}, {dtype}"

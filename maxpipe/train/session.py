@@ -167,7 +167,7 @@ WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
 
 @dataclass(frozen=True)
 class Session:
-    """All resources that a process of a run uses, except model and data."""
+    """All resources used by one process of a run, except the model and the data."""
 
     loaded: LoadedConfig
     """Config with a resolved mesh."""
@@ -274,7 +274,7 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
 def _record_attempt(
     events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
 ) -> None:
-    """Record in the run's events when this attempt starts and, if it fails, the failure."""
+    """Record the start of this attempt in the run's events, and its failure if it fails."""
     events.write(
         "begin",
         host=platform.node(),

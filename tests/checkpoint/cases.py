@@ -1,4 +1,4 @@
-"""A small state whose content follows from its step, saved and read again."""
+"""A small training state that is determined by its step, with helpers to save and restore it."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ def restore(run_dir: Path, step: int, abstract: Tree | None = None) -> Tree:
 
 
 def files(step: Path) -> list[Path]:
-    """Relative names of all files of a step's folder, the manifest's last."""
+    """Relative paths of all files in a step's folder, with the manifest last."""
     names = sorted(path.relative_to(step) for path in step.rglob("*") if path.is_file())
     return sorted(names, key=lambda name: name.name == "manifest.json")

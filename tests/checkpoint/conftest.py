@@ -1,4 +1,4 @@
-"""Runs with two checkpoints."""
+"""Fixtures: a run folder with two checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.checkpoint.cases import save
 
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder with steps 3 and 6. Not to be changed."""
+    """A run folder with checkpoints of steps 3 and 6. Tests must not modify it."""
     return save(tmp_path_factory.mktemp("saved"), 3, 6)
 
 

@@ -1,4 +1,4 @@
-"""Every way to name a run or one of its checkpoints, and what is wrong with the others."""
+"""Addresses of runs and checkpoints, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from maxpipe.huggingface.folder import atomic_folder
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with runs `quick` and `slow`, and a folder that is no run."""
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with runs `quick` and `slow`, and a folder that is not a run."""
     for name in ("quick", "slow"):
         (tmp_path / "runs" / name / "checkpoints" / "120").mkdir(parents=True)
     (tmp_path / "runs" / "empty").mkdir()
@@ -23,13 +23,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def named(text: str) -> tuple[str, Step, str]:
+def parse(text: str) -> tuple[str, Step, str]:
     found = parse_address(text)
     assert found.given == text
     return found.run_dir, found.step, found.parent
 
 
-def refused(text: str, where: str = "", runs: str = "") -> list[str]:
+def error_lines(text: str, where: str = "", runs: str = "") -> list[str]:
     with pytest.raises(ConfigError) as error:
         parse_address(text, where, runs)
     lines = str(error.value).splitlines()
@@ -62,21 +62,21 @@ def refused(text: str, where: str = "", runs: str = "") -> list[str]:
         ("gs://b/a@c", "gs://b/a@c", None, ""),
     ],
 )
-def test_what_is_named(text: str, run_dir: str, step: Step, parent: str):
-    assert named(text) == (run_dir, step, parent)
+def test_parse_address_of_runs_and_steps(text: str, run_dir: str, step: Step, parent: str):
+    assert parse(text) == (run_dir, step, parent)
 
 
-def test_inside_the_folder_of_checkpoints(here: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(here / "runs/quick/checkpoints")
-    folder = str(here / "runs/quick")
-    assert named("120") == (folder, 120, folder)
-    assert named(".") == (folder, None, folder)
-    assert named("..") == ("..", None, "")
+def test_address_relative_to_checkpoints_folder(workspace: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(workspace / "runs/quick/checkpoints")
+    folder = str(workspace / "runs/quick")
+    assert parse("120") == (folder, 120, folder)
+    assert parse(".") == (folder, None, folder)
+    assert parse("..") == ("..", None, "")
 
 
-def test_names_that_hold_an_at_sign(here: Path):
-    (here / "runs/quick@120/checkpoints").mkdir(parents=True)
-    where, rule, action = refused("quick@120")
+def test_run_name_containing_at_sign_is_ambiguous(workspace: Path):
+    (workspace / "runs/quick@120/checkpoints").mkdir(parents=True)
+    where, rule, action = error_lines("quick@120")
     assert where == "command line: quick@120"
     assert rule == "is ambiguous: both the folder runs/quick@120 and step 120 of runs/quick exist."
     for address, wanted in zip(
@@ -85,51 +85,51 @@ def test_names_that_hold_an_at_sign(here: Path):
         strict=True,
     ):
         written = address.removesuffix(" to select the step")
-        assert named(written if "/" not in written else f"runs/{written}") == wanted
-    assert named("quick@120@7") == ("runs/quick@120", 7, "")
-    assert named("./runs/quick@120@best") == ("runs/quick@120", "best", "")
-    (here / "runs/slow@x/checkpoints").mkdir(parents=True)
-    assert named("slow@x") == ("runs/slow@x", None, "")
+        assert parse(written if "/" not in written else f"runs/{written}") == wanted
+    assert parse("quick@120@7") == ("runs/quick@120", 7, "")
+    assert parse("./runs/quick@120@best") == ("runs/quick@120", "best", "")
+    (workspace / "runs/slow@x/checkpoints").mkdir(parents=True)
+    assert parse("slow@x") == ("runs/slow@x", None, "")
 
 
-def test_two_runs_of_one_name(here: Path):
-    (here / "quick/checkpoints").mkdir(parents=True)
-    _, rule, action = refused("quick@7")
+def test_same_run_name_in_two_folders_is_ambiguous(workspace: Path):
+    (workspace / "quick/checkpoints").mkdir(parents=True)
+    _, rule, action = error_lines("quick@7")
     assert rule.startswith("is ambiguous: quick and runs/quick ")
     assert action == "Write ./quick or runs/quick."
-    assert named("./quick") == ("quick", None, "")
-    (here / "empty").mkdir()
-    assert named("empty")[0] == "empty"
-    (here / "slow").mkdir()  # no run: that of `runs` is meant
-    assert named("slow")[0] == "runs/slow"
-    (here / "linked").symlink_to(here / "runs/slow")
-    (here / "runs/linked").symlink_to(here / "runs/slow")
-    assert named("linked")[0] == "linked"
+    assert parse("./quick") == ("quick", None, "")
+    (workspace / "empty").mkdir()
+    assert parse("empty")[0] == "empty"
+    (workspace / "slow").mkdir()  # not a run, so `runs/slow` is used
+    assert parse("slow")[0] == "runs/slow"
+    (workspace / "linked").symlink_to(workspace / "runs/slow")
+    (workspace / "runs/linked").symlink_to(workspace / "runs/slow")
+    assert parse("linked")[0] == "linked"
 
 
-def test_a_run_whose_name_is_a_number_or_checkpoints(here: Path):
-    (here / "checkpoints/120/checkpoints/3").mkdir(parents=True)
-    (here / "runs/checkpoints/checkpoints").mkdir(parents=True)
-    assert named("checkpoints/120") == ("checkpoints/120", None, "")
-    assert named("checkpoints/120/checkpoints/3") == ("checkpoints/120", 3, "checkpoints/120")
-    assert named("runs/checkpoints") == ("runs/checkpoints", None, "")
+def test_run_named_checkpoints_or_with_numeric_name(workspace: Path):
+    (workspace / "checkpoints/120/checkpoints/3").mkdir(parents=True)
+    (workspace / "runs/checkpoints/checkpoints").mkdir(parents=True)
+    assert parse("checkpoints/120") == ("checkpoints/120", None, "")
+    assert parse("checkpoints/120/checkpoints/3") == ("checkpoints/120", 3, "checkpoints/120")
+    assert parse("runs/checkpoints") == ("runs/checkpoints", None, "")
 
 
-def test_unknown_runs_are_guessed(here: Path):
-    where, rule, action = refused("quikc@120")
+def test_unknown_run_suggests_similar_names(workspace: Path):
+    where, rule, action = error_lines("quikc@120")
     assert where == "command line: quikc@120"
     assert rule.startswith("is not a run: ") and "runs/quikc" in rule
     assert action == "Did you mean quick?"
-    assert refused("runs/slw")[2] == "Did you mean runs/slow?"
-    assert refused("zzz")[2] == "The runs in runs are quick, slow."
-    (here / "runs/refused/checkpoints").mkdir(parents=True)  # what a start that failed leaves
-    assert refused("zzz")[2] == "The runs in runs are quick, slow."
-    assert refused("nowhere/zzz")[2].startswith("Give the folder of a run")
-    where, _, action = refused("qick", "my.yml:3: checkpoint.restore_from", "runs")
+    assert error_lines("runs/slw")[2] == "Did you mean runs/slow?"
+    assert error_lines("zzz")[2] == "The runs in runs are quick, slow."
+    (workspace / "runs/refused/checkpoints").mkdir(parents=True)  # left by a failed start
+    assert error_lines("zzz")[2] == "The runs in runs are quick, slow."
+    assert error_lines("nowhere/zzz")[2].startswith("Give the folder of a run")
+    where, _, action = error_lines("qick", "my.yml:3: checkpoint.restore_from", "runs")
     assert where == "my.yml:3: checkpoint.restore_from = qick" and action == "Did you mean quick?"
     for number in range(20):
-        (here / f"many/{number}/checkpoints/4").mkdir(parents=True)
-    assert refused("zzz", "key", "many")[2].endswith(" and 12 more.")
+        (workspace / f"many/{number}/checkpoints/4").mkdir(parents=True)
+    assert error_lines("zzz", "key", "many")[2].endswith(" and 12 more.")
     assert parse_address("17", "key", "many").run_dir == "many/17"
 
 
@@ -153,19 +153,19 @@ def test_unknown_runs_are_guessed(here: Path):
         ("runs/quick/config.yml", "is a file"),
     ],
 )
-def test_what_names_nothing(text: str, rule: str, here: Path):
-    (here / "runs/quick/config.yml").write_text("")
-    assert rule in refused(text)[1]
+def test_invalid_addresses_are_rejected(text: str, rule: str, workspace: Path):
+    (workspace / "runs/quick/config.yml").write_text("")
+    assert rule in error_lines(text)[1]
 
 
-def test_some_commands_take_a_whole_run():
+def test_parse_run_address_rejects_steps():
     assert parse_run_address("quick").run_dir == "runs/quick"
     for text in ("quick@120", "runs/quick/checkpoints/120"):
         with pytest.raises(ConfigError, match=r"names a step.*\n  Give runs/quick\."):
             parse_run_address(text)
 
 
-def test_addresses_of_other_steps():
+def test_address_at_other_step():
     assert parse_address("quick@120").address_at(7) == "runs/quick@7"
     assert Address("x", "runs/a", parent="/saved/a").address_at(7) == "/saved/a@7"
     assert run_names("nowhere") == []
@@ -180,7 +180,7 @@ def test_addresses_of_other_steps():
         ("curves", "quick", "--out", "OUT.svg"),
     ],
 )
-def test_nothing_is_written_among_checkpoints(
+def test_output_inside_checkpoints_folder_is_rejected(
     command: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -198,11 +198,11 @@ def test_nothing_is_written_among_checkpoints(
     for out in outs:
         given = [each.replace("OUT", out) for each in command]
         if command[0] == "export":
-            with pytest.raises(ConfigError) as refused, atomic_folder(out, "command line: OUT"):
+            with pytest.raises(ConfigError) as caught, atomic_folder(out, "command line: OUT"):
                 pass
-            told = str(refused.value)
+            message = str(caught.value)
         else:
             assert main(given) == 2
-            told = capsys.readouterr().err
-        assert f"must be outside {folder}, " in told, told
+            message = capsys.readouterr().err
+        assert f"must be outside {folder}, " in message, message
     assert sorted(folder.rglob("*")) == before

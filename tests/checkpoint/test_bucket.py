@@ -1,4 +1,4 @@
-"""What holds of checkpoints in folders holds in a bucket, against a server on 127.0.0.1."""
+"""Checkpoints and locks in a bucket, tested with a fake server on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def names(bucket: Bucket, folder: str = f"runs/a/{CHECKPOINTS_FOLDER}/") -> set[
 # --- saving and restoring -------------------------------------------------------------------
 
 
-def test_restored_is_what_was_saved(saved: str, empty: Bucket):
+def test_restore_returns_saved_state(saved: str, empty: Bucket):
     with open_run(saved) as checkpoints:
         assert checkpoints.steps() == [3, 6]
         for step in (3, 6):
@@ -83,7 +83,7 @@ def test_restored_is_what_was_saved(saved: str, empty: Bucket):
 
 
 @pytest.mark.long
-def test_rules_delete_what_they_do_not_keep(saved: str, empty: Bucket):
+def test_retention_deletes_old_steps(saved: str, empty: Bucket):
     save(saved, 9, keep=2)
     assert names(empty) == {"6", "9"}
 
@@ -96,7 +96,7 @@ def test_rules_delete_what_they_do_not_keep(saved: str, empty: Bucket):
         "manifest.json",
     ],
 )
-def test_flipped_bit_is_found_and_the_step_before_taken(
+def test_flipped_bit_falls_back_to_previous_step(
     what: str, saved: str, empty: Bucket, caplog: Logs
 ):
     flip(empty, f"runs/a/{CHECKPOINTS_FOLDER}/6/{what}")
@@ -105,7 +105,7 @@ def test_flipped_bit_is_found_and_the_step_before_taken(
 
 
 @pytest.mark.long
-def test_missing_object_is_damage(saved: str, empty: Bucket):
+def test_missing_object_falls_back_to_previous_step(saved: str, empty: Bucket):
     del empty.objects[f"runs/a/{CHECKPOINTS_FOLDER}/6/facts/metadata"]
     assert newest(saved) == 3
 
@@ -121,7 +121,7 @@ def test_unfinished_save_is_removed(saved: str, empty: Bucket, caplog: Logs):
 
 
 @pytest.mark.long
-def test_step_without_manifest_gets_one(saved: str, empty: Bucket):
+def test_missing_manifest_is_rewritten_on_restore(saved: str, empty: Bucket):
     del empty.objects[f"runs/a/{CHECKPOINTS_FOLDER}/6/manifest.json"]
     assert newest(saved) == 6
     assert f"runs/a/{CHECKPOINTS_FOLDER}/6/manifest.json" in empty.objects
@@ -130,22 +130,22 @@ def test_step_without_manifest_gets_one(saved: str, empty: Bucket):
 # --- faults ---------------------------------------------------------------------------------
 
 
-def test_bucket_that_cannot_be_written_is_reported_at_once(saved: str, empty: Bucket):
+def test_read_only_bucket_is_reported_at_start(saved: str, empty: Bucket):
     empty.refused.add("POST")
     for begin in (
         lambda: RunLock(saved, key="checkpoint.dir").__enter__(),
         lambda: CheckpointManager(saved),
     ):
-        with pytest.raises(StorageError) as refused:
+        with pytest.raises(StorageError) as caught:
             begin()
-        where, rule, action = str(refused.value).splitlines()
+        where, rule, action = str(caught.value).splitlines()
         assert where.startswith(saved) and where.endswith(": cannot be written")
         assert "Forbidden" in rule and "Object User" in action
     assert names(empty) == {"3", "6"} and names(empty, "runs/a/") == {CHECKPOINTS_FOLDER}
 
 
 @pytest.mark.long
-def test_bucket_that_cannot_be_read_is_not_an_empty_one(saved: str, empty: Bucket):
+def test_unreadable_bucket_is_not_treated_as_empty(saved: str, empty: Bucket):
     empty.refused.add("GET")
     for begin in (lambda: open_run(saved), lambda: newest(saved)):
         with pytest.raises(StorageError, match="cannot be read"):
@@ -164,7 +164,7 @@ def test_empty_bucket_has_no_run(empty: Bucket):
 
 
 @pytest.mark.long
-def test_commands(saved: str, empty: Bucket, capsys: Capture):
+def test_checkpoints_commands_on_bucket(saved: str, empty: Bucket, capsys: Capture):
     def run(*arguments: str, code: int = 0) -> str:
         assert main(["checkpoints", *arguments]) == code
         out, err = capsys.readouterr()
@@ -185,11 +185,11 @@ def test_commands(saved: str, empty: Bucket, capsys: Capture):
     assert names(empty) == {"9"} and names(empty, "runs/a/") == {CHECKPOINTS_FOLDER}
 
 
-# --- one run per place ----------------------------------------------------------------------
+# --- lock -----------------------------------------------------------------------------------
 
 
 def leave_behind(bucket: Bucket, age: float, **values: object) -> str:
-    """The lock of a run that could not remove it."""
+    """Write the lock of a run that ended without removing it."""
     locks._write(RunLock("gs://bucket/runs/a").path, "dead")
     name = f"runs/a/{FILE}"
     bucket.objects[name] = json.dumps(json.loads(bucket.objects[name]) | values).encode()
@@ -198,19 +198,19 @@ def leave_behind(bucket: Bucket, age: float, **values: object) -> str:
     return "gs://bucket/runs/a"
 
 
-def test_second_run_is_refused_with_names(empty: Bucket):
+def test_second_run_is_rejected_and_names_the_holder(empty: Bucket):
     with RunLock("gs://bucket/runs/a"):
         before = dict(empty.objects)
-        with pytest.raises(StorageError) as refused, RunLock("gs://bucket/runs/a"):
+        with pytest.raises(StorageError) as caught, RunLock("gs://bucket/runs/a"):
             pass
-        where, rule, action = str(refused.value).splitlines()
+        where, rule, action = str(caught.value).splitlines()
         assert where == "gs://bucket/runs/a: is in use by another run"
         assert "run a on host" in rule and "run.name" in action
         assert empty.objects == before
     assert not empty.objects
 
 
-def test_dead_process_of_this_host_loses_it_at_once(empty: Bucket):
+def test_lock_of_dead_local_process_is_taken_over_at_once(empty: Bucket):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     with RunLock(leave_behind(empty, 0, pid=process.pid)) as held:
@@ -219,12 +219,12 @@ def test_dead_process_of_this_host_loses_it_at_once(empty: Bucket):
     assert not empty.objects
 
 
-def test_other_host_loses_it_after_silence(empty: Bucket):
+def test_lock_of_silent_remote_host_is_taken_over(empty: Bucket):
     with RunLock(leave_behind(empty, 200, host="other")) as held:
         assert "no heartbeat for 2" in held.note
 
 
-def test_heart_beats_and_a_start_hears_it(empty: Bucket):
+def test_heartbeat_renews_lock_and_blocks_second_start(empty: Bucket):
     run_dir = leave_behind(empty, 20, host="other")
     with RunLock("gs://bucket/runs/b", beat_seconds=0.1) as held:
         first = empty.generation
@@ -242,7 +242,7 @@ def test_heart_beats_and_a_start_hears_it(empty: Bucket):
         pass
 
 
-def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(empty: Bucket):
+def test_lost_lock_is_reported_and_left_untouched(empty: Bucket):
     with RunLock("gs://bucket/runs/a", beat_seconds=0.05) as slept:
         name = f"runs/a/{FILE}"
         empty.put(name, json.dumps(json.loads(empty.objects[name]) | {"token": "b"}).encode())
@@ -250,34 +250,34 @@ def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(empty: Bucket):
         with raises(StorageError, "gs://bucket/runs/a/lock.json", names=["150 s"]):
             slept.check()
         time.sleep(0.3)
-        assert empty.generation == after, "its heart beats for another one"
+        assert empty.generation == after, "the old holder renewed the lock of another run"
     assert set(empty.objects) == {name}
 
 
-def test_of_many_that_find_a_dead_lock_one_gets_it(empty: Bucket):
+def test_stale_lock_is_taken_over_by_exactly_one_run(empty: Bucket):
     run_dir = leave_behind(empty, 1000, host="other")
-    start, held, refused = threading.Barrier(4), [], []
+    start, held, rejected = threading.Barrier(4), [], []
 
-    def grab() -> None:
+    def acquire() -> None:
         mine = RunLock(run_dir)
         start.wait()
         try:
             held.append(mine.__enter__())
         except StorageError as error:
-            refused.append(error)
+            rejected.append(error)
 
-    threads = [threading.Thread(target=grab) for _ in range(4)]
+    threads = [threading.Thread(target=acquire) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(held) == 1 and len(refused) == 3, refused
+    assert len(held) == 1 and len(rejected) == 3, rejected
     held[0].__exit__()
     assert not empty.objects
 
 
 @pytest.mark.long
-def test_run_that_lost_its_lock_saves_nothing(saved: str, empty: Bucket, tmp_path: Path):
+def test_save_fails_after_lock_is_lost(saved: str, empty: Bucket, tmp_path: Path):
     config = CheckpointConfig(dir="gs://bucket/runs")
     with (
         RunLock(saved) as lock,
@@ -291,7 +291,7 @@ def test_run_that_lost_its_lock_saves_nothing(saved: str, empty: Bucket, tmp_pat
 
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("by_heart", [True, False])
-def test_a_lock_that_vanished_is_noticed_and_not_made_again(by_heart: bool, empty: Bucket):
+def test_deleted_lock_is_detected_and_not_recreated(by_heart: bool, empty: Bucket):
     beat_seconds = 0.05 if by_heart else 100.0
     with RunLock("gs://bucket/runs/a", beat_seconds=beat_seconds) as held:
         held.check()
@@ -306,7 +306,7 @@ def test_a_lock_that_vanished_is_noticed_and_not_made_again(by_heart: bool, empt
 
 @pytest.mark.fault("L3", "L4")
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"token": "a", "host": "other"}'])
-def test_a_lock_from_the_future_or_of_a_stranger_is_void_after_silence(content: str, empty: Bucket):
+def test_future_dated_or_malformed_lock_expires_after_silence(content: str, empty: Bucket):
     run_dir = leave_behind(empty, -1e6, host="other")
     empty.objects[f"runs/a/{FILE}"] = content.encode()
     with RunLock(run_dir, beat_seconds=0.1, stale_seconds=0.5) as held:

@@ -1,4 +1,4 @@
-"""What an error of reading says: damage, or a storage that fails."""
+"""Read errors are classified as damage or as storage failures."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from maxpipe.errors import exception_chain
 
 
 def chained(*errors: BaseException) -> BaseException:
-    """The first, raised from the second, and so on."""
+    """Return the first error with each error's `__cause__` set to the next one."""
     for error, cause in pairwise(errors):
         error.__cause__ = cause
     return errors[0]
 
 
 @pytest.mark.fault("L2")
-def test_errors_raised_from_each_other_come_to_an_end():
+def test_cyclic_exception_chain_terminates():
     first, second = ValueError("first"), ValueError("second")
     assert list(exception_chain(chained(first, second, first))) == [first, second]
     assert root_cause_text(first) == "second" and outage(first) is None
@@ -36,7 +36,7 @@ def test_errors_raised_from_each_other_come_to_an_end():
 
 
 @pytest.mark.fault("L2")
-def test_a_failure_may_be_raised_from_what_showed_it():
+def test_outage_can_be_raised_from_its_original_error():
     cause = OSError(errno.ESTALE, "Stale file handle", "file")
     for error in (cause, chained(ValueError("no metadata"), cause)):
         failure = outage(error)
@@ -56,11 +56,11 @@ def test_a_failure_may_be_raised_from_what_showed_it():
         (KeyboardInterrupt(), False),
     ],
 )
-def test_damage_is_reported_from_trouble(error: BaseException, damaged: bool):
+def test_is_damage_excludes_storage_errors(error: BaseException, damaged: bool):
     assert is_damage(error) is damaged
 
 
-def test_only_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+def test_only_storage_errors_are_retried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("maxpipe.checkpoint.storage.PAUSE_SECONDS", 0)
     left: list[BaseException] = [OSError(errno.EIO, "once"), OSError(errno.EIO, "twice")]
 
@@ -76,7 +76,7 @@ def test_only_trouble_is_tried_again(monkeypatch: pytest.MonkeyPatch):
     assert not left
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path):
+def test_broken_link_is_named_in_reason_and_remedy(tmp_path: Path):
     link = tmp_path / "run"
     link.symlink_to(tmp_path / "nowhere")
     with pytest.raises(FileExistsError) as caught:

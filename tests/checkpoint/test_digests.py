@@ -1,4 +1,4 @@
-"""Digests of arrays do not depend on how these are cut, and notice what changes in them."""
+"""Array digests are independent of how arrays are partitioned, and detect any change in them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def values(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES)
-def test_parts_add_up_to_the_whole(shape: tuple[int, ...], dtype: str):
+def test_digest_of_parts_equals_digest_of_array(shape: tuple[int, ...], dtype: str):
     array, chance = values(shape, dtype), np.random.default_rng(1)
     whole = digest_array(array)
     for _ in range(3):
@@ -54,7 +54,7 @@ def test_parts_add_up_to_the_whole(shape: tuple[int, ...], dtype: str):
         assert parts == whole and parts.is_complete == (math.prod(shape) == parts.elements)
 
 
-def test_the_block_in_which_it_is_computed_does_not_matter(monkeypatch: pytest.MonkeyPatch):
+def test_digest_is_independent_of_block_size(monkeypatch: pytest.MonkeyPatch):
     arrays = [values(shape, dtype) for shape, dtype in CASES]
     before = [digest_array(array) for array in arrays]
     for block in (1, 7, 1000):
@@ -64,8 +64,8 @@ def test_the_block_in_which_it_is_computed_does_not_matter(monkeypatch: pytest.M
         assert [one for one in before if one in after] == after
 
 
-def test_digests_are_those_of_other_releases():
-    """They are compared with those in old manifests."""
+def test_digest_values_are_stable_across_releases():
+    """Saved manifests contain these values."""
     array = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     assert f"{digest_array(array).value:016x}" == "d077fd947d000000"
     assert f"{digest_array(np.array([2**40 + 1])).value:016x}" == "7363a95f44a83a8f"
@@ -73,7 +73,7 @@ def test_digests_are_those_of_other_releases():
 
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
-def test_every_flipped_bit_changes_it(dtype: str):
+def test_every_flipped_bit_changes_digest(dtype: str):
     array = values((13, 17), dtype)
     before, size = digest_array(array).value, array.dtype.itemsize * 8
     found = {before}
@@ -87,7 +87,7 @@ def test_every_flipped_bit_changes_it(dtype: str):
 
 
 @pytest.mark.fault("K1")
-def test_what_is_exchanged_zeroed_or_flipped_together_changes_it():
+def test_permuted_zeroed_or_sign_flipped_elements_change_digest():
     array = values((64, 48), "float32")
     before = digest_array(array).value
     changed: list[np.ndarray] = []
@@ -102,20 +102,22 @@ def test_what_is_exchanged_zeroed_or_flipped_together_changes_it():
         cut = array.copy()
         cut[begin:] = 0
         changed.append(cut)
-    for i, j in itertools.combinations(range(0, 64 * 48, 300), 2):  # two signs
+    for i, j in itertools.combinations(range(0, 64 * 48, 300), 2):  # two sign bits
         words = array.reshape(-1).view(np.uint32).copy()
         words[[i, j]] ^= 1 << 31
         changed.append(words.view(np.float32).reshape(array.shape))
     wide = values((8, 8), "float64")
     signs = wide.copy()
     signs[0, 1], signs[3, 2] = -signs[0, 1], -signs[3, 2]
-    assert digest_array(signs) != digest_array(wide), "not even where the sign is the 64th bit"
+    assert digest_array(signs) != digest_array(wide), (
+        "two flipped signs cancel out in the digest of a float64 array"
+    )
     assert before not in [digest_array(each).value for each in changed]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.fault("K3", "K4")
-def test_what_is_not_finite_is_counted(dtype: str):
+def test_digest_counts_non_finite_elements(dtype: str):
     array = (
         np.arange(-60, 60)
         .reshape(3, 40)
@@ -128,7 +130,7 @@ def test_what_is_not_finite_is_counted(dtype: str):
     assert digest_array(np.full(3, np.inf, "float32").view("int32")).non_finite == 0
 
 
-def test_what_is_not_the_whole_is_refused():
+def test_merge_digests_rejects_incomplete_or_mismatched_arrays():
     array = values((6, 4), "float32")
     parts = [{"a": ArrayDigest("float32", (6, 4))} for _ in range(2)]
     parts[0]["a"].add(array[:2], (0, 0))
@@ -140,7 +142,7 @@ def test_what_is_not_the_whole_is_refused():
         merge_digests([{"a": digest_array(array)}, {"a": digest_array(array[:2])}])
 
 
-def test_differences_name_the_array():
+def test_diff_digests_names_the_array():
     one = {
         "a": digest_array(np.zeros(3, np.float32)),
         "b": digest_array(np.ones((2, 2), np.float32)),
@@ -158,7 +160,7 @@ def test_differences_name_the_array():
     ]
 
 
-def test_it_is_the_same_on_any_mesh(devices: list[Any]):
+def test_digest_is_independent_of_mesh(devices: list[Any]):
     array = values((24, 16), "int32")
     expected = digest_array(array)
     mesh = jax.make_mesh((4, 2), ("x", "y"), devices=devices[:8])

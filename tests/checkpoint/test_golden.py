@@ -1,7 +1,7 @@
-"""Checkpoints of every release are read by this one.
+"""This release restores the checkpoints of every earlier release.
 
-`pytest --update-golden tests/checkpoint/test_golden.py` saves one of this release, if there is
-none yet: do so when the format has changed, and before a release.
+If there is no checkpoint of this release yet, `pytest --update-golden
+tests/checkpoint/test_golden.py` saves one. Run it after a format change and before a release.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ runtime: {platform: cpu, compilation_cache: ''}
 
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.fault("F17")
-def test_checkpoint_of_a_release_is_read(name: str, caplog: pytest.LogCaptureFixture):
+def test_checkpoints_of_earlier_releases_are_restored(name: str, caplog: pytest.LogCaptureFixture):
     with open_run(GOLDEN / name) as checkpoints:
         assert checkpoints.steps() == [STEP]
         found = checkpoints.restore(STEP)
@@ -51,7 +51,7 @@ def test_checkpoint_of_a_release_is_read(name: str, caplog: pytest.LogCaptureFix
     assert len(is_unknown) == name.endswith("-format-1")
 
 
-def test_this_release_has_one(request: pytest.FixtureRequest):
+def test_golden_checkpoint_of_this_release_exists(request: pytest.FixtureRequest):
     golden = GOLDEN / THIS
     if request.config.getoption("--update-golden") and not golden.exists():
         _make(golden)

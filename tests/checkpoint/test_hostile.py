@@ -1,4 +1,4 @@
-"""Run folders that another user wrote: whatever is in them is an explained error, or left out."""
+"""Run folders with hostile content, which is either skipped or reported with a clear error."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ TEXTS = _texts()
 ODD = ("pipe", "folder", "dangling link", "link to itself", "device", "gigantic")
 HOSTILE = (*TEXTS, *ODD)
 SOME = ("binary", "deep", "numbers as objects", "infinite", "control characters", "pipe")
-"""Each of which once was a traceback or a wait; the rest takes its time in `make test-faults`."""
+"""Cases that once caused a traceback or a hang. The others run in `make test-faults` only."""
 SOME_FIRST = [*SOME, *(pytest.param(k, marks=pytest.mark.faults) for k in HOSTILE if k not in SOME)]
 
 
 def plant(path: Path, kind: str) -> None:
-    """Puts something hostile in the place of a file."""
+    """Replace a file with hostile content of this kind."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
@@ -87,7 +87,7 @@ def plant(path: Path, kind: str) -> None:
 @contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
     def late(*_: object) -> None:
-        raise AssertionError(f"it hangs: nothing came of it within {seconds} s")
+        raise AssertionError(f"the call did not return within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)
@@ -99,7 +99,7 @@ def at_most(seconds: int) -> Iterator[None]:
 
 
 def run(capsys: Capture, *arguments: object) -> str:
-    """What a command prints, which ends in time, with a code that explains itself."""
+    """Return a command's output; it must end in time with a documented exit code, no traceback."""
     with at_most(60):
         code = main([str(each) for each in arguments])
     printed = "".join(capsys.readouterr())
@@ -111,7 +111,7 @@ def run(capsys: Capture, *arguments: object) -> str:
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_commands_on_records(kind: str, tmp_path: Path, capsys: Capture):
+def test_goodput_on_hostile_event_logs(kind: str, tmp_path: Path, capsys: Capture):
     plant(tmp_path / "events.jsonl", kind)
     run(capsys, "goodput", tmp_path)
     run(capsys, "goodput", tmp_path, "--json")
@@ -119,7 +119,7 @@ def test_commands_on_records(kind: str, tmp_path: Path, capsys: Capture):
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
+def test_commands_on_hostile_configs(kind: str, tmp_path: Path, capsys: Capture):
     path = tmp_path / "config.yml"
     plant(path, kind)
     run(capsys, "config", "print", path)
@@ -133,7 +133,7 @@ def test_commands_on_configs(kind: str, tmp_path: Path, capsys: Capture):
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("name", ["config.yml", "manifest.json", "facts/metadata"])
 @pytest.mark.parametrize("kind", SOME_FIRST)
-def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Capture):
+def test_commands_on_hostile_checkpoint_files(name: str, kind: str, copy: Path, capsys: Capture):
     plant(copy / name if name == "config.yml" else copy / CHECKPOINTS_FOLDER / "6" / name, kind)
     run(capsys, "checkpoints", "list", copy)
     run(capsys, "checkpoints", "verify", copy)
@@ -145,8 +145,8 @@ def test_commands_on_checkpoints(name: str, kind: str, copy: Path, capsys: Captu
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", ["empty", "deep", "binary", "pipe", "lists", "gigantic"])
-def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
-    """Nothing vouches for its files, and orbax reads them."""
+def test_hostile_orbax_metadata_without_manifest(kind: str, copy: Path, capsys: Capture):
+    """Without a manifest, orbax reads files that were not verified."""
     (copy / CHECKPOINTS_FOLDER / "6" / "manifest.json").unlink()
     (copy / CHECKPOINTS_FOLDER / "6" / "commit_success.txt").touch()
     plant(copy / CHECKPOINTS_FOLDER / "6" / "state" / "_METADATA", kind)
@@ -155,23 +155,26 @@ def test_a_checkpoint_without_manifest(kind: str, copy: Path, capsys: Capture):
 
 
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_an_index_of_arrays_that_is_gigantic(has_manifest: bool, copy: Path) -> None:
-    """A failed allocation of tensorstore would end the process with SIGABRT."""
+def test_verify_reports_gigantic_array_index(has_manifest: bool, copy: Path) -> None:
+    """Without a size check, a failed allocation in tensorstore would abort the process."""
     step = copy / CHECKPOINTS_FOLDER / "6"
     if not has_manifest:
         (step / "manifest.json").unlink()
         (step / "commit_success.txt").touch()
     plant(step / "state" / "manifest.ocdbt", "gigantic")
     command = [sys.executable, "-m", "maxpipe", "checkpoints", "verify", str(copy)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert ran.returncode == 74, ran
-    assert "Traceback" not in ran.stderr and "state/manifest.ocdbt" in ran.stdout + ran.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert completed.returncode == 74, completed
+    assert (
+        "Traceback" not in completed.stderr
+        and "state/manifest.ocdbt" in completed.stdout + completed.stderr
+    )
 
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_what_a_start_reads(kind: str, tmp_path: Path):
-    """Records lost or warned of, at most; nothing hangs, and nothing is written elsewhere."""
+def test_start_survives_hostile_log_files(kind: str, tmp_path: Path):
+    """Records may be lost or warned about, but nothing hangs or is written through a link."""
     plant(tmp_path / "metrics.jsonl", kind)
     plant(tmp_path / "events.jsonl", kind)
     with at_most(20):
@@ -183,7 +186,9 @@ def test_what_a_start_reads(kind: str, tmp_path: Path):
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("kind", HOSTILE)
-def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_hostile_hardware_measurements_are_rejected(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     plant(tmp_path / "x.yml", kind)
     monkeypatch.setattr(hardware, "measured_folder", lambda: tmp_path)
     hardware.known_hardware.cache_clear()
@@ -196,18 +201,18 @@ def test_measured_figures(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.fault("H1")
 @pytest.mark.parametrize("name", ["a" * 300, "a\nb\x1b[31m", "\udcff", "x" * 5000, ""])
-def test_names_of_folders(name: str, tmp_path: Path, capsys: Capture):
+def test_commands_on_hostile_folder_names(name: str, tmp_path: Path, capsys: Capture):
     for command in ("goodput", "checkpoints list", "checkpoints verify", "config print"):
         run(capsys, *command.split(), f"{tmp_path}/{name}")
     run(capsys, "config", "print", f"{tmp_path}/{name}.yml")
 
 
-# --- what is written and deleted --------------------------------------------------------------
+# --- writing and deleting ---------------------------------------------------------------------
 
 
 @pytest.mark.fault("H2")
 @pytest.mark.parametrize("kind", ["dangling link", "pipe", "link"])
-def test_logs_are_not_written_through_what_is_there(kind: str, tmp_path: Path):
+def test_process_log_is_not_written_through_links_or_pipes(kind: str, tmp_path: Path):
     mine, log = tmp_path / "mine", tmp_path / "logs" / "process-0.log"
     mine.write_text("mine\n")
     log.parent.mkdir()
@@ -234,23 +239,23 @@ def _by_link(own: Path, other: Path) -> None:
 
 @pytest.mark.fault("H3")
 @pytest.mark.parametrize("lead", [_by_config, _by_link])
-def test_prune_stays_in_the_folder_that_was_named(
+def test_prune_of_redirected_checkpoints_requires_elsewhere(
     lead: Callable[[Path, Path], None], saved: Path, copy: Path, tmp_path: Path, capsys: Capture
 ):
-    """A run folder from elsewhere leads to the checkpoints of another run."""
+    """A config or link in an untrusted run folder refers to the checkpoints of another run."""
     other = tmp_path / "other"
     shutil.copytree(saved, other)
     lead(copy, other)
     for dry in ([], ["--dry-run"]):
-        said = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
-        assert f"are in {other / CHECKPOINTS_FOLDER}" in said and "--elsewhere" in said
+        output = run(capsys, "checkpoints", "prune", copy, "--keep", 1, *dry)
+        assert f"are in {other / CHECKPOINTS_FOLDER}" in output and "--elsewhere" in output
     assert sorted(os.listdir(other / CHECKPOINTS_FOLDER)) == ["3", "6"]
     run(capsys, "checkpoints", "prune", copy, "--keep", 1, "--elsewhere")
     assert os.listdir(other / CHECKPOINTS_FOLDER) == ["6"]
 
 
 @pytest.mark.fault("H3")
-def test_prune_deletes_a_link_and_not_what_it_leads_to(copy: Path, tmp_path: Path, capsys: Capture):
+def test_prune_deletes_link_but_not_its_target(copy: Path, tmp_path: Path, capsys: Capture):
     outside = Path(shutil.copytree(copy / CHECKPOINTS_FOLDER / "3", tmp_path / "outside"))
     before = sorted(outside.rglob("*"))
     shutil.rmtree(copy / CHECKPOINTS_FOLDER / "3")
@@ -261,8 +266,8 @@ def test_prune_deletes_a_link_and_not_what_it_leads_to(copy: Path, tmp_path: Pat
 
 
 @pytest.mark.fault("H1")
-def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capture):
-    """Two of them made 2 to the 40 paths."""
+def test_cyclic_links_are_not_followed(copy: Path, capsys: Capture):
+    """Following two links to their own folder would produce 2**40 paths."""
     for name in ("a", "b"):
         (copy / CHECKPOINTS_FOLDER / "6" / name).symlink_to(copy / CHECKPOINTS_FOLDER / "6")
     with at_most(10):
@@ -274,7 +279,7 @@ def test_links_that_lead_into_themselves_are_not_walked(copy: Path, capsys: Capt
 
 
 @pytest.mark.fault("H1")
-def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
+def test_goodput_skips_malformed_records(tmp_path: Path):
     good = [
         {"event": "begin", "uptime": 0.0},
         {"event": "start", "uptime": 2.0, "step": 0, "seconds": {"compiling": 2.0}},
@@ -289,8 +294,8 @@ def test_bad_records_are_left_out_and_good_ones_count(tmp_path: Path):
     assert re.search(r"productive steps", goodput.format_goodput(goodput.read_goodput(tmp_path)))
 
 
-def test_a_year_of_records_takes_seconds(tmp_path: Path):
-    """It took time in the square of their number."""
+def test_goodput_of_long_event_log_is_fast(tmp_path: Path):
+    """The time used to be quadratic in the number of records."""
     with (tmp_path / "events.jsonl").open("w") as file:
         file.write(json.dumps({"time": TIME, "event": "begin", "uptime": 0.0}) + "\n")
         for step in range(1, 20_001):

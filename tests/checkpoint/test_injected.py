@@ -1,4 +1,4 @@
-"""Bits that turn, files that are cut and storage that fails, between memory and disk and back."""
+"""Injected bit flips, truncated files and storage failures during saves and restores."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Damage = Callable[[Path], object]
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "_FIRST_PAUSE_SECONDS", 0.0)
     monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
 
@@ -46,7 +46,7 @@ def names(run_dir: Path) -> list[str]:
 
 
 def arrays(step: Path) -> Path:
-    """The file with most of the arrays."""
+    """Return the largest file with array data."""
     return max((step / "state").rglob("d/*"), key=lambda path: path.stat().st_size)
 
 
@@ -57,15 +57,15 @@ def flip(path: Path, place: float = 0.5) -> None:
 
 
 def resume(run_dir: Path) -> tuple[int, list[str]]:
-    told: list[str] = []
+    recorded: list[str] = []
 
     def record(event: str, **fields: object) -> None:
-        told.append(f"{event} {fields['step']}: {fields['reason']}")
+        recorded.append(f"{event} {fields['step']}: {fields['reason']}")
 
     with CheckpointManager(run_dir, record=record) as checkpoints:
         found = checkpoints.restore_newest(abstract())
     assert found is not None and tree_digest(found.state) == tree_digest(tree(found.step))
-    return found.step, told
+    return found.step, recorded
 
 
 # --- between memory and disk ----------------------------------------------------------------
@@ -75,8 +75,8 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def each(step: Path, harm: Damage) -> None:
-    """All files with arrays: a part of each is of no use to orbax any more."""
+def damage_array_files(step: Path, harm: Damage) -> None:
+    """Damage every file with array data, so that orbax cannot read any array from it."""
     for path in (step / "state").rglob("d/*"):
         harm(path)
 
@@ -88,9 +88,9 @@ def flip_some(path: Path) -> None:
 
 
 DAMAGES: dict[str, Damage] = {
-    "flipped": lambda step: each(step, flip_some),
-    "cut": lambda step: each(step, cut),
-    "emptied": lambda step: each(step, lambda path: path.write_bytes(b"")),
+    "flipped": lambda step: damage_array_files(step, flip_some),
+    "cut": lambda step: damage_array_files(step, cut),
+    "emptied": lambda step: damage_array_files(step, lambda path: path.write_bytes(b"")),
     "no index": lambda step: cut(step / "state" / "manifest.ocdbt"),
     "facts": lambda step: flip(step / "facts" / "metadata", 0.7),
     "digests": lambda step: flip(step / "digests" / "0.json"),
@@ -102,7 +102,7 @@ DAMAGES: dict[str, Damage] = {
 
 
 def before_seal(monkeypatch: pytest.MonkeyPatch, harm: Damage, times: int = 1) -> list[int]:
-    """Files are harmed after orbax has committed them and before they are compared."""
+    """Damage files after orbax commits them and before they are verified."""
     real, tried = manifest.verify_and_write_manifest, []
 
     def seal(folder: epath.Path, step: int) -> int:
@@ -117,21 +117,23 @@ def before_seal(monkeypatch: pytest.MonkeyPatch, harm: Damage, times: int = 1) -
 
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("harm", DAMAGES.values(), ids=DAMAGES)
-def test_what_turns_between_memory_and_disk_makes_the_save_fail(
+def test_save_fails_if_data_changes_between_memory_and_disk(
     harm: Damage, copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It is tried again, and what was wrong is gone."""
-    tried, told = before_seal(monkeypatch, harm), list[str]()
-    record = lambda event, **fields: told.append(event)  # noqa: E731
+    """The save is retried, and the retry is intact."""
+    tried, recorded = before_seal(monkeypatch, harm), list[str]()
+    record = lambda event, **fields: recorded.append(event)  # noqa: E731
     with CheckpointManager(copy, record=record) as checkpoints:
         put(checkpoints, 9, last=True)
-    assert tried == [9, 9] and told == ["checkpoint_failed", "checkpoint"]
+    assert tried == [9, 9] and recorded == ["checkpoint_failed", "checkpoint"]
     assert names(copy) == ["3", "6", "9"]
     assert resume(copy) == (9, [])
 
 
 @pytest.mark.fault("K1")
-def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_manifest_is_never_written_for_repeated_corruption(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+):
     before_seal(monkeypatch, DAMAGES["flipped"], 99)
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError, match="9: cannot be"):
         put(checkpoints, 9, last=True)
@@ -146,10 +148,8 @@ def test_what_is_wrong_each_time_is_never_sealed(copy: Path, monkeypatch: pytest
 
 
 @pytest.mark.fault("K1")
-def test_host_copies_that_turn_while_they_are_written_are_noticed(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """The digest is of what orbax was given; what it writes differs in one bit, once."""
+def test_host_copy_corrupted_during_write_is_detected(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the first attempt, the digested copy differs by one bit from what orbax writes."""
     real, left = digests.digest_host_copies, [1]
 
     def sums(state: Tree, taken: digests.HostCopies) -> Any:
@@ -161,21 +161,19 @@ def test_host_copies_that_turn_while_they_are_written_are_noticed(
             taken = taken | {"params.embedding": [(part, start)]}
         return real(state, taken)
 
-    told: list[str] = []
+    recorded: list[str] = []
     monkeypatch.setattr(digests, "digest_host_copies", sums)
     with CheckpointManager(
-        copy, record=lambda event, **f: told.append(str(f.get("reason")))
+        copy, record=lambda event, **f: recorded.append(str(f.get("reason")))
     ) as some:
         put(some, 9, last=True)
-    assert told == ["array params.embedding differs from the saved content", "None"]
+    assert recorded == ["array params.embedding differs from the saved content", "None"]
     assert resume(copy) == (9, [])
 
 
 @pytest.mark.fault("K1")
-def test_a_bit_that_turns_while_files_are_listed_is_noticed(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Else a good checkpoint would look damaged for ever."""
+def test_bit_flip_while_writing_manifest_is_detected(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise an intact checkpoint would be reported as damaged from then on."""
     real, left = manifest._digest, [1]
 
     def digest_of(path: Any, drop: bool) -> manifest.ManifestFile:
@@ -186,14 +184,16 @@ def test_a_bit_that_turns_while_files_are_listed_is_noticed(
         return found
 
     monkeypatch.setattr(manifest, "_digest", digest_of)
-    told: list[str] = []
-    with CheckpointManager(copy, record=lambda event, **f: told.append(event)) as checkpoints:
+    recorded: list[str] = []
+    with CheckpointManager(copy, record=lambda event, **f: recorded.append(event)) as checkpoints:
         put(checkpoints, 9, last=True)
-    assert told == ["checkpoint_failed", "checkpoint"] and resume(copy) == (9, [])
+    assert recorded == ["checkpoint_failed", "checkpoint"] and resume(copy) == (9, [])
 
 
-def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Digests are of the memory that orbax writes, not of equal arrays."""
+def test_digests_read_the_host_copy_that_orbax_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Digests are computed from the same buffers that orbax writes, not from a second copy."""
     written: list[Any] = []
     seen: list[Any] = []
     transfer, sums = replica_slices.transfer_arrays_to_host, digests.digest_host_copies
@@ -220,7 +220,7 @@ def test_there_is_one_host_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.fault("K7")
-def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, caplog: Logs):
+def test_step_without_manifest_is_verified_by_recorded_digests(copy: Path, caplog: Logs):
     step = copy / CHECKPOINTS_FOLDER / "6"
     (step / "manifest.json").unlink()
     assert resume(copy) == (6, [])
@@ -230,8 +230,8 @@ def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, capl
         shutil.copytree(step, copy / "kept")
         (step / "manifest.json").unlink()
         DAMAGES[harm](step)
-        number, (told,) = resume(copy)
-        assert number == 3 and told.startswith("checkpoint_skipped 6: ")
+        number, (recorded,) = resume(copy)
+        assert number == 3 and recorded.startswith("checkpoint_skipped 6: ")
         shutil.rmtree(copy / CHECKPOINTS_FOLDER / "6.corrupt")
         (copy / "kept").rename(step)
 
@@ -241,10 +241,10 @@ def test_a_step_that_lacks_its_manifest_is_compared_with_memory(copy: Path, capl
 
 @pytest.mark.fault("K2")
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
+def test_bit_flip_while_reading_arrays_is_detected(
     times: int, copy: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logs
 ):
-    """Once, it is read again. Twice, the step is not what was saved."""
+    """A single bad read is retried. If the second read is bad, too, the step is damaged."""
     real, left = CheckpointFolder.arrays, [times]
 
     def read(self: CheckpointFolder, step: int, wanted: Tree | None = None) -> Tree:
@@ -264,7 +264,7 @@ def test_a_bit_that_turns_on_its_way_into_memory_is_noticed(
 
 
 @pytest.mark.fault("K2")
-def test_a_file_that_is_read_wrong_once_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_transient_read_corruption_is_not_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     real, left = manifest._digest, [1]
 
     def digest_of(path: Any, *options: bool) -> manifest.ManifestFile:
@@ -278,11 +278,11 @@ def test_a_file_that_is_read_wrong_once_is_no_damage(copy: Path, monkeypatch: py
     assert resume(copy) == (6, []) and names(copy) == ["3", "6"] and left == [0]
 
 
-# --- storage that fails ---------------------------------------------------------------------
+# --- failing storage ------------------------------------------------------------------------
 
 
-NUMBERS = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EAGAIN, errno.EACCES]
-# (what reads, what of its first argument makes it fail)
+ERROR_CODES = [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENXIO, errno.EAGAIN, errno.EACCES]
+# What is read: (owner, function, part of an argument for which the function fails)
 READERS = {
     "a file": (manifest, "_digest", "/6/state"),
     "a folder": (os, "listdir", CHECKPOINTS_FOLDER),
@@ -295,7 +295,9 @@ READERS = {
 }
 
 
-def fails(monkeypatch: pytest.MonkeyPatch, reader: str, error: Exception, times: int) -> list[int]:
+def inject_read_errors(
+    monkeypatch: pytest.MonkeyPatch, reader: str, error: Exception, times: int
+) -> list[int]:
     owner, name, part = READERS[reader]
     real, left = getattr(owner, name), [times]
 
@@ -310,44 +312,46 @@ def fails(monkeypatch: pytest.MonkeyPatch, reader: str, error: Exception, times:
 
 
 @pytest.mark.fault("K5")
-@pytest.mark.parametrize("number", NUMBERS)
-def test_storage_that_fails_loses_nothing(number: int, copy: Path, monkeypatch: pytest.MonkeyPatch):
-    """It is asked three times, whatever is read; then the run stops and nothing is changed."""
+@pytest.mark.parametrize("number", ERROR_CODES)
+def test_storage_errors_do_not_change_checkpoints(
+    number: int, copy: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every read is attempted three times; then the run stops without changing any file."""
     in_words = ValueError(f"UNKNOWN: Error reading x: it fails [os_error_code='{number}']")
     for reader in READERS:
         error = in_words if reader in ("shapes", "arrays") else OSError(number, "it fails")
         with monkeypatch.context() as patch:
-            left = fails(patch, reader, error, 2)
+            left = inject_read_errors(patch, reader, error, 2)
             assert resume(copy) == (6, []), reader
             assert left == [0], reader
         with monkeypatch.context() as patch:
-            fails(patch, reader, error, 10_000)
+            inject_read_errors(patch, reader, error, 10_000)
             with pytest.raises(StorageError, match=r"cannot be (reached|written)\n.*it fails"):
                 resume(copy)
         assert names(copy) == ["3", "6"], reader
     assert resume(copy) == (6, [])
 
 
-def test_memory_that_is_full_is_no_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
+def test_out_of_memory_is_not_damage(copy: Path, monkeypatch: pytest.MonkeyPatch):
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-    fails(monkeypatch, "arrays", error, 99)
+    inject_read_errors(monkeypatch, "arrays", error, 99)
     with pytest.raises((StorageError, jax.errors.JaxRuntimeError)):
         resume(copy)
     assert names(copy) == ["3", "6"]
 
 
 @pytest.mark.fault("K8")
-def test_one_damaged_step_of_several_is_renamed_two_are_not(tmp_path: Path):
+def test_one_damaged_step_is_renamed_but_two_are_not(tmp_path: Path):
     save(tmp_path, 1, 2, 3)
     before = digests_of_files(tmp_path)
     for step in ("2", "3"):
         flip(arrays(tmp_path / CHECKPOINTS_FOLDER / step))
     for _ in range(2):
-        with pytest.raises(StorageError, match="newest 2 checkpoints both look") as refused:
+        with pytest.raises(StorageError, match="newest 2 checkpoints both look") as caught:
             resume(tmp_path)
-        assert "the run then resumes from step 1." in str(refused.value)
+        assert "the run then resumes from step 1." in str(caught.value)
         assert names(tmp_path) == ["1", "2", "3"]
-    flip(arrays(tmp_path / CHECKPOINTS_FOLDER / "2"))  # back
+    flip(arrays(tmp_path / CHECKPOINTS_FOLDER / "2"))  # flip the bit back
     assert resume(tmp_path)[0] == 2
     assert names(tmp_path) == ["1", "2", "3.corrupt"]
     assert {k: v for k, v in digests_of_files(tmp_path).items() if k[0] in "12"} == {
@@ -364,10 +368,10 @@ def digests_of_files(run_dir: Path) -> dict[str, bytes]:
     }
 
 
-# --- numbers that are not finite ------------------------------------------------------------
+# --- non-finite values ----------------------------------------------------------------------
 
 
-def spoiled(step: int, value: float = np.nan) -> Tree:
+def non_finite_tree(step: int, value: float = np.nan) -> Tree:
     state = tree(step)
     scale = state["optimizer"]["nu"]["layers"]["scale"]
     state["optimizer"]["nu"]["layers"]["scale"] = scale.at[1, 2].set(value)
@@ -377,16 +381,16 @@ def spoiled(step: int, value: float = np.nan) -> Tree:
 @pytest.mark.fault("K3")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("last", [True, False])
-def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, copy: Path):
+def test_non_finite_state_is_not_saved(value: float, last: bool, copy: Path):
     settings = CheckpointConfig(on_failure="continue")
     with (
-        pytest.raises(DivergenceError) as refused,
+        pytest.raises(DivergenceError) as caught,
         CheckpointManager(copy, settings) as checkpoints,
     ):
-        checkpoints.save(9, lambda: spoiled(9, value), config(9), data(9), last=last)
+        checkpoints.save(9, lambda: non_finite_tree(9, value), config(9), data(9), last=last)
         checkpoints.wait()
-    assert refused.value.exit_code == ExitCode.CONFIG
-    where, rule, _ = str(refused.value).splitlines()
+    assert caught.value.exit_code == ExitCode.CONFIG
+    where, rule, _ = str(caught.value).splitlines()
     assert where == f"{copy / CHECKPOINTS_FOLDER / '9'}: was not saved"
     assert contains(rule, "optimizer.nu.layers.scale contains 1 values")
     assert contains(rule, "NaN or infinite")
@@ -395,27 +399,27 @@ def test_a_state_that_is_not_finite_is_never_saved(value: float, last: bool, cop
 
 @pytest.mark.fault("K4")
 @pytest.mark.parametrize("release", ["this", "older"])
-def test_a_checkpoint_that_is_not_finite_is_damaged(
+def test_non_finite_checkpoint_is_damaged(
     release: str, copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as patch:
         patch.setattr("maxpipe.checkpoint.digests.describe_non_finite", lambda sums: [])
         with CheckpointManager(copy) as checkpoints:
-            checkpoints.save(9, lambda: spoiled(9), config(9), data(9), last=True)
+            checkpoints.save(9, lambda: non_finite_tree(9), config(9), data(9), last=True)
     if release == "older":
         as_version_1(copy / CHECKPOINTS_FOLDER / "9")
-    (found,) = (line for line in collected(copy) if "damaged" in line)
+    (found,) = (line for line in verify_lines(copy) if "damaged" in line)
     assert found.startswith(
         "         9  damaged: array optimizer.nu.layers.scale contains 1 values"
     )
-    step, (told,) = resume(copy)
-    assert step == 6 and contains(told, "optimizer.nu.layers.scale contains 1 values")
-    assert contains(told, "NaN or infinite")
+    step, (recorded,) = resume(copy)
+    assert step == 6 and contains(recorded, "optimizer.nu.layers.scale contains 1 values")
+    assert contains(recorded, "NaN or infinite")
     assert names(copy) == ["3", "6", "9.corrupt"]
 
 
 def as_version_1(step: Path) -> None:
-    """As a release without digests of arrays has left it."""
+    """Convert a step to the format of a release without array digests."""
     shutil.rmtree(step / "digests")
     content = json.loads((step / "manifest.json").read_text())
     files = {n: one for n, one in content["files"].items() if not n.startswith("digests/")}
@@ -426,7 +430,7 @@ def as_version_1(step: Path) -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
-def collected(run_dir: Path) -> list[str]:
+def verify_lines(run_dir: Path) -> list[str]:
     found: list[str] = []
     with contextlib.suppress(StorageError):
         for line in verify_checkpoints(parse_address(str(run_dir))):
@@ -435,7 +439,7 @@ def collected(run_dir: Path) -> list[str]:
 
 
 @pytest.mark.fault("K9")
-def test_verify_decodes_and_names_the_array(copy: Path):
+def test_verify_decodes_arrays_and_names_damaged_ones(copy: Path):
     step = copy / CHECKPOINTS_FOLDER / "6"
     other = save(copy.parent / "other", 7) / CHECKPOINTS_FOLDER / "7"
     shutil.rmtree(step / "state")
@@ -443,8 +447,8 @@ def test_verify_decodes_and_names_the_array(copy: Path):
     folder = epath.Path(step)
     listed = manifest.read_arrays(folder, 6)
     assert listed and not manifest.write(folder, 6, manifest.digest_files(folder), listed)
-    assert manifest.verify_files(folder, 6) == [], "the files are what the manifest says"
-    found = collected(copy)
+    assert manifest.verify_files(folder, 6) == [], "the files match the manifest"
+    found = verify_lines(copy)
     assert found[0].startswith("         3  intact")
     assert found[1:] == [
         f"         6  damaged: array {name} differs from the saved content"
@@ -453,7 +457,7 @@ def test_verify_decodes_and_names_the_array(copy: Path):
 
 
 @pytest.mark.parametrize("kind", [TypeError, IndexError, AttributeError, KeyError, OverflowError])
-def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
+def test_orbax_metadata_error_counts_as_failed_save(
     kind: type[Exception], copy: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def harm(folder: Path) -> None:
@@ -469,10 +473,10 @@ def test_an_error_of_orbax_about_its_own_metadata_is_a_failed_save(
         pytest.raises(StorageError, match="cannot be written"),
     ):
         put(checkpoints, 12, last=True)
-    assert resume(copy) == (12, [])  # complete: only its manifest could not be written
+    assert resume(copy) == (12, [])  # complete except for its manifest
 
 
-def test_a_step_whose_metadata_no_run_saves_is_skipped(copy: Path, caplog: Logs):
+def test_step_with_invalid_metadata_is_skipped(copy: Path, caplog: Logs):
     def accept(facts: CheckpointMetadata) -> None:
         if facts.step == 6:
             raise storage.DamagedError("facts/metadata does not describe a run")

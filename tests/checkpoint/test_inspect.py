@@ -1,4 +1,4 @@
-"""What the commands say about checkpoints, and what `prune` does to them."""
+"""The commands `maxpipe checkpoints list`, `show`, `verify`, `prune`, `delete` and `diff`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def run(capsys: Capture, *args: object, code: int = 0) -> list[str]:
-    """The lines of `maxpipe checkpoints`; of a failure those of its message too."""
+    """Run `maxpipe checkpoints` and return the lines of its output and error message."""
     assert main(["checkpoints", *map(str, args)]) == code
     out, err = capsys.readouterr()
     assert bool(err) == (code not in (0, 1)) and "Traceback" not in err
@@ -46,7 +46,7 @@ def damage(run_dir: Path, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 1 to 6, of which the even ones were evaluated, 4 as the best. Not to be changed."""
+    """Steps 1 to 6; even steps have a loss, lowest at 4. Tests must not modify this folder."""
     run_dir = tmp_path_factory.mktemp("evaluated")
     with CheckpointManager(run_dir, CheckpointConfig(keep=9)) as checkpoints:
         for step in range(1, 7):
@@ -59,7 +59,7 @@ def six(evaluated: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(evaluated, tmp_path / "six"))
 
 
-def test_a_step_that_its_run_deletes_meanwhile(six: Path):
+def test_list_and_verify_tolerate_concurrent_deletion(six: Path):
     found = inspect.format_checkpoint_list(parse_address(str(six)), None)
     lines = [next(found)]
     shutil.rmtree(six / CHECKPOINTS_FOLDER / "2")
@@ -93,7 +93,7 @@ def test_list_has_a_line_for_each_step(six: Path, capsys: Capture):
     assert "8: is ignored" in lines[-1]
 
 
-def test_list_says_why_each_stays(six: Path, capsys: Capture):
+def test_list_shows_retention_reasons(six: Path, capsys: Capture):
     rules = "checkpoint: {keep: 2, keep_best: 1, keep_every_steps: 3}\neval: {every: 2}\n"
     model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
     (six / "config.yml").write_text(f"{model}\n{rules}train: {{steps: 6}}\n")
@@ -108,7 +108,7 @@ def test_list_says_why_each_stays(six: Path, capsys: Capture):
     assert run(capsys, "list", six)[0].endswith("loss")
 
 
-def test_list_as_json_says_the_same(six: Path, capsys: Capture):
+def test_list_json_matches_table(six: Path, capsys: Capture):
     (six / CHECKPOINTS_FOLDER / "5").rename(six / CHECKPOINTS_FOLDER / "5.corrupt")
     (six / CHECKPOINTS_FOLDER / "3" / "manifest.json").unlink()
     (six / CHECKPOINTS_FOLDER / "7.orbax-checkpoint-tmp").mkdir()
@@ -146,7 +146,7 @@ def test_show_prints_arrays_and_digests(saved: Path, capsys: Capture):
 # --- verify ----------------------------------------------------------------------------------
 
 
-def test_verify_tells_each_damaged_file(six: Path, capsys: Capture):
+def test_verify_names_each_damaged_file(six: Path, capsys: Capture):
     lines = run(capsys, "verify", six)
     assert [line.split("  intact")[0].strip() for line in lines] == list("123456")
     damage(six, 4)
@@ -160,13 +160,13 @@ def test_verify_tells_each_damaged_file(six: Path, capsys: Capture):
     assert len(run(capsys, "verify", f"{six}@5")) == 1
     assert run(capsys, "verify", f"{six}@4", code=74)[-3].endswith("1 of 1 checkpoints are damaged")
     run(capsys, "verify", f"{six}@40", code=2)
-    assert steps(six) == list("123456"), "verify changes nothing"
+    assert steps(six) == list("123456"), "verify must not change any file"
 
 
 # --- prune -----------------------------------------------------------------------------------
 
 
-def test_prune_applies_given_rules(six: Path, capsys: Capture):
+def test_prune_applies_retention_options(six: Path, capsys: Capture):
     rules = ("--keep", 1, "--keep-every-steps", 3, "--keep-best", 1)
     dry = run(capsys, "prune", six, "--dry-run", *rules)
     assert steps(six) == list("123456")
@@ -177,14 +177,14 @@ def test_prune_applies_given_rules(six: Path, capsys: Capture):
     assert not (six / "lock.json").exists()
 
 
-def test_prune_keeps_the_newest_that_verifies(six: Path, capsys: Capture):
+def test_prune_keeps_newest_intact_checkpoint(six: Path, capsys: Capture):
     damage(six, 6)
     lines = run(capsys, "prune", six, "--keep", 1)
     assert "         5  kept: newest intact checkpoint" in lines
     assert steps(six) == ["5", "6"]
 
 
-def test_prune_needs_rules_and_a_folder_without_a_run(six: Path, capsys: Capture):
+def test_prune_requires_rules_and_unlocked_run(six: Path, capsys: Capture):
     assert "--keep 3" in run(capsys, "prune", six, code=2)[-1]
     assert "--keep-best = -1" in run(capsys, "prune", six, "--keep-best=-1", code=2)[0]
     assert "nan" in run(capsys, "prune", six, "--keep-every-hours=nan", code=2)[0]
@@ -197,7 +197,7 @@ def test_prune_needs_rules_and_a_folder_without_a_run(six: Path, capsys: Capture
 # --- delete and best -------------------------------------------------------------------------
 
 
-def test_delete_takes_one_step_away(six: Path, capsys: Capture):
+def test_delete_removes_one_step(six: Path, capsys: Capture):
     (line,) = run(capsys, "delete", f"{six}@3")
     assert re.fullmatch(r" +3  deleted, \d+\.\d MiB freed", line)
     run(capsys, "delete", six / CHECKPOINTS_FOLDER / "1")
@@ -209,15 +209,15 @@ def test_delete_takes_one_step_away(six: Path, capsys: Capture):
     assert where == f"command line: {six}" and action == f"  Give {six}@STEP."
 
 
-def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
+def test_delete_of_newest_intact_checkpoint_requires_force(six: Path, capsys: Capture):
     where, rule, action = run(capsys, "delete", f"{six}@6", code=2)
     assert where == f"command line: {six}@6" and "the newest intact checkpoint" in rule
     assert "--force" in action
     damage(six, 6)
     assert "the newest intact checkpoint" in run(capsys, "delete", f"{six}@5", code=2)[1]
-    run(capsys, "delete", f"{six}@newest")  # the damaged one is no loss
+    run(capsys, "delete", f"{six}@newest")  # allowed because it is damaged
     (six / CHECKPOINTS_FOLDER / "5" / "manifest.json").unlink()
-    run(capsys, "delete", f"{six}@5", code=2)  # may be good: it is unknown
+    run(capsys, "delete", f"{six}@5", code=2)  # may be intact: it has no manifest
     assert steps(six) == list("12345")
     run(capsys, "delete", f"{six}@5", "--force")
     for step in (1, 2, 3):
@@ -227,8 +227,8 @@ def test_delete_refuses_the_newest_good_checkpoint(six: Path, capsys: Capture):
     assert steps(six) == []
 
 
-def test_delete_stays_in_the_run_s_folder(six: Path, tmp_path: Path, capsys: Capture):
-    """A config.yml of another user, or a link, may lead to another run's checkpoints."""
+def test_delete_outside_run_folder_requires_elsewhere(six: Path, tmp_path: Path, capsys: Capture):
+    """An untrusted config.yml or a link may refer to another run's checkpoints."""
     foreign, linked = tmp_path / "foreign", tmp_path / "linked"
     for folder in (foreign, linked):
         folder.mkdir()
@@ -245,14 +245,14 @@ def test_delete_stays_in_the_run_s_folder(six: Path, tmp_path: Path, capsys: Cap
     assert steps(six) == list("23456")
 
 
-def test_delete_leaves_a_running_run_alone(six: Path, capsys: Capture):
+def test_delete_rejects_locked_run(six: Path, capsys: Capture):
     with RunLock(six):
-        said = run(capsys, "delete", f"{six}@1", "--force", code=74)
-        assert "is in use by another run" in said[0]
+        output = run(capsys, "delete", f"{six}@1", "--force", code=74)
+        assert "is in use by another run" in output[0]
     assert steps(six) == list("123456")
 
 
-def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
+def test_best_selects_smallest_loss(six: Path, saved: Path, capsys: Capture):
     assert run(capsys, "best", six) == [f"{six}@4  eval/loss 1.5"]
     found = json.loads("\n".join(run(capsys, "best", six, "--json")))
     assert found == {"checkpoint": f"{six}@4", "step": 4, "metric": "eval/loss", "value": 1.5}
@@ -260,7 +260,7 @@ def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
     _, rule, action = run(capsys, "best", six, "--metric", "eval/los", code=2)
     assert "no checkpoint with metric eval/los; the recorded metrics are eval/loss." in rule
     assert action == "  Use --metric eval/loss."
-    damage(six, 4)  # of damaged facts nothing is believed; 2 and 6 are equal
+    damage(six, 4)  # damaged metadata is ignored; steps 2 and 6 have equal losses
     assert run(capsys, "best", six) == [f"{six}@6  eval/loss 3.5"]
     _, rule, action = run(capsys, "best", saved, code=2)
     assert "no saved step was evaluated" in rule
@@ -268,14 +268,16 @@ def test_best_is_the_smallest_loss(six: Path, saved: Path, capsys: Capture):
     assert "no saved step was evaluated" in run(capsys, "show", f"{saved}@best", code=2)[1]
 
 
-def test_a_step_that_was_found_damaged_is_said_to_be(six: Path, capsys: Capture):
+def test_quarantined_step_is_reported_as_damaged(six: Path, capsys: Capture):
     (six / CHECKPOINTS_FOLDER / "5").rename(six / CHECKPOINTS_FOLDER / "5.corrupt")
     _, rule, action = run(capsys, "verify", f"{six}@5", code=2)
     assert "5.corrupt" in rule and f"{six}@6" in action
 
 
-def test_a_path_into_a_folder_is_that_folder(six: Path, tmp_path: Path, capsys: Capture):
-    """Whatever the run's config.yml says, which leads elsewhere."""
+def test_checkpoint_path_overrides_checkpoint_dir_in_config(
+    six: Path, tmp_path: Path, capsys: Capture
+):
+    """A path inside `checkpoints` is used as given, even if config.yml refers to another folder."""
     model = (Path(__file__).parents[2] / "configs/model/tiny.yml").read_text()
     elsewhere = f"checkpoint: {{dir: {tmp_path}/elsewhere}}\nrun: {{name: six}}\n"
     (six / "config.yml").write_text(f"{model}\n{elsewhere}train: {{steps: 6}}\n")
@@ -292,12 +294,12 @@ def test_a_path_into_a_folder_is_that_folder(six: Path, tmp_path: Path, capsys: 
 # --- diff ------------------------------------------------------------------------------------
 
 
-def test_diff_of_the_same(saved: Path, copy: Path, capsys: Capture):
+def test_diff_of_equal_checkpoints(saved: Path, copy: Path, capsys: Capture):
     assert run(capsys, "diff", saved, f"{copy}@6") == ["same"]
     assert run(capsys, "diff", saved, f"{copy}@6", "--exit-code") == ["same"]
 
 
-def test_diff_names_leaves_config_and_data(saved: Path, tmp_path: Path, capsys: Capture):
+def test_diff_lists_arrays_config_and_data(saved: Path, tmp_path: Path, capsys: Capture):
     lines = run(capsys, "diff", f"{saved}@3", saved)
     assert [line.split("  ")[0] for line in lines] == [
         *(f"optimizer.{name}.{leaf}" for name in ("mu", "nu") for leaf in LEAVES),
@@ -318,7 +320,7 @@ def test_diff_names_leaves_config_and_data(saved: Path, tmp_path: Path, capsys: 
 LEAVES = ("embedding", "layers.scale")
 
 
-def test_differences_see_shapes_types_bits_and_names():
+def test_diff_trees_detects_shapes_dtypes_bits_and_names():
     ones = np.ones((2, 3), np.float32)
     assert diff_trees({"a": ones}, {"a": jax.numpy.ones((2, 3))}) == []
     assert diff_trees({"a": ones}, {"b": ones}) == [
@@ -336,18 +338,18 @@ def test_differences_see_shapes_types_bits_and_names():
     assert diff_shapes({"a": ones}, {"a": ones.astype(np.int32)}) == []
 
 
-def test_facts_are_plain_json(saved: Path):
+def test_metadata_file_is_plain_json(saved: Path):
     facts = json.loads((saved / CHECKPOINTS_FOLDER / "6" / "facts" / "metadata").read_text())
     assert sorted(facts) == ["config", "data", "format", "metrics", "step", "time"]
 
 
-def test_what_is_compared_may_have_different_steps_in_one_run(tmp_path: Path, capsys: Capture):
+def test_diff_accepts_run_name_with_at_sign(tmp_path: Path, capsys: Capture):
     save(tmp_path / "a@1", 1, 2)
     assert run(capsys, "diff", f"{tmp_path}/a@1@2", f"{tmp_path}/a@1@2") == ["same"]
 
 
 @pytest.mark.parametrize("has_gone", [False, True])
-def test_output_that_cannot_be_written_is_not_a_fault_of_the_storage(
+def test_stdout_write_error_is_not_a_storage_error(
     has_gone: bool, six: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ):
     error = BrokenPipeError() if has_gone else OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -360,7 +362,7 @@ def test_output_that_cannot_be_written_is_not_a_fault_of_the_storage(
         patched.setattr("sys.stdout", Output())
         code = main(["checkpoints", "prune", str(six), "--keep", "2"])
     written = capsys.readouterr().err
-    if has_gone:  # all that was asked for is done
+    if has_gone:  # the reader closed the pipe, but the command completed
         assert (code, written, steps(six)) == (0, "", ["5", "6"])
     else:
         assert code == 74

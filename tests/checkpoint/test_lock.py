@@ -1,4 +1,4 @@
-"""A run folder has one writer, and a dead one does not keep it."""
+"""The lock of a run folder allows one writer, and the lock of a dead run is taken over."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from tests.waiting import wait_until
 
 
 def rewrite(path: Path, **values: object) -> None:
-    """Change what a lock says, keeping its heartbeat."""
+    """Change the content of a lock without changing the time of its last heartbeat."""
     stat = path.stat()
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
     os.utime(path, (stat.st_atime, stat.st_mtime))
 
 
 def silence(path: Path, seconds: float) -> None:
-    """As if the heart had last beaten so long ago."""
+    """Set the time of the last heartbeat to `seconds` ago."""
     then = time.time() - seconds
     os.utime(path, (then, then))
 
 
 def leave_behind(run_dir: Path, age: float = 0.0, **values: object) -> Path:
-    """The lock of a run that could not remove it, silent for `age` seconds."""
+    """Write the lock of a run that ended without removing it, `age` seconds after a heartbeat."""
     run_dir.mkdir(exist_ok=True)
     module._write(run_dir / FILE, "dead")
     rewrite(run_dir / FILE, **values)
@@ -46,16 +46,16 @@ def leave_behind(run_dir: Path, age: float = 0.0, **values: object) -> Path:
 
 
 @pytest.mark.fault("F15")
-def test_second_run_is_refused_with_names(tmp_path: Path):
+def test_second_run_is_rejected_and_names_the_holder(tmp_path: Path):
     with RunLock(tmp_path) as held:
         content = held.path.read_text()
         assert json.loads(content)["pid"] == os.getpid() and not held.note
         with (
-            raises(StorageError, tmp_path, suggests="run.name") as refused,
+            raises(StorageError, tmp_path, suggests="run.name") as caught,
             RunLock(tmp_path),
         ):
             pass
-        where, rule, action = str(refused.value).splitlines()
+        where, rule, action = str(caught.value).splitlines()
         assert str(tmp_path) in where and f"process {os.getpid()}" in rule
         assert json.loads(content)["host"] in rule and "last heartbeat 0 s ago" in rule
         assert action.startswith("  Stop that run")
@@ -63,7 +63,7 @@ def test_second_run_is_refused_with_names(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_released_whatever_happens(tmp_path: Path):
+def test_lock_is_released_on_exception(tmp_path: Path):
     with pytest.raises(ZeroDivisionError), RunLock(tmp_path):
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []
@@ -72,7 +72,7 @@ def test_released_whatever_happens(tmp_path: Path):
 
 
 @pytest.mark.fault("F15")
-def test_dead_process_of_this_host_loses_it_at_once(tmp_path: Path):
+def test_lock_of_dead_local_process_is_taken_over_at_once(tmp_path: Path):
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
     leave_behind(tmp_path, pid=process.pid)
@@ -82,7 +82,7 @@ def test_dead_process_of_this_host_loses_it_at_once(tmp_path: Path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="processes have no start time")
-def test_number_that_another_process_got_is_not_the_holder(tmp_path: Path):
+def test_lock_with_reused_pid_is_taken_over(tmp_path: Path):
     leave_behind(tmp_path, process_start="1")
     with RunLock(tmp_path) as held:
         assert "another process reused its PID" in held.note
@@ -92,13 +92,13 @@ ELSEWHERE = [{"host": "other"}, {"namespace": "pid:[1]"}]
 
 
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)
-def test_other_hosts_lose_it_after_silence(elsewhere: dict[str, str], tmp_path: Path):
+def test_lock_of_silent_remote_host_is_taken_over(elsewhere: dict[str, str], tmp_path: Path):
     leave_behind(tmp_path, age=STALE_SECONDS + 20, **elsewhere)
     with RunLock(tmp_path) as held:
         assert "no heartbeat for 1" in held.note
 
 
-def test_start_waits_for_a_host_that_was_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_start_waits_for_heartbeat_of_remote_host(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     leave_behind(tmp_path, host="other")
     begin = time.monotonic()
     with RunLock(tmp_path, beat_seconds=0.02, stale_seconds=0.3) as held:
@@ -106,7 +106,7 @@ def test_start_waits_for_a_host_that_was_lost(tmp_path: Path, caplog: pytest.Log
     assert len(caplog.messages) == 1 and "waiting for the next heartbeat" in caplog.text
 
 
-def test_start_is_refused_when_another_host_gives_a_sign(tmp_path: Path):
+def test_start_is_rejected_after_remote_heartbeat(tmp_path: Path):
     path = leave_behind(tmp_path, age=20, host="other")
     threading.Timer(0.2, os.utime, [path]).start()
     with (
@@ -117,7 +117,7 @@ def test_start_is_refused_when_another_host_gives_a_sign(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_heart_beats_while_it_is_held(tmp_path: Path):
+def test_heartbeat_runs_while_lock_is_held(tmp_path: Path):
     with RunLock(tmp_path, beat_seconds=0.02) as held:
         os.utime(held.path, (0, 0))
         wait_until(lambda: held.path.stat().st_mtime > 0)
@@ -125,7 +125,7 @@ def test_heart_beats_while_it_is_held(tmp_path: Path):
         held.check()
 
 
-def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(tmp_path: Path):
+def test_lost_lock_is_reported_and_left_untouched(tmp_path: Path):
     with RunLock(tmp_path) as slept:
         rewrite(slept.path, host="other")
         os.utime(slept.path, (0, 0))
@@ -139,7 +139,7 @@ def test_run_that_lost_its_lock_is_reported_and_leaves_it_alone(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"pid": "x", "token": "../../a"}'])
-def test_unreadable_lock_is_void_after_silence_only(content: str, tmp_path: Path):
+def test_malformed_lock_expires_only_after_silence(content: str, tmp_path: Path):
     (tmp_path / FILE).write_text(content)
     threading.Timer(0.1, os.utime, [tmp_path / FILE]).start()
     with raises(StorageError, tmp_path, suggests="run.name"), RunLock(tmp_path, beat_seconds=0.02):
@@ -152,9 +152,7 @@ def test_unreadable_lock_is_void_after_silence_only(content: str, tmp_path: Path
 
 @pytest.mark.fault("L3")
 @pytest.mark.parametrize("elsewhere", ELSEWHERE)
-def test_a_lock_from_the_future_is_waited_for_no_longer_than_another(
-    elsewhere: dict[str, str], tmp_path: Path
-):
+def test_future_dated_lock_does_not_extend_wait(elsewhere: dict[str, str], tmp_path: Path):
     path = leave_behind(tmp_path, age=-7 * 24 * 3600.0, **elsewhere)
     begin = time.monotonic()
     with RunLock(tmp_path, beat_seconds=0.02, stale_seconds=0.3) as held:
@@ -164,7 +162,7 @@ def test_a_lock_from_the_future_is_waited_for_no_longer_than_another(
 
 
 @pytest.mark.fault("L3")
-def test_a_holder_whose_clock_is_ahead_lives(tmp_path: Path):
+def test_live_holder_with_fast_clock_keeps_lock(tmp_path: Path):
     path = leave_behind(tmp_path, age=-1e6, host="other")
     threading.Timer(0.2, silence, [path, -1e6 - 30]).start()
     with (
@@ -175,10 +173,10 @@ def test_a_holder_whose_clock_is_ahead_lives(tmp_path: Path):
 
 
 @pytest.mark.fault("L3")
-def test_a_clock_that_jumps_while_a_start_waits_kills_no_run(
+def test_clock_jump_during_wait_does_not_expire_live_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The file system's time is an hour ahead all at once; then the holder gives a sign."""
+    """The file system's clock jumps ahead by an hour; then the holder's heartbeat arrives."""
     path = leave_behind(tmp_path, host="other")
     threading.Timer(0.3, os.utime, [path]).start()
     real = module._heartbeat_stamp
@@ -197,10 +195,10 @@ def test_a_clock_that_jumps_while_a_start_waits_kills_no_run(
 
 
 @pytest.mark.fault("L3")
-def test_a_start_that_was_stopped_looks_before_it_counts(
+def test_suspended_start_rechecks_heartbeat_before_takeover(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """It slept for longer than a lock may be silent; the holder beat meanwhile."""
+    """The start is suspended for longer than the limit; meanwhile, the holder renews the lock."""
     path, slept = leave_behind(tmp_path, host="other"), 0.0
 
     def sleep(seconds: float) -> None:
@@ -218,10 +216,10 @@ def test_a_start_that_was_stopped_looks_before_it_counts(
 
 @pytest.mark.fault("L3")
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_heart_beats_where_times_cannot_be_set(
+def test_heartbeat_works_if_mtime_cannot_be_set(
     refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Some file systems refuse, others accept and forget: the lock grows instead."""
+    """If the file system rejects or ignores utime, each heartbeat appends a byte to the lock."""
 
     def set_time(path: Path, *times: object) -> None:
         if refuses:
@@ -244,7 +242,7 @@ def test_a_heart_beats_where_times_cannot_be_set(
 
 
 @pytest.mark.fault("L3")
-def test_a_claim_from_the_future_delays_no_start(tmp_path: Path):
+def test_future_dated_claim_does_not_delay_start(tmp_path: Path):
     leave_behind(tmp_path, age=1000, host="other")
     claim = tmp_path / f"{FILE}.claim-dead"
     claim.write_text("")
@@ -269,13 +267,15 @@ def a_link(path: Path) -> None:
 
 @pytest.mark.fault("L4")
 @pytest.mark.parametrize("make", [a_pipe, a_gigabyte, Path.mkdir, a_link])
-def test_what_cannot_be_a_lock_is_explained_at_once(make: Callable[[Path], None], tmp_path: Path):
+def test_invalid_lock_file_types_are_rejected_immediately(
+    make: Callable[[Path], None], tmp_path: Path
+):
     make(tmp_path / FILE)
     begin = time.monotonic()
-    with pytest.raises(StorageError) as refused, RunLock(tmp_path):
+    with pytest.raises(StorageError) as caught, RunLock(tmp_path):
         pass
     assert time.monotonic() - begin < 10
-    where, _, action = str(refused.value).splitlines()
+    where, _, action = str(caught.value).splitlines()
     assert where.startswith(f"{tmp_path / FILE}: is") and "emove" in action
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
@@ -292,7 +292,7 @@ HOSTILE = [
 
 @pytest.mark.fault("L4")
 @pytest.mark.parametrize("content", HOSTILE)
-def test_a_hostile_lock_is_void_after_silence(
+def test_hostile_lock_expires_after_silence(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     (tmp_path / FILE).write_text(content)
@@ -302,13 +302,13 @@ def test_a_hostile_lock_is_void_after_silence(
 
 
 @pytest.mark.fault("L4")
-def test_what_a_lock_says_is_shown_without_control_characters(tmp_path: Path):
+def test_lock_content_is_shown_without_control_characters(tmp_path: Path):
     leave_behind(tmp_path, age=1000, host="\x1b[2J" + "x" * 5000, run="a\nb")
     with RunLock(tmp_path) as held:
         assert "run a?b on host ?[2Jxx" in held.note and len(held.note) < 600
 
 
-# A folder that is not the run's any more.
+# Run folders that are moved, replaced or deleted.
 
 
 def move(run_dir: Path) -> None:
@@ -316,13 +316,13 @@ def move(run_dir: Path) -> None:
 
 
 def replace(run_dir: Path) -> None:
-    """A copy, lock and all, in the place of the folder."""
+    """Move the folder and put a copy of it, including the lock, in its place."""
     move(run_dir)
     shutil.copytree(run_dir.with_name("moved"), run_dir)
 
 
 def delete_and_make_again(run_dir: Path) -> None:
-    """No other folder gets the inode of one that is open."""
+    """Delete the folder and create an empty one, which cannot reuse the inode of an open folder."""
     shutil.rmtree(run_dir)
     run_dir.mkdir()
 
@@ -355,7 +355,7 @@ def everything(folder: Path) -> list[tuple[str, float]]:
 
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("lose", LOSSES)
-def test_a_folder_that_was_lost_is_noticed_and_left_alone(
+def test_lost_run_folder_is_detected_and_left_untouched(
     lose: Callable[[Path], None], tmp_path: Path
 ):
     run_dir = tmp_path / "runs" / "x"
@@ -374,7 +374,7 @@ def test_a_folder_that_was_lost_is_noticed_and_left_alone(
 
 
 @pytest.mark.fault("L1")
-def test_the_heart_notices(tmp_path: Path):
+def test_heartbeat_detects_moved_run_folder(tmp_path: Path):
     with RunLock(tmp_path / "x", beat_seconds=0.02) as held:
         move(tmp_path / "x")
         wait_until(lambda: held.lost_reason != "")
@@ -384,7 +384,7 @@ def test_the_heart_notices(tmp_path: Path):
 
 
 @pytest.mark.fault("L1")
-def test_storage_that_is_away_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_lock_check_tolerates_unreachable_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with RunLock(tmp_path) as held:
         for number in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EACCES):
             with monkeypatch.context() as patch:
@@ -396,35 +396,35 @@ def test_storage_that_is_away_does_not_end_a_run(tmp_path: Path, monkeypatch: py
                 held.check()
                 patch.setattr(module.os, "stat", away)
                 held.check()
-        os.utime(held.path, (0, 0))  # times say nothing about who holds it
+        os.utime(held.path, (0, 0))  # the file's time does not affect who holds the lock
         held.check()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_that_find_a_dead_lock_one_gets_it(tmp_path: Path):
+def test_stale_lock_is_taken_over_by_exactly_one_run(tmp_path: Path):
     for _ in range(10):
         leave_behind(tmp_path, age=1000, host="other")
-        start, held, refused = threading.Barrier(8), [], []
+        start, held, rejected = threading.Barrier(8), [], []
 
-        def grab(start: threading.Barrier, held: list, refused: list) -> None:
+        def acquire(start: threading.Barrier, held: list, rejected: list) -> None:
             mine = RunLock(tmp_path)
             start.wait()
             try:
                 held.append(mine.__enter__())
             except StorageError as error:
-                refused.append(error)
+                rejected.append(error)
 
-        threads = [threading.Thread(target=grab, args=(start, held, refused)) for _ in range(8)]
+        threads = [threading.Thread(target=acquire, args=(start, held, rejected)) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert len(held) == 1 and len(refused) == 7
+        assert len(held) == 1 and len(rejected) == 7
         held[0].__exit__()
         assert list(tmp_path.iterdir()) == []
 
 
-def test_folder_that_cannot_be_made(tmp_path: Path):
+def test_run_folder_creation_failure_is_reported(tmp_path: Path):
     (tmp_path / "run").write_text("in the way")
     with (
         raises(StorageError, "lock.json", names=[tmp_path / "run"], suggests="run.dir"),
@@ -445,7 +445,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fault("L7")
-def test_freeing_space_needs_no_lock_where_none_can_be_written(tmp_path: Path, full_disk: None):
+def test_full_disk_allows_deletion_without_lock(tmp_path: Path, full_disk: None):
     with (
         raises(StorageError, "lock.json", names="No space left on device", suggests="run.dir"),
         RunLock(tmp_path),
@@ -456,7 +456,7 @@ def test_freeing_space_needs_no_lock_where_none_can_be_written(tmp_path: Path, f
 
 
 @pytest.mark.fault("L7")
-def test_a_live_run_is_respected_on_a_full_disk(
+def test_full_disk_still_respects_lock_of_live_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
     alive = leave_behind(tmp_path / "alive")
@@ -470,7 +470,7 @@ def test_a_live_run_is_respected_on_a_full_disk(
 
 
 @pytest.mark.fault("L7")
-def test_a_lock_goes_with_its_run_on_a_full_disk(tmp_path: Path, request: pytest.FixtureRequest):
+def test_lock_is_removed_at_exit_on_full_disk(tmp_path: Path, request: pytest.FixtureRequest):
     with RunLock(tmp_path):
         request.getfixturevalue("full_disk")
     assert not list(tmp_path.iterdir())

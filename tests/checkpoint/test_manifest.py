@@ -1,4 +1,4 @@
-"""A manifest notices every change of every file."""
+"""A manifest detects every change to the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def faults(step: Path, number: int = STEP) -> list[str]:
     return manifest.verify_files(epath.Path(step), number)
 
 
-def test_what_was_saved_has_no_faults(step: Path):
+def test_saved_step_passes_verification(step: Path):
     assert manifest.has_manifest(epath.Path(step))
     assert faults(step) == []
     content = json.loads((step / "manifest.json").read_text())
@@ -40,7 +40,7 @@ def test_what_was_saved_has_no_faults(step: Path):
 
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "emptied", "zeroed"])
 @pytest.mark.fault("F11")
-def test_every_damaged_file_is_named(damage: str, step: Path):
+def test_verify_files_names_each_damaged_file(damage: str, step: Path):
     names = files(step)
     assert len(names) > 8
     for name in names:
@@ -59,8 +59,8 @@ def test_every_damaged_file_is_named(damage: str, step: Path):
 
 
 @pytest.mark.fault("F12")
-def test_every_flipped_bit_is_noticed(step: Path):
-    """200 bits, anywhere in the files with arrays; orbax alone notices about one of them."""
+def test_every_flipped_bit_in_array_files_is_detected(step: Path):
+    """Of 200 random bit flips in array files, orbax alone would detect about one."""
     chance = random.Random(5)
     arrays = [name for name in files(step) if name.parent.name == "d"]
     for _ in range(200):
@@ -75,7 +75,7 @@ def test_every_flipped_bit_is_noticed(step: Path):
     assert faults(step) == []
 
 
-def test_flipped_bits_of_the_manifest_itself_are_noticed_or_harmless(step: Path):
+def test_flipped_manifest_bits_are_detected_or_harmless(step: Path):
     chance, path = random.Random(6), step / "manifest.json"
     good = path.read_bytes()
     noticed = 0
@@ -91,11 +91,11 @@ def test_flipped_bits_of_the_manifest_itself_are_noticed_or_harmless(step: Path)
     assert noticed > 80
 
 
-def test_a_step_has_to_be_where_it_was_saved(step: Path):
+def test_manifest_of_other_step_is_rejected(step: Path):
     assert faults(step, 7) == ["manifest.json is invalid: the manifest belongs to step 6"]
 
 
-def test_shares_of_several_readers_are_the_whole(step: Path):
+def test_verification_is_partitioned_across_readers(step: Path):
     for name in files(step)[:-1]:
         content = (step / name).read_bytes()
         (step / name).write_bytes(bytes(len(content)))
@@ -104,7 +104,7 @@ def test_shares_of_several_readers_are_the_whole(step: Path):
         (step / name).write_bytes(content)
 
 
-def test_a_manifest_that_cannot_be_finished_is_none(step: Path, monkeypatch: pytest.MonkeyPatch):
+def test_failed_manifest_write_leaves_no_manifest(step: Path, monkeypatch: pytest.MonkeyPatch):
     (step / "manifest.json").unlink()
 
     def full(path: epath.Path) -> None:
@@ -123,7 +123,7 @@ Cut = Callable[[dict[str, Any]], object]
 
 
 @pytest.mark.parametrize(
-    ("cut", "told"),
+    ("cut", "message"),
     [
         (lambda content: content.pop("arrays"), "lists no arrays"),
         (lambda content: content["arrays"].clear(), "lists no arrays"),
@@ -138,26 +138,26 @@ Cut = Callable[[dict[str, Any]], object]
     ],
 )
 @pytest.mark.fault("K6")
-def test_a_list_that_is_not_complete_is_refused(cut: Cut, told: str | None, step: Path):
-    """Though its own digest is right."""
+def test_incomplete_manifest_is_rejected(cut: Cut, message: str | None, step: Path):
+    """The digest of the manifest itself is correct."""
     path = step / "manifest.json"
     content = json.loads(path.read_text())
     del content["sha256"]
     cut(content)
     path.write_text(dump_checksummed(content))
     found = faults(step)
-    if told is None:  # only who knows the arrays can say
+    if message is None:  # only a comparison with the expected arrays detects it
         expected = manifest.read_expected_digests(epath.Path(step), STEP)
         found = manifest.verify_arrays(epath.Path(step), STEP, expected)
-        told = "array params.embedding was not saved"
-    assert len(found) == 1 and told in found[0]
+        message = "array params.embedding was not saved"
+    assert len(found) == 1 and message in found[0]
 
 
 def _array_file(content: dict[str, Any]) -> str:
     return next(name for name in content["files"] if name.startswith("state/d/"))
 
 
-def test_a_manifest_of_a_later_release_is_no_damage(step: Path):
+def test_manifest_of_newer_release_is_not_damage(step: Path):
     content = json.loads((step / "manifest.json").read_text()) | {"version": 3}
     del content["sha256"]
     (step / "manifest.json").write_text(dump_checksummed(content))

@@ -1,4 +1,4 @@
-"""Records of checkpoints in one folder, and a folder without any."""
+"""A run's event log records checkpoints, but its checkpoint folder contains none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def events(run_dir: Path, *saves: tuple[int, str]) -> None:
     (run_dir / "events.jsonl").write_text(text)
 
 
-def refusal(run_dir: Path, folder: str | Path) -> str:
+def error_text(run_dir: Path, folder: str | Path) -> str:
     with pytest.raises(StorageError) as error:
         check_saved(run_dir, epath.Path(folder))
     return str(error.value)
@@ -33,23 +33,25 @@ def refusal(run_dir: Path, folder: str | Path) -> str:
         ("RUN/checkpoints", "Set checkpoint.dir='',"),
     ],
 )
-def test_a_folder_of_the_same_name_elsewhere(saved_in: str, setting: str, tmp_path: Path) -> None:
+def test_checkpoint_folder_other_than_recorded_is_rejected(
+    saved_in: str, setting: str, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     saved_in = saved_in.replace("RUN", str(run_dir))
     events(run_dir, (4, "/zero/run/checkpoints"), (8, saved_in))
-    text = refusal(run_dir, "/two/run/checkpoints")
+    text = error_text(run_dir, "/two/run/checkpoints")
     assert f"records that step 8 was saved in {saved_in}. No file was changed." in text
     assert setting in text and "saved there" not in text
 
 
-def test_the_same_folder_in_other_words(tmp_path: Path) -> None:
+def test_equivalent_checkpoint_paths_are_recognized(tmp_path: Path) -> None:
     run_dir, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(tmp_path)
     events(run_dir, (8, str(link / "run" / "checkpoints")))
-    assert "records that step 8 was saved there" in refusal(run_dir, run_dir / "checkpoints")
+    assert "records that step 8 was saved there" in error_text(run_dir, run_dir / "checkpoints")
     events(run_dir, (8, "gs://bucket/one//run/checkpoints/"))
     folder = "gs://bucket/one/run/checkpoints"
-    assert "records that step 8 was saved there" in refusal(run_dir, folder)
+    assert "records that step 8 was saved there" in error_text(run_dir, folder)
 
 
 def test_checkpoints_on_a_local_disk_are_not_required(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints that are written slab by slab."""
+"""Checkpoints whose arrays are read and written in slabs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> CheckpointFolder:
 FACTS = CheckpointMetadata(4, {"model": {}}, {"step": 4})
 
 
-def test_the_arrays_are_those_of_the_slabs(folder: CheckpointFolder) -> None:
+def test_slab_wise_save_restores_equal_arrays(folder: CheckpointFolder) -> None:
     counts: list[int] = []
     writer.save(folder, FACTS, state(), counts.append)
     assert folder.steps() == [4]
@@ -63,7 +63,7 @@ def test_the_arrays_are_those_of_the_slabs(folder: CheckpointFolder) -> None:
     assert not manifest.verify_arrays(folder / 4, 4, manifest.read_expected_digests(folder / 4, 4))
 
 
-def test_they_are_restored_in_the_type_that_is_asked_for(folder: CheckpointFolder) -> None:
+def test_slab_arrays_are_restored_in_requested_dtype(folder: CheckpointFolder) -> None:
     writer.save(folder, FACTS, state())
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
@@ -77,7 +77,7 @@ def test_they_are_restored_in_the_type_that_is_asked_for(folder: CheckpointFolde
 
 
 @pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt])
-def test_an_error_of_reading_is_raised_as_it_was(folder: CheckpointFolder, kind: type) -> None:
+def test_slab_read_error_is_raised_unchanged(folder: CheckpointFolder, kind: type) -> None:
     begun = threading.active_count()
 
     def read(region: writer.Region) -> np.ndarray:
@@ -88,10 +88,10 @@ def test_an_error_of_reading_is_raised_as_it_was(folder: CheckpointFolder, kind:
     with pytest.raises(kind, match="while it was read"):
         writer.save(folder, FACTS, state(a=read))
     assert not folder.steps()
-    assert threading.active_count() <= begun + 1  # nothing writes any more
+    assert threading.active_count() <= begun + 1  # no writer threads remain
 
 
-def test_numbers_that_are_none_are_refused(folder: CheckpointFolder) -> None:
+def test_non_finite_slabs_are_rejected(folder: CheckpointFolder) -> None:
     bad = {**ARRAYS, "b": ARRAYS["b"] + np.float16(np.inf)}
     with pytest.raises(DivergenceError, match=r"params\.b contains 11 values"):
         writer.save(folder, FACTS, state(bad))
@@ -101,7 +101,9 @@ def test_numbers_that_are_none_are_refused(folder: CheckpointFolder) -> None:
     ("shape", "slab", "count"),
     [((5, 7), (2, 7), 3), ((5,), (9,), 1), ((), (), 1), ((4, 3, 2), (3, 2, 2), 4)],
 )
-def test_regions_cover_all_once(shape: tuple[int, ...], slab: tuple[int, ...], count: int) -> None:
+def test_regions_cover_each_element_once(
+    shape: tuple[int, ...], slab: tuple[int, ...], count: int
+) -> None:
     seen = np.zeros(shape, int)
     found = [*writer.regions(shape, slab)]
     for region in found:
@@ -109,7 +111,7 @@ def test_regions_cover_all_once(shape: tuple[int, ...], slab: tuple[int, ...], c
     assert (seen == 1).all() and len(found) == count
 
 
-def test_the_first_error_ends_the_work() -> None:
+def test_run_in_threads_stops_after_first_error() -> None:
     done: list[int] = []
 
     def work(number: int) -> None:
@@ -122,19 +124,19 @@ def test_the_first_error_ends_the_work() -> None:
     assert len(done) < 20
 
 
-# --- files that are digested while others are written ---------------------------------------
+# --- digests that are computed during the save ----------------------------------------------
 
 
 @pytest.fixture
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_scans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_SCAN_EVERY", 1)
 
 
-@pytest.mark.usefixtures("often")
-def test_files_are_digested_once_before_all_are_written(
+@pytest.mark.usefixtures("frequent_scans")
+def test_files_are_digested_while_others_are_written(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And then once more, as each file is."""
+    """Each file is digested once more when the manifest is written."""
     real, early, later = manifest._digest, list[str](), list[str]()
     done = False
 
@@ -156,13 +158,13 @@ def test_files_are_digested_once_before_all_are_written(
     assert not manifest.verify_files(folder / 4, 4)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.fault("K1")
 @pytest.mark.parametrize("name", [name for name in DAMAGES if name != "names"])
-def test_what_turns_after_its_digest_is_never_sealed(
+def test_data_changed_after_early_digest_fails_the_save(
     name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for a damage to names that are not here."""
+    """The damage `names` is left out, because it renames an array that this state lacks."""
 
     def seal(step: Any, number: int, ahead: Any) -> int:
         assert ahead
@@ -175,9 +177,9 @@ def test_what_turns_after_its_digest_is_never_sealed(
     assert not manifest.has_manifest(folder / 4)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.fault("K1")
-def test_a_bit_that_turns_in_an_early_digest_is_noticed(
+def test_corrupted_early_digest_fails_the_save(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, left = manifest._digest, [1]
@@ -195,12 +197,12 @@ def test_a_bit_that_turns_in_an_early_digest_is_noticed(
     assert not manifest.has_manifest(folder / 4)
 
 
-@pytest.mark.usefixtures("often")
+@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.parametrize("name", ["_flush", "_digest", "_drop", "_flush_folder"])
-def test_a_disk_that_fails_while_others_are_written_ends_the_save(
+def test_disk_error_in_background_digest_fails_the_save(
     name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second fsync would succeed: the kernel reports what it could not write once."""
+    """There is no retry: after a failed fsync, a second one succeeds although data was lost."""
     begun, failed = threading.active_count(), [0]
     real, most = getattr(manifest, name), storage.ATTEMPTS if name == "_digest" else 1
 
@@ -218,8 +220,8 @@ def test_a_disk_that_fails_while_others_are_written_ends_the_save(
     assert threading.active_count() <= begun + 1
 
 
-@pytest.mark.usefixtures("often")
-def test_a_file_is_digested_when_who_may_write_it_has_ended(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("frequent_scans")
+def test_file_is_digested_after_its_writers_finish(tmp_path: Path) -> None:
     with (
         manifest.BackgroundDigester(epath.Path(tmp_path)) as ahead,
         contextlib.ExitStack() as first,

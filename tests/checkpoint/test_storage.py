@@ -1,4 +1,4 @@
-"""A run's checkpoints are found where its config put them."""
+"""Locations of a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.checkpoint.cases import put, tree
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """The folder of run `a`, which has saved steps 3 and 6 elsewhere."""
+    """The folder of run `a`, whose checkpoints of steps 3 and 6 are in another folder."""
     run_dir, config = tmp_path / "runs" / "a", CheckpointConfig(dir=str(tmp_path / "saved"))
     with CheckpointManager(run_dir, config) as checkpoints:
         for step in (3, 6):
@@ -42,7 +42,7 @@ def run_dir(tmp_path: Path) -> Path:
     return run_dir
 
 
-def test_config_leads_to_them(run_dir: Path, tmp_path: Path):
+def test_checkpoints_are_located_by_config(run_dir: Path, tmp_path: Path):
     assert find_checkpoint_home(run_dir) == str(tmp_path / "saved" / "a")
     assert sorted(os.listdir(tmp_path / "saved" / "a" / CHECKPOINTS_FOLDER)) == ["3", "6"]
     assert not (run_dir / CHECKPOINTS_FOLDER).exists()
@@ -52,7 +52,7 @@ def test_config_leads_to_them(run_dir: Path, tmp_path: Path):
             assert tree_digest(checkpoints.restore(6).state) == tree_digest(tree(6))
 
 
-def test_commands_follow_the_config(run_dir: Path, tmp_path: Path, capsys: Any):
+def test_commands_use_checkpoint_dir_of_config(run_dir: Path, tmp_path: Path, capsys: Any):
     kept = tmp_path / "saved" / "a" / CHECKPOINTS_FOLDER
     assert main(["checkpoints", "verify", str(run_dir)]) == 0
     assert main(["checkpoints", "diff", f"{run_dir}@3", f"{tmp_path}/saved/a@3"]) == 0
@@ -63,7 +63,7 @@ def test_commands_follow_the_config(run_dir: Path, tmp_path: Path, capsys: Any):
     assert os.listdir(kept) == ["6"] and os.listdir(kept.parent) == [CHECKPOINTS_FOLDER]
 
 
-def test_broken_config_is_reported_where_it_is_needed(run_dir: Path):
+def test_broken_config_is_reported_only_if_needed(run_dir: Path):
     (run_dir / "config.yml").write_text("run: [")
     with pytest.raises(ConfigError, match=r"config\.yml"):
         open_run(run_dir)
@@ -71,7 +71,7 @@ def test_broken_config_is_reported_where_it_is_needed(run_dir: Path):
     assert find_checkpoint_home(run_dir) == str(run_dir)
 
 
-def test_home():
+def test_checkpoint_home():
     assert checkpoint_home("runs/a", CheckpointConfig()) == "runs/a"
     assert checkpoint_home("runs/a", CheckpointConfig(dir="gs://b/c/")) == "gs://b/c/a"
     assert checkpoint_home(Path("runs/a"), CheckpointConfig(dir="~/c")) == os.path.expanduser(
@@ -79,7 +79,7 @@ def test_home():
     )
 
 
-def test_what_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch):
+def test_unsupported_or_unreachable_storage_is_reported(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match="Google Cloud Storage"):
         to_epath("s3://bucket/run")
 
@@ -87,14 +87,14 @@ def test_what_cannot_be_reached_is_reported(monkeypatch: pytest.MonkeyPatch):
         raise ImportError
 
     monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
-    with pytest.raises(StorageError) as refused:
+    with pytest.raises(StorageError) as caught:
         to_epath("gs://bucket/run")
-    where, rule, action = str(refused.value).splitlines()
+    where, rule, action = str(caught.value).splitlines()
     assert where == "gs://bucket/run: cannot be reached" and "gcsfs" in rule
     assert action == "  Run: pip install 'maxpipe[gcs]'"
 
 
-def test_names_that_look_like_a_bucket_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_local_paths_resembling_bucket_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert not in_bucket("runs/x://y") and not in_bucket("/gs://y")
     assert str(to_epath("x")) == str(tmp_path / "x")

@@ -31,7 +31,7 @@ def _run(capsys: pytest.CaptureFixture[str], *command: str, code: int = 0) -> tu
     return found.out, found.err
 
 
-def test_a_file_a_folder_and_a_pattern_are_read(here: Path, capsys) -> None:
+def test_file_folder_and_glob_pattern_are_read(here: Path, capsys) -> None:
     (here / "folder").mkdir()
     shutil.copy("docs.jsonl", "folder/a.jsonl")
     for path in ("docs.jsonl", "folder", "*.jsonl"):
@@ -44,16 +44,16 @@ def test_a_file_a_folder_and_a_pattern_are_read(here: Path, capsys) -> None:
     assert "docs.jsonl:1" in out and "⟦<begin>⟧document 0 has a text of its own<end>" in out
 
 
-def test_a_file_replaces_the_documents_of_a_config(here: Path, capsys) -> None:
+def test_file_replaces_documents_of_config(here: Path, capsys) -> None:
     mixed = ["data.mixture.a.source=corpus", "data.mixture.a.weight=1"]
     (here / "mine.yml").write_text("data: {mixture: {a: {source: corpus}}}\ntrain: {steps: 2}\n")
     out, _ = _run(capsys, "stats", "mine.yml", "docs.jsonl", "--json")
     assert json.loads(out)["documents"] == 6
     _, err = _run(capsys, "stats", "docs.jsonl", *mixed[:1], "data.path=x", code=2)
-    assert "selects the documents to read, but data.path also selects documents." in err
+    assert "conflicts with data.path: both select the documents to read." in err
 
 
-def test_a_prepared_folder_is_read_with_its_tokenizer(here: Path, capsys) -> None:
+def test_prepared_folder_is_read_with_its_tokenizer(here: Path, capsys) -> None:
     keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
     _run(capsys, "prepare", "docs.jsonl", *keys, "--out", "tokens", "--workers", "1")
     out, err = _run(capsys, "show", "tokens", "-n", "1")
@@ -64,7 +64,7 @@ def test_a_prepared_folder_is_read_with_its_tokenizer(here: Path, capsys) -> Non
 
 
 @pytest.mark.parametrize("field", ["messages", "conversations"])
-def test_conversations_are_recognised(here: Path, capsys, field: str) -> None:
+def test_conversations_are_recognized(here: Path, capsys, field: str) -> None:
     _chats(here / "chat.jsonl", field)
     keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
     out, err = _run(capsys, "show", "chat.jsonl", *keys, "-n", "1")
@@ -113,7 +113,7 @@ _BARE: dict[str, tuple[dict[str, Any], str, str]] = {
         "⟦<begin>⟧Sky is\n blue<end>",
     ),
 }
-"""Records, the keys that read them without a chat template, and the text that is shown."""
+"""Records, the keys inferred without a chat template, and the expected output of `data show`."""
 _WITH_TEMPLATE: dict[str, tuple[dict[str, Any], str, str]] = {
     "whole conversations": (
         {"prompt": "Hi", "chosen": [_HI, _HO], "rejected": [_HI, _NO], "messages": [_HI, _HO]},
@@ -149,7 +149,9 @@ _WITH_TEMPLATE: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", _BARE)
-def test_records_without_a_chat_template(here: Path, capsys, name: str) -> None:
+def test_keys_are_inferred_from_records_without_chat_template(
+    here: Path, capsys, name: str
+) -> None:
     record, keys, text = _BARE[name]
     (here / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
     out, err = _run(capsys, "show", "a.jsonl", "-n", "1")
@@ -165,7 +167,7 @@ def test_records_without_a_chat_template(here: Path, capsys, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _WITH_TEMPLATE)
-def test_records_with_a_chat_template(here: Path, capsys, name: str) -> None:
+def test_keys_are_inferred_from_records_with_chat_template(here: Path, capsys, name: str) -> None:
     record, keys, text = _WITH_TEMPLATE[name]
     (here / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
     inputs = ["a.jsonl", "tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
@@ -175,8 +177,8 @@ def test_records_with_a_chat_template(here: Path, capsys, name: str) -> None:
     assert ("rejected, " in out) == keys.startswith(_PAIRS)
 
 
-def test_the_fields_of_a_config_are_replaced(here: Path, capsys) -> None:
-    """Also by the defaults that read the file."""
+def test_inferred_fields_replace_fields_of_config(here: Path, capsys) -> None:
+    """Defaults that are inferred for the file replace the config's fields as well."""
     _chats(here / "chat.jsonl", "messages")
     config = "data: {source: corpus, chat: messages, messages_field: talk}\ntrain: {steps: 2}\n"
     (here / "mine.yml").write_text(config)
@@ -186,14 +188,14 @@ def test_the_fields_of_a_config_are_replaced(here: Path, capsys) -> None:
     assert "data.messages_field=messages" in err and "Hello<|stop|>" in out
 
 
-def test_pairs_are_not_prepared(here: Path, capsys) -> None:
+def test_prepare_rejects_preference_pairs(here: Path, capsys) -> None:
     record = {"prompt": "Sky is", "chosen": " blue", "rejected": " red"}
     (here / "a.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
     _, err = _run(capsys, "prepare", "a.jsonl", "--out", "tokens", code=2)
     assert "data.chat = pairs\n  must be off, messages or prompt" in err
 
 
-def test_one_document_is_enough(here: Path, capsys) -> None:
+def test_folder_with_one_document_is_read(here: Path, capsys) -> None:
     (here / "one").mkdir()
     (here / "one/a.txt").write_text("a document of one file")
     out, err = _run(capsys, "show", "one", "-n", "1")
@@ -203,13 +205,13 @@ def test_one_document_is_enough(here: Path, capsys) -> None:
     )
 
 
-def test_a_config_of_documents_alone_overrides_no_model(here: Path, capsys) -> None:
+def test_config_with_only_data_overrides_no_model(here: Path, capsys) -> None:
     (here / "mine.yml").write_text("data: {source: jsonl, path: docs.jsonl}\n")
     _, err = _run(capsys, "show", "mine.yml", "-n", "1")
     assert err == ""
 
 
-def test_conversations_that_are_cut_are_remarked(here: Path, capsys) -> None:
+def test_conversations_split_by_packing_are_reported(here: Path, capsys) -> None:
     _chats(here / "chat.jsonl", "messages")
     keys = ["tokenizer.kind=huggingface", f"tokenizer.path={_TOKENIZER}"]
     for packing, is_cut in (("auto", False), ("concatenate", True)):
@@ -217,7 +219,7 @@ def test_conversations_that_are_cut_are_remarked(here: Path, capsys) -> None:
         assert ("data.packing=concatenate splits 4 conversations across sequences" in err) == is_cut
 
 
-def test_pairs_of_whole_conversations(here: Path, capsys) -> None:
+def test_preference_pairs_of_full_conversations_are_read(here: Path, capsys) -> None:
     user, good = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
     record = {"chosen": [user, good], "rejected": [user, {**good, "content": "No"}]}
     (here / "pairs.jsonl").write_text(f"{json.dumps(record)}\n" * 4)
@@ -229,13 +231,13 @@ def test_pairs_of_whole_conversations(here: Path, capsys) -> None:
     assert "data.prompt_field" in err and "must not be empty." in err
 
 
-def test_what_is_set_is_not_inferred(here: Path, capsys) -> None:
+def test_explicit_key_disables_inference(here: Path, capsys) -> None:
     _chats(here / "chat.jsonl", "messages")
     _, err = _run(capsys, "stats", "chat.jsonl", "data.text_field=id", code=0)
     assert "data.chat" not in err
 
 
-def test_paths_that_cannot_be_read_together(here: Path, capsys) -> None:
+def test_paths_with_different_sources_are_rejected(here: Path, capsys) -> None:
     _run(capsys, "prepare", "docs.jsonl", "--out", "tokens", "--workers", "1")
     _, err = _run(capsys, "stats", "docs.jsonl", "tokens", code=2)
     assert "command line: tokens\n  requires data.source=tokens, but docs.jsonl requires" in err
@@ -243,7 +245,7 @@ def test_paths_that_cannot_be_read_together(here: Path, capsys) -> None:
     assert "must be a file, a folder or a glob pattern that matches files" in err
 
 
-def test_train_names_a_data_file_as_data(here: Path, capsys) -> None:
+def test_train_with_data_file_suggests_data_path(here: Path, capsys) -> None:
     assert main(["train", "docs.jsonl"]) == 2
     assert "data file" in (err := capsys.readouterr().err)
     assert "data.path=docs.jsonl" in err

@@ -1,4 +1,4 @@
-"""Rules on adapters: each says where, what was given, and one action that works."""
+"""Validation rules for adapters."""
 
 from __future__ import annotations
 
@@ -33,15 +33,17 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("overrides", "key", "words"), WRONG)
-def test_what_cannot_be_is_refused(overrides: tuple[str, ...], key: str, words: str) -> None:
+def test_invalid_adapter_settings_are_rejected(
+    overrides: tuple[str, ...], key: str, words: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["tiny", "train.steps=1", *overrides])
     problems = {each.where.partition(": ")[2]: str(each) for each in caught.value.problems}
     assert words in problems[key] + "".join(each.action for each in caught.value.problems)
 
 
-def test_a_run_needs_a_base() -> None:
-    load(["tiny", "train.steps=1", RANK])  # a forecast needs none
+def test_adapter_training_requires_base_checkpoint() -> None:
+    load(["tiny", "train.steps=1", RANK])  # a prediction needs no base
     with pytest.raises(ConfigError, match="adapter.rank"):
         load(["tiny", "train.steps=1", RANK], to_train=True)
     load(["tiny", "train.steps=1", RANK, "checkpoint.restore_from=hf:base"], to_train=True)

@@ -36,7 +36,7 @@ def problems(overrides: list[str]) -> list[Problem]:
 
 
 def suggestion(problem: Problem) -> str:
-    """The first `key=value` of the action."""
+    """Return the first `key=value` in a problem's action."""
     found = SUGGESTION.search(problem.action)
     assert found, problem.action
     return found[1].rstrip(",.")
@@ -44,7 +44,7 @@ def suggestion(problem: Problem) -> str:
 
 GRPO = "train.objective=grpo grpo.prompts=prompts.jsonl"
 
-# (overrides that break one rule, key to blame, what the message says)
+# (overrides that break one rule, the key that the error names, part of the message)
 BROKEN: list[tuple[str, str, str]] = [
     ("run.name=a/b", "run.name", "letters, digits"),
     ("run.name=..", "run.name", "letters, digits"),
@@ -257,7 +257,7 @@ BROKEN: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("overrides", "key", "message"), BROKEN)
-def test_a_broken_rule_is_explained_and_its_action_works(overrides: str, key: str, message: str):
+def test_broken_rule_is_reported_with_working_suggestion(overrides: str, key: str, message: str):
     given = overrides.split()
     found = problems(given)
     blamed = [p for p in found if p.where.endswith(f": {key}")]
@@ -267,12 +267,12 @@ def test_a_broken_rule_is_explained_and_its_action_works(overrides: str, key: st
     assert problem.value and problem.rule.endswith(".") and problem.action.endswith(".")
     after = problems([*given, suggestion(problem)])
     assert problem.where not in [p.where for p in after]
-    # The action breaks nothing else.
+    # The action causes no other error.
     assert len(after) == len(found) - 1, "\n".join(map(str, after))
 
 
 @pytest.mark.parametrize("key", [key for key in BOUNDS if ITEM not in key])
-def test_a_range_is_explained_and_its_action_works(key: str):
+def test_range_error_is_reported_with_working_suggestion(key: str):
     bound = BOUNDS[key]
     assert bound.holds(bound.example)
     assert bound.low_is_inside == bound.holds(bound.low)
@@ -302,7 +302,7 @@ def test_a_range_is_explained_and_its_action_works(key: str):
         "model.norm_epsilon=1e-46",
     ],
 )
-def test_numbers_that_float32_does_not_have_are_refused(value: str):
+def test_numbers_outside_float32_range_are_rejected(value: str):
     key = value.partition("=")[0]
     assert [p for p in problems(value.split()) if p.where.endswith(key)]
 
@@ -357,7 +357,7 @@ def test_all_rules_are_reported_together():
     assert len(found) == 4
 
 
-def test_a_message_looks_as_documented():
+def test_message_format():
     [problem] = problems(["model.num_heads=6"])
     assert str(problem) == (
         "command line: model.num_heads = 6\n"
@@ -367,7 +367,7 @@ def test_a_message_looks_as_documented():
     )
 
 
-def test_a_message_names_the_file_or_says_that_the_value_is_a_default(tmp_path: Path):
+def test_message_names_file_or_default_as_origin(tmp_path: Path):
     file = tmp_path / "run.yml"
     file.write_text("mesh: {axis_rules: {mlp: [data]}}\ntrain: {steps: 0}\n")
     first, second = problems([str(file)])[:1], problems(["pipeline.microbatches=3"])
@@ -377,11 +377,11 @@ def test_a_message_names_the_file_or_says_that_the_value_is_a_default(tmp_path: 
 
 
 _FAMILY = {"model.family", "model.own", "model.adapter"}
-"""Which keys there are, not a value; and what is filled from other sections."""
+"""Keys that no rule declares: the family selects which keys exist; others are derived."""
 
 
 class _Spy:
-    """A config, or a section, that records the full keys read from it."""
+    """Proxy of a config or section that records the full name of every key that is read."""
 
     def __init__(self, value: Any, read: set[str], prefix: str = ""):
         self._spied = value, read, prefix
@@ -397,7 +397,7 @@ class _Spy:
 
 
 def _config(overrides: str) -> Config:
-    """The config with these values, broken rules or not."""
+    """Return the config with these overrides, without checking any rules."""
     config = load(BASE).config
     for override in overrides.split():
         key, _, text = override.partition("=")
@@ -410,7 +410,7 @@ def _config(overrides: str) -> Config:
 
 
 def test_rules_declare_the_keys_they_read():
-    """A rule is left out when one of its keys is wrong, so that it must name them all."""
+    """A rule is skipped if one of its keys is invalid, so it must declare every key it reads."""
     configs = [_config(o) for o, _, _ in BROKEN if "axis_rules" not in o and " b:1" not in o] + [
         load(BASE).config
     ]
@@ -428,7 +428,7 @@ def test_rules_declare_the_keys_they_read():
         assert set(rule.keys) <= set(KEYS)
 
 
-def test_a_linear_attention_has_no_context_axis():
+def test_linear_attention_rejects_context_axis():
     with pytest.raises(ConfigError, match="its linear attention"):
         load([BASE[0], "train.steps=1", "model.family=qwen3_next", "mesh.ici_context=2"])
 
@@ -479,7 +479,7 @@ SMALL = st.integers(1, 12)
         },
     )
 )
-def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, object]):
+def test_following_suggestions_yields_loadable_config(values: dict[str, object]):
     family = ["model.family=moe"] if any("moe" in key for key in values) else []
     given = [*family, *(f"{key}={value}" for key, value in values.items())]
     for _ in range(6):
@@ -504,19 +504,19 @@ def test_following_the_actions_ends_in_a_config_that_loads(values: dict[str, obj
         (["optim.weight_decays=[{pattern: embedding, weight_decay: 1e38}]"], "optim.weight_decays"),
     ],
 )
-def test_a_run_that_cannot_learn_is_reported(overrides: list[str], key: str | None):
+def test_warning_if_optimizer_settings_prevent_learning(overrides: list[str], key: str | None):
     config = load([BASE[0], "train.steps=1", *overrides]).config
     assert [each.where for each in check.find_warnings(config)] == ([key] if key else [])
 
 
 @pytest.mark.parametrize(("warmup", "is_reported"), [(99, False), (100, True), (5000, True)])
-def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: bool):
+def test_warning_if_warmup_exceeds_run_length(warmup: int, is_reported: bool):
     config = load([BASE[0], "train.steps=100", f"optim.warmup_steps={warmup}"]).config
-    told = [each for each in check.find_warnings(config) if each.where == "optim.warmup_steps"]
-    assert bool(told) == is_reported
-    if told:
-        assert "100 steps" in told[0].rule
-        assert "optim.warmup_steps=10" in told[0].action
+    warnings = [each for each in check.find_warnings(config) if each.where == "optim.warmup_steps"]
+    assert bool(warnings) == is_reported
+    if warnings:
+        assert "100 steps" in warnings[0].rule
+        assert "optim.warmup_steps=10" in warnings[0].action
 
 
 @pytest.mark.parametrize(
@@ -539,9 +539,7 @@ def test_a_warm_up_longer_than_the_run_is_reported(warmup: int, is_reported: boo
         ("layers.mlp.*", "must be a list of names.", "Set model.frozen=[layers.mlp.*]."),
     ],
 )
-def test_frozen_patterns_match_and_leave_trained_parameters(
-    given: str, words: str, action: str
-) -> None:
+def test_invalid_frozen_patterns_are_rejected(given: str, words: str, action: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["tiny", "train.steps=1", f"model.frozen={given}"])
     assert words in str(caught.value) and action in str(caught.value)
@@ -557,13 +555,13 @@ def test_frozen_patterns_match_and_leave_trained_parameters(
         ),
     ],
 )
-def test_multipliers_leave_something_to_learn(given: str, words: str) -> None:
+def test_lr_multipliers_of_zero_for_all_parameters_are_rejected(given: str, words: str) -> None:
     assert load(["tiny", "train.steps=1", "optim.lr_multipliers=[{pattern: head, multiplier: 0}]"])
     with pytest.raises(ConfigError, match=words):
         load(["tiny", "train.steps=1", f"optim.lr_multipliers={given}"])
 
 
-def test_patterns_without_a_match_are_named() -> None:
+def test_unmatched_lr_multiplier_patterns_are_rejected() -> None:
     names = ("hed", "layers.*", "zzz")
     given = ", ".join(f"{{pattern: '{name}', multiplier: 2}}" for name in names)
     first, second = problems([f"optim.lr_multipliers=[{given}]"])
@@ -588,23 +586,23 @@ def test_patterns_without_a_match_are_named() -> None:
         ),
     ],
 )
-def test_blocks_with_a_scale_are_not_cut(given: str, words: str) -> None:
+def test_sharding_that_splits_quantization_blocks_is_rejected(given: str, words: str) -> None:
     block = ["model.matmul=int8", "model.matmul_scales=block", "mesh.ici_tensor=2"]
     found = [each.rule for each in problems([*block, *given.split()])]
     assert [words in rule for rule in found] == ([True] if words else [])
 
 
-def test_nothing_is_said_of_rates_where_nothing_is_trained() -> None:
+def test_freezing_all_parameters_reports_only_model_frozen() -> None:
     assert [each.where for each in problems(["model.frozen=['*']"])] == [
         "command line: model.frozen"
     ]
 
 
 @pytest.mark.parametrize("key", ["optim.beta1", "optim.beta2"])
-def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
-    for value, is_refused in ((1 - 2.0**-24, False), (1 - 2.0**-25, True), (1 - 1e-12, True)):
-        assert (np.float32(value) == 1) == is_refused
-        assert bool(problems([f"{key}={value!r}"])) == is_refused
+def test_betas_that_round_to_one_in_float32_are_rejected(key: str) -> None:
+    for value, is_rejected in ((1 - 2.0**-24, False), (1 - 2.0**-25, True), (1 - 1e-12, True)):
+        assert (np.float32(value) == 1) == is_rejected
+        assert bool(problems([f"{key}={value!r}"])) == is_rejected
         assert not problems([f"{key}={value!r}", "optim.name=lion"])
 
 
@@ -621,14 +619,14 @@ def test_moments_that_float32_never_starts_are_refused(key: str) -> None:
         ),
     ],
 )
-def test_phases_that_never_begin_are_reported(texts: str, words: str | None) -> None:
+def test_warning_for_lr_phases_beyond_run_length(texts: str, words: str | None) -> None:
     found = list(check.find_warnings(load([*BASE, f"optim.lr_phases={texts}"]).config))
     assert [words in each.rule for each in found if words] == ([True] if words else [])
     assert len(found) == bool(words)
 
 
-def test_a_pattern_is_about_names_in_checkpoints_first() -> None:
-    """A kind of layers may be called like a part of it."""
+def test_frozen_patterns_match_checkpoint_names_first() -> None:
+    """A layer type may have the same name as one of its sublayers."""
     given = ["tiny-moe", "train.steps=1", "model.frozen=[layers.experts.*]"]
     for dense, trained in ((1, {"head", "layers.dense.mlp.up"}), (0, {"layers.attention.query"})):
         model = describe(load([*given, f"model.moe.num_dense_layers={dense}"]).config.model)
@@ -637,7 +635,7 @@ def test_a_pattern_is_about_names_in_checkpoints_first() -> None:
 
 
 @pytest.mark.parametrize("frozen", ["[layers.*]", "[embedding,layers.layer.attention.*]", "[]"])
-def test_names_with_and_without_the_kind_are_known(frozen: str) -> None:
+def test_frozen_accepts_names_with_and_without_layer_type(frozen: str) -> None:
     assert load(["tiny", "train.steps=1", f"model.frozen={frozen}"])
 
 
@@ -652,11 +650,11 @@ def test_names_with_and_without_the_kind_are_known(frozen: str) -> None:
         ("launch.environment", f"[{'A' * 256}]", "at most 255 characters"),
     ],
 )
-def test_launch_values_have_bounds(key: str, value: str, rule: str) -> None:
+def test_launch_values_beyond_limits_are_rejected(key: str, value: str, rule: str) -> None:
     (found,) = problems([f"{key}={value}"])
     assert rule in found.rule and found.where.endswith(key)
 
 
-def test_launch_values_at_the_bounds_pass() -> None:
+def test_launch_values_at_limits_are_accepted() -> None:
     name = "x" * 255
     assert not problems([f"launch.workdir=/{name}/{name}", f"launch.environment=[{name}]"])

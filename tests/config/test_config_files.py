@@ -1,4 +1,4 @@
-"""What an argument means, and what a run is called that has no name."""
+"""Config arguments that are names or files, and default run names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RUN = "train: {steps: 5}\n"
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-run.yml").write_text(RUN)
     return tmp_path
 
 
-def refused(*arguments: str) -> str:
+def error_text(*arguments: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load(list(arguments))
     return "\n".join(map(str, caught.value.problems))
@@ -30,7 +30,7 @@ def refused(*arguments: str) -> str:
 # --- names of configs --------------------------------------------------------------------
 
 
-def test_a_name_is_the_config_that_is_shipped(here: Path):
+def test_name_loads_shipped_config(workspace: Path):
     named = load(["tiny", "my-run.yml"])
     path = str(config_files.bundled_configs()["tiny"].path)
     assert named.config == load([path, "my-run.yml"]).config
@@ -38,8 +38,8 @@ def test_a_name_is_the_config_that_is_shipped(here: Path):
     assert named.origins["train.steps"] == "my-run.yml"
 
 
-def test_mistakes_with_a_shipped_config_name_it(here: Path):
-    assert refused("tiny", "my-run.yml", "model.num_kv_heads=3").startswith(
+def test_errors_in_shipped_config_name_it(workspace: Path):
+    assert error_text("tiny", "my-run.yml", "model.num_kv_heads=3").startswith(
         "shipped config tiny: model.num_heads = 8\n"
     )
 
@@ -52,8 +52,8 @@ def test_mistakes_with_a_shipped_config_name_it(here: Path):
         ("quickstrat", "quickstart"),
     ],
 )
-def test_an_unknown_name_gets_the_one_that_was_meant(argument: str, guess: str, here: Path):
-    assert f"\n  Did you mean {guess}? `maxpipe configs list`" in refused(argument)
+def test_unknown_config_name_suggests_similar_name(argument: str, guess: str, workspace: Path):
+    assert f"\n  Did you mean {guess}? `maxpipe configs list`" in error_text(argument)
 
 
 @pytest.mark.parametrize(
@@ -67,52 +67,54 @@ def test_an_unknown_name_gets_the_one_that_was_meant(argument: str, guess: str, 
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
     ],
 )
-def test_any_spelling_of_a_shipped_model_is_its_name(argument: str, name: str, here: Path):
+def test_alternative_spellings_resolve_to_shipped_model(argument: str, name: str, workspace: Path):
     loaded = load([argument, "train.steps=1"])
     assert loaded.config.model == load([name, "train.steps=1"]).config.model
     assert bool(loaded.notes) == ("/" in argument)
 
 
-def test_a_name_like_no_other_is_reported_where_the_names_are(here: Path):
-    assert "\n  `maxpipe configs list`" in refused("qqqqqq")
+def test_unrecognizable_config_name_points_to_list_command(workspace: Path):
+    assert "\n  `maxpipe configs list`" in error_text("qqqqqq")
 
 
 @pytest.mark.parametrize("file", ["quickstart.yml", "configs/quickstart.yml"])
-def test_a_missing_file_that_is_shipped_is_reported_by_name(file: str, here: Path):
-    action = refused(file).splitlines()[-1]
+def test_missing_file_of_shipped_config_suggests_its_name(file: str, workspace: Path):
+    action = error_text(file).splitlines()[-1]
     assert f"Write quickstart instead of {file}" in action
     assert "`maxpipe configs copy quickstart`" in action
 
 
-def test_a_link_that_leads_nowhere_is_reported(here: Path):
-    (here / "dangling.yml").symlink_to("further.yml")
-    (here / "further.yml").symlink_to("/nope")
-    (here / "loop.yml").symlink_to("loop.yml")
-    said = refused("dangling.yml")
-    assert_error(said, "dangling.yml", names=["symbolic link", "/nope"])
-    assert_error(refused("loop.yml"), "loop.yml", names=["symbolic link", "loop.yml"])
-    assert "Did you mean" not in said
+def test_broken_symbolic_link_is_reported(workspace: Path):
+    (workspace / "dangling.yml").symlink_to("further.yml")
+    (workspace / "further.yml").symlink_to("/nope")
+    (workspace / "loop.yml").symlink_to("loop.yml")
+    message = error_text("dangling.yml")
+    assert_error(message, "dangling.yml", names=["symbolic link", "/nope"])
+    assert_error(error_text("loop.yml"), "loop.yml", names=["symbolic link", "loop.yml"])
+    assert "Did you mean" not in message
 
 
-def test_a_name_and_another_file_of_that_name_are_two_meanings(here: Path):
-    (here / "tiny.yml").write_text(config_files.bundled_configs()["tiny"].text)
+def test_name_of_shipped_config_and_different_file_is_ambiguous(workspace: Path):
+    (workspace / "tiny.yml").write_text(config_files.bundled_configs()["tiny"].text)
     assert load(["tiny", "my-run.yml"]).config.model.num_layers == 8
-    (here / "tiny.yml").write_text("model: {num_layers: 2}\n")
-    assert_error(refused("tiny", "my-run.yml"), "tiny", names="tiny.yml", suggests="tiny.yml")
-    assert refused("tiny.yml", "my-run.yml").startswith("tiny.yml, my-run.yml: model.d_model")
+    (workspace / "tiny.yml").write_text("model: {num_layers: 2}\n")
+    assert_error(error_text("tiny", "my-run.yml"), "tiny", names="tiny.yml", suggests="tiny.yml")
+    assert error_text("tiny.yml", "my-run.yml").startswith("tiny.yml, my-run.yml: model.d_model")
 
 
-def test_a_file_without_suffix_is_no_shipped_config(here: Path):
-    (here / "tiny").write_text(RUN)
-    assert_error(refused("tiny"), "tiny", names=[".yml", ".yaml"], suggests="tiny.yml")
-    (here / "quickstart").mkdir()
+def test_file_without_suffix_is_rejected(workspace: Path):
+    (workspace / "tiny").write_text(RUN)
+    assert_error(error_text("tiny"), "tiny", names=[".yml", ".yaml"], suggests="tiny.yml")
+    (workspace / "quickstart").mkdir()
     assert load(["quickstart"]).config.run.name == "quickstart"
 
 
 @pytest.mark.parametrize("name", ["train_char.py", "config/train_char.py"])
-def test_a_program_is_no_config(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_file_is_rejected_as_config(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    text = refused(name)
+    text = error_text(name)
     assert "Programs" in text and "maxpipe init DIR" in text
     assert "hf download" not in text and "Rename" not in text
 
@@ -132,22 +134,22 @@ def test_a_program_is_no_config(name: str, tmp_path: Path, monkeypatch: pytest.M
         ("x" * 240 + ".yml", "x" * 100),
     ],
 )
-def test_a_run_is_called_like_its_file(file: str, name: str, here: Path):
-    (here / file).write_text(RUN)
+def test_run_name_defaults_to_file_name(file: str, name: str, workspace: Path):
+    (workspace / file).write_text(RUN)
     loaded = load(["tiny", f"./{file}"])
     assert loaded.config.run.name == name
     assert loaded.origins["run.name"] == f"the name of ./{file}"
 
 
-def test_two_files_are_two_runs_and_the_last_one_counts(here: Path):
-    (here / "other.yml").write_text(RUN)
+def test_run_name_comes_from_last_file(workspace: Path):
+    (workspace / "other.yml").write_text(RUN)
     assert load(["tiny", "my-run.yml"]).config.run.name == "my-run"
     assert load(["tiny", "my-run.yml", "other.yml"]).config.run.name == "other"
     assert load(["quickstart"]).config.run.name == "quickstart"
 
 
-def test_a_name_that_is_set_stays(here: Path):
-    (here / "named.yml").write_text("run: {name: a}\n")
+def test_explicit_run_name_is_kept(workspace: Path):
+    (workspace / "named.yml").write_text("run: {name: a}\n")
     assert load(["named.yml", "tiny", "my-run.yml"]).config.run.name == "a"
     assert load(["named.yml", "tiny", "my-run.yml", "run.name=b"]).config.run.name == "b"
     keys = [f"model.{key}=2" for key in ("num_layers", "d_model", "num_heads", "num_kv_heads")]
@@ -155,18 +157,18 @@ def test_a_name_that_is_set_stays(here: Path):
     assert load([*keys, *sizes]).config.run.name == "run"
 
 
-def test_the_written_config_keeps_the_name(here: Path):
+def test_written_config_keeps_run_name(workspace: Path):
     from maxpipe.config.load import to_yaml
 
-    (here / "written.yml").write_text(to_yaml(load(["tiny", "my-run.yml"]).config))
+    (workspace / "written.yml").write_text(to_yaml(load(["tiny", "my-run.yml"]).config))
     assert load(["written.yml"]).config.run.name == "my-run"
 
 
-def test_a_folder_leads_to_its_config(tmp_path: Path):
+def test_folder_argument_suggests_its_config(tmp_path: Path):
     run, model = tmp_path / "run", tmp_path / "model"
     run.mkdir()
     model.mkdir()
     (run / "config.yml").write_text("")
     (model / "config.json").write_text("{}")
-    assert f"Use {run / 'config.yml'}." in refused(str(run))
-    assert f"Run `maxpipe import {model} --out" in refused(str(model))
+    assert f"Use {run / 'config.yml'}." in error_text(str(run))
+    assert f"Run `maxpipe import {model} --out" in error_text(str(model))

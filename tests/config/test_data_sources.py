@@ -1,4 +1,4 @@
-"""Rules of the section `data`: paths and templates."""
+"""Validation rules for the config section `data`: paths and templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 
 
-def said(*given: str) -> str:
+def error_text(*given: str) -> str:
     with pytest.raises(ConfigError) as error:
         load(["tiny", "train.steps=1", *given])
     return str(error.value)
@@ -32,15 +32,13 @@ def said(*given: str) -> str:
         ("data.max_decompressed_bytes=0", "data.max_decompressed_bytes", "1"),
     ],
 )
-def test_data_keys_that_name_no_readable_source_are_refused(
-    given: str, key: str, words: str
-) -> None:
-    message = said(*given.split())
+def test_invalid_data_settings_are_rejected(given: str, key: str, words: str) -> None:
+    message = error_text(*given.split())
     assert key in message and words in message
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "arrayrecord", "huggingface"])
-def test_lists_and_templates_are_read(source: str, tmp_path: Path) -> None:
+def test_data_paths_and_templates_are_loaded(source: str, tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text(
         f'data:\n  source: {source}\n  paths: [a, gs://b/c]\n  template: "{{x}}\\n{{y.z}}"\n'
@@ -51,5 +49,5 @@ def test_lists_and_templates_are_read(source: str, tmp_path: Path) -> None:
     assert load(["tiny", "train.steps=1", *given]).config.data.template == r"{x}\n{y}"
 
 
-def test_a_list_as_one_path_names_the_key() -> None:
-    assert "data.paths" in said("data.source=jsonl", "data.path=[a,b]")
+def test_list_in_data_path_suggests_data_paths() -> None:
+    assert "data.paths" in error_text("data.source=jsonl", "data.path=[a,b]")

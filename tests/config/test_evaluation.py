@@ -1,4 +1,4 @@
-"""What fine-tuning and evaluation beside training ask of a config."""
+"""Config rules for fine-tuning and for evaluation during training."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ TASK = "eval.tasks.sums.path=sums.jsonl"
 LARGEST = "checkpoint.best_mode=max"
 
 
-def refused(*given: str, to_train: bool = True) -> dict[str, str]:
-    """Rule and action of each key that a run is refused for."""
+def rejected_keys(*given: str, to_train: bool = True) -> dict[str, str]:
+    """Return the rule and action of each key for which the config is rejected."""
     try:
         load(["tiny", "train.steps=3", *given], to_train=to_train)
     except ConfigError as error:
@@ -23,24 +23,26 @@ def refused(*given: str, to_train: bool = True) -> dict[str, str]:
     return {}
 
 
-def test_answers_need_documents_that_say_which_they_are() -> None:
-    [(key, words)] = refused("train.objective=sft").items()
+def test_sft_requires_chat_sources() -> None:
+    [(key, words)] = rejected_keys("train.objective=sft").items()
     assert key == "data.chat" and "data.source=corpus" in words and "data.chat=messages" in words
-    assert refused("train.objective=sft", *CHATS) == {}
+    assert rejected_keys("train.objective=sft", *CHATS) == {}
     mixed = [f"data.mixture.a.{each.removeprefix('data.')}" for each in CHATS]
     mixed += ["data.mixture.b.source=text", "data.mixture.b.path=book"]
-    assert [*refused("train.objective=sft", *mixed)] == ["data.mixture.b.chat"]
-    assert refused("train.objective=sft", *mixed, "data.mixture.b.source=jsonl")
+    assert [*rejected_keys("train.objective=sft", *mixed)] == ["data.mixture.b.chat"]
+    assert rejected_keys("train.objective=sft", *mixed, "data.mixture.b.source=jsonl")
     sets = ["data.validation.book.source=text", "data.validation.book.path=book"]
-    assert refused("train.objective=sft", *CHATS, *sets) == {}
-    # Forecasts and `maxpipe eval` read no answers.
-    assert refused("train.objective=sft", to_train=False) == {}
+    assert rejected_keys("train.objective=sft", *CHATS, *sets) == {}
+    # Predictions and `maxpipe eval` do not read training targets.
+    assert rejected_keys("train.objective=sft", to_train=False) == {}
 
 
-def test_tasks_name_files() -> None:
-    assert [*refused("eval.tasks.sums.separator=,")] == ["eval.tasks.sums.path"]
-    assert [*refused("eval.tasks.sums.separator=,", to_train=False)] == ["eval.tasks.sums.path"]
-    assert refused(TASK) == {}
+def test_eval_tasks_require_a_path() -> None:
+    assert [*rejected_keys("eval.tasks.sums.separator=,")] == ["eval.tasks.sums.path"]
+    assert [*rejected_keys("eval.tasks.sums.separator=,", to_train=False)] == [
+        "eval.tasks.sums.path"
+    ]
+    assert rejected_keys(TASK) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,18 +63,20 @@ def test_tasks_name_files() -> None:
         ("eval.min_delta=-1", "eval.min_delta", "from 0 to"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(given: str, key: str, words: str) -> None:
-    found = refused(*given.split())
+def test_invalid_eval_settings_are_rejected(given: str, key: str, words: str) -> None:
+    found = rejected_keys(*given.split())
     assert [*found] == [key] and words in found[key]
 
 
-def test_evaluations_without_documents_compare_by_their_tasks() -> None:
+def test_best_metric_without_eval_batches_must_be_task_metric() -> None:
     given = ["eval.batches=0", "eval.every=5", "eval.patience=2", TASK, LARGEST]
-    assert refused(*given, "checkpoint.best_metric=eval/sums/accuracy_by_bytes") == {}
-    assert [*refused(*given, "checkpoint.best_metric=eval/loss")] == ["checkpoint.best_metric"]
+    assert rejected_keys(*given, "checkpoint.best_metric=eval/sums/accuracy_by_bytes") == {}
+    assert [*rejected_keys(*given, "checkpoint.best_metric=eval/loss")] == [
+        "checkpoint.best_metric"
+    ]
 
 
-def test_metrics_are_those_of_what_is_evaluated() -> None:
+def test_metrics_of_lists_all_evaluated_metrics() -> None:
     sets = ["data.validation.book.source=text", "data.validation.book.path=book"]
     mixed = [f"data.mixture.a.{each.removeprefix('data.')}" for each in CHATS]
     config = load(["tiny", "train.steps=3", *sets, *mixed, TASK]).config
@@ -88,7 +92,7 @@ def test_metrics_are_those_of_what_is_evaluated() -> None:
     }
 
 
-def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
+def test_metrics_of_preference_objective() -> None:
     pairs = ["train.objective=preference", "data.chat=pairs", "data.packing=best_fit"]
     given = ["tiny", "train.steps=3", "data.source=jsonl", "data.path=a.jsonl", *pairs]
     found = metrics_of(load([*given, "data.validation_fraction=0.2"]).config)
@@ -98,7 +102,7 @@ def test_metrics_of_preferences_are_what_their_objective_reports() -> None:
     assert load([*kept, "checkpoint.best_mode=max"]).config.checkpoint.best_mode == "max"
 
 
-def test_what_a_run_evaluates_does_not_bind_other_commands() -> None:
-    """`maxpipe eval` reads the section with other documents, and no checkpoint keys."""
+def test_eval_rules_do_not_apply_to_other_commands() -> None:
+    """`maxpipe eval` uses the section with other documents and ignores checkpoint keys."""
     given = ["eval.patience=2", "eval.every=5", "eval.batches=0", "eval.sample_conversations=2"]
-    assert refused(*given, to_train=False) == {}
+    assert rejected_keys(*given, to_train=False) == {}

@@ -1,4 +1,4 @@
-"""Keys of one model family: a section below `model`, which no other family reads."""
+"""Keys of a model family are in a section of `model` that other families reject."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def problem(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_a_config_has_the_keys_of_its_family_alone() -> None:
+def test_config_contains_only_keys_of_its_family() -> None:
     for arguments, name, other in ((LLAMA, "llama", "gemma3"), (GEMMA, "gemma3", "llama")):
         config = load(arguments).config
         values = to_dict(config)
@@ -47,7 +47,7 @@ def test_a_config_has_the_keys_of_its_family_alone() -> None:
     assert own == Gemma3Config(sliding_window=77)
 
 
-def test_files_merge_below_a_family(tmp_path: Path) -> None:
+def test_files_merge_within_family_section(tmp_path: Path) -> None:
     first, second = tmp_path / "a.yml", tmp_path / "b.yml"
     first.write_text("model:\n  gemma3:\n    sliding_window: 5\n    sliding_window_pattern: 3\n")
     second.write_text("model: {gemma3: {sliding_window: 7}}\ntrain: {steps: 1}\n")
@@ -91,12 +91,12 @@ def test_files_merge_below_a_family(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(arguments: list[str], message: str) -> None:
+def test_invalid_family_settings_are_rejected(arguments: list[str], message: str) -> None:
     assert message in problem(*arguments)
 
 
 @pytest.mark.parametrize("in_file", [True, False])
-def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) -> None:
+def test_renamed_key_loads_with_a_warning(in_file: bool, tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text("model: {rope_scaling: 3}\n")
     arguments = [str(file)] if in_file else ["model.rope_scaling=3"]
@@ -110,15 +110,15 @@ def test_a_key_that_moved_is_read_with_a_caution(in_file: bool, tmp_path: Path) 
     assert "model.llama.rope_factor" in caution.rule + caution.action
     file.write_text("model:\n  llama: {rope_scaling: 4}\n  rope_scaling: 3\n")
     twice = f"{file}:3: model.rope_scaling = 3\n  was renamed to model.llama.rope_factor"
-    assert twice in (told := problem(*LLAMA, str(file))) and f"also set ({file}:2)" in told
-    # What a run of an earlier release has saved is not to be changed.
+    assert twice in (message := problem(*LLAMA, str(file))) and f"also set ({file}:2)" in message
+    # A saved config of an earlier release loads without a warning.
     saved: dict[str, Any] = to_dict(load(LLAMA).config)
     saved["model"]["rope_scaling"] = saved["model"].pop("llama")["rope_factor"]
     again = load([], saved, "config.yml")
     assert again.config.model.own == LlamaConfig(rope_factor=32.0) and not again.warnings
 
 
-def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixture[str]) -> None:
+def test_key_listings_include_all_families(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"model.llama", "model.gemma3"} <= set(SECTIONS)
     assert "model.own" not in KEYS and "model.gemma3.sliding_window" in KEYS
     assert "rope_factor" in render.explain("model.llama") and "gemma3" in render.explain("model")
@@ -132,14 +132,14 @@ def test_every_list_of_keys_has_those_of_all_families(capsys: pytest.CaptureFixt
         assert capsys.readouterr().out == f"{answer}\0"
 
 
-def test_flat_names_each_value_by_its_key() -> None:
+def test_flatten_names_each_value_by_its_full_key() -> None:
     values = flatten(to_dict(load([*GEMMA, "mesh.axis_rules.mlp=[]"]).config))
     assert values["model.gemma3.sliding_window"] == 512 and values["mesh.axis_rules"] == {"mlp": []}
     assert set(values) <= set(KEYS)
 
 
-def test_former_keys_of_named_sections_and_former_values_are_read() -> None:
-    """A saved config holds the keys and values of the release that wrote it."""
+def test_renamed_keys_in_saved_configs_and_named_sections() -> None:
+    """A saved config contains the keys and values of the release that wrote it."""
     assert upgrade_setting("data.mixture.web.unreadable", "skip") == (
         "data.mixture.web.bad_records",
         "skip",
@@ -156,7 +156,7 @@ def test_former_keys_of_named_sections_and_former_values_are_read() -> None:
 
 
 def test_saved_configs_of_earlier_releases_are_upgraded() -> None:
-    """The config in a checkpoint's metadata, which a resumed run is compared with."""
+    """On resume, the config in a checkpoint's metadata is compared with the run's config."""
     source = {"source": "corpus", "weight": 1.0, "unreadable": "skip"}
     saved = {
         "optim": {"average_decay": 0.9, "name": "adamw"},
@@ -179,7 +179,7 @@ def test_saved_configs_of_earlier_releases_are_upgraded() -> None:
         upgrade_config({"a": {"b": 1, "b.c": 2}})
 
 
-def test_former_values_are_read_with_a_caution_or_from_saved_configs() -> None:
+def test_renamed_values_load_with_a_warning_or_from_saved_configs() -> None:
     loaded = load([*LLAMA, "adapter.rank=4", "adapter.scale_by=root"])
     assert loaded.config.adapter.rslora
     (caution,) = loaded.warnings
@@ -197,7 +197,7 @@ def test_former_values_are_read_with_a_caution_or_from_saved_configs() -> None:
 @pytest.mark.parametrize(
     "former", [old for old, new in RENAMED_KEYS.items() if get_origin(KEYS.get(new)) is list]
 )
-def test_former_names_of_list_keys_are_read_from_overrides(former: str) -> None:
+def test_former_names_of_list_keys_in_overrides(former: str) -> None:
     problems: list[Problem] = []
     (assignment,) = from_override(f"{former}=[a, b]", problems)
     assert assignment.raw == ["a", "b"] and not problems
@@ -214,6 +214,6 @@ def test_former_names_of_list_keys_are_read_from_overrides(former: str) -> None:
         ),
     ],
 )
-def test_a_key_appears_once_in_an_override(override: str, key: str) -> None:
+def test_duplicate_keys_in_override_are_rejected(override: str, key: str) -> None:
     with raises(ConfigError, key):
         load([*LLAMA, override])

@@ -30,7 +30,7 @@ RENAMED: list[tuple[list[str], str, str, str]] = [
 
 
 @pytest.mark.parametrize(("more", "key", "former", "current"), RENAMED)
-def test_former_value_of_an_override_has_a_warning(
+def test_former_value_in_override_loads_with_a_warning(
     more: list[str], key: str, former: str, current: str
 ) -> None:
     loaded = load([*RUN, *more, f"{key}={former}"])
@@ -41,7 +41,7 @@ def test_former_value_of_an_override_has_a_warning(
 
 
 @pytest.mark.parametrize(("more", "key", "former", "current"), RENAMED)
-def test_former_value_of_a_saved_config_is_read(
+def test_former_value_in_saved_config_loads_without_warning(
     more: list[str], key: str, former: str, current: str
 ) -> None:
     config = load([*RUN, *more, f"{key}={current}"]).config

@@ -40,7 +40,7 @@ def problem_of(*overrides: str) -> Any:
 # Phases of the learning rate.
 
 
-def test_lengths_are_steps_percentages_and_the_remaining_steps() -> None:
+def test_phase_lengths_in_steps_percent_or_remaining() -> None:
     phases = [
         LRPhaseConfig(percent=5, shape="linear", from_=0, to=1),
         LRPhaseConfig(steps=10, shape="cosine", to=0.1, times=2),
@@ -53,12 +53,12 @@ def test_lengths_are_steps_percentages_and_the_remaining_steps() -> None:
     assert last == LRPhase(75, "linear", 0.1, 0)
 
 
-def test_repetitions_restart_at_from() -> None:
+def test_repeated_phases_restart_at_from() -> None:
     phase = LRPhaseConfig(percent=20, shape="cosine", from_=1, to=0.1, times=3)
     assert resolve_phases([phase], 100) == [LRPhase(20, "cosine", 1, 0.1)] * 3
 
 
-def test_phases_replace_the_warmup() -> None:
+def test_lr_phases_reject_warmup_and_zero_rates() -> None:
     phases = f"optim.lr_phases={EXAMPLES['optim.lr_phases']}"
     assert problem_of(phases, "optim.warmup_steps=5").where == "command line: optim.warmup_steps"
     zero = problem_of("optim.lr_phases=[{shape: linear, from: 0, to: 0}]")
@@ -124,7 +124,7 @@ def test_errors_name_the_item_and_the_field(
 
 
 @pytest.mark.parametrize("declared", [key for key in BOUNDS if ITEM in key])
-def test_ranges_of_fields_are_explained(declared: str) -> None:
+def test_out_of_range_fields_are_rejected(declared: str) -> None:
     bound, (key, _, field) = BOUNDS[declared], declared.partition(f"{ITEM}.")
     item = yaml.safe_load(EXAMPLES[key])[0]
     lengths = ("steps", "percent", "tokens")
@@ -149,7 +149,7 @@ def test_errors_in_files_name_the_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", EXAMPLES)
-def test_examples_of_messages_are_valid(key: str) -> None:
+def test_examples_in_messages_load(key: str) -> None:
     load([*TINY, *MIXTURE, f"{key}={EXAMPLES[key]}"])
 
 
@@ -193,12 +193,12 @@ FORMER: dict[str, tuple[list[str], list[Any]]] = {
 }
 
 
-def test_each_list_of_items_had_a_former_form() -> None:
+def test_former_format_is_covered_for_each_list_of_items() -> None:
     assert {f"{key}{ITEM}" for key in FORMER} == ITEM_SECTIONS.keys()
 
 
 @pytest.mark.parametrize("key", FORMER)
-def test_texts_of_earlier_releases_load_with_a_warning(key: str, tmp_path: Path) -> None:
+def test_string_items_of_earlier_releases_load_with_a_warning(key: str, tmp_path: Path) -> None:
     texts, items = FORMER[key]
     section, name = key.split(".")
     base = [*TINY, *MIXTURE, "train.sequence_length=64"]
@@ -221,7 +221,7 @@ def test_texts_of_earlier_releases_load_with_a_warning(key: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("key", FORMER)
-def test_saved_configs_have_one_form(key: str) -> None:
+def test_saved_configs_use_mappings_for_items(key: str) -> None:
     """A resumed run compares the saved values with its own."""
     texts, items = FORMER[key]
     section, name = key.split(".")
@@ -234,7 +234,7 @@ def test_saved_configs_have_one_form(key: str) -> None:
     assert from_dict(saved) == from_dict(former) == config
     printed = yaml.safe_load(to_yaml(config))
     assert from_dict(printed) == config
-    # Without the warning of a file, because the user did not write the texts.
+    # No warning, because the user did not write the saved config.
     assert not load([], former, "the checkpoint").warnings
     assert getattr(getattr(from_dict(former), section), name) == items
 
@@ -253,11 +253,11 @@ def test_saved_configs_have_one_form(key: str) -> None:
         "data.mixture_stages=['web 1 code for 3 steps']",
     ],
 )
-def test_other_texts_are_errors(setting: str) -> None:
+def test_invalid_string_items_are_rejected(setting: str) -> None:
     assert problem_of(setting).where.endswith("[0]")
 
 
-def test_values_of_former_texts_are_checked() -> None:
+def test_values_in_string_items_are_validated() -> None:
     assert problem_of("optim.lr_phases=['10 linear 2']").where.endswith("lr_phases[0].to")
     assert problem_of("train.batch_ramp=['0 for 3 steps']").where.endswith("[0].batch_size")
     assert problem_of("optim.lr_phases=['2 x rest linear 1']").where.endswith("[0].times")
@@ -278,7 +278,7 @@ def test_fields_are_documented() -> None:
     assert weights["additionalProperties"]["type"] == "number"
 
 
-def test_ramp_of_items() -> None:
+def test_batch_ramp_from_items() -> None:
     ramp = "[{batch_size: 2, steps: 5}, {batch_size: 4, tokens: 300}]"
     train = load([*TINY, "train.sequence_length=16", f"train.batch_ramp={ramp}"]).config.train
     assert BatchRamp.from_config(train) == BatchRamp((RampStage(2, 5), RampStage(4, 5)), 8)

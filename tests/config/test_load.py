@@ -23,7 +23,7 @@ Write = Callable[..., str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """`write(text)`: path of a config file with this text."""
+    """`write(text)`: write a config file with this text and return its path."""
 
     def write(text: str, name: str = "run.yml") -> str:
         path = tmp_path / name
@@ -66,7 +66,7 @@ def test_files_merge_left_to_right_and_overrides_win(write: Write):
     assert set(KEYS) <= set(loaded.origins)
 
 
-def test_a_file_may_be_given_again(write: Write):
+def test_repeated_file_overrides_earlier_files(write: Write):
     first, second = write("train: {steps: 5}", "a.yml"), write("train: {steps: 6}", "b.yml")
     assert load([TINY, first, second, first]).config.train.steps == 5
 
@@ -75,14 +75,14 @@ def test_last_override_wins():
     assert load([*VALID, "train.steps=11", "train.steps=12"]).config.train.steps == 12
 
 
-def test_a_path_may_hold_an_equals_sign(tmp_path: Path, write: Write):
+def test_path_may_contain_equals_sign(tmp_path: Path, write: Write):
     folder = tmp_path / "lr=3"
     folder.mkdir()
     (folder / "run.yml").write_text("train: {steps: 3}")
     assert load([TINY, str(folder / "run.yml")]).config.train.steps == 3
 
 
-def test_axis_rules_merge_by_entry_and_an_override_of_all_replaces(write: Write):
+def test_axis_rules_merge_by_entry_and_full_override_replaces(write: Write):
     file = write("mesh:\n  axis_rules: {mlp: [], embed: []}\ntrain: {steps: 1}\n")
     both = load([TINY, file, "mesh.axis_rules.heads=[]"])
     assert both.config.mesh.axis_rules == {"mlp": [], "embed": [], "heads": []}
@@ -93,36 +93,36 @@ def test_axis_rules_merge_by_entry_and_an_override_of_all_replaces(write: Write)
     assert load([TINY, file, "mesh.axis_rules={}"]).config.mesh.axis_rules == {}
 
 
-def test_a_section_and_a_file_may_be_empty(write: Write):
+def test_empty_section_or_commented_file_is_accepted(write: Write):
     assert load([*VALID, write("train:\n"), write("# nothing\n", "b.yml")]).config.train.steps == 10
 
 
 @pytest.mark.fault("L7")
-def test_a_file_that_holds_nothing_at_all_is_named(write: Write):
+def test_empty_file_is_rejected(write: Write):
     empty = write("\n")
     with pytest.raises(ConfigError) as caught:
         load([*VALID, empty])
     assert f"{empty}\n  is empty" in str(caught.value)
 
 
-# --- text to values ----------------------------------------------------------------
+# --- parsing of values ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["on", "no", "007", "1_000", "1e3", "null", "2024-01-01", "~x"])
-def test_text_stays_as_written(text: str, write: Write):
+def test_strings_are_loaded_verbatim(text: str, write: Write):
     assert load([*VALID, f"data.path={text}"]).config.data.path == text
     if text != "null":
         assert load([*VALID, write(f"data: {{path: {text}}}")]).config.data.path == text
 
 
-def test_an_override_may_empty_a_text(write: Write):
+def test_override_may_set_empty_string(write: Write):
     assert load([*VALID, write("data: {path: x}"), "data.path="]).config.data.path == ""
 
 
 @pytest.mark.parametrize(
     ("text", "value"), [("1e3", 1000), ("1_000", 1000), ("8.0", 8), ("+8", 8), (" 8 ", 8)]
 )
-def test_integers(text: str, value: int):
+def test_integer_formats(text: str, value: int):
     steps = load([*VALID, f"train.steps={text}"]).config.train.steps
     assert steps == value and type(steps) is int
 
@@ -150,7 +150,7 @@ def test_large_integers_are_exact():
         "[1]",
     ],
 )
-def test_values_that_are_not_integers_are_refused(text: str):
+def test_invalid_integers_are_rejected(text: str):
     message = only_problem(*VALID, f"train.steps={text}")
     assert_error(message, "train.steps", names="integer", suggests="train.steps=100")
     assert len(message) < 300
@@ -165,13 +165,13 @@ def test_values_that_are_not_integers_are_refused(text: str):
         ("1e16", "without a decimal point or exponent"),
     ],
 )
-def test_integers_beyond_64_bits_are_refused(text: str, rule: str):
+def test_integers_beyond_64_bits_are_rejected(text: str, rule: str):
     message = only_problem(*VALID, f"train.tokens={text}")
     assert_error(message, "train.tokens", names=["integer", rule])
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3", 3.0), ("1_0.5", 10.5)])
-def test_numbers(text: str, value: float, write: Write):
+def test_float_formats(text: str, value: float, write: Write):
     rate = load([*VALID, f"optim.learning_rate={text}"]).config.optim.learning_rate
     assert rate == value and type(rate) is float
     file = write(f"optim: {{learning_rate: {text}}}")
@@ -179,24 +179,24 @@ def test_numbers(text: str, value: float, write: Write):
 
 
 @pytest.mark.parametrize("text", ["nan", ".inf", "-inf", "true", "a", "", "१"])
-def test_values_that_are_not_finite_numbers_are_refused(text: str):
+def test_invalid_floats_are_rejected(text: str):
     message = only_problem(*VALID, f"optim.beta1={text}")
     assert_error(message, "optim.beta1", names="finite number", suggests="optim.beta1=0.9")
 
 
 @pytest.mark.parametrize(("text", "value"), [("on", True), ("False", False), ("0", False)])
-def test_true_or_false(text: str, value: bool):
+def test_boolean_formats(text: str, value: bool):
     assert load([*VALID, f"log.tensorboard={text}"]).config.log.tensorboard is value
 
 
 @pytest.mark.parametrize("text", ["2", "maybe", ""])
-def test_values_that_are_not_booleans_are_refused(text: str):
+def test_invalid_booleans_are_rejected(text: str):
     message = only_problem(*VALID, f"log.tensorboard={text}")
     names = ["true", "false"]
     assert_error(message, "log.tensorboard", names=names, suggests="log.tensorboard=true")
 
 
-# --- mistakes ------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_values_that_are_not_booleans_are_refused(text: str):
         ("mesh:\n  axis_rules: {mlp: [~]}", 2, "must be a list of mesh axes"),
     ],
 )
-def test_a_mistake_in_a_file_names_file_and_line(text: str, line: int, message: str, write: Write):
+def test_error_in_file_names_file_and_line(text: str, line: int, message: str, write: Write):
     file = write(text)
     problem = only_problem(*VALID, file)
     assert problem.startswith(f"{file}:{line}: ")
@@ -251,14 +251,14 @@ def test_a_mistake_in_a_file_names_file_and_line(text: str, line: int, message: 
         ("run: \x01", "YAML"),
     ],
 )
-def test_a_file_that_is_not_plain_nested_yaml(text: str, message: str, write: Write):
+def test_unsupported_yaml_is_rejected(text: str, message: str, write: Write):
     file = write(text)
     problem = only_problem(*VALID, file)
     assert problem.startswith(file)
     assert message in problem
 
 
-def test_files_that_cannot_be_read(tmp_path: Path, write: Write):
+def test_unreadable_files_are_rejected(tmp_path: Path, write: Write):
     file = write("train: {steps: 1}", "quickstart.yml")
     assert f"Did you mean {file}?" in only_problem(TINY, file.replace("start", "strt"))
     assert "does not exist" in only_problem(TINY, str(tmp_path / "no/a.yml"))
@@ -290,26 +290,26 @@ def test_files_that_cannot_be_read(tmp_path: Path, write: Write):
         ("data.path=\udc80", "is not Unicode text"),
     ],
 )
-def test_a_mistake_in_an_override_names_it(arg: str, message: str):
+def test_error_in_override_names_command_line(arg: str, message: str):
     problem = only_problem(*VALID, arg)
     assert problem.startswith("command line: ")
     assert message in problem
 
 
 @pytest.mark.parametrize("arg", ["train.steps", "configs", "", str(ROOT / "README"), "a.yml.txt"])
-def test_an_argument_that_is_neither_file_nor_override(arg: str):
+def test_argument_that_is_neither_file_nor_override_is_rejected(arg: str):
     problem = only_problem(*VALID, arg)
     assert problem.startswith(f"command line: {arg or 'empty argument'}")
 
 
-def test_missing_keys_are_named_together():
+def test_missing_keys_are_reported_together():
     problem = only_problem("train.steps=1", "model.num_layers=2")
     assert problem.startswith("command line: model.d_model, model.num_heads, ")
     assert "num_layers" not in problem.split("\n")[0]
     assert "Specify a model first, such as tiny" in problem
 
 
-def test_all_mistakes_are_reported_at_once(write: Write):
+def test_all_errors_are_reported_at_once(write: Write):
     file = write("train: {stesp: 1}\nmodel: {num_heads: 5, d_mlp: x}\n")
     found = problems(TINY, file, "steps=3", str(Path(file).parent / "no.yml"), "optim.beta1=1.5")
     text = "\n".join(found)
@@ -318,16 +318,16 @@ def test_all_mistakes_are_reported_at_once(write: Write):
     assert len(found) == 6
 
 
-def test_rules_on_a_wrong_key_are_left_out(write: Write):
+def test_rules_on_invalid_keys_are_skipped(write: Write):
     assert "num_kv_heads = x" in only_problem(*VALID, "model.num_kv_heads=x")
     assert "num_kv_heads = 0" in only_problem(*VALID, "model.num_kv_heads=0")
 
 
-def test_what_an_unread_file_may_hold_is_not_reported_as_missing(tmp_path: Path):
+def test_unreadable_file_suppresses_missing_key_errors(tmp_path: Path):
     assert "cannot be read" in only_problem(str(tmp_path / "no.yml"))
 
 
-def test_a_file_of_data_ends_in_few_problems(write: Write):
+def test_number_of_reported_errors_is_limited(write: Write):
     found = problems(TINY, write("\n".join(f"k{i}: 1" for i in range(1000))))
     assert len(found) <= 101
     assert "900 more values were not read" in found[-1]
@@ -343,7 +343,7 @@ def test_dict_round_trip():
     assert from_dict({**given, "train": {"steps": 10}}) == config
 
 
-def test_from_dict_reports_like_a_file():
+def test_from_dict_reports_errors_by_key():
     with pytest.raises(ConfigError) as caught:
         from_dict({"model": 3, "trian": {}, "train": {"steps": None}, "run": {"seed": True}})
     text = str(caught.value)
@@ -351,7 +351,7 @@ def test_from_dict_reports_like_a_file():
         assert f"from_dict: {where}" in text
 
 
-def test_the_written_file_is_complete_and_deterministic():
+def test_to_yaml_is_complete_and_deterministic():
     config = load([*VALID, "mesh.axis_rules.mlp=[]"]).config
     text = to_yaml(config)
     assert text == to_yaml(dataclasses.replace(config))
@@ -368,7 +368,7 @@ RATES = st.floats(min_value=1e-30, max_value=3.4e38)
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(path="a\n b", folder="\x85\u2028\ufeff", rate=1.0, seed=0, log=True)
 @given(path=TEXT, folder=TEXT, rate=RATES, seed=st.integers(0, 2**32 - 1), log=st.booleans())
-def test_the_written_file_loads_to_an_equal_config(
+def test_to_yaml_round_trip(
     path: str, folder: str, rate: float, seed: int, log: bool, write: Write
 ):
     values = to_dict(load(VALID).config)
@@ -389,7 +389,7 @@ WORDS = st.sampled_from(
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, write: Write):
+def test_mutated_config_raises_only_config_errors(data: st.DataObject, write: Write):
     text = to_yaml(load(VALID).config)
     for _ in range(data.draw(st.integers(1, 4))):
         start = data.draw(st.integers(0, len(text)))
@@ -405,7 +405,7 @@ def test_a_mutated_config_raises_nothing_but_config_errors(data: st.DataObject, 
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(list(KEYS)), WORDS | st.text(max_size=6)), max_size=4))
-def test_random_overrides_raise_nothing_but_config_errors(overrides: list[tuple[str, str]]):
+def test_random_overrides_raise_only_config_errors(overrides: list[tuple[str, str]]):
     try:
         load([*VALID, *(f"{key}={value}" for key, value in overrides)])
     except ConfigError as error:

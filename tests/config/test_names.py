@@ -1,4 +1,4 @@
-"""What is said of names that are not ours: each leads to one that works, or to a reason."""
+"""Names of other trainers produce an error with a working suggestion or a reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from maxpipe.schedule.catalog import SCHEDULES
 TINY = str(Path(__file__).parents[2] / "configs/model/tiny.yml")
 
 
-def said(*arguments: str) -> str:
-    """The one problem."""
+def error_text(*arguments: str) -> str:
+    """Return the message of the only problem."""
     with pytest.raises(ConfigError) as caught:
         load([TINY, "train.steps=1", *arguments])
     assert len(caught.value.problems) == 1
@@ -92,18 +92,18 @@ def said(*arguments: str) -> str:
         ("data.path=[a.jsonl,b.jsonl]", "write a glob pattern such as"),
     ],
 )
-def test_a_foreign_name_is_answered(given: str, answer: str) -> None:
-    assert answer in said(given)
+def test_foreign_key_or_value_suggests_our_setting(given: str, answer: str) -> None:
+    assert answer in error_text(given)
 
 
-def test_a_list_of_paths_in_a_file_is_answered(tmp_path: Path) -> None:
+def test_list_in_data_path_suggests_glob_pattern(tmp_path: Path) -> None:
     file = tmp_path / "run.yml"
     file.write_text("data:\n  source: jsonl\n  path: [a.jsonl, b.jsonl]\n")
-    assert "must be a string, not a list." in said(str(file))
-    assert "'data/*.jsonl'" in said(str(file))
+    assert "must be a string, not a list." in error_text(str(file))
+    assert "'data/*.jsonl'" in error_text(str(file))
 
 
-def test_every_key_that_is_named_exists_and_takes_the_value() -> None:
+def test_settings_in_suggestions_are_valid() -> None:
     tables = foreign_tables()
     texts = [entry.get(part, "") for entry in tables["absent_keys"] for part in ("why", "action")]
     texts += [entry["use"] for entries in tables["values"].values() for entry in entries]
@@ -128,7 +128,7 @@ def test_every_key_that_is_named_exists_and_takes_the_value() -> None:
     assert set(tables["keys"]) <= set(KEYS)
 
 
-def test_values_lead_to_values() -> None:
+def test_suggested_values_are_accepted_by_their_keys() -> None:
     for key, entries in foreign_tables()["values"].items():
         choices = SCHEDULES if key == "pipeline.schedule" else typing.get_args(KEYS[key])
         choices = () if KEYS[key] == list[str] else choices
@@ -141,16 +141,16 @@ def test_values_lead_to_values() -> None:
             assert accepted or " " in found, (key, found)
 
 
-def test_no_name_stands_twice_or_is_one_of_ours() -> None:
+def test_foreign_names_are_unique_and_differ_from_our_keys() -> None:
     tables = foreign_tables()
     names = [*tables["keys"].values(), *(entry["names"] for entry in tables["absent_keys"])]
     written = [normalize_name(name) for name in " ".join(names).split() if "*" not in name]
     assert len(written) == len(set(written)), {n for n in written if written.count(n) > 1}
     ours = {normalize_name(key.rpartition(".")[2]) for key in KEYS}
-    assert ours & set(written) == {"project"}  # of trackers, and of Google Cloud
+    assert ours & set(written) == {"project"}  # used by experiment trackers and by Google Cloud
 
 
-def test_case_and_joints_win_over_likeness() -> None:
+def test_did_you_mean_prefers_match_ignoring_case_and_separators() -> None:
     assert did_you_mean("A-B", ["a_bc", "ab"]) == "ab"
     assert did_you_mean("Tensor", ["tensors", "tensor"]) == "tensor"
     assert not did_you_mean("qqq", ["tensor"])

@@ -1,4 +1,4 @@
-"""Whole files of other trainers: one table of lines, then only what these lines lack."""
+"""Config files of other trainers: one error translates the file; others cover what is missing."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ def lines_of(problem: Problem) -> str:
     return textwrap.dedent(problem.action.partition("\n")[2]) + "\n"
 
 
-def table(tmp_path: Path, content: dict[str, Any]) -> tuple[Problem, dict[str, Any]]:
+def translate_file(tmp_path: Path, content: dict[str, Any]) -> tuple[Problem, dict[str, Any]]:
     path = tmp_path / "theirs.json"
     path.write_text(json.dumps(content))
     first, *_ = problems_of([str(path)])
     return first, yaml.safe_load(lines_of(first))
 
 
-def test_an_axolotl_file_is_followed_by_nothing_that_its_lines_set(tmp_path: Path):
+def test_axolotl_file_is_translated_completely(tmp_path: Path):
     path = tmp_path / "axolotl.yml"
     path.write_text(yaml.safe_dump(AXOLOTL, sort_keys=False))
     [only] = problems_of([str(path)])
@@ -121,26 +121,26 @@ def test_an_axolotl_file_is_followed_by_nothing_that_its_lines_set(tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", [ACCELERATE, DEEPSPEED], ids=["accelerate", "deepspeed"])
-def test_every_key_of_a_launcher_is_answered(content: dict[str, Any], tmp_path: Path):
-    problem, lines = table(tmp_path, content)
+def test_launcher_configs_are_translated_completely(content: dict[str, Any], tmp_path: Path):
+    problem, lines = translate_file(tmp_path, content)
     assert "unknown names" not in problem.action
     assert "num_processes" not in lines.get("runtime", {}) and "platform" not in str(lines)
     assert lines.get("optim", {}).get("offload_state", False) == (content is DEEPSPEED)
 
 
-def test_an_alpaca_dataset_reads_the_input_too(tmp_path: Path):
+def test_alpaca_dataset_includes_input_field(tmp_path: Path):
     content = AXOLOTL | {"datasets": [{"path": "a.jsonl", "type": "alpaca"}]}
-    data = table(tmp_path, content)[1]["data"]
+    data = translate_file(tmp_path, content)[1]["data"]
     assert data["chat"] == "prompt" and data["response_field"] == "output"
     assert data["prompt_field"] == r"{instruction}\n{input}"
 
 
-def test_a_key_of_deepspeed_alone():
+def test_single_deepspeed_key_is_translated():
     [problem] = problems_of(["tiny", "zero_optimization.stage=3"], to_train=False)
     assert problem.action.startswith("Set mesh.ici_fsdp to the number of shards")
 
 
-def test_a_file_with_a_shape_is_followed_by_the_length_only(tmp_path: Path):
+def test_file_that_names_model_reports_only_missing_run_length(tmp_path: Path):
     path = tmp_path / "args.json"
     args = {"model_name_or_path": "meta-llama/Llama-3.1-8B", "num_train_epochs": 3}
     args |= {"per_device_train_batch_size": 2, "learning_rate": 2e-5, "output_dir": "out"}
@@ -152,7 +152,7 @@ def test_a_file_with_a_shape_is_followed_by_the_length_only(tmp_path: Path):
     assert not any("model." in each for each in wheres)
 
 
-def test_what_follows_a_file_of_another_trainer_is_said_of_its_lines(tmp_path: Path):
+def test_errors_after_translation_refer_to_translated_settings(tmp_path: Path):
     path = tmp_path / "t.toml"
     path.write_text(
         '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nsteps = 10\nseq_len = 64\n'
@@ -160,12 +160,12 @@ def test_what_follows_a_file_of_another_trainer_is_said_of_its_lines(tmp_path: P
     )
     first, *others = problems_of([str(path)], to_train=False)
     assert "model: llama3-8b" in first.action and "load_dataset('c4'" in first.action
-    # The model that the lines name has 32 heads and 8 of keys, which 3 does not divide.
+    # The translated model has 32 query heads and 8 KV heads, which are not divisible by 3.
     assert others and all("the tensor size" in each.rule for each in others)
     assert all(each.where.startswith("shipped config llama3-8b") for each in others)
 
 
-def test_a_file_and_the_command_line_give_the_same_batch(tmp_path: Path):
+def test_file_and_command_line_translate_to_same_batch_size(tmp_path: Path):
     given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "lr": 0.1}
     path = tmp_path / "args.json"
     path.write_text(json.dumps(given))
@@ -176,7 +176,7 @@ def test_a_file_and_the_command_line_give_the_same_batch(tmp_path: Path):
     assert any(each.action == "Write train.batch_size=16." for each in answers)
 
 
-def test_mistakes_of_other_files_stay(tmp_path: Path):
+def test_translation_keeps_errors_of_other_arguments(tmp_path: Path):
     path = tmp_path / "args.json"
     path.write_text('{"max_steps": 5, "lr": 0.1, "save_steps": 3, "seed": 1}')
     first, other = problems_of(["tiny", str(path), "train.stpes=4"], to_train=False)

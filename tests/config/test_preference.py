@@ -1,4 +1,4 @@
-"""Rules on preferences."""
+"""Validation rules for preference training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIVEN = [
 ]
 
 
-def test_pairs_are_taken() -> None:
+def test_preference_config_defaults() -> None:
     config = load(GIVEN).config
     assert config.preference.loss == "dpo" and config.preference.beta == 0.1
     assert config.data.max_pairs_per_sequence == 16
@@ -53,7 +53,9 @@ def test_pairs_are_taken() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_refused(changes: list[str], key: str, action: str) -> None:
+def test_invalid_preference_settings_are_rejected(
+    changes: list[str], key: str, action: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         load([*GIVEN, *changes])
     found = [each for each in error.value.problems if each.where.endswith(f": {key}")]

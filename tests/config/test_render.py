@@ -31,7 +31,7 @@ def test_every_section_and_key_has_a_doc():
     assert all(doc.endswith(".") and "\n" not in doc for doc in docs.values())
 
 
-def test_a_doc_is_the_string_below_its_field():
+def test_field_docs_use_string_below_field():
     docs = render.field_docs()
     assert docs["model.num_heads"] == "Number of query heads."
     assert docs["mesh"].startswith("Sizes of the mesh axes")
@@ -39,7 +39,7 @@ def test_a_doc_is_the_string_below_its_field():
 
 
 @pytest.mark.parametrize("key", ["", *ALL_SECTIONS, *ALL_KEYS])
-def test_explain_covers_everything(key: str):
+def test_explain_covers_all_sections_and_keys(key: str):
     text = render.explain(key)
     assert text.endswith("\n") and max(map(len, text.splitlines())) <= 100
     if key:
@@ -64,7 +64,7 @@ def test_explain_axis_rules_prints_the_table(golden: Golden):
     ("key", "guess"),
     [("repeats", "pipeline.repeats"), ("pipeline.repeat", "pipeline.repeats"), ("optm", "optim")],
 )
-def test_explain_suggests_a_name(key: str, guess: str):
+def test_explain_of_unknown_key_suggests_similar_key(key: str, guess: str):
     with pytest.raises(
         ConfigError, match=f"Did you mean `maxpipe config explain {guess}`"
     ) as error:
@@ -72,21 +72,21 @@ def test_explain_suggests_a_name(key: str, guess: str):
     assert str(error.value).count("\n") == 2
 
 
-def test_explain_of_nonsense_says_where_to_look():
+def test_explain_of_unrecognizable_key_points_to_sections():
     with pytest.raises(ConfigError, match="lists the sections"):
         render.explain("qqqqq")
 
 
-def test_the_page_in_docs_is_up_to_date():
+def test_config_page_in_docs_is_up_to_date():
     page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
     assert page == render.markdown(), "run: maxpipe config docs"
     assert all(f"\n## {section}\n" in page for section in SECTIONS)
-    # Each table row has as many cells as its head.
+    # Each table row has as many cells as its header.
     rows = [line for line in page.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4, 5}
 
 
-def test_the_json_schema_accepts_what_loads_and_refuses_what_does_not():
+def test_json_schema_agrees_with_load():
     schema = render.json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)
     validator = jsonschema.Draft202012Validator(schema)
@@ -107,7 +107,7 @@ def test_the_json_schema_accepts_what_loads_and_refuses_what_does_not():
         assert not validator.is_valid(wrong), wrong
 
 
-def test_the_json_schema_carries_docs_and_defaults():
+def test_json_schema_contains_docs_and_defaults():
     keys = render.json_schema()["properties"]["pipeline"]["properties"]
     assert keys["repeats"]["default"] == 1
     assert all(key["description"] for key in keys.values())
@@ -129,7 +129,7 @@ def test_print_config_loads_back_and_names_origins(tmp_path: Path, golden: Golde
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
-def test_a_model_file_is_what_its_header_says(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_model_file_header_matches_its_config(path: Path, monkeypatch: pytest.MonkeyPatch):
     text = path.read_text(encoding="utf-8")
     assert list(yaml.safe_load(text)) == ["model"]
     header = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
@@ -140,8 +140,8 @@ def test_a_model_file_is_what_its_header_says(path: Path, monkeypatch: pytest.Mo
     assert f"{num_params(describe(config.model)):,} parameters" in header
 
 
-def test_sections_list_whole_sentences():
-    """`e.g.` does not end one."""
+def test_section_docs_do_not_end_after_abbreviations():
+    """The abbreviation `e.g.` does not end a sentence."""
     text = render.explain("data")
     assert "the name of a dataset, e.g. `c4/en:3.1.0`. (default" in " ".join(text.split())
     for section in SECTIONS:

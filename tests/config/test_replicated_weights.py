@@ -1,4 +1,4 @@
-"""Large weights of which several devices hold the same copy."""
+"""Errors and warnings for large weights that are replicated on several devices."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ EXPERTS = ["model.family=moe", "model.moe.num_experts=4", "model.moe.d_expert=32
 TINY = "mesh.max_replicated_bytes=1000"
 
 
-def told(*given: str) -> list[str]:
-    """Keys of the cautions of a config that loads."""
+def warning_keys(*given: str) -> list[str]:
+    """Return the keys of the warnings for a valid config."""
     return [each.where for each in find_warnings(load([*SMALL, *given]).config)]
 
 
-def test_sizes_that_leave_a_divided_weight_whole_are_an_error() -> None:
+def test_weight_replicated_along_sharding_axis_is_rejected() -> None:
     wrong = ["mesh.ici_expert=4", *EXPERTS, "mesh.axis_rules.embed=[fsdp]", TINY]
     with pytest.raises(ConfigError) as caught:
         load([*SMALL, *wrong])
     message = str(caught.value)
     assert "mesh.axis_rules.embed = [fsdp]" in message
     assert "all 4 devices along expert 4" in message
-    # layers.*.mlp and the table are all named by the largest one alone.
+    # The message names only the largest of the replicated weights.
     assert "49,728" in message
     assert "mesh.axis_rules.embed=[fsdp,expert,context]" in message
     load([*SMALL, *wrong, "mesh.axis_rules.embed=[fsdp,expert,context]"])
 
 
-def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
+def test_unsharded_weights_above_size_limit_are_rejected() -> None:
     with pytest.raises(ConfigError) as caught:
         load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=700"])
     message = str(caught.value)
@@ -48,28 +48,28 @@ def test_weights_that_no_axis_divides_are_an_error_above_the_limit() -> None:
     load([*SMALL, "mesh.ici_fsdp=4", "mesh.max_replicated_bytes=0"])
 
 
-def test_what_a_rule_keeps_whole_is_reported() -> None:
+def test_weights_replicated_by_axis_rule_give_a_warning() -> None:
     whole = ["mesh.ici_fsdp=4", "mesh.axis_rules.embed=[]"]
-    assert told(*whole, TINY) == ["mesh.axis_rules.embed"]
-    assert told(*whole) == [] == told(*whole, "mesh.max_replicated_bytes=0")
-    # Over some of the axes: by a rule, too.
+    assert warning_keys(*whole, TINY) == ["mesh.axis_rules.embed"]
+    assert warning_keys(*whole) == [] == warning_keys(*whole, "mesh.max_replicated_bytes=0")
+    # The axis rule divides the weight along some of the axes only.
     partly = ["mesh.ici_fsdp=2", "mesh.ici_context=2", "mesh.axis_rules.embed=[fsdp]", TINY]
-    assert told(*partly) == ["mesh.axis_rules.embed"]
-    # Copies over data are what that axis is for.
-    assert told("mesh.ici_data=4", TINY) == []
+    assert warning_keys(*partly) == ["mesh.axis_rules.embed"]
+    # Replication along the data axis is intended.
+    assert warning_keys("mesh.ici_data=4", TINY) == []
 
 
-def test_the_plan_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_warns_about_replicated_weights(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["plan", *SMALL, "mesh.ici_fsdp=4", "mesh.axis_rules.embed=[]", TINY]
     for options in ([], ["--shardings"]):
         assert main([*given, "--topology", "cpu:4", *options]) == 0
-        said = capsys.readouterr().err
-        assert "mesh.axis_rules.embed = []" in said and "along fsdp 4" in said
+        output = capsys.readouterr().err
+        assert "mesh.axis_rules.embed = []" in output and "along fsdp 4" in output
 
 
 @pytest.mark.parametrize(
     "name", [name for name, each in bundled_configs().items() if each.kind == "model"]
 )
-def test_no_shipped_model_is_refused(name: str) -> None:
+def test_shipped_models_have_no_replicated_weights(name: str) -> None:
     config = load([name, "train.steps=1", "mesh.ici_fsdp=2", "train.batch_size=2"]).config
     assert list(find_replicated_weights(config)) == []

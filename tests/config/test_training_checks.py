@@ -1,4 +1,4 @@
-"""Models for real text are not trained on what is built in."""
+"""Shipped models of realistic size require a tokenizer and data other than the built-in ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def keys(*arguments: str) -> list[str]:
-    """The keys that a run with these arguments is refused for."""
+    """Return the keys for which training with these arguments is rejected."""
     try:
         load([*arguments, STEPS], to_train=True)
     except ConfigError as error:
@@ -33,7 +33,7 @@ def keys(*arguments: str) -> list[str]:
 
 
 @pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.long)])
-def test_public_models_need_their_tokenizer_and_data(every: int):
+def test_shipped_models_require_tokenizer_and_data(every: int):
     assert len(LARGE) == 50
     for name in LARGE[::every]:
         assert keys(name) == ["tokenizer.kind", "data.source"]
@@ -42,14 +42,14 @@ def test_public_models_need_their_tokenizer_and_data(every: int):
         assert keys(name, *TOKENIZER, *DATA) == []
 
 
-def test_who_says_what_is_meant_is_obeyed():
+def test_explicit_builtin_data_or_vocabulary_is_accepted():
     assert keys("llama3-8b", *TOKENIZER, "data.source=corpus") == []
     assert keys("llama3-8b", "data.source=synthetic") == []
     assert keys("llama3-8b", "model.vocab_size=384") == []
 
 
 @pytest.mark.parametrize("source", ["corpus", "synthetic"])
-def test_a_path_that_no_source_reads_is_refused(source: str):
+def test_data_path_ignored_by_source_is_rejected(source: str):
     assert keys("quickstart", f"data.source={source}", "data.path=book") == ["data.path"]
     assert keys("quickstart", f"data.source={source}", "data.path=") == []
     assert keys("quickstart", "data.source=jsonl", "data.path=book") == []
@@ -59,18 +59,18 @@ def test_a_path_that_no_source_reads_is_refused(source: str):
 
 
 @pytest.mark.parametrize("name", sorted(set(config_files.bundled_configs()) - set(LARGE)))
-def test_small_vocabularies_are_for_bytes(name: str):
+def test_small_models_train_without_tokenizer_and_data(name: str):
     assert keys(name) == []
     assert keys(name, "model.vocab_size=4096") == []
 
 
-def test_a_config_that_was_written_by_a_command_is_no_way_around(tmp_path: Path):
+def test_written_config_still_requires_tokenizer(tmp_path: Path):
     written = tmp_path / "written.yml"
     written.write_text(to_yaml(load(["llama3-8b", STEPS]).config))
     assert keys(str(written)) == ["tokenizer.kind"]
 
 
-def test_missing_files_are_reported_with_all_other_mistakes():
+def test_missing_tokenizer_and_data_are_reported_with_other_errors():
     assert keys("llama3-8b", "model.num_heads=31") == [
         "model.num_heads",
         "tokenizer.kind",
@@ -88,7 +88,7 @@ def test_missing_files_are_reported_with_all_other_mistakes():
         "launch slurm llama3-8b launch.topology=h100:8 mesh.ici_fsdp=8",
     ],
 )
-def test_commands_that_train_refuse(
+def test_training_commands_reject_builtin_data_for_large_models(
     command: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -101,14 +101,14 @@ def test_commands_that_train_refuse(
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.fault("U2")
-def test_forecasts_need_no_data(capsys: Capture):
+def test_plan_does_not_require_data(capsys: Capture):
     wanted = ["llama3-8b", "--topology", "v5p:2x2x4", STEPS, "mesh.ici_fsdp=16"]
     assert main(["plan", *wanted, "train.batch_size=16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.fault("U2")
-def test_the_doctor_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_doctor_reports_missing_tokenizer_and_data(monkeypatch: pytest.MonkeyPatch):
     from maxpipe.diagnosis import doctor
 
     for name in ("check_devices", "check_folders"):

@@ -1,4 +1,4 @@
-"""A path that the source does not read: missing files are named first."""
+"""Errors for a data path that does not exist or that the data source does not read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 
 
-def test_a_missing_path_is_named_before_the_source(
+def test_missing_data_path_is_reported_before_source_mismatch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -36,9 +36,7 @@ def test_a_missing_path_is_named_before_the_source(
         ("saved", "huggingface"),
     ],
 )
-def test_a_path_without_its_source_is_answered_by_the_one_that_reads_it(
-    name: str, source: str, tmp_path: Path
-):
+def test_data_path_without_source_suggests_matching_source(name: str, source: str, tmp_path: Path):
     path = tmp_path / name
     if "." in name:
         path.write_text("hello\n")
@@ -55,7 +53,7 @@ def test_a_path_without_its_source_is_answered_by_the_one_that_reads_it(
     load(given[:-1], to_train=True)
 
 
-def test_a_missing_path_without_its_source():
+def test_missing_data_path_suggests_source_by_suffix():
     with pytest.raises(ConfigError) as caught:
         load(["tiny", "train.steps=5", "data.path=nowhere.jsonl"], to_train=True)
     [problem] = caught.value.problems

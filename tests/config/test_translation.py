@@ -1,4 +1,4 @@
-"""Every key of MaxText, torchtitan and `TrainingArguments`, with its default, is answered."""
+"""Every key of MaxText, torchtitan and `TrainingArguments` is translated with its default."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from maxpipe.errors import ConfigError, Problem
 TRAINERS: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "foreign_keys.json").read_text()
 )
-"""Trainer to the names of its keys, with their defaults as text."""
+"""For each trainer, its keys and their default values as strings."""
 
 BASE = ["tiny", "train.steps=100"]
 MODEL_OF = {"deepseek": "deepseek-v2-lite", "gemma2": "gemma2-2b", "moe": "tiny-moe"}
-"""A shipped model of a family that needs more than its name."""
+"""Shipped models of families that require keys in addition to `model.family`."""
 NEEDS = {
     "data.source": ["data.path=c4/en:3.1.0"],
     "model.num_kv_heads": ["model.num_heads=16"],
     "tokenizer.kind": ["tokenizer.path=tokenizer.model"],
 }
-"""Keys of which the value needs another one, as the next message would say."""
+"""Keys whose value requires other settings, which the next error message would request."""
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +41,8 @@ def context() -> TranslationContext:
     return TranslationContext({key: values[key] for key in CONTEXT_KEYS})
 
 
-def follow(found: Translation) -> None:
-    """A run with the settings of an answer is checked without a complaint."""
+def check_loads(found: Translation) -> None:
+    """Check that a config with the suggested settings loads."""
     settings = [f"{key}={text}" for key, text in found.settings]
     family = dict(found.settings).get(FAMILY, "")
     needs = [each for key, _ in found.settings for each in NEEDS.get(key, [])]
@@ -57,7 +57,7 @@ def unknown(trainer: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_every_key_has_an_answer_that_works(trainer: str):
+def test_every_foreign_key_translates_to_valid_settings(trainer: str):
     followed: set[Translation] = set()
     settings_so_far = context()
     for name, text in unknown(trainer):
@@ -65,13 +65,13 @@ def test_every_key_has_an_answer_that_works(trainer: str):
         assert found.is_exact, name
         assert bool(found.settings) != bool(found.action and not found.settings), name
         if found.settings and found not in followed:
-            follow(found)
+            check_loads(found)
             followed.add(found)
     assert len(followed) >= 15
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_the_command_line_gives_that_answer(trainer: str):
+def test_foreign_keys_on_command_line_are_translated(trainer: str):
     names = unknown(trainer)
     for start in range(0, len(names), 50):
         some = names[start : start + 50]
@@ -90,7 +90,7 @@ def test_the_command_line_gives_that_answer(trainer: str):
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_file_is_answered_by_one_that_loads(trainer: str, tmp_path: Path):
+def test_foreign_file_translates_to_loadable_file(trainer: str, tmp_path: Path):
     lines: dict[str, dict[str, str] | str] = {}
     for name, text in TRAINERS[trainer].items():
         section, _, key = name.rpartition(".")
@@ -107,11 +107,15 @@ def test_a_file_is_answered_by_one_that_loads(trainer: str, tmp_path: Path):
     assert head.endswith(f"and use it instead of {path}:") and len(body.splitlines()) < 450
     assert "unknown names" not in body
     assert max(map(len, body.splitlines())) < 160
-    assert "family: deepseek" not in body  # of which there are keys with defaults
+    assert (
+        "family: deepseek" not in body
+    )  # although the file contains keys of that family, all with defaults
     translated.write_text(textwrap.dedent(body) + "\n")
     try:
         load(["tiny", "train.steps=100", str(translated)])
-    except ConfigError as error:  # relations between defaults of theirs, never a name or a value
+    except (
+        ConfigError
+    ) as error:  # the defaults may conflict with each other, but every name and value is valid
         for each in error.problems:
             assert "is not a" not in each.rule and "must be one of" not in each.rule, each
             assert "must be an integer" not in each.rule, each
@@ -142,7 +146,7 @@ def test_a_file_is_answered_by_one_that_loads(trainer: str, tmp_path: Path):
         (["fsdp=full_shard"], "mesh.ici_fsdp=-1"),
     ],
 )
-def test_values_are_computed(given: list[str], settings: str):
+def test_translated_values_are_computed(given: list[str], settings: str):
     with pytest.raises(ConfigError) as caught:
         load([*BASE, *given])
     assert any(problem.action == f"Write {settings}." for problem in caught.value.problems)
@@ -162,7 +166,7 @@ def test_values_are_computed(given: list[str], settings: str):
         (["local_batch_size=3", "mesh.ici_stage=-1", "mesh.ici_data=2", "mesh.cpu_devices=8"], 6),
     ],
 )
-def test_devices_of_a_machine_without_accelerators_are_counted(
+def test_batch_size_uses_device_count_without_accelerators(
     tmp_path: Path, given: list[str], batch_size: int
 ):
     with pytest.raises(ConfigError) as caught:
@@ -196,7 +200,7 @@ def test_devices_of_a_machine_without_accelerators_are_counted(
         ),
     ],
 )
-def test_devices_of_accelerators_are_a_factor(
+def test_batch_size_depends_on_unknown_accelerator_count(
     monkeypatch: pytest.MonkeyPatch, given: list[str], action: str
 ):
     monkeypatch.setattr(translation, "accelerators", lambda: [Path("/dev/nvidia0")])
@@ -205,7 +209,7 @@ def test_devices_of_accelerators_are_a_factor(
     assert action in str(caught.value)
 
 
-def test_sizes_that_do_not_divide_the_devices_are_a_factor():
+def test_batch_size_with_mesh_sizes_not_dividing_devices():
     sizes = ["mesh.ici_fsdp=-1", "mesh.ici_tensor=3", "mesh.cpu_devices=8"]
     with pytest.raises(ConfigError) as caught:
         load([*BASE, "per_device_batch_size=4", *sizes])
@@ -221,17 +225,19 @@ NAMES_A_CONFIG = {
 
 @pytest.mark.parametrize("base", [[], BASE])
 @pytest.mark.parametrize("name", NAMES_A_CONFIG)
-def test_a_file_that_only_names_a_config_is_recognised(tmp_path: Path, name: str, base: list[str]):
+def test_file_that_only_names_a_config_suggests_that_config(
+    tmp_path: Path, name: str, base: list[str]
+):
     path = tmp_path / name
     path.write_text(NAMES_A_CONFIG[name])
     with pytest.raises(ConfigError) as caught:
         load([*base, str(path)])
-    [problem] = caught.value.problems  # no list of the keys that are missing
+    [problem] = caught.value.problems  # and no error for missing keys
     assert problem.where == str(path) and "job.config_file" in problem.rule
     assert problem.action == f"Use x.toml instead of {path}."
 
 
-def test_a_named_config_next_to_other_keys_hides_those_that_it_may_set(tmp_path: Path):
+def test_named_config_suppresses_missing_key_errors(tmp_path: Path):
     path = tmp_path / "job.yml"
     path.write_text("job:\n  config_file: x.toml\ntraining:\n  local_batch_size: 2\n")
     with pytest.raises(ConfigError) as caught:
@@ -252,9 +258,7 @@ def test_a_named_config_next_to_other_keys_hides_those_that_it_may_set(tmp_path:
         ("pipelin x y z of mine:\n  microbatches: 2\n", "is not a section"),
     ],
 )
-def test_a_section_of_another_trainer_is_not_a_misspelled_one(
-    content: str, words: str, tmp_path: Path
-):
+def test_foreign_section_is_not_treated_as_misspelling(content: str, words: str, tmp_path: Path):
     path = tmp_path / "run.yml"
     path.write_text(content)
     with pytest.raises(ConfigError) as caught:

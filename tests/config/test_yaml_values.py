@@ -1,4 +1,4 @@
-"""YAML of strangers is read in bounded time, or is an error that names the bound."""
+"""Untrusted YAML is read in bounded time, or raises an error that names the limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LAUGHS = "a: &a [x]\n" + "".join(
 )
 
 
-def test_scalars_have_the_types_of_yaml() -> None:
+def test_scalars_load_with_yaml_types() -> None:
     text = "name: v5p\nrate: 2.5\ncount: 7\nnone: null\nlist: [1, two]\n"
     expected = {"name": "v5p", "rate": 2.5, "count": 7, "none": None, "list": [1, "two"]}
     assert load_yaml(text) == expected
@@ -38,7 +38,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_text_beyond_a_bound_is_an_error(name: str) -> None:
+def test_yaml_beyond_limits_is_rejected(name: str) -> None:
     text, reason = BAD[name]
     started = time.process_time()
     with pytest.raises(yaml.YAMLError, match=reason) as caught:
@@ -47,7 +47,7 @@ def test_a_text_beyond_a_bound_is_an_error(name: str) -> None:
     assert len(str(caught.value)) < 1000
 
 
-def test_the_bound_counts_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limit_counts_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yaml_values, "MAX_VALUES", 7)
     assert load_yaml("{a: [1, 2], b: }") == {"a": [1, 2], "b": None}
     with pytest.raises(yaml.YAMLError, match="more than 7 keys and values"):
@@ -55,6 +55,6 @@ def test_the_bound_counts_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("number", ["7" * 6000, "1:" + "59:" * 300 + "1.5"])
-def test_a_number_that_python_cannot_hold_is_a_value_error(number: str) -> None:
+def test_oversized_numbers_raise_value_error(number: str) -> None:
     with pytest.raises(ValueError):
         load_yaml(f"a: {number}")

@@ -230,7 +230,10 @@ def test_manifests_with_inconsistent_masks_are_rejected(tokens: Path) -> None:
         ("has the files", lambda found: found["shards"][0]["files"].pop(MASK_FILE)),
         ("1000000 trained", lambda found: found["shards"][0].update(trained=10**6)),
         ("None trained", lambda found: found["shards"][0].pop("trained")),
-        ("1 bytes of masks", lambda found: found["shards"][1]["files"][MASK_FILE].update(bytes=1)),
+        (
+            "invalid size: 1 bytes",
+            lambda found: found["shards"][1]["files"][MASK_FILE].update(bytes=1),
+        ),
         ("both conversations and plain text", lambda found: found["source"].pop("chat")),
         ("both conversations and plain text", lambda found: found.update(format=1)),
         ("has format 3", lambda found: found.update(format=3)),

@@ -1,4 +1,4 @@
-"""Each check is seen to pass, and to fail when what it looks at is broken."""
+"""Each check of `maxpipe doctor` passes on valid input and fails on invalid input."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def config(tmp_path: Path) -> list[str]:
-    """A run over four devices with a folder of its own."""
+    """Arguments of a run on four devices with a temporary folder."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("four words of text")
     keys = ("train.steps=1", "mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
@@ -44,7 +44,7 @@ def config(tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is started: for what is not about devices."""
+    """Skip the checks that start processes."""
     monkeypatch.setattr(doctor, "check_devices", lambda target: iter(()))
     monkeypatch.setattr(doctor, "check_loopback", lambda: CheckResult("two processes", "ok", ""))
 
@@ -53,8 +53,8 @@ def by_name(checks: list[CheckResult]) -> dict[str, CheckResult]:
     return {check.name: check for check in checks}
 
 
-def explained(check: CheckResult, *words: str) -> None:
-    """A failure says what, and what to do, on one line."""
+def assert_failed(check: CheckResult, *words: str) -> None:
+    """Assert that a check failed, with its cause and an action on one line."""
     assert check.status == "FAILED" and check.action.endswith((".", "?", ")"))
     assert "\n" not in str(check)
     assert all(word in str(check) for word in words), str(check)
@@ -63,7 +63,7 @@ def explained(check: CheckResult, *words: str) -> None:
 # --- the command ----------------------------------------------------------------------------
 
 
-def test_a_run_that_could_start(config: list[str], tmp_path: Path):
+def test_valid_run_passes_all_checks(config: list[str], tmp_path: Path):
     command = [sys.executable, "-m", "maxpipe", "doctor", *config]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -76,20 +76,20 @@ def test_a_run_that_could_start(config: list[str], tmp_path: Path):
         "two processes",
     ]
     assert "4 x cpu in 1 process" in ran.stdout and "stage 2 x fsdp 2" in ran.stdout
-    # It leaves no trace.
+    # doctor leaves no files.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text"]
 
 
-def test_a_mistake_in_the_config(capsys: Capture, no_devices: None):
+def test_unknown_config_key_is_reported(capsys: Capture, no_devices: None):
     assert main(["doctor", str(ROOT / "configs/model/tiny.yml"), "train.stesp=3"]) == 2
     lines = capsys.readouterr().out.splitlines()
     failed = [line for line in lines if line.startswith("FAILED")]
     assert len(failed) == 1 and "Did you mean train.steps?" in failed[0]
-    # What needs no config is still looked at.
+    # Checks that need no config still run.
     assert {"run folder", "clock"} <= {re.split(r" {2,}", line)[1] for line in lines}
 
 
-def test_json_is_one_object_without_secrets(
+def test_json_report_contains_no_secrets(
     capsys: Capture, no_devices: None, monkeypatch: pytest.MonkeyPatch, config: list[str]
 ):
     monkeypatch.setenv("XLA_FLAGS", TOKEN)
@@ -103,7 +103,7 @@ def test_json_is_one_object_without_secrets(
     assert {"name", "status", "text", "action"} == set(found["checks"][0])
 
 
-def test_lines_have_no_secrets():
+def test_printed_lines_contain_no_secrets():
     assert TOKEN not in str(CheckResult("data", "FAILED", f"s3://me:{TOKEN}@x", f"Set a={TOKEN}."))
 
 
@@ -117,7 +117,9 @@ def test_lines_have_no_secrets():
         ({"optax": None}, "optax is not installed"),
     ],
 )
-def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch):
+def test_outdated_or_missing_packages_are_reported(
+    present: dict[str, str | None], words: str, monkeypatch: pytest.MonkeyPatch
+):
     assert doctor.check_versions().status == "ok"
     right = environment.installed_version
     monkeypatch.setattr(
@@ -125,10 +127,10 @@ def test_versions(present: dict[str, str | None], words: str, monkeypatch: pytes
         "installed_version",
         lambda name: present[name] if name in present else right(name),
     )
-    explained(doctor.check_versions(), words)
+    assert_failed(doctor.check_versions(), words)
 
 
-def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_plugin_of_different_jax_version_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = environment.installed_version
     monkeypatch.setattr(
         environment,
@@ -136,7 +138,7 @@ def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.Monkey
         lambda name: "0.9" if name in topology.PLUGINS else right(name),
     )
     monkeypatch.setattr(topology, "missing_compiler", lambda: ("needs another", "pip install x"))
-    explained(doctor.check_versions(), "jax for GPUs needs another")
+    assert_failed(doctor.check_versions(), "jax for GPUs needs another")
     monkeypatch.setattr(topology, "missing_compiler", lambda: None)
     assert doctor.check_versions().status == "ok"
 
@@ -145,19 +147,19 @@ def test_a_plugin_for_gpus_of_another_jax_is_reported(monkeypatch: pytest.Monkey
     ("lower", "higher"),
     [("0.9.9", "0.10.2"), ("2.4", "2.4.1"), ("0.10.2", "0.10.10"), ("1", "1.0.1"), ("", "1")],
 )
-def test_versions_are_numbers(lower: str, higher: str):
+def test_versions_are_compared_numerically(lower: str, higher: str):
     assert doctor._numbers(lower) < doctor._numbers(higher)
     assert doctor._numbers("2.0.0rc1") == doctor._numbers("2")
 
 
-def test_a_folder_that_cannot_be_written(config: list[str], tmp_path: Path):
-    (tmp_path / "runs").write_text("a file in the way")
+def test_unwritable_run_folder_is_reported(config: list[str], tmp_path: Path):
+    (tmp_path / "runs").write_text("not a folder")
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
-    explained(found["run folder"], "Not a directory", "Set run.dir")
+    assert_failed(found["run folder"], "Not a directory", "Set run.dir")
     assert found["compilation cache"].status == "ok"
 
 
-def test_a_place_of_checkpoints_is_looked_at(
+def test_checkpoint_folder_is_checked(
     config: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def folders(value: object) -> dict[str, CheckResult]:
@@ -169,26 +171,26 @@ def test_a_place_of_checkpoints_is_looked_at(
 
     assert "a checkpoint needs" in folders(tmp_path / "saved")["checkpoint folder"].text
     assert "a checkpoint needs" not in folders(tmp_path / "saved")["run folder"].text
-    (tmp_path / "saved").write_text("a file in the way")
-    explained(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
+    (tmp_path / "saved").write_text("not a folder")
+    assert_failed(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
     monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
 
 
-def test_a_place_in_a_bucket_is_tried(config: list[str], bucket: Bucket):
+def test_checkpoint_folder_in_bucket_is_checked(config: list[str], bucket: Bucket):
     loaded = load([*config, "checkpoint.dir=gs://bucket/runs"])
     found = by_name(list(doctor.check_folders(CheckTarget.of(loaded))))["checkpoint folder"]
     assert found == CheckResult(found.name, "ok", "gs://bucket/runs/tiny can be written")
     bucket.refused.add("POST")
     try:
         found = by_name(list(doctor.check_folders(CheckTarget.of(loaded))))["checkpoint folder"]
-        explained(found, "Forbidden", "Storage Object User")
+        assert_failed(found, "Forbidden", "Storage Object User")
     finally:
         bucket.refused.clear()
 
 
-def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path):
+def test_restore_source_is_checked(config: list[str], tmp_path: Path):
     def checks(source: str) -> CheckResult:
         loaded = load([*config, f"run.dir={tmp_path}", f"checkpoint.restore_from={source}"])
         (check,) = doctor.check_restore_source(loaded.config)
@@ -198,24 +200,24 @@ def test_what_a_run_starts_from_is_looked_for(config: list[str], tmp_path: Path)
     for source, step in (("base", "newest"), ("base@120", "120"), ("base@best", "best")):
         check = checks(source)
         assert (check.status, check.text) == ("ok", f"{tmp_path}/base, step {step}, restores all")
-    explained(checks("base@7"), "base@7 does not exist", "has steps 120", "RUN@newest")
-    explained(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
+    assert_failed(checks("base@7"), "base@7 does not exist", "has steps 120", "RUN@newest")
+    assert_failed(checks("bse"), "checkpoint.restore_from = bse", "Did you mean base?")
     (tmp_path / "none").mkdir()
-    explained(checks(f"{tmp_path}/none"), "has no checkpoint")
+    assert_failed(checks(f"{tmp_path}/none"), "has no checkpoint")
     own = load([*config, f"run.dir={tmp_path}", "run.name=base", "checkpoint.restore_from=nothing"])
     (check,) = doctor.check_restore_source(own.config)
     assert check.status == "ok" and "is ignored" in check.text
     assert list(doctor.check_restore_source(load(config).config)) == []
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(config: list[str], tmp_path: Path):
-    (tmp_path / "cache").write_text("a file in the way")
+def test_unwritable_cache_is_reported_as_warning(config: list[str], tmp_path: Path):
+    (tmp_path / "cache").write_text("not a folder")
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))
     assert found["compilation cache"].status == "warning"
     assert "runtime.compilation_cache" in found["compilation cache"].action
 
 
-def test_the_default_cache_without_a_home_folder_is_a_warning(
+def test_default_cache_without_home_folder_is_warning(
     config: list[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("HOME")
@@ -230,10 +232,10 @@ def test_the_default_cache_without_a_home_folder_is_a_warning(
 
 
 @pytest.mark.parametrize(("free", "status"), [(1, "FAILED"), (2.5, "warning"), (4.1, "ok")])
-def test_space_for_checkpoints(
+def test_free_space_for_checkpoints_is_checked(
     free: float, status: str, config: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """In checkpoints; three are kept while one is written."""
+    """`free` is in checkpoints; three are kept while one is written."""
     from maxpipe.models.count import num_params
     from maxpipe.models.registry import describe
 
@@ -247,111 +249,113 @@ def test_space_for_checkpoints(
     assert found.status == "ok" or "Free " in found.action
 
 
-def test_a_file_server_with_another_time(config: list[str], monkeypatch: pytest.MonkeyPatch):
+def test_clock_of_file_server_is_compared(config: list[str], monkeypatch: pytest.MonkeyPatch):
     real = time.time
     monkeypatch.setattr(doctor.time, "time", lambda: real() - 60)
     found = by_name(list(doctor.check_folders(CheckTarget.of(load(config)))))["run folder"]
     assert found.status == "warning" and "differs from this machine's by 60." in found.text
 
 
-def test_data_and_tokenizer(config: list[str], tmp_path: Path):
+def test_data_and_tokenizer_are_checked(config: list[str], tmp_path: Path):
     read, tokens = doctor.check_data(load(config).config)
     assert read.text == "text, 1 document, the first has 18 characters"
     assert tokens.text == "bytes, 259 ids, 18 tokens for 18 characters"
-    # The tokenizer is looked at without data, and the other way round.
+    # The tokenizer is checked even if the data is invalid, and vice versa.
     missing, tokens = doctor.check_data(load([*config, f"data.path={tmp_path}/none"]).config)
-    explained(missing, "data.path = ", "0 files match", "Set data.path")
+    assert_failed(missing, "data.path = ", "0 files match", "Set data.path")
     assert tokens.status == "ok"
     (tmp_path / "tokenizer.json").write_text("{}")
     both = ["tokenizer.kind=huggingface", f"tokenizer.path={tmp_path}/tokenizer.json"]
     read, tokens = doctor.check_data(load([*config, *both]).config)
     assert read.status == "ok"
-    explained(tokens, "tokenizer.path", "must be a tokenizer.json file")
+    assert_failed(tokens, "tokenizer.path", "must be a tokenizer.json file")
 
 
-def test_a_model_with_too_few_ids(config: list[str]):
+def test_vocab_size_smaller_than_tokenizer_is_reported(config: list[str]):
     whole = load(config).config
     small = dataclasses.replace(whole, model=dataclasses.replace(whole.model, vocab_size=100))
     read, tokens = doctor.check_data(small)
     assert read.status == "ok"
-    explained(tokens, "model.vocab_size = 100", "259")
+    assert_failed(tokens, "model.vocab_size = 100", "259")
 
 
 # --- clocks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("zone", ["", "UTC", "Europe/Zurich", "EST5EDT", "<+03>-3", ":UTC"])
-def test_a_clock_that_is_set(zone: str, monkeypatch: pytest.MonkeyPatch):
+def test_valid_time_zone_passes(zone: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", zone)
     assert doctor.check_clock().status == "ok"
 
 
-def test_a_time_zone_that_is_none(monkeypatch: pytest.MonkeyPatch):
+def test_invalid_time_zone_is_reported_as_warning(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TZ", "Mars/Base")
     found = doctor.check_clock()
     assert found.status == "warning" and "TZ=Mars/Base is not a time zone" in found.text
 
 
-def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch):
+def test_clock_jump_is_reported(monkeypatch: pytest.MonkeyPatch):
     readings = iter([1e9, 1e9 + 40])
     monkeypatch.setattr(doctor.time, "time", lambda: next(readings))
-    explained(doctor.check_clock(), "the wall clock advanced by 40.00 s")
+    assert_failed(doctor.check_clock(), "the wall clock advanced by 40.00 s")
 
 
 # --- devices ----------------------------------------------------------------------------------
 
 
-def answers(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[Any]:
-    """Stands in for processes; returns what they were asked."""
-    asked: list[Any] = []
+def fake_probe(monkeypatch: pytest.MonkeyPatch, *records: dict[str, Any]) -> list[Any]:
+    """Replace probe processes by these records, and return a list of the calls."""
+    calls: list[Any] = []
 
     def probe(specs: list[Any], seconds: float, **options: Any) -> list[list[dict[str, Any]]]:
-        asked.append((specs, seconds, options))
+        calls.append((specs, seconds, options))
         return [list(records) for _ in specs]
 
     monkeypatch.setattr(environment, "probe", probe)
-    return asked
+    return calls
 
 
-def test_the_mesh_that_is_asked_for_is_tried(config: list[str], monkeypatch: pytest.MonkeyPatch):
-    asked = answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
+def test_mesh_of_config_is_checked(config: list[str], monkeypatch: pytest.MonkeyPatch):
+    calls = fake_probe(monkeypatch, {"name": "mesh", "status": "ok", "text": "stage 2"})
     (found,) = doctor.check_devices(
         CheckTarget.of(load([*config, "runtime.init_timeout_seconds=77"]))
     )
     assert found == CheckResult("mesh", "ok", "stage 2")
-    ((specs, seconds, _),) = asked
+    ((specs, seconds, _),) = calls
     assert specs[0]["mesh"]["ici_stage"] == 2 and specs[0]["runtime"]["platform"] == "cpu"
     assert seconds == doctor.DEVICE_SECONDS
-    answers(monkeypatch, {"name": "mesh", "status": "ok", "text": "one", "platform": "gpu"})
+    fake_probe(monkeypatch, {"name": "mesh", "status": "ok", "text": "one", "platform": "gpu"})
     target = CheckTarget.of(load([*config, "train.sequence_length=4096"]))
     assert [each.name for each in doctor.check_devices(target)] == ["mesh", "attention"]
     named = CheckTarget.of(load([*config, "model.attention=xla"]))
     assert [each.name for each in doctor.check_devices(named)] == ["mesh"]
-    asked = answers(monkeypatch)
+    calls = fake_probe(monkeypatch)
     several = load([*config, "runtime.num_processes=0", "runtime.init_timeout_seconds=77"])
     list(doctor.check_devices(CheckTarget.of(several)))
-    assert asked[0][1] == doctor.DEVICE_SECONDS + 77
+    assert calls[0][1] == doctor.DEVICE_SECONDS + 77
 
 
-def test_devices_that_hang_are_explained(monkeypatch: pytest.MonkeyPatch):
-    answers(monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."})
+def test_unresponsive_devices_are_reported(monkeypatch: pytest.MonkeyPatch):
+    fake_probe(
+        monkeypatch, {"name": "devices", "status": "FAILED", "text": "no answer within 9 s."}
+    )
     (found,) = doctor.check_devices(CheckTarget())
-    explained(found, "no answer within 9 s.", "Stop other programs")
-    explained(doctor.check_loopback(), "process 0: no answer within 9 s.", "no_proxy")
+    assert_failed(found, "no answer within 9 s.", "Stop other programs")
+    assert_failed(doctor.check_loopback(), "process 0: no answer within 9 s.", "no_proxy")
     assert doctor.count_device_kinds() == "no answer within 9 s."
 
 
-def test_a_mesh_that_does_not_fit_and_a_platform_that_is_not_there(config: list[str]):
+def test_wrong_mesh_size_and_missing_platform_are_reported(config: list[str]):
     found = list(doctor.check_devices(CheckTarget.of(load([*config, "mesh.ici_fsdp=4"]))))
     assert [check.status for check in found] == ["ok", "FAILED"]
-    explained(found[1], "the run needs 8, but there are 4", "set mesh.cpu_devices=8")
+    assert_failed(found[1], "the run needs 8, but there are 4", "set mesh.cpu_devices=8")
     (found,) = doctor.check_devices(CheckTarget.of(load([*config, "runtime.platform=tpu"])))
-    explained(found, "runtime.platform", "must have devices on this machine")
+    assert_failed(found, "runtime.platform", "must have devices on this machine")
 
 
 @pytest.mark.multihost
 @pytest.mark.faults
-def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
+def test_failed_loopback_connection_is_reported(monkeypatch: pytest.MonkeyPatch):
     # Another program listens at process 0's port.
     import socket
 
@@ -361,11 +365,11 @@ def test_two_processes_that_cannot_meet(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(doctor, "free_port", lambda: other.getsockname()[1])
         monkeypatch.setattr(doctor, "LOOPBACK_SECONDS", 15.0)
         begin = time.monotonic()
-        explained(doctor.check_loopback(), "process ", "127.0.0.1")
+        assert_failed(doctor.check_loopback(), "process ", "127.0.0.1")
         assert time.monotonic() - begin < 25
 
 
-def test_help_needs_no_jax():
+def test_help_does_not_import_jax():
     code = (
         "import sys; from maxpipe.cli import main\n"
         "for args in (['doctor', '--help'], ['env', '--help']):\n"

@@ -1,4 +1,4 @@
-"""What a bug report says, and processes that answer in time or are ended."""
+"""Contents of bug reports, and probe processes with a time limit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spec(**runtime: Any) -> dict[str, Any]:
     return {"runtime": runtime, "mesh": {}, "folder": "."}
 
 
-def test_the_report_is_json_with_what_matters(monkeypatch: pytest.MonkeyPatch):
+def test_report_contains_versions_machine_and_variables(monkeypatch: pytest.MonkeyPatch):
     import jax
 
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=/{TOKEN}")
@@ -42,24 +42,24 @@ def test_the_report_is_json_with_what_matters(monkeypatch: pytest.MonkeyPatch):
     assert found["command_line"] == ["env", "--x=<redacted>"]
 
 
-def test_a_checkout_has_a_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_commit_is_reported_only_in_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     found = environment.commit()
     assert found is None or len(found.removesuffix("-dirty")) == 40
     monkeypatch.setattr(environment, "_PROJECT", tmp_path / "pyproject.toml")
     assert environment.commit() is None
 
 
-def test_requirements_are_those_of_the_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_requirements_match_project_metadata(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     here = set(environment.requirements())
     assert ("jax", "0.10.2", True) in here and ("tokenizers", "0.21", False) in here
     assert ("python", "3.11", True) in here
     assert not [name for name, _, _ in here if name == "ruff"]
-    # Installed, without a checkout, the same are in the package's metadata.
+    # Without a checkout, requirements are read from the metadata of the installed package.
     monkeypatch.setattr(environment, "_PROJECT", tmp_path / "none")
     assert {name for name, _, _ in environment.requirements()} >= {"jax", "python", "numpy"}
 
 
-def test_a_process_that_hangs_is_ended():
+def test_hanging_process_is_terminated():
     begin = time.monotonic()
     alone = spec(num_processes=2, coordinator="127.0.0.1:9", process_id=1)
     (records,) = environment.probe([alone], 3.0)
@@ -68,7 +68,7 @@ def test_a_process_that_hangs_is_ended():
     assert records[-1]["text"] == "no result within 3 s."
 
 
-def test_a_process_that_dies_says_why():
+def test_failed_process_reports_cause():
     (records,) = environment.probe([spec(platform="no such")], 60.0)
     assert records[-1]["status"] == "FAILED" and "'no such'" in records[-1]["text"]
     (records,) = environment.probe([{"runtime": {TOKEN: 1}, "mesh": {}}], 60.0)

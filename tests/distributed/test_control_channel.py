@@ -1,4 +1,4 @@
-"""Processes that watch over each other: real ones, without jax, that stop, fail, hang and die."""
+"""Control channel between real processes, without jax, that stop, fail, hang and are killed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ limits = Timeouts({limits})
 {before}
 
 def steps(link, number, each=lambda step: None):
-    # As a run does: read, then wait for the others in a step.
+    # Like a run: read data, then wait for other processes in a step.
     with phases.enter(LOOP):
         for step in range(1, number + 1):
             phases.progress(step)
@@ -91,7 +91,7 @@ def members(
     facts: tuple[str, ...] = (),
     before: str = "",
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that run `body`; `started` of `count` are, and run `before` first."""
+    """Start processes that run `before`, then `body`: `started` of `count`, or all."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -123,61 +123,61 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
     raise AssertionError(f"{text!r} was never printed")
 
 
-def ends(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
-    """Exit codes, what was printed, and on stderr."""
+def wait_for_exit(processes: list[subprocess.Popen[str]]) -> tuple[list[int], list[str], list[str]]:
+    """Wait for processes, and return their exit codes, stdout and stderr."""
     printed = [process.communicate(timeout=60) for process in processes]
     return [p.returncode for p in processes], [o for o, _ in printed], [e for _, e in printed]
 
 
-def test_all_stop_at_the_same_step_when_one_is_asked() -> None:
+def test_signal_to_one_process_stops_all_at_same_step() -> None:
     with members("steps(link, 1000)") as processes:
         for process in processes:
             wait_for(process, "running")
         processes[1].send_signal(signal.SIGTERM)
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [75, 75, 75], errors
     (step,) = {re.search(r"stopped at (\d+)", text)[1] for text in printed}  # type: ignore[index]
     assert 3 < int(step) < 1000
 
 
-def test_one_process_is_its_own_hub() -> None:
+def test_single_process_stops_on_signal() -> None:
     with members("steps(link, 1000)", count=1) as (process,):
         wait_for(process, "running")
         process.send_signal(signal.SIGTERM)
-        codes, printed, _ = ends([process])
+        codes, printed, _ = wait_for_exit([process])
     assert codes == [75] and "stopped at" in printed[0]
 
 
-def test_a_run_that_ends_leaves_no_process_behind() -> None:
+def test_all_processes_exit_when_run_ends() -> None:
     with members("steps(link, 5)") as processes:
-        assert ends(processes)[0] == [0, 0, 0]
+        assert wait_for_exit(processes)[0] == [0, 0, 0]
 
 
-def test_before_the_first_step_nothing_is_worth_waiting_for() -> None:
+def test_signal_before_first_step_exits_immediately() -> None:
     body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
     with members(body, count=2) as processes:
         for process in processes:
             wait_for(process, "running")
         processes[0].send_signal(signal.SIGTERM)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [75, 75]
     assert all("before the first step" in text for text in errors)
 
 
 @pytest.mark.parametrize("asked", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_asked_before_all_have_come(asked: int) -> None:
+def test_signal_before_all_processes_connect(asked: int) -> None:
     with members("pass", count=4, started=3) as processes:
         for process in processes:
             wait_for(process, "linked")
-        time.sleep(1)  # all three reach process 0
+        time.sleep(1)  # all three connect to process 0
         processes[asked].send_signal(signal.SIGTERM)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [75, 75, 75], errors
     assert all("before the first step" in text for text in errors)
 
 
 @pytest.mark.parametrize("comes", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_asked_before_process_0_has_come(comes: bool) -> None:
+def test_signal_before_process_0_listens(comes: bool) -> None:
     late = "if index == 0:\n    print('late', flush=True)\n    time.sleep(2)"
     with members("time.sleep(60)", count=2, before=late) as processes:
         wait_for(processes[0], "late")
@@ -185,7 +185,7 @@ def test_asked_before_process_0_has_come(comes: bool) -> None:
             processes[0].kill()
         wait_for(processes[1], "linked")
         processes[1].send_signal(signal.SIGTERM)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [75 if comes else -signal.SIGKILL, 75], errors
     assert all("before the first step" in text for text in errors[not comes :])
 
@@ -200,7 +200,7 @@ steps(link, 1000, read)
 
 
 @pytest.mark.fault("F8")
-def test_a_second_signal_ends_the_process_at_once() -> None:
+def test_second_signal_exits_immediately() -> None:
     body = HANGS
     with members(body, count=1, limits="stall_seconds=0") as (process,):
         wait_for(process, "hangs")
@@ -208,19 +208,19 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         time.sleep(1.2)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        codes, _, errors = ends([process])
+        codes, _, errors = wait_for_exit([process])
     assert codes == [75] and "second stop request" in errors[0]
 
 
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
-def test_ctrl_c_and_a_closed_terminal_stop_all_with_one_code(number: int, code: int) -> None:
-    """Asked once in one process, which says so at once; all stop at the same step."""
+def test_ctrl_c_or_closed_terminal_stops_all_with_same_code(number: int, code: int) -> None:
+    """One process receives the signal and reports it immediately; all stop at the same step."""
     with members("steps(link, 1000)", count=2) as processes:
         for process in processes:
             wait_for(process, "running")
         processes[1].send_signal(number)
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [code, code], errors
     assert len({re.search(r"stopped at (\d+)", text)[1] for text in printed}) == 1  # type: ignore[index]
     assert errors[1].startswith("stopping after this step and saving; ")
@@ -228,7 +228,7 @@ def test_ctrl_c_and_a_closed_terminal_stop_all_with_one_code(number: int, code: 
 
 
 @pytest.mark.fault("H5")
-def test_ctrl_c_twice_leaves_at_once() -> None:
+def test_second_ctrl_c_exits_immediately() -> None:
     with members(HANGS, count=1, limits="stall_seconds=0") as (process,):
         wait_for(process, "hangs")
         process.send_signal(signal.SIGINT)
@@ -236,26 +236,26 @@ def test_ctrl_c_twice_leaves_at_once() -> None:
         assert process.poll() is None
         begin = time.monotonic()
         process.send_signal(signal.SIGINT)
-        codes, _, errors = ends([process])
+        codes, _, errors = wait_for_exit([process])
     assert codes == [130] and time.monotonic() - begin < 5
     assert "second stop request" in errors[0] and "Traceback" not in errors[0]
 
 
 @pytest.mark.fault("H5")
-def test_ctrl_c_before_the_first_step_leaves_at_once() -> None:
+def test_ctrl_c_before_first_step_exits_immediately() -> None:
     body = "with phases.enter(COMPILE):\n    print('running', flush=True)\n    time.sleep(60)"
     with members(body, count=2) as processes:
         for process in processes:
             wait_for(process, "running")
         processes[1].send_signal(signal.SIGINT)
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [130, 130]
     assert all("before the first step" in text for text in errors)
 
 
 @pytest.mark.fault("H5")
-def test_what_was_ignored_at_the_start_stays_ignored() -> None:
-    """`nohup maxpipe train`, and a closed terminal."""
+def test_signals_ignored_at_startup_stay_ignored() -> None:
+    """`nohup maxpipe train` ignores SIGHUP when the terminal is closed."""
     before = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)"
     with members("steps(link, 1000)", count=1, before=before) as (process,):
         wait_for(process, "running")
@@ -263,41 +263,41 @@ def test_what_was_ignored_at_the_start_stays_ignored() -> None:
         time.sleep(0.5)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert ends([process])[0] == [75]
+        assert wait_for_exit([process])[0] == [75]
 
 
 @pytest.mark.fault("F8")
-def test_a_signal_that_comes_twice_is_one_request() -> None:
-    """A launcher signals the process, and then its group."""
+def test_signals_in_quick_succession_are_one_request() -> None:
+    """A launcher signals the process and then its process group."""
     body = HANGS.replace("60", "1")
     with members(body, count=1) as (process,):
         wait_for(process, "hangs")
         for _ in range(3):
             process.send_signal(signal.SIGTERM)
             time.sleep(0.2)
-        codes, printed, errors = ends([process])
+        codes, printed, errors = wait_for_exit([process])
     assert codes == [75], errors
     assert "stopped at" in printed[0] and "second stop request" not in errors[0]
 
 
 @pytest.mark.fault("F8")
-def test_the_grace_ends() -> None:
+def test_process_exits_after_grace_period() -> None:
     body = HANGS
     with members(body, count=1, limits="heartbeat_seconds=1, grace_seconds=1") as (process,):
         wait_for(process, "hangs")
         process.send_signal(signal.SIGTERM)
-        codes, _, errors = ends([process])
+        codes, _, errors = wait_for_exit([process])
     assert codes == [75] and "time limit for saving" in errors[0]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_killed_process_is_named_at_once(victim: int) -> None:
+def test_killed_process_is_reported_immediately(victim: int) -> None:
     with members("steps(link, 1000)") as processes:
         for process in processes:
             wait_for(process, "running")
         begin = time.monotonic()
         processes[victim].kill()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
         assert time.monotonic() - begin < 5
     del codes[victim], errors[victim]
     assert codes == [71, 71]
@@ -307,8 +307,8 @@ def test_a_killed_process_is_named_at_once(victim: int) -> None:
 
 
 @pytest.mark.parametrize("killed", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_the_link_speaks_before_a_thread_that_aborts(killed: bool) -> None:
-    """As jax does without process 0; a process that aborts for another reason dies."""
+def test_disconnect_is_reported_before_thread_aborts(killed: bool) -> None:
+    """jax aborts if it loses process 0; a process that aborts for another reason is reported."""
     body = """
 def abort():
     ctypes.CDLL(None).abort()
@@ -322,7 +322,7 @@ steps(link, 1000, step_of)
         wait_for(processes[1], "aborts")
         if killed:
             processes[0].kill()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     if killed:
         assert codes == [-signal.SIGKILL, 71] and "process 0 disconnected" in errors[1]
     else:
@@ -330,22 +330,22 @@ steps(link, 1000, step_of)
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_a_process_that_does_not_answer_is_given_up(victim: int) -> None:
+def test_unresponsive_process_ends_run_after_timeout(victim: int) -> None:
     limits = "init_seconds=20, heartbeat_seconds=2"
     with members("steps(link, 1000)", limits=limits) as processes:
         for process in processes:
             wait_for(process, "running")
         processes[victim].send_signal(signal.SIGSTOP)
-        codes, _, errors = ends(processes[:victim] + processes[victim + 1 :])
+        codes, _, errors = wait_for_exit(processes[:victim] + processes[victim + 1 :])
     assert codes == [71, 71]
     assert all(f"process {victim}" in text and "did not respond for 2 s" in text for text in errors)
 
 
 @pytest.mark.fault("F10")
-def test_the_first_failure_is_reported_last_and_everywhere() -> None:
+def test_first_failure_is_printed_last_by_all_processes() -> None:
     body = "steps(link, 1000, lambda step: 1 / (step - 5) if index == 2 else None)"
     with members(body) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [70, 70, 70]
     for text in errors:
         assert text.rstrip().endswith("ZeroDivisionError: division by zero")
@@ -353,11 +353,11 @@ def test_the_first_failure_is_reported_last_and_everywhere() -> None:
 
 
 @pytest.mark.fault("F9")
-def test_a_stall_shows_all_stacks_and_names_who_holds_the_others_up() -> None:
+def test_stall_prints_all_stacks_and_names_stalled_process() -> None:
     body = """
 def read(step):
     if index == 1 and step == 5:
-        time.sleep(60)  # a reader that hangs
+        time.sleep(60)  # the data reader hangs
 def step_of_all(step):
     if step == 6:
         with phases.enter(STEP):
@@ -366,7 +366,7 @@ steps(link, 1000, read if index == 1 else step_of_all)
 """
     limits = "init_seconds=20, heartbeat_seconds=2, stall_seconds=2"
     with members(body, limits=limits) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 71, 71]
     for index, text in enumerate(errors):
         assert f"process {index} on " in text and "most recent call first" in text
@@ -376,8 +376,8 @@ steps(link, 1000, read if index == 1 else step_of_all)
         assert "process 2" not in who
 
 
-def test_a_stall_is_said_twice_by_all() -> None:
-    """Beats are older than what has happened since, when a host was frozen."""
+def test_stall_requires_repeated_reports_from_all_processes() -> None:
+    """Heartbeats may be outdated if a host was suspended."""
     told: list[CoordinatorMessage] = []
     with selectors.DefaultSelector() as selector:
         hub = Coordinator(2, Timeouts(stall_seconds=1), told.append, print, selector)
@@ -402,11 +402,11 @@ def test_a_stall_is_said_twice_by_all() -> None:
         beat(1, 0, 3.0)
         assert not verdict()
         beat(0, 0, 4.0)
-        assert not verdict()  # the other one has said nothing since
+        assert not verdict()  # the other process has sent no heartbeat since
         beat(1, 5, 0.5)
         assert not verdict()
         beat(1, 5, 1.5)
-        assert not verdict()  # suspected again, from here on
+        assert not verdict()  # the stall is suspected again
         beat(1, 5, 2.5)
         assert not verdict()
         beat(0, 0, 6.0)
@@ -414,8 +414,8 @@ def test_a_stall_is_said_twice_by_all() -> None:
 
 
 @pytest.mark.parametrize("phase", ["DATA_SET_UP", pytest.param("COMPILE", marks=pytest.mark.long)])
-def test_set_up_takes_as_long_as_it_moves_or_compiles(phase: str) -> None:
-    """And those who wait for it, before the first step and in it, are not stuck."""
+def test_set_up_with_progress_or_compilation_is_not_a_stall(phase: str) -> None:
+    """Processes that wait, before or in the first step, are not reported as stalled either."""
     body = f"""
 if index == 1:
     with phases.enter({phase}):
@@ -431,11 +431,11 @@ elif index != 1:
 steps(link, 5)
 """
     with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0], errors
 
 
-def test_set_up_that_hangs_is_named_and_not_those_who_wait_for_it() -> None:
+def test_stalled_set_up_is_reported_without_waiting_processes() -> None:
     body = """
 if index == 1:
     with phases.enter(DATA_SET_UP):
@@ -443,7 +443,7 @@ if index == 1:
 link.compare_across_processes("data", "x")
 """
     with members(body, limits="heartbeat_seconds=5, stall_seconds=1") as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 71, 71]
     for text in errors:
         what, who, _ = text.splitlines()[-3:]
@@ -452,8 +452,8 @@ link.compare_across_processes("data", "x")
 
 
 @pytest.mark.long
-def test_a_stall_names_what_is_read() -> None:
-    """Also in an evaluation, in which all others wait."""
+def test_stall_report_names_record_being_read() -> None:
+    """The record is reported even in an evaluation, for which all other processes wait."""
     body = """
 def read(step):
     if step == 4:
@@ -465,7 +465,7 @@ steps(link, 1000, read)
 """
     limits = "init_seconds=20, heartbeat_seconds=5, stall_seconds=2"
     with members(body, limits=limits) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 71, 71]
     for text in errors:
         who = text.splitlines()[-2]
@@ -476,7 +476,7 @@ steps(link, 1000, read)
 
 @pytest.mark.long
 @pytest.mark.fault("S1")
-def test_who_holds_the_others_up_is_named() -> None:
+def test_straggler_is_reported() -> None:
     body = """
 def wait(step):
     with phases.enter(STEP):
@@ -484,14 +484,14 @@ def wait(step):
 steps(link, 60, wait if index != 2 else lambda step: time.sleep(0.05))
 """
     with members(body) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0]
     found = re.search(r"^process 2 \(.*\) delays the other processes: (\d+) ms", errors[0], re.M)
     assert found and 35 <= int(found[1]) <= 90
 
 
 @pytest.mark.fault("F10")
-def test_a_process_that_ends_early_is_not_waited_for() -> None:
+def test_early_exit_of_one_process_ends_run() -> None:
     body = """
 def wait(step):
     if step == 6:
@@ -500,7 +500,7 @@ def wait(step):
 steps(link, 5 if index == 1 else 1000, wait)
 """
     with members(body, limits="heartbeat_seconds=2") as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [71, 0, 71]
     for text in (errors[0], errors[2]):
         assert re.search(r"process 1 exited \d s ago, but processes 0, 2 did not", text)
@@ -513,17 +513,17 @@ steps(link, 5 if index == 1 else 1000, wait)
         pytest.param("steps(link, 150)", marks=pytest.mark.long),
     ],
 )
-def test_a_process_that_still_saves_or_moves_is_let_alone(rest: str) -> None:
-    """After the last save process 0 alone looks at the files, which may take minutes."""
+def test_process_that_saves_or_trains_on_is_not_terminated(rest: str) -> None:
+    """After the last save, only process 0 verifies the files, which may take minutes."""
     body = f"steps(link, 5)\nif index == 0:\n    {rest}\n    print('complete', flush=True)"
     with members(body, limits="heartbeat_seconds=1") as processes:
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0], errors
     assert "complete" in printed[0]
 
 
-def test_leaving_waits_for_thousands_of_processes() -> None:
-    """Their descriptors are beyond what select takes."""
+def test_wait_for_disconnects_supports_high_descriptors() -> None:
+    """File descriptors above 1023 are not supported by `select`."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, before[1]))
     here, there = socket.socketpair()
@@ -555,7 +555,7 @@ def test_leaving_waits_for_thousands_of_processes() -> None:
         ("link.on_leave", "time.sleep(60)"),
     ],
 )
-def test_a_process_leaves_whatever_fails_on_the_way_out(what: str, fault: str) -> None:
+def test_process_exits_even_if_shutdown_fails(what: str, fault: str) -> None:
     body = f"""
 sys.modules["maxpipe.distributed.control_channel"]._GOODBYE_SECONDS = 0.5
 {what} = lambda *_: {fault}
@@ -563,31 +563,31 @@ link._coordinator._end(71, "nothing moves")
 """
     with members(body, count=1) as processes:
         begin = time.monotonic()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
         assert time.monotonic() - begin < 30
     assert codes == [71] and errors == ["nothing moves\n"]
 
 
 @pytest.mark.fault("F10")
-def test_those_who_did_not_come_are_named() -> None:
+def test_missing_processes_are_reported() -> None:
     limits = "init_seconds=2"
     with members("pass", count=4, started=2, limits=limits) as processes:
-        codes, _, errors = ends(processes)
-    assert codes == [71, 71]  # hosts may come late: another start may find them
+        codes, _, errors = wait_for_exit(processes)
+    assert codes == [71, 71]  # a restart may succeed if hosts were late
     assert all("processes 2, 3 of 4 did not join within 2 s" in text for text in errors)
 
 
-def test_a_hub_that_did_not_come() -> None:
+def test_unreachable_process_0_is_reported() -> None:
     with members("pass", count=2, limits="init_seconds=1") as processes:
         processes[0].kill()
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes[1] == 71 and "process 0 was not reachable at 127.0.0.1:" in errors[1]
 
 
-def test_an_unknown_host_name_is_no_matter_of_the_secret(
+def test_unresolved_host_name_is_not_blamed_on_secret(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is a secret that is there no more, since process 0 has given up meanwhile."""
+    """The secret may be removed before the timeout, because process 0 has exited."""
 
     def unknown(*arguments: object, **options: object) -> None:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -600,33 +600,33 @@ def test_an_unknown_host_name_is_no_matter_of_the_secret(
     assert "cannot resolve the name: Name or service not known" in trouble.text
 
 
-def test_other_facts_are_refused_by_name() -> None:
+def test_different_metadata_is_rejected_with_key() -> None:
     with members("pass", facts=("10", "10", "11")) as processes:
-        codes, _, errors = ends(processes)
+        codes, _, errors = wait_for_exit(processes)
     assert codes == [2, 2, 2]
     assert all("train.steps is 10 in process 0 and 11 in process 2" in text for text in errors)
 
 
 @pytest.mark.fault("P6")
-def test_the_same_number_twice_is_refused_and_the_run_goes_on() -> None:
+def test_duplicate_process_id_is_rejected_and_run_continues() -> None:
     with members("steps(link, 5)", started=2) as processes:
-        time.sleep(1.5)  # the first process 1 has come
-        second = again(processes[1], 1)
-        codes, _, errors = ends([second])
+        time.sleep(1.5)  # the first process 1 has connected
+        second = start_again(processes[1], 1)
+        codes, _, errors = wait_for_exit([second])
         assert codes == [2]
         (twice,) = errors
         assert contains(twice, "process 1") and contains(twice, "the same process_id as process 1")
-        codes, _, errors = ends([*processes, again(processes[1], 2)])
+        codes, _, errors = wait_for_exit([*processes, start_again(processes[1], 2)])
     assert codes == [0, 0, 0]
     assert "rejected: process 1 (" in errors[0]
 
 
 @pytest.mark.long
 @pytest.mark.fault("P6")
-def test_another_count_is_refused_and_named_at_the_end() -> None:
+def test_different_num_processes_is_rejected_and_reported() -> None:
     limits = "init_seconds=4"
     with members("pass", count=2, started=1, limits=limits) as (first,):
-        codes, _, errors = ends([again(first, 1, count=3), first])
+        codes, _, errors = wait_for_exit([start_again(first, 1, count=3), first])
     assert codes == [2, 71]
     assert all("has num_processes=3, but process 0 has 2" in text for text in errors)
     assert "process 1 of 2 did not join within 4 s; process 1 (" in errors[1]
@@ -634,37 +634,37 @@ def test_another_count_is_refused_and_named_at_the_end() -> None:
 
 @pytest.mark.fault("F10")
 @pytest.mark.parametrize("silent", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_process_that_went_away_may_come_again(silent: bool) -> None:
-    """Its host was lost while the others were waited for; a dead host closes no connection."""
+def test_disconnected_process_can_reconnect(silent: bool) -> None:
+    """A host fails before all processes have connected; its connection may stay open."""
     limits = "init_seconds=20, heartbeat_seconds=3"
     with (
         members("steps(link, 5)", started=1, limits=limits) as (first,),
-        introduced(first, 1) as wire,
+        joined(first, 1) as wire,
     ):
         if silent:
             time.sleep(3.5)
         else:
             wire.close()
-        second = again(first, 2)
-        time.sleep(1.5)  # it comes before the other, and is not welcomed with the lost one
-        codes, _, errors = ends([first, again(first, 1), second])
+        second = start_again(first, 2)
+        time.sleep(1.5)  # process 2 connects first, and must not be grouped with the lost process 1
+        codes, _, errors = wait_for_exit([first, start_again(first, 1), second])
     assert codes == [0, 0, 0], errors
 
 
-def test_process_0_does_not_wait_for_the_goodbye_of_a_lost_host() -> None:
+def test_process_0_does_not_wait_for_goodbye_of_lost_host() -> None:
     limits = "init_seconds=20, heartbeat_seconds=1"
     with (
         members("steps(link, 5)", count=2, started=1, limits=limits) as (first,),
-        introduced(first, 1, count=2),
+        joined(first, 1, count=2),
     ):
         begin = time.monotonic()
-        codes, _, errors = ends([first])
+        codes, _, errors = wait_for_exit([first])
         assert time.monotonic() - begin < 20
     assert codes == [71] and "process 1 (far, pid 1) did not respond for 1 s" in errors[0]
 
 
-def test_the_port_is_free_when_all_are_welcome() -> None:
-    """jax's own service listens there next."""
+def test_port_is_released_before_welcome() -> None:
+    """jax's coordination service listens on the port next."""
     port, told = free_port(), []
 
     def hear(message: Any) -> None:
@@ -689,30 +689,30 @@ def test_the_port_is_free_when_all_are_welcome() -> None:
     assert told == ["welcome"]
 
 
-def test_values_are_compared_everywhere() -> None:
+def test_values_are_compared_across_processes() -> None:
     body = "print(link.compare_across_processes('data', 'b' if index == 1 else 'a'))"
     with members(body) as processes:
-        codes, printed, errors = ends(processes)
+        codes, printed, errors = wait_for_exit(processes)
     assert codes == [0, 0, 0], errors
     assert {text.splitlines()[-1] for text in printed} == {"{'a': [0, 2], 'b': [1]}"}
 
 
-def test_an_introduction_may_come_in_pieces() -> None:
-    """It holds the whole config, which is more than a network hands over at once."""
+def test_hello_message_may_arrive_in_pieces() -> None:
+    """The message contains the complete config, and may be split by the network."""
     with (
         members("link.compare_across_processes('x', 'y')", count=2, started=1) as (process,),
-        introduced(process, 1, count=2, pause=0.3) as wire,
+        joined(process, 1, count=2, pause=0.3) as wire,
     ):
-        assert heard(wire, "welcome")
+        assert received(wire, "welcome")
         wire.send({"same": "x", "value": "y"})
         wire.send({"bye": True})
         assert process.wait(10) == 0
 
 
-def again(
+def start_again(
     process: subprocess.Popen[str], index: int, *, count: int | None = None
 ) -> subprocess.Popen[str]:
-    """The same command as another process of the run."""
+    """Start the same command as another process of the run."""
     arguments: list[Any] = list(process.args)  # type: ignore[arg-type]
     arguments[3] = str(index)
     arguments[4] = str(count) if count else arguments[4]
@@ -725,8 +725,8 @@ def port_of(hub: subprocess.Popen[str]) -> int:
 
 
 @contextlib.contextmanager
-def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
-    """A connection that knows the run's secret, and says nothing."""
+def authenticated(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
+    """Open an authenticated connection that sends no messages."""
     deadline = time.monotonic() + 10
     while True:
         try:
@@ -742,13 +742,13 @@ def proved(hub: subprocess.Popen[str]) -> Iterator[AuthenticatedConnection]:
 
 
 @contextlib.contextmanager
-def introduced(
+def joined(
     hub: subprocess.Popen[str], index: int, *, count: int = 3, pause: float = 0
 ) -> Iterator[AuthenticatedConnection]:
-    """A connection that says it is a process, and nothing more."""
+    """Open an authenticated connection that sends only the hello message of a process."""
     facts = {"train.steps": "10"}
     hello = {"index": index, "count": count, "host": "far", "pid": 1, "facts": facts}
-    with proved(hub) as wire:
+    with authenticated(hub) as wire:
         sock = wire._socket
         wire._socket = Nowhere()  # type: ignore[assignment]
         wire.send({"hello": hello})
@@ -760,14 +760,14 @@ def introduced(
 
 
 class Nowhere:
-    """A network that takes nothing for now."""
+    """A socket that always blocks."""
 
     def send(self, data: bytes) -> int:
         raise BlockingIOError
 
 
-def heard(wire: AuthenticatedConnection, name: str) -> bool:
-    """Whether the hub says this."""
+def received(wire: AuthenticatedConnection, name: str) -> bool:
+    """Return whether a message with this name arrives before the connection closes."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         messages = wire.receive(CoordinatorMessage)
@@ -776,4 +776,4 @@ def heard(wire: AuthenticatedConnection, name: str) -> bool:
         if any(name in message for message in messages):
             return True
         time.sleep(0.01)
-    raise AssertionError(f"{name} was never said")
+    raise AssertionError(f"{name} was never received")

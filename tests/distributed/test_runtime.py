@@ -1,4 +1,4 @@
-"""Start and stop of a process, and what it says when the machine is not as configured."""
+"""Start and stop of a process, and errors if the machine does not match the config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SETTINGS: Any = jax.config
 
 
 def environment() -> dict[str, str]:
-    """Without settings of jax."""
+    """Return the environment without variables of jax."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))
     }
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    """A process that starts like a user's."""
+    """Run code in a process with the environment of a user."""
     return subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -53,7 +53,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 @contextlib.contextmanager
 def background(code: str) -> Iterator[subprocess.Popen[str]]:
-    """The same, beside the test."""
+    """Run code in a background process."""
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, env=environment()
@@ -65,7 +65,7 @@ def background(code: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def started(config: str, cpu_devices: int = 1, then: str = "pass") -> str:
-    """Code that starts the runtime and exits as the command would."""
+    """Return code that starts the runtime and exits like the command."""
     return f"""
 import json, os, sys, tempfile, time
 from pathlib import Path
@@ -84,7 +84,7 @@ except MaxpipeError as error:
 """
 
 
-def is_explained(message: str) -> None:
+def assert_complete_error(message: str) -> None:
     assert "Traceback" not in message
     where, rule, action = message.splitlines()
     assert not where.startswith(" ") and rule.startswith("  ") and action.startswith("  ")
@@ -99,14 +99,14 @@ def free_port() -> int:
 # --- devices and cache -----------------------------------------------------------------------
 
 
-def test_start_gives_the_virtual_devices_and_says_nothing(tmp_path: Path):
+def test_start_creates_virtual_devices_without_output(tmp_path: Path):
     config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
     ran = python(started(config, 3, "import jax; print(json.dumps(len(jax.devices())))"))
     assert (ran.returncode, ran.stderr, json.loads(ran.stdout)) == (0, "", 3)
     assert not (tmp_path / "new").exists()  # several devices: no cache
 
 
-def test_one_device_has_a_cache(tmp_path: Path):
+def test_single_device_uses_compilation_cache(tmp_path: Path):
     config = f"platform='cpu', compilation_cache={str(tmp_path / 'new')!r}"
     ran = python(started(config, 1))
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -115,22 +115,22 @@ def test_one_device_has_a_cache(tmp_path: Path):
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize("num_processes", [1, pytest.param(0, marks=pytest.mark.long)])
-def test_platform_that_is_not_here(platform: str, num_processes: int):
+def test_missing_platform_is_rejected(platform: str, num_processes: int):
     if jax.local_devices(backend="cpu") != jax.devices() or Path("/dev/accel0").exists():
         pytest.skip("this machine has an accelerator")
     if platform == "cuda" and Path("/dev/nvidiactl").exists():
         pytest.skip("this machine has a GPU")
-    # Where jax finds the cluster it has joined it before it looks for devices.
+    # With a detected cluster, jax connects to it before it searches for devices.
     joins = "import jax; jax.distributed.initialize = lambda **options: None\n"
     config = f"platform={platform!r}, compilation_cache='', num_processes={num_processes}"
     ran = python((joins if num_processes == 0 else "") + started(config))
     assert ran.returncode == 2, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     assert ran.stderr.startswith(f"runtime.platform = {platform}\n")
     assert "runtime.platform=cpu" in ran.stderr
 
 
-def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
+def test_unwritable_cache_is_warning(tmp_path: Path):
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file" / "cache")
     ran = python(started(f"platform='cpu', compilation_cache={folder!r}"))
@@ -139,7 +139,7 @@ def test_cache_that_cannot_be_made_is_a_warning(tmp_path: Path):
     assert f"runtime.compilation_cache = {folder}" in line and "not cached" in line
 
 
-def test_the_default_cache_without_a_home_folder_is_a_warning():
+def test_default_cache_without_home_folder_is_warning():
     code = "import os, pwd\n"
     code += "os.environ.pop('HOME', None)\n"
     code += "def none(uid): raise KeyError(uid)\n"
@@ -160,7 +160,7 @@ def test_libraries_do_not_print_log_records_twice():
     assert ran.stderr == "once\n"
 
 
-def test_reading_commands_take_no_device_and_keep_other_handlers():
+def test_use_cpu_only_removes_only_stream_handlers():
     root, ours = logging.getLogger(), logging.NullHandler()
     root.addHandler(ours)
     printer = logging.StreamHandler()
@@ -178,7 +178,7 @@ def test_reading_commands_take_no_device_and_keep_other_handlers():
 
 @pytest.mark.multihost
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.long)])
-def test_others_that_do_not_come(rank: int):
+def test_missing_processes_are_reported_after_timeout(rank: int):
     address = f"127.0.0.1:{free_port()}"
     config = f"platform='cpu', compilation_cache='', num_processes=2, process_id={rank}"
     config += f", coordinator={address!r}, init_timeout_seconds=2"
@@ -186,7 +186,7 @@ def test_others_that_do_not_come(rank: int):
     ran = python(started(config))
     assert time.monotonic() - start < 30
     assert ran.returncode == 71, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     assert ran.stderr.startswith(f"runtime.coordinator = {address}\n")
     assert f"process {rank} of 2" in ran.stderr and "within 2 s" in ran.stderr
     if rank:
@@ -199,8 +199,8 @@ def test_others_that_do_not_come(rank: int):
 @pytest.mark.parametrize(
     "host", ["localhost", pytest.param(socket.gethostname(), marks=pytest.mark.long)]
 )
-def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: str, tmp_path: Path):
-    """It is gone when all have connected; also when process 0 is stopped before."""
+def test_processes_without_secret_read_it_from_run_folder(host: str, tmp_path: Path):
+    """The secret is removed when all have connected, or when process 0 stops before that."""
     config = "platform='cpu', compilation_cache='', num_processes=2, "
     config += f"coordinator='{host}:{free_port()}', process_id="
     codes = [
@@ -223,10 +223,10 @@ def test_processes_that_are_given_no_secret_find_one_in_the_runs_folder(host: st
     assert [out for out, _ in outputs] == ["[]\n", "[]\n"]
 
 
-def test_cluster_that_is_not_there():
+def test_undetected_cluster_is_rejected():
     ran = python(started("platform='cpu', compilation_cache='', num_processes=0"))
     assert ran.returncode == 2, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     assert "detected by jax" in ran.stderr
 
 
@@ -240,7 +240,7 @@ def test_cluster_that_is_not_there():
         (None, [], "127.0.0.1"),
     ],
 )
-def test_own_address_on_a_host_without_a_route(
+def test_own_address_on_host_without_route(
     monkeypatch: pytest.MonkeyPatch, coordinator: str | None, names: list[str], found: str
 ):
     class NoRoute(socket.socket):
@@ -260,17 +260,17 @@ def test_own_address_on_a_host_without_a_route(
     assert runtime._own_address() == found
 
 
-def test_one_process_leaves_on_its_own():
+def test_single_process_exits_with_error_code():
     then = "from maxpipe.errors import StorageError; raise StorageError('full')"
     ran = python(started("platform='cpu', compilation_cache=''", then=then))
     assert (ran.returncode, ran.stderr) == (74, "full\n")
 
 
-# --- being asked to stop ---------------------------------------------------------------------
+# --- stop requests ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_path: Path):
+def test_signal_requests_stop_and_handler_is_restored(number: signal.Signals, tmp_path: Path):
     before = signal.getsignal(number)
     with runtime.join_processes(RuntimeConfig(), 8, Phases(), {}, tmp_path) as link:
         assert not link.should_stop()
@@ -288,7 +288,7 @@ def test_a_signal_is_noted_and_the_handler_put_back(number: signal.Signals, tmp_
         ("UNAVAILABLE: failed to connect", UnreachableError),
     ],
 )
-def test_join_reports_jax_own_reason(
+def test_join_reports_reason_given_by_jax(
     monkeypatch: pytest.MonkeyPatch, reason: str, kind: type[MaxpipeError]
 ):
     def refuse(**options: object) -> None:
@@ -304,14 +304,14 @@ def test_join_reports_jax_own_reason(
         jax.config.update("jax_cpu_collectives_implementation", before)
 
 
-def test_a_port_that_is_taken_is_a_mistake():
+def test_port_in_use_is_config_error():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         address = f"127.0.0.1:{port}"
         config = f"platform='cpu', compilation_cache='', num_processes=2, coordinator={address!r}"
         ran = python(started(config))
     assert ran.returncode == 2, ran.stderr
-    is_explained(ran.stderr)
+    assert_complete_error(ran.stderr)
     cause = os.strerror(errno.EADDRINUSE)
     action = "set the same new port in runtime.coordinator"
     assert_error(ran.stderr, names=[f"port {port} cannot be used here", cause], suggests=action)
@@ -330,13 +330,13 @@ def test_compiler_options_are_for_tpus_only() -> None:
     )
     limit = "xla_tpu_scoped_vmem_limit_kib"
     assert below == small and int(wide[limit]) > int(small[limit]) and limit not in old
-    # Only v5e may fuse gathers with other work, and it has no sparse cores.
+    # Only v5e can fuse all-gathers with other operations, and it has no sparse cores.
     fused = "xla_tpu_enable_async_collective_fusion_fuse_all_gather"
     assert fused in small and fused not in old.keys() | new.keys()
     assert any("sparse_core" in name for name in new)
     assert not any("sparse_core" in name for name in small)
     spare = runtime.compiler_options("tpu", "TPU v5", d_model=4096, spares_memory=True)
-    # Experts' rows travel asynchronously either way.
+    # The all-to-all of expert tokens is asynchronous in both cases.
     assert spare.keys() & old.keys() == {"xla_tpu_enable_async_ragged_all_to_all"}
     rounds = runtime.compiler_options("tpu", "TPU v5", d_model=4096, in_8_bits=True)
     assert rounds.keys() - new.keys() == {"xla_tpu_allow_conv_input_fusion_with_downcast_convert"}

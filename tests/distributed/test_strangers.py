@@ -1,4 +1,4 @@
-"""Who does not know the run's secret: at the port of process 0, in its place, and in between."""
+"""Peers without the run's secret: as clients, as process 0, and as man in the middle."""
 
 from __future__ import annotations
 
@@ -38,29 +38,29 @@ from maxpipe.errors import ExitCode
 from maxpipe.io.typed_json import parse_json
 from tests.distributed.test_control_channel import (
     SECRET,
-    again,
-    ends,
-    heard,
-    introduced,
+    authenticated,
+    joined,
     members,
     port_of,
-    proved,
+    received,
+    start_again,
     wait_for,
+    wait_for_exit,
 )
 from tests.strangers import Flood, measured
 
 KEY = SECRET.encode()
 
 
-def soon() -> float:
+def deadline_soon() -> float:
     return time.monotonic() + 10
 
 
-# --- at the port -------------------------------------------------------------------------------
+# --- as clients -------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("P1")
-def test_random_messages_at_the_port_end_nothing_and_cost_little() -> None:
+def test_random_messages_at_port_do_not_end_run_or_use_much_cpu() -> None:
     with members("steps(link, 5)", count=2, started=1) as (first,):
         wait_for(first, "linked")
         time.sleep(0.5)
@@ -72,15 +72,15 @@ def test_random_messages_at_the_port_end_nothing_and_cost_little() -> None:
         assert share[0] < 0.05
         with Flood(port_of(first), 9, 40) as flood:
             flood.send(40, 2.0)
-            second = again(first, 1)
-            codes, printed, errors = ends([first, second])
+            second = start_again(first, 1)
+            codes, printed, errors = wait_for_exit([first, second])
     assert codes == [0, 0] and "together" in printed[0]
     assert "\x1b" not in errors[0] and "Traceback" not in errors[0]
 
 
 @pytest.mark.fault("P2")
-def test_idle_connections_keep_no_process_out_and_nothing_busy() -> None:
-    """More than this process may have files open."""
+def test_idle_connections_do_not_block_processes_or_use_cpu() -> None:
+    """There are more connections than the open-file limit of the process."""
     few = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (48, 48))"
     with members("steps(link, 5)", count=2, started=1, before=few) as (first,):
         wait_for(first, "linked")
@@ -92,7 +92,7 @@ def test_idle_connections_keep_no_process_out_and_nothing_busy() -> None:
             with measured(first.pid) as share:
                 time.sleep(2)
             assert share[0] < 0.05
-            codes, _, errors = ends([first, again(first, 1)])
+            codes, _, errors = wait_for_exit([first, start_again(first, 1)])
     assert codes == [0, 0], errors
 
 
@@ -106,9 +106,9 @@ def listening(count: int = 2) -> Iterator[tuple[Listener, tuple[str, int]]]:
         opened.close()
 
 
-def looks(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConnection]:
+def accept_until(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConnection]:
     found: list[AuthenticatedConnection] = []
-    deadline = soon()
+    deadline = deadline_soon()
     while not until():
         assert time.monotonic() < deadline
         found += opened.accept_authenticated()
@@ -117,29 +117,31 @@ def looks(opened: Listener, until: Callable[[], bool]) -> list[AuthenticatedConn
 
 
 @pytest.mark.fault("P2")
-def test_strangers_are_few_short_of_words_and_short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unauthenticated_peers_are_limited_in_number_size_and_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(protocol, "_MAX_UNAUTHENTICATED", 3)
     monkeypatch.setattr(protocol, "_AUTHENTICATION_SECONDS", 0.5)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         new = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
-        looks(opened, lambda: opened.num_refused == 3)
+        accept_until(opened, lambda: opened.num_refused == 3)
         for sock in new[:3]:
-            assert sock.recv(10) == b""  # the oldest went
+            assert sock.recv(10) == b""  # the oldest connections are closed
         new[3].sendall(b"[" * 1000)
-        looks(opened, lambda: opened.num_refused == 4)  # at its first words
+        accept_until(opened, lambda: opened.num_refused == 4)  # at its first invalid bytes
         new[4].sendall(b"maxpipe1")
-        looks(opened, lambda: opened.num_refused == 8)  # the others had their time
+        accept_until(opened, lambda: opened.num_refused == 8)  # the other peers time out
         assert opened.last_refused == "127.0.0.1"
 
 
-def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_of_busiest_address_are_dropped_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "_MAX_UNAUTHENTICATED", 3)
     with listening() as (opened, address), contextlib.ExitStack() as stack:
         other = stack.enter_context(socket.create_connection(address, 5, ("127.0.0.9", 0)))
-        looks(opened, lambda: bool(opened._unauthenticated))
+        accept_until(opened, lambda: bool(opened._unauthenticated))
         for _ in range(10):
             stack.enter_context(socket.create_connection(address))
-        looks(opened, lambda: opened.num_refused == 6)
+        accept_until(opened, lambda: opened.num_refused == 6)
         other.settimeout(0.1)
         with pytest.raises(TimeoutError):
             other.recv(1)
@@ -147,16 +149,16 @@ def test_the_address_with_most_strangers_makes_room(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.fault("P3")
 def test_replayed_and_reflected_proofs_are_rejected() -> None:
-    """A challenge sent back, a greeting of this hub, and all that a member said an hour ago."""
+    """Peers replay all messages of a member, and send the coordinator's challenge back."""
     with listening() as (opened, address):
         recorded = recording(address)
         wires: list[AuthenticatedConnection] = []
         thread = threading.Thread(
-            target=lambda: wires.append(connect(recorded.address, KEY, soon)), daemon=True
+            target=lambda: wires.append(connect(recorded.address, KEY, deadline_soon)), daemon=True
         )
         thread.start()
         proved_wires: list[AuthenticatedConnection] = []
-        deadline = soon()
+        deadline = deadline_soon()
         while not proved_wires:
             assert time.monotonic() < deadline
             proved_wires += opened.accept_authenticated()
@@ -167,12 +169,12 @@ def test_replayed_and_reflected_proofs_are_rejected() -> None:
             assert time.monotonic() < deadline
             time.sleep(0.005)
         assert messages == [{"stop": 75}]
-        said = recorded.said()
+        said = recorded.sent()
         assert b"stop" in said and SECRET.encode() not in said
         with socket.create_connection(address, timeout=5) as sock:
             before = opened.num_refused
             sock.sendall(said)
-            assert looks(opened, lambda: opened.num_refused > before) == []
+            assert accept_until(opened, lambda: opened.num_refused > before) == []
         with socket.create_connection(address, timeout=0.05) as sock:
             sock.sendall(said[:40])
             before, answer = opened.num_refused, b""
@@ -181,32 +183,32 @@ def test_replayed_and_reflected_proofs_are_rejected() -> None:
                 with contextlib.suppress(TimeoutError):
                     answer += sock.recv(64)
             sock.sendall(answer[-32:])
-            assert looks(opened, lambda: opened.num_refused > before) == []
+            assert accept_until(opened, lambda: opened.num_refused > before) == []
         for wire in (*wires, *proved_wires):
             wire.close()
 
 
 @pytest.mark.fault("P3")
-def test_another_secret_gets_nowhere() -> None:
+def test_different_secret_is_rejected() -> None:
     with members("pass", count=2, started=1, limits="init_seconds=3") as (first,):
         wait_for(first, "linked")
         time.sleep(0.5)
         with pytest.raises(PeerAuthenticationError):
-            connect(("127.0.0.1", port_of(first)), b"x" * 40, soon)
-        codes, _, errors = ends([first])
+            connect(("127.0.0.1", port_of(first)), b"x" * 40, deadline_soon)
+        codes, _, errors = wait_for_exit([first])
     told = "process 1 of 2 did not join within 3 s; 1 connections without the run's secret"
     assert codes == [71] and told in errors[0]
 
 
-def test_only_the_coordinators_address_is_listened_at() -> None:
+def test_listener_binds_only_coordinator_address() -> None:
     with listening() as (_, (_, port)), pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=1)
 
 
-def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
+def test_listener_binds_all_addresses_if_host_name_is_ambiguous(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Names for 127.0.1.1, addresses of a router, names that only others know."""
+    """Names of 127.0.1.1, addresses of a router, and names that only other hosts can resolve."""
     names: dict[str, list[str]] = {
         "localhost": ["127.0.0.1"],
         "127.0.0.1": ["127.0.0.1"],
@@ -242,20 +244,20 @@ def test_a_name_that_others_may_understand_otherwise_is_listened_at_everywhere(
         opened.close()
 
 
-def test_a_port_that_is_taken_is_not_shared() -> None:
+def test_listener_does_not_share_port_in_use() -> None:
     with listening() as (_, address), pytest.raises(OSError) as caught:
         Listener(address, KEY, 2, print)
     assert caught.value.errno == errno.EADDRINUSE
 
 
-# --- in the place of process 0 -----------------------------------------------------------------
+# --- as process 0 -----------------------------------------------------------------
 
 
 @pytest.mark.fault("P4")
 @pytest.mark.parametrize(
     "says", ["nothing", pytest.param("noise", marks=pytest.mark.long), "its greeting", "welcome"]
 )
-def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -> None:
+def test_false_process_0_learns_nothing_and_ends_no_process(says: str) -> None:
     texts = {
         "noise": b"\xff" * 64,
         "its greeting": None,
@@ -280,14 +282,14 @@ def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -
     with member_at(port, f"init_seconds={3 if for_ever else 30}") as member:
         with socket.create_server(("127.0.0.1", port)) as opened:
             threading.Thread(target=answer, args=(opened,), daemon=True).start()
-            deadline = soon()
+            deadline = deadline_soon()
             while len(heard_by_it) < 4:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
             if for_ever:
                 member.wait(20)
             opened.shutdown(socket.SHUT_RDWR)
-        codes, _, errors = ends([member] if for_ever else [member, again(member, 0)])
+        codes, _, errors = wait_for_exit([member] if for_ever else [member, start_again(member, 0)])
     assert codes == ([71] if for_ever else [0, 0]), errors
     if for_ever:
         assert f"process 0 was not reachable at 127.0.0.1:{port} within 3 s; " in errors[0]
@@ -297,14 +299,14 @@ def test_a_false_process_0_learns_nothing_and_sends_no_process_away(says: str) -
 
 @contextlib.contextmanager
 def member_at(port: int, limits: str) -> Iterator[Any]:
-    """Process 1 of two, with this port."""
+    """Start process 1 of two, with this port of process 0."""
     with members("steps(link, 5)", count=2, started=1, limits=limits) as (first,):
         first.send_signal(signal.SIGKILL)
         first.wait()
         arguments: list[Any] = list(first.args)  # type: ignore[arg-type]
         arguments[-2] = str(port)
         first.args = arguments
-        member = again(first, 1)
+        member = start_again(first, 1)
         try:
             yield member
         finally:
@@ -312,21 +314,21 @@ def member_at(port: int, limits: str) -> Iterator[Any]:
             member.communicate()
 
 
-# --- in between --------------------------------------------------------------------------------
+# --- as man in the middle -------------------------------------------------------------------------
 
 
 class Recording:
-    """A port that hands everything on to another, both ways, and remembers what members say."""
+    """A proxy that forwards data in both directions, and records data from members."""
 
     def __init__(self, target: tuple[str, int], change: Callable[[bytes], bytes]):
         self._target, self._change = target, change
-        self._said: list[bytes] = []
+        self._sent: list[bytes] = []
         self._opened = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._opened.getsockname()
         threading.Thread(target=self._run, daemon=True).start()
 
-    def said(self) -> bytes:
-        return b"".join(self._said)
+    def sent(self) -> bytes:
+        return b"".join(self._sent)
 
     def _run(self) -> None:
         while True:
@@ -339,7 +341,7 @@ class Recording:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if keep:
-                    self._said.append(data)
+                    self._sent.append(data)
                     data = self._change(data)
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_WR)
@@ -362,12 +364,12 @@ def cut_in(data: bytes) -> bytes:
     [
         (b"beat", cut_in),
         (b"beat", lambda data: data.replace(b'"beat"', b'"bye!"')),
-        (b"beat", lambda data: data + data),  # once more
+        (b"beat", lambda data: data + data),  # duplicated
         (b"hello", lambda data: data.replace(b'"10"', b'"11"')),
     ],
 )
 def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], bytes]) -> None:
-    """Of the words that were let in between, none is heard; the connection is over."""
+    """Injected messages are never processed, and the connection is closed."""
     done: list[int] = []
 
     def once(data: bytes) -> bytes:
@@ -382,18 +384,18 @@ def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], 
         between = recording(("127.0.0.1", port_of(first)), once)
         with member_at(between.address[1], "init_seconds=15") as second:
             if after == b"beat":
-                codes, _, errors = ends([first, second])
+                codes, _, errors = wait_for_exit([first, second])
                 assert codes == [71, 71]
                 assert "process 1 (" in errors[0] and "disconnected" in errors[0]
             else:
-                codes, _, errors = ends([second])
+                codes, _, errors = wait_for_exit([second])
                 assert codes == [71] and "process 0 disconnected" in errors[0]
-                codes, _, errors = ends([first, again(first, 1)])
+                codes, _, errors = wait_for_exit([first, start_again(first, 1)])
                 assert codes == [0, 0]
     assert done and not any("false" in text for text in errors)
 
 
-# --- what those of the run may say -------------------------------------------------------------
+# --- messages of authenticated processes ----------------------------------------------------------
 
 
 @pytest.mark.fault("P5")
@@ -406,7 +408,7 @@ def test_modified_messages_are_rejected(after: bytes, change: Callable[[bytes], 
         {"hello": {"index": 1, "count": 2, "host": "", "pid": 1, "facts": {"a": [1]}}},
         {"stop": 75, "deep": json.loads("[" * 40 + "]" * 40)},
         {"text": "x" * MAX_MEMBER_MESSAGE_BYTES},
-        {"stop": 75},  # before it has said who it is
+        {"stop": 75},  # before the hello message
     ],
 )
 def test_invalid_messages_close_only_their_connection(message: Any) -> None:
@@ -418,7 +420,7 @@ def test_invalid_messages_close_only_their_connection(message: Any) -> None:
             hub._unknown[near] = time.monotonic()
             selector.register(near, selectors.EVENT_READ)
             far.send(message)
-            deadline = soon()
+            deadline = deadline_soon()
             while near in hub._unknown:
                 assert time.monotonic() < deadline
                 far.send_pending()
@@ -429,8 +431,8 @@ def test_invalid_messages_close_only_their_connection(message: Any) -> None:
 
 
 @pytest.mark.fault("P5")
-def test_random_messages_of_a_process_are_no_bug() -> None:
-    """Those that have the right types, in any order and with any numbers."""
+def test_random_messages_of_authenticated_process_cause_no_bug() -> None:
+    """Messages have valid types, but arbitrary order and values."""
     chance = random.Random(5)
     numbers = (0, 1, -1, 7, 2**62, -(2**62))
     texts = ("", "x", "save", "\x1b[2J", "step", "\u2028" * 300)
@@ -465,7 +467,7 @@ def test_random_messages_of_a_process_are_no_bug() -> None:
 
 @contextlib.contextmanager
 def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
-    """Process 0 of two, without a port; and the messages to it."""
+    """Yield the coordinator of two processes, without a port, and the messages to process 0."""
     told: list[Any] = []
     with selectors.DefaultSelector() as selector:
         hub = Coordinator(2, Timeouts(), told.append, print, selector)
@@ -480,14 +482,14 @@ def hub_of_one() -> Iterator[tuple[Any, selectors.BaseSelector, list[Any]]]:
 @pytest.mark.parametrize(
     "code", [0, *(pytest.param(each, marks=pytest.mark.long) for each in (-1, 256, 2**40))]
 )
-def test_no_message_of_a_process_ends_a_run_as_done(code: int) -> None:
+def test_no_message_of_process_ends_run_with_exit_code_0(code: int) -> None:
     with (
         members("steps(link, 1000)", count=2, started=1) as (first,),
-        introduced(first, 1, count=2) as wire,
+        joined(first, 1, count=2) as wire,
     ):
-        assert heard(wire, "welcome")
+        assert received(wire, "welcome")
         wire.send({"failed": {"code": code, "text": "\x1b]0;owned\x07done\r\n" + "x" * 9000}})
-        codes, _, errors = ends([first])
+        codes, _, errors = wait_for_exit([first])
     assert codes == [int(ExitCode.BUG)]
     text = errors[0]
     assert re.search(r"^process 1 \(far, pid 1\) failed first:$", text, re.M)
@@ -495,7 +497,7 @@ def test_no_message_of_a_process_ends_a_run_as_done(code: int) -> None:
 
 
 @pytest.mark.fault("P5")
-def test_a_peer_that_reads_nothing_holds_no_other_up() -> None:
+def test_peer_that_reads_nothing_does_not_block_others() -> None:
     here, there = socket.socketpair()
     with here, there:
         wire = AuthenticatedConnection(here, KEY, b"nonces", is_hub=True)
@@ -505,7 +507,7 @@ def test_a_peer_that_reads_nothing_holds_no_other_up() -> None:
         assert wire.receive(MemberMessage) is None
     with (
         members("steps(link, 5)", count=3, started=1) as (first,),
-        proved(first),  # says and reads nothing more
+        authenticated(first),  # sends and reads nothing
     ):
-        codes, _, errors = ends([first, again(first, 1), again(first, 2)])
+        codes, _, errors = wait_for_exit([first, start_again(first, 1), start_again(first, 2)])
     assert codes == [0, 0, 0], errors

@@ -1,4 +1,4 @@
-"""A small mixture of experts that would drop tokens, and what the plain loop says of texts."""
+"""A small mixture-of-experts model that drops tokens in training, and its reference scores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MESH = MeshConfig(ici_data=2, ici_tensor=2, axis_rules={"vocab": []})
 
 @cache
 def weights() -> LoadedModel:
-    """On two devices for rows, times two for heads."""
+    """Return the model on four devices: two for the batch, times two for attention heads."""
     decoder = Decoder(MODEL, AxisRules.from_config(MESH))
     params = jax.jit(decoder.init)(jax.random.key(5))
     params = jax.tree.map(lambda leaf: leaf * 6.0 if leaf.ndim > 1 else leaf, params)
@@ -52,21 +52,21 @@ def _plain() -> Any:
 
 
 @cache
-def logprobs(text: bytes, room: int = 64) -> tuple[np.ndarray, np.ndarray]:
-    """Of each byte after those before it and the begin token, and the most likely bytes."""
+def logprobs(text: bytes, length: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probability of each byte given its prefix, and the most likely bytes."""
     ids = [BYTES.begin_id, *text]
-    assert len(ids) <= room + 1
-    row = jnp.asarray([ids[:-1] + [0] * (room + 1 - len(ids))])
-    batch = {"tokens": row, "positions": jnp.arange(room)[None]}
-    batch["segment_ids"] = (jnp.arange(room)[None] < len(ids) - 1).astype(jnp.int32)
+    assert len(ids) <= length + 1
+    row = jnp.asarray([ids[:-1] + [0] * (length + 1 - len(ids))])
+    batch = {"tokens": row, "positions": jnp.arange(length)[None]}
+    batch["segment_ids"] = (jnp.arange(length)[None] < len(ids) - 1).astype(jnp.int32)
     scores = jax.nn.log_softmax(_plain()(weights().params, batch)[0, : len(text)])
     return np.asarray(scores[jnp.arange(len(text)), jnp.asarray(list(text))]), np.asarray(
         scores.argmax(-1)
     )
 
 
-def followed(text: bytes, count: int) -> bytes:
-    """The most likely bytes that follow, one by one."""
+def greedy_continuation(text: bytes, count: int) -> bytes:
+    """Append `count` greedily decoded bytes to the text."""
     for _ in range(count):
         text += bytes([int(logprobs(text + b"?")[1][-1])])
     return text

@@ -1,4 +1,4 @@
-"""Questions with choices: files of them, and what a model makes of them."""
+"""Multiple-choice questions: reading files, scoring choices and writing results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LINES = [
 ]
 
 
-def test_a_file_of_questions(tmp_path: Path) -> None:
+def test_read_questions_and_continuations(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text("\n\n".join(json.dumps(line) for line in LINES) + "\n")
     found = read_questions(str(path), "here")
@@ -58,12 +58,12 @@ BROKEN = {
 }
 
 
-def test_every_line_that_is_no_question_is_named(
+def test_every_invalid_question_line_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("q.jsonl").write_text("\n".join([json.dumps(LINES[0]), *BROKEN]) + "\n")
-    Path("config.json").write_text("{}")  # lines are read before the model is
+    Path("config.json").write_text("{}")  # questions are read before the model
     assert main(["eval", ".", "--choices", "q.jsonl"]) == 2
     output = capsys.readouterr().err
     is_explained(output)
@@ -84,7 +84,7 @@ def test_every_line_that_is_no_question_is_named(
         ". --batch-size 3",
     ],
 )
-def test_options_without_effect_are_refused(
+def test_options_without_effect_are_rejected(
     arguments: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -98,8 +98,8 @@ def test_options_without_effect_are_refused(
     assert "does not affect" in output
 
 
-def test_answers_are_the_most_likely_choices(tmp_path: Path) -> None:
-    """As a whole and by byte, in windows of questions."""
+def test_chosen_answers_are_most_likely_choices(tmp_path: Path) -> None:
+    """Compare total and per-byte log-likelihoods over several groups of questions."""
     path = tmp_path / "q.jsonl"
     path.write_text("\n".join(json.dumps(line) for line in LINES * 10))
     exam, told = MultipleChoice(read_questions(str(path), "here")), []
@@ -122,7 +122,7 @@ def test_answers_are_the_most_likely_choices(tmp_path: Path) -> None:
     assert {each["chosen"] == each["chosen_by_bytes"] for each in found} == {True, False}
 
 
-def test_a_summary() -> None:
+def test_summarize_results() -> None:
     def result(chosen: int, by_bytes: int, choices: int) -> QuestionResult:
         return {
             **{"line": 1, "answer": 1, "chosen": chosen, "chosen_by_bytes": by_bytes},
@@ -135,14 +135,14 @@ def test_a_summary() -> None:
     assert found["accuracy_stderr"] == pytest.approx(math.sqrt(0.75 * 0.25 / 3))
 
 
-def test_a_question_longer_than_a_row_is_refused(tmp_path: Path) -> None:
+def test_question_longer_than_sequence_length_is_rejected(tmp_path: Path) -> None:
     exam = MultipleChoice([Question(7, "0123456789", ("abc", "defgh"), 0)])
     exam.check(ScoringTokenizer(BYTES, 16), "q.jsonl")
     with pytest.raises(ConfigError, match=r"q.jsonl:7\n  has 16 tokens, but at most 15 fit"):
         exam.check(ScoringTokenizer(BYTES, 15), "q.jsonl")
 
 
-def test_results_replace_results_alone(tmp_path: Path) -> None:
+def test_result_writer_overwrites_only_result_files(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     result = QuestionResult(
         line=1, answer=0, chosen=1, chosen_by_bytes=1, loglikelihoods=[-1.5, -1.0], bytes=[3, 2]
@@ -162,7 +162,7 @@ def test_results_replace_results_alone(tmp_path: Path) -> None:
         assert path.read_text() == content
 
 
-def test_a_disk_that_becomes_full_is_explained(tmp_path: Path) -> None:
+def test_full_disk_raises_storage_error(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     result = QuestionResult(

@@ -1,4 +1,4 @@
-"""A run ends when its evaluations stop becoming better, and stays ended."""
+"""Early stopping: a run ends once its evaluations stop improving, also after a restart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENOUGH = ("eval.every=2", "eval.patience=2", "eval.min_delta=9", "checkpoint.eve
 ENOUGH += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
-def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlyStopping:
+def early_stopping_after(losses: list[float], facts: Any = None, **settings: Any) -> EarlyStopping:
     best = {key: settings.pop(key) for key in ("best_metric", "best_mode") if key in settings}
     config = EvalConfig(**{"every": 5, "patience": 3, **settings})
     patience = EarlyStopping(config, CheckpointConfig(**best), facts)
@@ -30,37 +30,42 @@ def counting(losses: list[float], facts: Any = None, **settings: Any) -> EarlySt
     return patience
 
 
-def waited(patience: EarlyStopping) -> tuple[int, int, float | None]:
+def patience_state(patience: EarlyStopping) -> tuple[int, int, float | None]:
     found = patience.state_dict()["patience"]
     return found["waited"], found.get("best_step", 0), found.get("best")
 
 
-def test_evaluations_without_a_gain_are_counted() -> None:
-    assert waited(counting([3.0, 2.0, 2.0, 2.5])) == (2, 10, 2.0)
-    assert waited(counting([3.0, 2.0, 2.5, 1.9, 4.0])) == (1, 20, 1.9)
-    assert waited(counting([3.0, 2.8, 2.6, 2.4], min_delta=0.5)) == (0, 20, 2.4)
-    assert not counting([3.0, 4.0, 4.0]).should_stop and counting([3.0, 4.0, 4.0, 3.0]).should_stop
-    assert not counting([3.0] * 9, patience=0).should_stop
+def test_evaluations_without_improvement_are_counted() -> None:
+    assert patience_state(early_stopping_after([3.0, 2.0, 2.0, 2.5])) == (2, 10, 2.0)
+    assert patience_state(early_stopping_after([3.0, 2.0, 2.5, 1.9, 4.0])) == (1, 20, 1.9)
+    assert patience_state(early_stopping_after([3.0, 2.8, 2.6, 2.4], min_delta=0.5)) == (0, 20, 2.4)
+    assert (
+        not early_stopping_after([3.0, 4.0, 4.0]).should_stop
+        and early_stopping_after([3.0, 4.0, 4.0, 3.0]).should_stop
+    )
+    assert not early_stopping_after([3.0] * 9, patience=0).should_stop
 
 
-def test_accuracy_is_better_when_larger() -> None:
+def test_max_mode_counts_larger_metric_as_improvement() -> None:
     largest = {"best_metric": "eval/sums/accuracy", "best_mode": "max"}
-    assert waited(counting([0.2, 0.5, 0.5, 0.4], **largest)) == (2, 10, 0.5)
-    assert waited(counting([0.2, 0.5, 0.54, 0.56], min_delta=0.05, **largest)) == (0, 20, 0.56)
+    assert patience_state(early_stopping_after([0.2, 0.5, 0.5, 0.4], **largest)) == (2, 10, 0.5)
+    assert patience_state(
+        early_stopping_after([0.2, 0.5, 0.54, 0.56], min_delta=0.05, **largest)
+    ) == (0, 20, 0.56)
 
 
-def test_what_is_no_number_is_no_gain() -> None:
-    assert waited(counting([math.nan, 3.0, math.nan])) == (1, 10, 3.0)
-    assert waited(counting([math.nan, math.inf])) == (2, 0, None)
-    assert counting([math.nan] * 3).should_stop
-    assert "no evaluation returned a finite value" in counting([math.nan] * 3).message()
+def test_non_finite_metric_is_not_an_improvement() -> None:
+    assert patience_state(early_stopping_after([math.nan, 3.0, math.nan])) == (1, 10, 3.0)
+    assert patience_state(early_stopping_after([math.nan, math.inf])) == (2, 0, None)
+    assert early_stopping_after([math.nan] * 3).should_stop
+    assert "no evaluation returned a finite value" in early_stopping_after([math.nan] * 3).message()
 
 
-def test_only_evaluations_that_are_asked_for_count_and_each_once() -> None:
-    patience = counting([3.0, 4.0])
-    for step in (5, 10, 12):  # before, again, and the last step of a run
+def test_only_scheduled_evaluations_count_once_each() -> None:
+    patience = early_stopping_after([3.0, 4.0])
+    for step in (5, 10, 12):  # an earlier step, a repeated step and an unscheduled last step
         assert not patience.update(step, {"eval/loss": 5.0})
-    assert waited(patience) == (1, 5, 3.0)
+    assert patience_state(patience) == (1, 5, 3.0)
     assert (
         patience.needs_evaluation(15)
         and not patience.needs_evaluation(10)
@@ -68,37 +73,37 @@ def test_only_evaluations_that_are_asked_for_count_and_each_once() -> None:
     )
 
 
-def test_counts_go_on_where_they_were_saved() -> None:
+def test_patience_count_resumes_from_saved_state() -> None:
     losses = [3.0, 2.0, 2.5, 1.9, 4.0, 1.95, 2.0]
-    unbroken = counting(losses)
-    assert unbroken.should_stop
+    uninterrupted = early_stopping_after(losses)
+    assert uninterrupted.should_stop
     for cut in range(len(losses) + 1):
-        saved = json.loads(json.dumps(counting(losses[:cut]).state_dict()["patience"]))
-        patience = counting([], saved)
+        saved = json.loads(json.dumps(early_stopping_after(losses[:cut]).state_dict()["patience"]))
+        patience = early_stopping_after([], saved)
         for number, loss in enumerate(losses[cut:], cut + 1):
             patience.update(5 * number, {"eval/loss": loss})
-        assert patience.state_dict() == unbroken.state_dict()
-    other = counting(
-        [], counting(losses).state_dict()["patience"], best_metric="eval/nats_per_byte"
+        assert patience.state_dict() == uninterrupted.state_dict()
+    other = early_stopping_after(
+        [], early_stopping_after(losses).state_dict()["patience"], best_metric="eval/nats_per_byte"
     )
-    assert waited(other) == (0, 0, None) and not other.should_stop
+    assert patience_state(other) == (0, 0, None) and not other.should_stop
 
 
-def test_better_reads_what_runs_have_saved() -> None:
+def test_best_metric_reads_saved_config() -> None:
     assert BestMetric.of({}) == BestMetric() == BestMetric.of(CheckpointConfig())
     assert BestMetric.of({"best_metric": "eval/a/accuracy", "best_mode": "max"}).is_largest
 
 
 @pytest.fixture(scope="module")
 def stopped(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run that had enough, and what it has printed. Not to be changed."""
+    """An early-stopped run and its output; tests must not modify it."""
     folder = tmp_path_factory.mktemp("stopped")
     output = run("train", tiny, f"run.dir={folder}", *ENOUGH)
     return folder / "run", output
 
 
 @pytest.mark.long
-def test_a_run_ends_and_stays_ended(
+def test_early_stopped_run_does_not_train_when_restarted(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     folder, output = stopped
@@ -120,10 +125,10 @@ def test_a_run_ends_and_stays_ended(
     assert "stopped early after step 8" in more
 
 
-def test_a_resumed_run_ends_where_an_unbroken_one_does(
+def test_resumed_run_stops_at_same_step_as_uninterrupted_run(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
-    """From a checkpoint at an evaluation."""
+    """Resume from a checkpoint saved at an evaluation step."""
     copy = Path(shutil.copytree(stopped[0], tmp_path / "copy" / "run"))
     forget_after(copy, 4)
     run("train", tiny, f"run.dir={copy.parent}", *ENOUGH)
@@ -132,7 +137,7 @@ def test_a_resumed_run_ends_where_an_unbroken_one_does(
 
 
 @pytest.mark.long
-def test_what_has_had_enough_can_start_others(
+def test_new_run_can_start_from_early_stopped_run(
     stopped: tuple[Path, str], tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     start = f"checkpoint.restore_from={stopped[0]}@best"

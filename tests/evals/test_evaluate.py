@@ -57,7 +57,7 @@ def steps_of(mesh: MeshConfig, pipeline: PipelineConfig, datasets: Datasets) -> 
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
-    """Documents of unlike lengths, so that rows have padding and masked targets."""
+    """Documents of different lengths, so that sequences have padding and masked targets."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(30):
         (folder / f"{number}.txt").write_text("Zwölf Boxkämpfer "[: 3 + number % 15])
@@ -67,7 +67,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> Datasets:
 
 @pytest.fixture(scope="module")
 def expected(datasets: Datasets) -> dict[str, float]:
-    """Loss by the plain loop over layers, summed over all validation batches."""
+    """Validation metrics of an unpipelined loop over layers."""
     decoder = Decoder(MODEL, AxisRules.from_config(MeshConfig()))
     steps = steps_of(MeshConfig(), PipelineConfig(), datasets)
     params: Any = steps.param_layout.unstack(steps.init().params)
@@ -84,14 +84,14 @@ def expected(datasets: Datasets) -> dict[str, float]:
     return {"eval/loss": nats / targets, "eval/nats_per_byte": nats / size}
 
 
-def test_batches_have_padded_rows_and_other_numbers_of_targets(datasets: Datasets):
+def test_batches_have_padding_rows_and_varying_target_counts(datasets: Datasets):
     assert datasets.validation is not None
     masks = [
         datasets.validation.batch(number)["loss_mask"]
         for number in range(datasets.validation.num_batches)
     ]
     assert len(masks) > 1 and len({float(mask.sum()) for mask in masks}) > 1
-    assert (masks[-1].sum(axis=1) == 0).any(), "no row is padding alone"
+    assert (masks[-1].sum(axis=1) == 0).any(), "no sequence consists only of padding"
 
 
 LAYOUTS = {
@@ -129,7 +129,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", keeping(LAYOUTS, 1, 4, 8))
-def test_loss_equals_the_plain_loop(layout: str, datasets: Datasets, expected: dict[str, float]):
+def test_loss_equals_unpipelined_loop(layout: str, datasets: Datasets, expected: dict[str, float]):
     steps = steps_of(*LAYOUTS[layout], datasets)
     loader = datasets.validation
     assert loader is not None
@@ -142,10 +142,10 @@ def test_loss_equals_the_plain_loop(layout: str, datasets: Datasets, expected: d
 
 
 @pytest.mark.parametrize("rows", keeping([4, 12, 28], 2))
-def test_a_batch_may_have_any_size_that_the_devices_divide(
+def test_batch_size_can_be_any_multiple_of_device_count(
     rows: int, datasets: Datasets, expected: dict[str, float]
 ) -> None:
-    """28 rows on 4 devices are 7 on each, which 4 microbatches do not divide."""
+    """28 sequences on 4 devices are 7 per device, which 2 microbatches do not divide."""
     mesh = MeshConfig(ici_stage=2, ici_fsdp=4)
     steps = steps_of(mesh, PipelineConfig(schedule="1f1b", microbatches=2), datasets)
     loader = datasets.validation
@@ -168,13 +168,13 @@ def sums(loss: float, targets: float, size: float) -> Mapping[str, jax.Array]:
     return {name: jax.numpy.float32(value) for name, value in values.items()}
 
 
-def test_batches_weigh_as_many_as_their_targets():
+def test_batches_are_weighted_by_target_count():
     found = evaluate(lambda params, batch: sums(*batch), None, [(6.0, 2.0, 4.0), (2.0, 6.0, 6.0)])
     assert found is not None and found.metrics == {"eval/loss": 1.0, "eval/nats_per_byte": 0.8}
     assert (found.loss, found.targets, found.bytes) == (8.0, 8.0, 10.0)
 
 
-def test_nothing_to_evaluate():
+def test_loss_is_nan_without_targets():
     found = evaluate(lambda params, batch: sums(*batch), None, [(0.0, 0.0, 0.0)])
     assert found is not None and found.metrics.keys() == {"eval/loss", "eval/nats_per_byte"}
     assert all(np.isnan(value) for value in found.metrics.values())  # 0 would be the best loss
@@ -182,7 +182,7 @@ def test_nothing_to_evaluate():
 
 
 @pytest.mark.fault("F8")
-def test_an_evaluation_is_given_up_when_the_run_is_to_stop():
+def test_stop_request_aborts_evaluation():
     asked = iter([False, False, True])
     taken = []
 
@@ -195,15 +195,15 @@ def test_an_evaluation_is_given_up_when_the_run_is_to_stop():
     assert len(taken) == 3
 
 
-def test_sums_of_many_batches_are_exact():
+def test_sum_over_many_batches_is_exact():
     count = 50
     batches = [(float(np.float32(0.1)), 1.0, 1.0)] * count
     found = evaluate(lambda params, batch: sums(*batch), None, batches)
     assert found is not None and found.metrics["eval/loss"] == float(np.float32(0.1))
 
 
-def test_fewer_devices_have_no_larger_microbatches() -> None:
-    """8 rows in 2 microbatches on 2 experts x 2 data are 1 row of each on a device."""
+def test_single_axis_config_keeps_per_device_microbatch_size() -> None:
+    """8 sequences in 2 microbatches on 2 expert x 2 data devices are 1 each per device."""
     config = Config(
         model=MODEL,
         mesh=MeshConfig(ici_expert=2, ici_data=2),

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness drives a model, where it is installed."""
+"""lm-evaluation-harness evaluates a model; skipped if the harness is not installed."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from maxpipe.evals.harness import HarnessModel
 
-    monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
+    monkeypatch.setattr(runtime, "start", lambda *_: None)  # use the devices of the test process
     config = {"batch_size": 5, "max_batch_size": None, "device": None}
     return HarnessModel.create_from_arg_obj({"pretrained": str(folder / "hf"), **MESH}, config)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the harness's own packages
-def test_the_harness_finds_the_same_accuracy(
+@pytest.mark.filterwarnings("ignore")  # warnings of the harness's own packages
+def test_harness_accuracy_equals_own_accuracy(
     model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import lm_eval  # pyright: ignore[reportMissingImports]
@@ -69,38 +69,44 @@ def test_the_harness_finds_the_same_accuracy(
         "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}],
     }
-    done = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
+    evaluated = lm_eval.simple_evaluate(model=model, tasks=[task], bootstrap_iters=0)
     opened = open_model(
         resolve_model(str(folder / "hf")), [f"{key}={value}" for key, value in MESH.items()]
     )
-    asked = LanguageModel(opened.load(print), ScoringTokenizer(opened.tokenizer, opened.max_length))
-    results = list(MultipleChoice(read_questions(str(path), "here")).results(asked))
-    assert done["results"]["questions"]["acc,none"] == summarize_results(results)["accuracy"]
-    for sample, mine in zip(done["samples"]["questions"], results, strict=True):
+    language_model = LanguageModel(
+        opened.load(print), ScoringTokenizer(opened.tokenizer, opened.max_length)
+    )
+    results = list(MultipleChoice(read_questions(str(path), "here")).results(language_model))
+    assert evaluated["results"]["questions"]["acc,none"] == summarize_results(results)["accuracy"]
+    for sample, mine in zip(evaluated["samples"]["questions"], results, strict=True):
         theirs = [float(response[0]) for response in sample["filtered_resps"]]
         assert theirs == pytest.approx(mine["loglikelihoods"], rel=SAME)
 
 
-def test_requests_and_chats(model: Any) -> None:
+def test_rolling_loglikelihood_generation_and_chat_requests(model: Any) -> None:
     from lm_eval.api.instance import Instance  # pyright: ignore[reportMissingImports]
 
-    def asked(kind: str, *arguments: Any) -> list[Any]:
+    def instances(kind: str, *arguments: Any) -> list[Any]:
         return [Instance(kind, {}, arguments, 0)]
 
     ((whole,), (logprob, greedy)) = (
-        model.loglikelihood_rolling(asked("loglikelihood_rolling", "one two")),
-        model.loglikelihood(asked("loglikelihood", "", "one two"))[0],
+        model.loglikelihood_rolling(instances("loglikelihood_rolling", "one two")),
+        model.loglikelihood(instances("loglikelihood", "", "one two"))[0],
     )
     assert whole == pytest.approx(logprob, rel=SAME) and greedy is False
-    (text,) = model.generate_until(asked("generate_until", "one", {"max_gen_toks": 4, "until": []}))
+    (text,) = model.generate_until(
+        instances("generate_until", "one", {"max_gen_toks": 4, "until": []})
+    )
     assert isinstance(text, str)
     before = model._texts.encoded("<|turn|>")
     chat = model.apply_chat_template([{"role": "user", "content": "one"}])
     assert "one" in chat and model.chat_template(True) and model.tokenizer_name
-    assert len(model._texts.encoded("<|turn|>")) < len(before), "it is a control token now"
+    assert len(model._texts.encoded("<|turn|>")) < len(before), (
+        "<|turn|> must be a control token now"
+    )
 
 
-def test_settings_are_keys_of_the_config(folder: Path) -> None:
+def test_unknown_config_key_is_rejected(folder: Path) -> None:
     from maxpipe.evals.harness import HarnessModel
 
     overrides: dict[str, Any] = {"model.layers": 3}

@@ -1,4 +1,4 @@
-"""The requests of harnesses, each against the plain loop on a row by itself."""
+"""Requests of evaluation harnesses compared with the unpipelined loop on single sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from maxpipe.errors import ConfigError, DivergenceError
 from maxpipe.evals.language_model import LanguageModel, Scorer, ScoringSequence, ScoringTokenizer
 from maxpipe.generate.load_model import LoadedModel
-from tests.evals.model import BYTES, followed, logprobs, weights
+from tests.evals.model import BYTES, greedy_continuation, logprobs, weights
 from tests.train.runs import SAME
 
-ROOM = 64
+MAX_LENGTH = 64
 PAIRS = [
     ("The cat sat on", " the mat"),
     ("", "a"),
@@ -25,12 +25,12 @@ PAIRS = [
 
 @pytest.fixture(scope="module")
 def requests() -> LanguageModel:
-    return LanguageModel(weights(), ScoringTokenizer(BYTES, ROOM), batch_size=3)
+    return LanguageModel(weights(), ScoringTokenizer(BYTES, MAX_LENGTH), batch_size=3)
 
 
-def test_likelihoods_are_those_of_the_plain_loop(requests: LanguageModel) -> None:
-    """Rows of unlike lengths side by side in batches of three, one of them not full."""
-    best = {first: followed(first.encode(), 1)[1:] for first in "abcdefghij"}
+def test_loglikelihoods_equal_unpipelined_loop(requests: LanguageModel) -> None:
+    """Score sequences of different lengths in batches of three."""
+    best = {first: greedy_continuation(first.encode(), 1)[1:] for first in "abcdefghij"}
     greedy = next((first, more.decode()) for first, more in best.items() if more.isascii())
     pairs = [*PAIRS, greedy]
     told: list[int] = []
@@ -44,22 +44,22 @@ def test_likelihoods_are_those_of_the_plain_loop(requests: LanguageModel) -> Non
     assert [score.is_greedy for score in found] == [False, False, False, False, True, True]
 
 
-def test_side_by_side_is_one_by_one(requests: LanguageModel) -> None:
-    alone = LanguageModel(weights(), ScoringTokenizer(BYTES, ROOM), batch_size=1)
+def test_batched_scores_equal_single_scores(requests: LanguageModel) -> None:
+    alone = LanguageModel(weights(), ScoringTokenizer(BYTES, MAX_LENGTH), batch_size=1)
     found, one = requests.loglikelihood(PAIRS), [alone.loglikelihood([pair])[0] for pair in PAIRS]
     assert [each.logprob for each in found] == pytest.approx(
         [each.logprob for each in one], rel=SAME
     )
 
 
-def test_a_long_text_is_predicted_once(requests: LanguageModel) -> None:
-    """In rows of 20 that see the token before them; the last sees as many as it can."""
+def test_rolling_loglikelihood_scores_each_token_once(requests: LanguageModel) -> None:
+    """Windows of 20 tokens begin after one context token; the last has as much context as fits."""
     short = LanguageModel(weights(), ScoringTokenizer(BYTES, 20), batch_size=4)
     text = b"It was the best of times, it was the worst of times."
     assert len(text) == 52
     wanted = 0.0
     for context, begin, end in ((0, 0, 20), (20, 20, 40), (32, 40, 52)):
-        # Each row but the first begins with a token of the text in place of the begin token.
+        # Each window but the first begins with a token of the text instead of the begin token.
         row = ScoringSequence(([BYTES.begin_id, *text])[context : begin + 1], [*text[begin:end]])
         assert len(row.context) + len(row.target) <= 21
         (score,) = Scorer(weights(), 1).score([row])
@@ -70,7 +70,7 @@ def test_a_long_text_is_predicted_once(requests: LanguageModel) -> None:
     assert found[2] == pytest.approx(float(logprobs(text[:6])[0].sum()), rel=SAME)
 
 
-def test_what_exceeds_a_row_is_cut_behind_the_begin_token(requests: LanguageModel) -> None:
+def test_long_context_is_truncated_after_begin_token(requests: LanguageModel) -> None:
     texts = ScoringTokenizer(BYTES, 9)
     row = texts.truncate(texts.sequence("0123456789", "abcd"))
     assert row.context == [BYTES.begin_id, *b"56789"] and row.target == [*b"abcd"]
@@ -78,8 +78,8 @@ def test_what_exceeds_a_row_is_cut_behind_the_begin_token(requests: LanguageMode
         texts.truncate(texts.sequence("x", "0123456789"))
 
 
-def test_continuations_end_where_they_should(requests: LanguageModel) -> None:
-    text = followed(b"The dog", 8)[7:].decode("utf-8", "replace")
+def test_generate_until_ends_at_limit_or_stop_string(requests: LanguageModel) -> None:
+    text = greedy_continuation(b"The dog", 8)[7:].decode("utf-8", "replace")
     until = text[3:5]
     greedy: dict[str, Any] = {"max_gen_toks": 8, "until": ["\x00never"]}
     found = requests.generate_until(
@@ -90,7 +90,7 @@ def test_continuations_end_where_they_should(requests: LanguageModel) -> None:
         ]
     )
     assert found[0] == text
-    assert found[1] == followed(b"The cat", 2)[7:].decode("utf-8", "replace")
+    assert found[1] == greedy_continuation(b"The cat", 2)[7:].decode("utf-8", "replace")
     assert found[2] == text[: text.index(until)]
 
 
@@ -101,14 +101,14 @@ def test_continuations_end_where_they_should(requests: LanguageModel) -> None:
         ({"max_gen_toks": 64}, "from 1 to 63"),
     ],
 )
-def test_settings_that_are_not_computed_are_refused(
+def test_unsupported_generation_settings_are_rejected(
     settings: dict[str, Any], rule: str, requests: LanguageModel
 ) -> None:
     with pytest.raises(ConfigError, match=rule):
         requests.generate_until([("a", settings)])
 
 
-def test_interrupts_and_numbers_that_are_not_finite(requests: LanguageModel) -> None:
+def test_scorer_stops_on_interrupt_and_non_finite_logits(requests: LanguageModel) -> None:
     asked = iter([False, True])
     scorer = Scorer(weights(), 2)
     rows = [requests.texts.sequence(*pair) for pair in PAIRS]

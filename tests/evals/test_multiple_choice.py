@@ -1,4 +1,4 @@
-"""Questions during training: answers are those of `maxpipe eval`, under every layout."""
+"""Multiple-choice tasks during training: results equal `maxpipe eval` under every layout."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def made(path: Path, model: dict[str, Any], keys: list[str]) -> tuple[Task, Any, Any]:
-    """A task, parameters in network order and the same as the steps of training have them."""
+def build_task(path: Path, model: dict[str, Any], keys: list[str]) -> tuple[Task, Any, Any]:
+    """Return a task, its decoder with parameters in layer order, and the training parameters."""
     known = {
         "model": model,
         "train": {"steps": 1, "batch_size": 8, "sequence_length": 64},
@@ -72,7 +72,7 @@ def made(path: Path, model: dict[str, Any], keys: list[str]) -> tuple[Task, Any,
 
 
 def logprob(decoder: Any, params: Any, context: str, choice: str) -> float:
-    """By the plain loop."""
+    """Return the log-probability of a choice, computed by the unpipelined loop."""
     ids = [256, *context.encode(), *choice.encode()]
     row = np.zeros((1, 64), np.int32)
     row[0, : len(ids)] = ids
@@ -89,11 +89,11 @@ def logprob(decoder: Any, params: Any, context: str, choice: str) -> float:
     keeping([*((name, MODEL) for name in LAYOUTS), ("context 2 x data 2", MOE)], 1),
     ids=[*LAYOUTS, "experts"],
 )
-def test_choices_are_as_likely_as_the_plain_loop_says(
+def test_choice_loglikelihoods_equal_unpipelined_loop(
     layout: str, model: dict[str, Any], questions: Path
 ) -> None:
-    task, (decoder, plain), params = made(questions, model, LAYOUTS[layout])
-    assert task._scoring_steps.shape == (8, 16)  # no longer than questions need
+    task, (decoder, plain), params = build_task(questions, model, LAYOUTS[layout])
+    assert task._scoring_steps.shape == (8, 16)  # no longer than the questions need
     pairs = [("the sea", " is wet"), ("2 + 2 =", " five"), ("", "Yes"), *[("a ", "h")] * 9]
     task._params = params
     found = [score.logprob for score in task.loglikelihood(pairs)]
@@ -108,7 +108,7 @@ def test_choices_are_as_likely_as_the_plain_loop_says(
     assert answered is not None and np.isnan(answered["accuracy"])
 
 
-def test_files_that_are_none_are_named(tmp_path: Path, questions: Path) -> None:
+def test_missing_or_invalid_task_file_is_reported(tmp_path: Path, questions: Path) -> None:
     for content, words in (
         (None, "eval.tasks.q.path"),
         ('{"context": 1}\n', "questions.jsonl:1"),
@@ -116,20 +116,20 @@ def test_files_that_are_none_are_named(tmp_path: Path, questions: Path) -> None:
     ):
         questions.unlink() if content is None else questions.write_text(content)
         with pytest.raises(ConfigError, match=words):
-            made(questions, MODEL, [])
+            build_task(questions, MODEL, [])
 
 
-def test_what_users_say_needs_a_template(questions: Path) -> None:
+def test_chat_task_requires_chat_template(questions: Path) -> None:
     with pytest.raises(ConfigError, match=r"eval.tasks.q.chat\n  requires a chat template"):
-        made(questions, MODEL, ["eval.tasks.q.chat=true"])
+        build_task(questions, MODEL, ["eval.tasks.q.chat=true"])
 
 
-def test_contexts_as_a_template_writes_them(questions: Path, tmp_path: Path) -> None:
+def test_chat_template_formats_contexts(questions: Path, tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}{{ m.content }}{{ eos_token }}A: {% endfor %}")
     chats = ["data.source=jsonl", "data.path=x", "data.chat=messages"]
     keys = [*chats, f"data.chat_template={template}", "eval.tasks.q.chat=true"]
-    task, *_ = made(questions, MODEL, keys)
+    task, *_ = build_task(questions, MODEL, keys)
     [first, *_] = task._multiple_choice.questions
     assert first == Question(1, "the sea<end>A: ", ("is wet", "dry"), 0)
     row = task._texts.sequence(*task._multiple_choice.continuations(first)[0])
@@ -137,10 +137,10 @@ def test_contexts_as_a_template_writes_them(questions: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-def test_accuracy_is_that_of_eval_and_chooses_the_best(
+def test_accuracy_equals_eval_command_and_selects_best_checkpoint(
     questions: Path, tiny: Path, run: Run, tmp_path: Path
 ) -> None:
-    """In a run of four stages; the file goes away meanwhile."""
+    """The run has four stages; the question file is deleted before it resumes."""
     keys = [f"eval.tasks.q.path={questions}", "eval.every=8", "checkpoint.every=8"]
     keys += ["checkpoint.best_metric=eval/q/accuracy", "checkpoint.best_mode=max"]
     output = run("train", tiny, f"run.dir={tmp_path}", *keys, "train.steps=16")
@@ -149,15 +149,15 @@ def test_accuracy_is_that_of_eval_and_chooses_the_best(
     assert [*metrics] == [8, 16] and "task q after step 16: accuracy" in output
     for step, found in metrics.items():
         asked = run("eval", f"{folder}@{step}", "--choices", questions, "--json")
-        said = json.loads(asked[asked.index("{") :])
+        result = json.loads(asked[asked.index("{") :])
         for name in ("accuracy", "accuracy_by_bytes"):
-            assert found[f"eval/q/{name}"] == said[name]
+            assert found[f"eval/q/{name}"] == result[name]
     best = max(metrics, key=lambda step: (metrics[step]["eval/q/accuracy"], step))
     value = metrics[best]["eval/q/accuracy"]
-    said = run("checkpoints", "best", folder).splitlines()[-1]
-    assert said == f"{folder}@{best}  eval/q/accuracy {value:.6g}"
+    best_line = run("checkpoints", "best", folder).splitlines()[-1]
+    assert best_line == f"{folder}@{best}  eval/q/accuracy {value:.6g}"
     questions.unlink()
-    # Documents alone, where the config has other questions than are there.
+    # Evaluating documents does not read the question file named by the config.
     assert "restoring" in run("eval", f"{folder}@best", "mesh.cpu_devices=1")
-    gone = run("train", tiny, f"run.dir={tmp_path}", *keys, "train.steps=24", code=2)
-    assert "eval.tasks.q.path" in gone and "Traceback" not in gone
+    resumed = run("train", tiny, f"run.dir={tmp_path}", *keys, "train.steps=24", code=2)
+    assert "eval.tasks.q.path" in resumed and "Traceback" not in resumed

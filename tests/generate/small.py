@@ -1,4 +1,4 @@
-"""Small models to generate with, and what follows their prompts."""
+"""Small models for decoding tests, and helpers that decode their prompts."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _PARAMS: dict[str, Any] = {}
 
 
 def params_of(model: ModelConfig) -> Any:
-    """The parameters of a model, initialized once; they depend on no mesh."""
+    """Return a model's parameters, initialized once and independent of the mesh."""
     name = repr(model)
     if name not in _PARAMS:
         decoder = Decoder(model, AxisRules.from_config(ONE_DEVICE))
@@ -96,7 +96,7 @@ def decoding_of(
     sampling: Sampling = GREEDY,
     mesh: MeshConfig = ONE_DEVICE,
 ) -> tuple[DecodeEngine, Any]:
-    """Something to generate with on the first devices, and its parameters on them."""
+    """Return a decode engine on the first devices and its sharded parameters."""
     decoder = Decoder(model, AxisRules.from_config(mesh))
     count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     grid = build_mesh(mesh, jax.devices()[:count])
@@ -113,13 +113,13 @@ def decoding_of(
     return DecodeEngine(decoder, grid, sampling, seed=5), placed
 
 
-def followed(
+def generate_tokens(
     decoding: DecodeEngineProtocol,
     params: Any,
     prompts: Sequence[Sequence[int]],
     numbers: Sequence[int],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probabilities `[rows, tokens]` behind the prompts."""
+    """Return generated tokens and their log-probabilities `[rows, tokens]`."""
     shards = decoding.batch_multiple
     rows = -(-len(prompts) // shards) * shards
     size = DecodeShape(rows, padded_length(max(map(len, prompts))), MORE)

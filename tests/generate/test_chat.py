@@ -1,4 +1,4 @@
-"""Conversations: from files and as they are typed, by the template of a model's folder."""
+"""Conversations from files and interactive input, formatted by a model's chat template."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ANSWERS = ["first", "second"]
 
 
 class Model:
-    """Gives its answers in turn, ends each by the end of a turn, and remembers the prompts."""
+    """Return fixed answers in turn, each with an end-of-turn token, and record the prompts."""
 
     batch_multiple, supports_refill, name, max_length = 1, False, "folder", 200
     template_settings: dict[str, Any] = {}  # noqa: RUF012
@@ -62,16 +62,16 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     return made
 
 
-def typed(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
+def set_stdin(monkeypatch: pytest.MonkeyPatch, *lines: str) -> None:
     raw = io.BytesIO("".join(f"{line}\n" for line in lines).encode())
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=raw, isatty=lambda: False))
 
 
-def test_a_conversation_is_remembered(
+def test_interactive_chat_keeps_conversation_history(
     model: Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A text ends where a turn does, and what comes next follows all before it."""
-    typed(monkeypatch, "Hi", "", "And?")
+    """Generation stops at the end of a turn; the next prompt contains all previous turns."""
+    set_stdin(monkeypatch, "Hi", "", "And?")
     assert main(["generate", f"hf:{FOLDER}", "--chat", "--interactive"]) == 0
     assert capsys.readouterr().out == "first\nsecond\n"
     one, two = (model.tokenizer.encode_chat(text).tolist() for text in turns())
@@ -80,12 +80,12 @@ def test_a_conversation_is_remembered(
 
 
 def turns() -> list[str]:
-    """What the template makes of the two turns of the conversation."""
+    """Return the formatted prompts of both turns of the conversation."""
     first = "<|begin_of_text|><|turn|>user\nHi<|stop|><|turn|>assistant\n"
     return [first, f"{first}first<|stop|><|turn|>user\nAnd?<|stop|><|turn|>assistant\n"]
 
 
-def test_conversations_come_from_files(
+def test_conversations_are_read_from_file(
     model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     messages = [{"role": "system", "content": "Be brief."}, *user_chat("Hi").messages]
@@ -102,7 +102,7 @@ def test_conversations_come_from_files(
 @pytest.mark.parametrize(
     "line", ['{"messages": []}', '{"messages": [{"role": "user"}]}', "[]", '{"messages": "Hi"}']
 )
-def test_what_is_no_conversation_is_explained(line: str, tmp_path: Path) -> None:
+def test_invalid_conversation_line_is_rejected(line: str, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     path.write_text(f'{{"prompt": "x"}}\n{line}\n')
     with pytest.raises(ConfigError, match=r"chats.jsonl, line 2") as caught:
@@ -111,12 +111,14 @@ def test_what_is_no_conversation_is_explained(line: str, tmp_path: Path) -> None
     assert "must be an object with messages" in problem.rule and "Write {" in problem.action
 
 
-def test_a_chat_needs_a_template() -> None:
+def test_chat_requires_template() -> None:
     with pytest.raises(ConfigError, match="requires a chat template"):
         encode_chats([user_chat("Hi")], ByteTokenizer(), 99)
 
 
-def test_standard_input_is_not_cut(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_standard_input_is_rejected_not_truncated(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("maxpipe.data.prompts.MAX_BYTES", 9)
     for text, code in ((b"one\ntwo\n", 0), (b"one\ntwo\nthree\n", 2)):
         given = SimpleNamespace(buffer=io.BytesIO(text), isatty=lambda: False)

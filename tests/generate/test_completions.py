@@ -1,4 +1,4 @@
-"""Prompts to texts: when rows are over, their order, and what interrupts keep."""
+"""Completions of prompts: finish reasons, output order and interrupts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOLDER = open_tokenizer(TokenizerConfig(kind="auto", path=str(GOLDEN)))
 
 
 class Script:
-    """Rows that follow what is written for them, whatever the model."""
+    """A decode engine that returns scripted tokens and ignores the model."""
 
     batch_multiple, supports_refill = 2, False
 
@@ -61,7 +61,7 @@ class Script:
 def completed(
     script: Script, texts: Sequence[str], limits: GenerationLimits, **options: Any
 ) -> tuple[list[Completion], str]:
-    """What was written, and what was streamed of all rows."""
+    """Return the completions written and the concatenated streamed text."""
     written: list[Completion] = []
     streamed: list[str] = []
     prompts = encode_prompts(texts, BYTES, limits.max_length)
@@ -73,7 +73,7 @@ def completed(
     return written, "".join(streamed)
 
 
-def test_why_rows_are_over() -> None:
+def test_finish_reasons() -> None:
     script = Script(b"short", b"up to here. More", b"too long for that", b"no room is left")
     limits = GenerationLimits(max_tokens=14, max_length=18, stops=("here",))
     found, _ = completed(script, ["a", "b", "c", "12345678"], limits)
@@ -81,20 +81,22 @@ def test_why_rows_are_over() -> None:
     assert [each.text for each in found] == ["short", "up to ", "too long for t", "no room i"]
     assert found[0].tokens == [*b"short", BYTES.end_id] and found[1].tokens == list(b"up to here")
     assert found[2].logprobs == [-0.5] * 14
-    assert script.steps == 14  # nothing is computed when all rows are over
+    assert script.steps == 14  # decoding stops once all rows are finished
 
 
-def test_batches_have_one_size_and_prompts_their_order() -> None:
+def test_batches_share_one_shape_and_keep_prompt_order() -> None:
     script = Script(b"0 0 0", b"1", b"2 2", b"3", b"4")
     found, streamed = completed(
         script, ["x" * 20, "a", "b", "c", "d"], GenerationLimits(9, 99, (), 3)
     )
     assert [each.text for each in found] == ["0 0 0", "1", "2 2", "3", "4"]
-    assert script.sizes == [DecodeShape(4, 32, 9)] * 2  # two shards, and 21 tokens in the longest
+    assert (
+        script.sizes == [DecodeShape(4, 32, 9)] * 2
+    )  # two shards; the longest prompt has 21 tokens
     assert sorted(streamed) == sorted("0 0 0" + "1" + "2 2" + "3" + "4")
 
 
-def test_a_row_is_written_as_soon_as_those_before_it_are() -> None:
+def test_completion_is_written_once_earlier_ones_are_written() -> None:
     script = Script(b"abc", b"d", b"efghij")
     steps: list[int] = []
     prompts = encode_prompts(["", "", ""], BYTES, 99)
@@ -103,7 +105,7 @@ def test_a_row_is_written_as_soon_as_those_before_it_are() -> None:
     assert steps == [4, 4, 7]
 
 
-def test_an_interrupt_keeps_what_there_is() -> None:
+def test_interrupt_keeps_partial_completions() -> None:
     script = Script(b"ab", "cdefg é".encode(), b"hijklmn")
     asked = iter([False] * 6 + [True])
     found, _ = completed(script, ["", "", ""], GenerationLimits(20, 99), stops=lambda: next(asked))
@@ -112,13 +114,13 @@ def test_an_interrupt_keeps_what_there_is() -> None:
     assert script.steps == 7
 
 
-def test_numbers_that_are_not_finite_end_it() -> None:
+def test_non_finite_logprob_raises_divergence_error() -> None:
     place = "prompt 1: token 1 has the log-probability nan"
     with raises(DivergenceError, place, suggests="model.compute_dtype=float32"):
         completed(Script(b"a", logprob=float("nan")), ["x"], GenerationLimits(5, 99))
 
 
-def test_a_prompt_must_leave_room() -> None:
+def test_prompt_that_fills_context_is_rejected() -> None:
     assert encode_prompts(["abc"], BYTES, 5, 7)[0].ids == [BYTES.begin_id, *b"abc"]
     with pytest.raises(ConfigError) as caught:
         encode_prompts(["ok", "abcd"], BYTES, 5)
@@ -129,13 +131,13 @@ def test_a_prompt_must_leave_room() -> None:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, FOLDER])
-def test_a_prompt_must_be_text(tokenizer: Tokenizer) -> None:
+def test_prompt_with_invalid_unicode_is_rejected(tokenizer: Tokenizer) -> None:
     with raises(ConfigError, "prompt 2", suggests="`iconv -t UTF-8`") as caught:
         encode_prompts(["ok", "\udcff"], tokenizer, 99)
     assert caught.value.problems[0].where == "prompt 2"
 
 
-def test_what_is_said_must_be_text() -> None:
+def test_chat_message_with_invalid_unicode_is_rejected() -> None:
     said = [ChatInput([{"role": "user", "content": text}]) for text in ("ok", "\ud800")]
     with raises(ConfigError, "prompt 2", suggests="`iconv -t UTF-8`") as caught:
         encode_chats(said, FOLDER, 999)
@@ -143,7 +145,7 @@ def test_what_is_said_must_be_text() -> None:
 
 
 @pytest.mark.parametrize("template", ["", "{{ nothing }}", "{% if false %}x{% endif %}"])
-def test_a_template_that_makes_no_text_is_refused(template: str, tmp_path: Path) -> None:
+def test_chat_template_with_empty_output_is_rejected(template: str, tmp_path: Path) -> None:
     shutil.copytree(GOLDEN, tmp_path / "folder")
     (tmp_path / "folder" / "chat_template.jinja").write_text(template)
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(tmp_path / "folder")))

@@ -1,4 +1,4 @@
-"""Tokens that follow prompts: cached, side by side, and on any mesh."""
+"""Decoded tokens: cached, batched, and on any mesh."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from tests.generate.small import (
     ONE_DEVICE,
     PROMPTS,
     decoding_of,
-    followed,
+    generate_tokens,
 )
 
 
-def by_full_forwards(apply: Any, params: Any, prompt: list[int], room: int) -> tuple[list, list]:
-    """The best tokens, each by a forward pass over all before it, and their log-probabilities."""
+def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) -> tuple[list, list]:
+    """Greedy tokens, each from a full forward pass over its prefix, and their log-probabilities."""
     row, nats = list(prompt), []
     for _ in range(MORE):
-        held = jnp.asarray([row + [0] * (room - len(row))])
+        held = jnp.asarray([row + [0] * (length - len(row))])
         batch = {"tokens": held, "segment_ids": jnp.ones_like(held)}
-        batch |= {"positions": jnp.arange(room)[None]}
+        batch |= {"positions": jnp.arange(length)[None]}
         scores = jax.nn.log_softmax(apply(params, batch)[0, len(row) - 1])
         row.append(int(scores.argmax()))
         nats.append(float(scores.max()))
@@ -53,34 +53,34 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], room: int) -> t
 @pytest.mark.parametrize(
     "model", keeping([LLAMA, GEMMA, DEEPSEEK, MOE, NEXT], 0, 2), ids=lambda model: model.family
 )
-def test_rows_side_by_side_are_what_full_forwards_give(model: ModelConfig) -> None:
+def test_batched_decoding_equals_full_forward_passes(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
-    tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
-    apply, room = jax.jit(decoding.decoder.apply), max(map(len, PROMPTS)) + MORE
+    tokens, logprobs = generate_tokens(decoding, params, PROMPTS, range(5))
+    apply, length = jax.jit(decoding.decoder.apply), max(map(len, PROMPTS)) + MORE
     for row, prompt in enumerate(PROMPTS):
-        wanted, nats = by_full_forwards(apply, params, prompt, room)
+        wanted, nats = by_full_forwards(apply, params, prompt, length)
         assert tokens[row].tolist() == wanted
         np.testing.assert_allclose(logprobs[row], nats, rtol=1e-5)
 
 
-def test_a_row_is_the_same_by_itself_and_nothing_is_compiled_twice() -> None:
+def test_tokens_do_not_depend_on_batch_and_compile_once() -> None:
     decoding, params = decoding_of(LLAMA, DRAWN)
-    tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
-    other, _ = followed(decoding, params, PROMPTS[::-1], range(4, -1, -1))
+    tokens, logprobs = generate_tokens(decoding, params, PROMPTS, range(5))
+    other, _ = generate_tokens(decoding, params, PROMPTS[::-1], range(4, -1, -1))
     assert other[::-1].tolist() == tokens.tolist()
     assert decoding._prefill_program._cache_size() == decoding._decode_program._cache_size() == 1
     for row, prompt in enumerate(PROMPTS):
-        alone, nats = followed(decoding, params, [prompt], [row])
+        alone, nats = generate_tokens(decoding, params, [prompt], [row])
         assert alone[0].tolist() == tokens[row].tolist()
         np.testing.assert_allclose(nats[0], logprobs[row], rtol=1e-5)
 
 
-def test_long_prompts_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_prefill_equals_single_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     decoding, params = decoding_of(GEMMA)
-    wanted, nats = followed(decoding, params, PROMPTS, range(5))
+    wanted, nats = generate_tokens(decoding, params, PROMPTS, range(5))
     monkeypatch.setattr("maxpipe.generate.decoding._MAX_PREFILL_CHUNK", 8)
     assert padded_length(21) == 24
-    tokens, logprobs = followed(decoding, params, PROMPTS, range(5))
+    tokens, logprobs = generate_tokens(decoding, params, PROMPTS, range(5))
     assert tokens.tolist() == wanted.tolist()
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
 
@@ -93,12 +93,12 @@ REFILLED = {
 
 
 @pytest.mark.parametrize("case", keeping(REFILLED, 0))
-def test_prompts_in_the_place_of_rows_that_are_over(case: str) -> None:
-    """Far beyond the caches' room, and with prompts of all sizes."""
+def test_refilled_rows_decode_same_tokens(case: str) -> None:
+    """Decode well beyond the cache capacity, with prompts of different lengths."""
     model, mesh = REFILLED[case]
     decoding, params = decoding_of(model, DRAWN, mesh)
     prompts = PROMPTS * 2
-    wanted, nats = followed(decoding, params, prompts, range(10))
+    wanted, nats = generate_tokens(decoding, params, prompts, range(10))
     lengths = [2, 7, 5, 7, 1, 6, 3, 7, 4, 7]
     waiting, rows = list(range(10)), [0, 1, 2, 3][: max(2, decoding.batch_multiple)]
     del waiting[: len(rows)]
@@ -139,25 +139,25 @@ MESHES = {
 
 
 @pytest.mark.parametrize("case", keeping(MESHES, 0))
-def test_every_mesh_gives_the_same_tokens(case: str) -> None:
+def test_every_mesh_decodes_same_tokens(case: str) -> None:
     model, mesh = MESHES[case]
     found = []
     for each in (ONE_DEVICE, mesh):
         decoding, params = decoding_of(model, DRAWN, each)
-        found.append(followed(decoding, params, PROMPTS, range(5)))
+        found.append(generate_tokens(decoding, params, PROMPTS, range(5)))
     (wanted, nats), (tokens, logprobs) = found
     assert tokens.tolist() == wanted.tolist()
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5)
 
 
-def test_no_device_copies_all_rows_to_split_them(capfd: pytest.CaptureFixture[str]) -> None:
-    """XLA says so where it does: the embedding is split over context, and no row is."""
+def test_resharding_needs_no_full_rematerialization(capfd: pytest.CaptureFixture[str]) -> None:
+    """The embedding is sharded over context, rows are not; XLA warns if it replicates an array."""
     decoding, params = decoding_of(DEEPSEEK, mesh=MIXED)
-    followed(decoding, params, PROMPTS[:4], range(4))
+    generate_tokens(decoding, params, PROMPTS[:4], range(4))
     assert "rematerialization" not in capfd.readouterr().err
 
 
-def test_caches_are_split_over_rows_and_heads() -> None:
+def test_caches_are_sharded_over_batch_and_heads() -> None:
     decoding, _ = decoding_of(LLAMA, mesh=MESHES["tensor-data"][1])
     cache = decoding._init_program(DecodeShape(4, 16, 3)).caches[2]
     assert cache.keys.shape == (4, 2, 19, 6)
@@ -165,20 +165,20 @@ def test_caches_are_split_over_rows_and_heads() -> None:
     assert cache.segments.sharding.shard_shape(cache.segments.shape) == (2, 19)
 
 
-def test_layers_with_a_window_keep_its_tokens() -> None:
-    """The middle one of three sees all; `test_long_prompts_come_in_pieces` goes around the ring."""
+def test_sliding_window_layers_cache_only_window() -> None:
+    """The middle layer is global; `test_chunked_prefill_equals_single_prefill` wraps the cache."""
     decoding, _ = decoding_of(GEMMA)
     caches = jax.eval_shape(lambda: decoding._init_program(DecodeShape(2, 16, 500))).caches
     assert [cache.keys.shape[2] for cache in caches] == [5 - 1 + 16, 516, 5 - 1 + 16]
 
 
-def test_the_cache_is_in_the_compute_type() -> None:
+def test_cache_uses_compute_dtype() -> None:
     decoder = Decoder(dataclasses.replace(LLAMA, compute_dtype="bfloat16"), AxisRules(()))
     assert jax.eval_shape(lambda: decoder.empty_caches(1, 2))[0].keys.dtype == jnp.bfloat16
 
 
-def test_a_step_copies_neither_parameters_nor_caches() -> None:
-    """The caches are updated where they are; the rest is less than the keys of one layer."""
+def test_decode_step_copies_neither_parameters_nor_caches() -> None:
+    """Caches are updated in place; temporary memory is smaller than the keys of one layer."""
     decoding, params = decoding_of(LLAMA)
     params = jax.jit(decoding.decoder.by_layer)(params)
     given: Any = jax.ShapeDtypeStruct((2,), jnp.int32)
@@ -195,13 +195,13 @@ def test_a_step_copies_neither_parameters_nor_caches() -> None:
 @pytest.mark.parametrize(
     ("longest", "wanted"), [(1, 16), (16, 16), (17, 32), (512, 512), (513, 1024), (1025, 1536)]
 )
-def test_prompts_of_few_sizes_are_compiled(longest: int, wanted: int) -> None:
+def test_padded_length_takes_few_values(longest: int, wanted: int) -> None:
     assert (
         padded_length(longest) == wanted and wanted % DecodeShape(1, wanted, 1).prefill_chunk == 0
     )
 
 
-def test_prompts_end_together() -> None:
+def test_left_pad() -> None:
     rows = left_pad([[7], [4, 5, 6]], 3, 4)
     assert rows.tokens.tolist() == [[0, 0, 0, 7], [0, 4, 5, 6], [0] * 4]
     assert rows.segment_ids.tolist() == [[0, 0, 0, 1], [0, 1, 1, 1], [0] * 4]

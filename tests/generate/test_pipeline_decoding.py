@@ -1,4 +1,4 @@
-"""Tokens of a model whose layers are divided over stages are those of one device."""
+"""Decoding with layers divided over pipeline stages gives the tokens of one device."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.schedule.table import Ring
 from maxpipe.step.state import ParamLayout
 from tests.cases import keeping
-from tests.generate.small import DRAWN, GEMMA, LLAMA, MOE, PROMPTS, decoding_of, followed, params_of
+from tests.generate.small import (
+    DRAWN,
+    GEMMA,
+    LLAMA,
+    MOE,
+    PROMPTS,
+    decoding_of,
+    generate_tokens,
+    params_of,
+)
 
 
 def staged_of(
     model: ModelConfig, sampling: Sampling, mesh: MeshConfig, cut: tuple[int, ...]
 ) -> tuple[PipelineDecodeEngine, Any]:
-    """The same as `decoding_of`, with stages."""
+    """Return a pipeline decode engine and its parameters, as `decoding_of` does for one stage."""
     decoder = Decoder(model, AxisRules.from_config(mesh))
     count = math.prod(getattr(mesh, f"ici_{axis}") for axis in MESH_AXES)
     grid = build_mesh(mesh, jax.devices()[:count])
@@ -45,7 +54,7 @@ LIMITED = dataclasses.replace(
         MOE.own, num_experts=4, capacity_factor=0.3, all_to_all_capacity_factor=0.3
     ),
 )
-"""Would drop tokens in training; when text is generated none is."""
+"""Drops tokens in training, but not in generation."""
 CASES = {
     "four stages": (DEEP, MeshConfig(ici_stage=4), (1, 1, 1, 1)),
     "uneven": (GEMMA, MeshConfig(ici_stage=2), (2, 1)),
@@ -56,11 +65,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0))
-def test_stages_give_the_tokens_of_one(case: str) -> None:
+def test_pipeline_stages_decode_same_tokens_as_one_device(case: str) -> None:
     model, mesh, cut = CASES[case]
     decoding, params = decoding_of(model, DRAWN)
-    wanted, nats = followed(decoding, params, PROMPTS, range(5))
+    wanted, nats = generate_tokens(decoding, params, PROMPTS, range(5))
     staged, params = staged_of(model, DRAWN, mesh, cut)
-    tokens, logprobs = followed(staged, params, PROMPTS, range(5))
+    tokens, logprobs = generate_tokens(staged, params, PROMPTS, range(5))
     assert tokens.tolist() == wanted.tolist()
     np.testing.assert_allclose(logprobs, nats, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Each option of sampling against plain numpy."""
+"""Each sampling option compared with plain numpy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def softmax(row: Any) -> Any:
     return shares / shares.sum()
 
 
-def kept(**options: Any) -> np.ndarray:
-    """Which tokens stay; the scores of these are unchanged."""
+def kept_tokens(**options: Any) -> np.ndarray:
+    """Return which tokens the filters keep; their logits must be unchanged."""
     found = np.asarray(filter_logits(jnp.asarray(LOGITS), Sampling(**options)))
     stay = np.isfinite(found)
     np.testing.assert_array_equal(found[stay], LOGITS[stay])
@@ -37,7 +37,7 @@ def kept(**options: Any) -> np.ndarray:
 
 
 def by_rank(row: Any) -> list[int]:
-    """Tokens, the most likely first."""
+    """Return token IDs, most likely first."""
     return sorted(range(len(row)), key=lambda token: -row[token])
 
 
@@ -53,25 +53,25 @@ def nucleus(row: Any, top_p: float) -> set[int]:
 
 @pytest.mark.parametrize("top_k", [1, 4, VOCABULARY, VOCABULARY + 3])
 def test_top_k(top_k: int) -> None:
-    for row, stay in zip(LOGITS, kept(top_k=top_k), strict=True):
+    for row, stay in zip(LOGITS, kept_tokens(top_k=top_k), strict=True):
         assert set(np.flatnonzero(stay)) == set(by_rank(row)[:top_k])
 
 
 @pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 0.999])
 def test_top_p(top_p: float) -> None:
-    for row, stay in zip(LOGITS, kept(top_p=top_p), strict=True):
+    for row, stay in zip(LOGITS, kept_tokens(top_p=top_p), strict=True):
         assert set(np.flatnonzero(stay)) == nucleus(row, top_p)
 
 
 @pytest.mark.parametrize("min_p", [0.01, 0.2, 1.0])
 def test_min_p(min_p: float) -> None:
-    for row, stay in zip(LOGITS, kept(min_p=min_p), strict=True):
+    for row, stay in zip(LOGITS, kept_tokens(min_p=min_p), strict=True):
         shares = softmax(row)
         assert set(np.flatnonzero(stay)) == set(np.flatnonzero(shares >= min_p * shares.max()))
 
 
-def test_each_filter_looks_at_what_the_one_before_has_left() -> None:
-    for row, stay in zip(LOGITS, kept(top_k=5, top_p=0.8, min_p=0.1), strict=True):
+def test_filters_apply_in_sequence() -> None:
+    for row, stay in zip(LOGITS, kept_tokens(top_k=5, top_p=0.8, min_p=0.1), strict=True):
         best = by_rank(row)[:5]
         inside = {best[place] for place in nucleus(row[best], 0.8)}
         least = 0.1 * softmax(row).max()
@@ -79,7 +79,7 @@ def test_each_filter_looks_at_what_the_one_before_has_left() -> None:
         assert set(np.flatnonzero(stay)) == wanted
 
 
-def test_equals_of_the_last_that_stays_stay_as_well() -> None:
+def test_top_k_keeps_ties() -> None:
     row = jnp.asarray([[0.0, 2.0, 1.0, 1.0, -1.0]])
     assert np.isfinite(filter_logits(row, Sampling(top_k=2)))[0].tolist() == [
         False,
@@ -100,7 +100,7 @@ def test_repetition_penalty() -> None:
             assert found[row, token] == pytest.approx(wanted, rel=1e-6)
 
 
-def test_temperature_zero_takes_the_best_after_the_penalty() -> None:
+def test_temperature_zero_takes_argmax_after_penalty() -> None:
     greedy = sample(jnp.asarray(LOGITS), None, KEYS, Sampling(temperature=0.0))
     assert greedy.tokens.tolist() == LOGITS.argmax(-1).tolist()
     wanted = [np.log(softmax(row).max()) for row in LOGITS]
@@ -111,7 +111,7 @@ def test_temperature_zero_takes_the_best_after_the_penalty() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-9, 1e-30, 1e-38, 1e-40, 1e-45, 1e-300])
-def test_a_tiny_temperature_takes_the_best(temperature: float) -> None:
+def test_tiny_temperature_takes_argmax(temperature: float) -> None:
     drawn = jax.jit(sample, static_argnums=3)
     found = drawn(jnp.asarray(LOGITS), None, KEYS, Sampling(temperature=temperature))
     assert found.tokens.tolist() == LOGITS.argmax(-1).tolist()
@@ -119,7 +119,7 @@ def test_a_tiny_temperature_takes_the_best(temperature: float) -> None:
     assert found.tokens.tolist() == LOGITS.argmax(-1).tolist()
 
 
-def test_log_probabilities_are_the_models() -> None:
+def test_logprobs_are_unfiltered_model_logprobs() -> None:
     options = Sampling(temperature=0.3, top_k=3, repetition_penalty=1.4)
     found = sample(jnp.asarray(LOGITS), jnp.asarray(SEEN), KEYS, options)
     wanted = [np.log(softmax(row)[token]) for row, token in zip(LOGITS, found.tokens, strict=True)]
@@ -127,7 +127,7 @@ def test_log_probabilities_are_the_models() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_come_as_often_as_they_are_likely(temperature: float) -> None:
+def test_token_frequencies_match_probabilities(temperature: float) -> None:
     count, few = 20_000, 6
     logits = jnp.broadcast_to(LOGITS[0, :few], (count, few))
     keys = row_keys(7, jnp.arange(count), jnp.full(count, 3))
@@ -138,7 +138,7 @@ def test_tokens_come_as_often_as_they_are_likely(temperature: float) -> None:
     assert (np.abs(often - wanted) < 6 * np.sqrt(wanted * (1 - wanted) / count)).all()
 
 
-def test_a_row_depends_on_seed_number_and_position_alone() -> None:
+def test_sample_depends_only_on_seed_row_number_and_position() -> None:
     def tokens(seed: int, rows: list[int], positions: list[int]) -> list[int]:
         keys = row_keys(seed, jnp.asarray(rows), jnp.asarray(positions))
         flat = jnp.zeros((len(rows), 1009))

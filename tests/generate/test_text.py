@@ -1,4 +1,4 @@
-"""Streams of text: characters over several tokens, and stop strings over several pieces."""
+"""Streamed text: characters split over tokens, and stop strings split over chunks."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ BYTES = ByteTokenizer()
 
 
 def pieces(tokenizer: Tokenizer, ids: Any, prompt: tuple[int, ...] = ()) -> tuple[list[str], str]:
-    """Text by token, and the rest."""
+    """Return the text emitted for each token, and the flushed remainder."""
     stream = IncrementalDetokenizer(tokenizer, prompt)
     return [stream.add(int(token)) for token in ids], stream.flush()
 
 
-def test_characters_wait_until_they_are_complete() -> None:
+def test_multibyte_characters_are_emitted_when_complete() -> None:
     found, rest = pieces(BYTES, TEXT.encode())
     assert "".join(found) == TEXT and rest == "" and "\ufffd" not in "".join(found)
     assert [piece for piece in found if piece] == list(TEXT)
 
 
-def test_an_incomplete_character_is_replaced_at_the_end_only() -> None:
+def test_incomplete_character_is_replaced_only_at_end() -> None:
     found, rest = pieces(BYTES, "a🎉".encode()[:-1])
     assert found == ["a", "", "", ""] and rest == "\ufffd"
 
 
-def test_bytes_that_never_become_a_character_do_not_hold_up_the_rest() -> None:
+def test_invalid_bytes_do_not_delay_following_text() -> None:
     found, rest = pieces(BYTES, b"\xff" * 9 + b"ok")
     assert "".join(found) == "\ufffd" * 9 + "ok" and rest == ""
-    assert "".join(found[:9]) == "\ufffd" * 6  # three may still be one character
+    assert "".join(found[:9]) == "\ufffd" * 6  # the last three bytes might still form one character
 
 
 def test_control_tokens_have_no_text() -> None:
@@ -46,7 +46,7 @@ def test_control_tokens_have_no_text() -> None:
 
 @pytest.fixture
 def spaced(tmp_path: Path) -> HuggingFaceTokenizer:
-    """Words with their space in front, which the decoder strips from the first, and bytes."""
+    """Words with a leading space, which the decoder strips from the first word, and all bytes."""
     words = ["<unk>", "</s>", "▁one", "▁two", *(f"<0x{byte:02X}>" for byte in range(256))]
     steps = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -71,7 +71,7 @@ def spaced(tmp_path: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(str(tmp_path / "tokenizer.json"))
 
 
-def test_spaces_between_prompt_and_text_stay(spaced: HuggingFaceTokenizer) -> None:
+def test_space_between_prompt_and_completion_is_kept(spaced: HuggingFaceTokenizer) -> None:
     one, two, first = 2, 3, 4
     found, _ = pieces(spaced, [two, one, two, two, one, two], (one,))
     assert "".join(found) == " two one two two one two"
@@ -88,7 +88,7 @@ def test_spaces_between_prompt_and_text_stay(spaced: HuggingFaceTokenizer) -> No
 
 
 def stopped(text: str, stops: list[str], cuts: tuple[int, ...]) -> tuple[str, bool]:
-    """All that comes of the text in pieces that end at the cuts."""
+    """Feed text in chunks that end at the cuts; return the output and whether it stopped."""
     reader, found = StopStringMatcher(stops), ""
     for start, end in itertools.pairwise((0, *cuts, len(text))):
         found += reader.add(text[start:end])
@@ -107,7 +107,7 @@ def stopped(text: str, stops: list[str], cuts: tuple[int, ...]) -> tuple[str, bo
         ("no stop he", ["here"], ("no stop he", False)),
     ],
 )
-def test_stop_strings_are_found_however_the_text_is_cut(
+def test_stop_strings_match_across_any_chunk_boundaries(
     text: str, stops: list[str], wanted: tuple[str, bool]
 ) -> None:
     for count in range(len(text)):
@@ -120,7 +120,7 @@ def test_stop_strings_are_found_however_the_text_is_cut(
                 assert found == wanted
 
 
-def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
+def test_text_ends_before_multibyte_stop_string() -> None:
     row = CompletionText(BYTES, [], ["字🎉"])
     ids = "漢字🎉 more".encode()
     given = []
@@ -132,7 +132,7 @@ def test_text_ends_before_a_stop_string_within_a_character_stream() -> None:
     assert len(given) == len("漢字🎉".encode())
 
 
-def test_what_waited_is_given_at_the_end() -> None:
+def test_withheld_text_is_flushed_at_end() -> None:
     row = CompletionText(BYTES, [], ["stop"])
     assert [row.add(token) for token in b"a sto"] == ["a", " ", "", "", ""]
     assert row.end() == "sto" and row.text == "a sto"

@@ -1,4 +1,4 @@
-"""Checkpoints of adapters beside a Hugging Face folder, made without training."""
+"""Adapter checkpoints on top of a Hugging Face folder, made without training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from maxpipe.restore.initial_weights import read_folder_params
 from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
 from maxpipe.train.resume import RunStart, restore_or_init
-from tests.huggingface.test_starts import Said
+from tests.huggingface.test_starts import RecordingConsole
 from tests.pipeline.test_engine import with_changes
 
 FINGERPRINT = {"batch_size": 4}
@@ -29,13 +29,13 @@ class Made(NamedTuple):
     folder: Path
     steps: Steps
     params: Any
-    """All of the model's, in the form of checkpoints."""
+    """All parameters of the merged model, as in checkpoints."""
 
 
 def begun(
     base: Path, runs: Path, *overrides: str, saved: bool = False
 ) -> tuple[LoadedConfig, Steps, RunStart]:
-    """A run's start; of one that has `saved` it goes on."""
+    """Start a run, or resume it if it has `saved` a checkpoint."""
     section = {**open_folder(str(base)).description.section, "compute_dtype": "float32"}
     section["param_dtype"] = "float32"
     known = {
@@ -53,13 +53,13 @@ def begun(
         fingerprint=dict(FINGERPRINT).copy, resume_mixture=lambda fingerprint, step: False
     )
     datasets: Any = SimpleNamespace(train=train)
-    console: Any = Said()
+    console: Any = RecordingConsole()
     with CheckpointManager(runs / config.run.name, config.checkpoint, write=saved) as checkpoints:
         return loaded, steps, restore_or_init(loaded, steps, checkpoints, datasets, console)
 
 
 def made(base: Path, runs: Path, *overrides: str) -> Made:
-    """Adapters that change something, saved as those of step 1."""
+    """Save nonzero adapters as step 1 of a new run."""
     loaded, steps, start = begun(base, runs, "adapter.rank=2", "adapter.alpha=3", *overrides)
     saved = steps.to_saved(start.state)
     saved["params"] = with_changes(saved["params"])

@@ -31,7 +31,7 @@ SIZES = {
 def llama(
     dtype: str = "BF16", vocab: int = VOCAB, **changes: Any
 ) -> tuple[dict[str, Any], Tensors]:
-    """config.json, and tensors drawn by their names."""
+    """Return a Llama config.json and tensors seeded by their names."""
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **SIZES, **changes}
     config["vocab_size"] = vocab
     return config, _drawn(
@@ -44,7 +44,7 @@ def llama(
 
 
 def gemma3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
-    """The same of Gemma 3."""
+    """Return a Gemma 3 config.json and its tensors."""
     config = {
         **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", **SIZES},
         **{"sliding_window": 5, "sliding_window_pattern": 2, **changes},
@@ -56,7 +56,7 @@ def gemma3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors
 
 
 def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
-    """The same of Mixtral."""
+    """Return a Mixtral config.json and its tensors."""
     config = {
         **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **SIZES},
         **{"num_local_experts": EXPERTS, **changes},
@@ -72,7 +72,7 @@ def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensor
 
 
 def qwen3_next(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
-    """The same of Qwen3-Next, with a layer that predicts one token more."""
+    """Return a Qwen3-Next config.json and its tensors, with a multi-token prediction layer."""
     heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
     sizes = {"linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}
     routed = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
@@ -113,7 +113,7 @@ def qwen3_next(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Ten
 
 
 def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
-    """The same of GPT-OSS, whose gates and what they are multiplied with alternate."""
+    """Return a GPT-OSS config.json and its tensors; gate and up projections are interleaved."""
     config = {
         **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", **SIZES},
         **{"num_local_experts": EXPERTS, "num_experts_per_tok": 2, **changes},
@@ -178,7 +178,7 @@ def _drawn(shapes: dict[str, tuple[int, ...]], dtype: str) -> Tensors:
 
 
 def encoded(tensors: Tensors, **changes: Any) -> bytes:
-    """A safetensors file; `changes` replace entries of its header."""
+    """Return a safetensors file; `changes` replace entries of its header."""
     names = {np.dtype(kind): name for name, kind in TYPES.items()}
     names |= {np.dtype(np.int8): "I8"}
     header: dict[str, Any] = {}
@@ -196,7 +196,7 @@ def encoded(tensors: Tensors, **changes: Any) -> bytes:
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Tensors, files: int = 1) -> Path:
-    """A folder with the tensors in this many files."""
+    """Write a folder with the tensors split over `files` files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if files == 1:
@@ -214,7 +214,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Tensors, files: int = 1
 
 
 def read(folder: Path) -> Tensors:
-    """The tensors of all files in a folder."""
+    """Return the tensors of all files in a folder."""
     found: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         raw = path.read_bytes()
@@ -230,7 +230,7 @@ def read(folder: Path) -> Tensors:
 
 
 def same_bits(found: Tensors, wanted: Tensors) -> None:
-    """Names, types, shapes and bytes are the same."""
+    """Assert that names, dtypes, shapes and bytes are equal."""
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
         assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name

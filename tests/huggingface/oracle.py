@@ -1,9 +1,9 @@
-"""Runs in an environment with transformers: makes folders, and logits of folders.
+"""Reference results of transformers: makes folders and computes their logits.
 
-Usage: oracle.py COMMAND JOBS, with the commands make, logits, adapted, quantise, add_ahead, ahead,
-train, losses, greedy and sft. JOBS is a JSON list; of each entry `folder` is the Hugging Face
-folder, `tokens` the file with ids `[rows, tokens]`, `logits` the file to write; with `adapted`,
-which needs PEFT, `adapter` is the folder of an adapter. The last four read `documents`, a JSON
+Usage: oracle.py COMMAND JOBS, where COMMAND is make, logits, adapted, quantise, add_ahead, ahead,
+train, losses, greedy or sft. JOBS is a JSON list of objects; `folder` is the Hugging Face
+folder, `tokens` a file of token IDs `[rows, tokens]` and `logits` the file to write. For `adapted`,
+which requires PEFT, `adapter` is an adapter folder. The last four read `documents`, a JSON
 file, and write `trained` or `gradients`, folders, or `found`, a JSON file.
 """
 
@@ -19,7 +19,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportMissingImports]
 
-# Kernels ask for sizes that are multiples of others.
+# Optimized kernels require sizes that are multiples of certain numbers.
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -38,7 +38,7 @@ def main() -> None:
         if action in DOCUMENTS:
             DOCUMENTS[action](job, json.loads(Path(job["documents"]).read_text()))
             continue
-        # Also of what was made: where that was not float32 its buffers have been rounded.
+        # Models are reloaded even if just made: saving them in another dtype rounded their buffers.
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             job["folder"], dtype=torch.float32, output_loading_info=True, **EAGER
         )
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def made(job: dict[str, Any]) -> Any:
-    """A model with weights, norms included, that are drawn by the job's seed."""
+    """Build a model whose weights, norms included, are drawn from the job's seed."""
     torch.manual_seed(job["seed"])
     config = getattr(transformers, job["config_class"])(**job["config"])
     for name, value in EAGER.items():
@@ -65,7 +65,7 @@ def made(job: dict[str, Any]) -> Any:
 
 
 def quantise(model: Any, folder: Path) -> None:
-    """A folder as those of GPT-OSS are published: experts in blocks of 32 numbers of 4 bits."""
+    """Save a folder as GPT-OSS is published: experts in blocks of 32 4-bit values."""
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
@@ -84,9 +84,9 @@ def quantise(model: Any, folder: Path) -> None:
 
 
 def add_ahead(job: dict[str, Any]) -> None:
-    """To a folder the layers that predict further ahead, as DeepSeek-V3 is published.
+    """Add multi-token prediction layers to a folder, as in the published DeepSeek-V3.
 
-    They have the names of the last layer's tensors, and copies of both tables.
+    They have the last layer's tensor names, and copies of the embedding and the head.
     """
     folder, count = Path(job["folder"]), job["config"]["num_nextn_predict_layers"]
     layers = job["config"]["num_hidden_layers"]
@@ -107,9 +107,9 @@ def add_ahead(job: dict[str, Any]) -> None:
 
 
 def ahead(job: dict[str, Any]) -> None:
-    """Logits of the layers that predict further ahead, given all tokens of each row."""
+    """Save the logits of the multi-token prediction layers for all tokens of each sequence."""
     layers, count = (job["config"][n] for n in ("num_hidden_layers", "num_nextn_predict_layers"))
-    # What it passes over, and then reads, has the number of the published model's layers.
+    # By default, the ignored keys contain the layer numbers of the published model.
     transformers.DeepseekV3PreTrainedModel._keys_to_ignore_on_load_unexpected = [
         rf"model\.layers\.{number}\..*" for number in range(layers, layers + count)
     ]
@@ -133,14 +133,14 @@ AHEAD = {"add_ahead": add_ahead, "ahead": ahead}
 
 
 def loaded(job: dict[str, Any]) -> Any:
-    """The folder's model."""
+    """Load the folder's model in float32."""
     return transformers.AutoModelForCausalLM.from_pretrained(
         job["folder"], dtype=torch.float32, **EAGER
     )
 
 
 def loss(model: Any, documents: list[list[int]]) -> Any:
-    """The sum over all tokens that follow others; each document is a row of its own."""
+    """Return the summed next-token loss; each document is a separate sequence."""
     total = 0.0
     for document in documents:
         ids = torch.tensor([document])
@@ -150,7 +150,7 @@ def loss(model: Any, documents: list[list[int]]) -> Any:
 
 
 def train(job: dict[str, Any], steps: list[list[list[int]]]) -> None:
-    """AdamW on the mean over the tokens of each step; what is a vector does not decay."""
+    """Train with AdamW on the mean token loss of each step; vectors have no weight decay."""
     model = loaded(job).train()
     groups: dict[bool, list[Any]] = {True: [], False: []}
     for parameter in model.parameters():
@@ -173,14 +173,14 @@ def train(job: dict[str, Any], steps: list[list[list[int]]]) -> None:
 
 
 def losses(job: dict[str, Any], documents: list[list[int]]) -> None:
-    """The sum of the loss over all documents."""
+    """Save the summed loss over all documents."""
     with torch.no_grad():
         found = float(loss(loaded(job).eval(), documents))
     Path(job["found"]).write_text(json.dumps(found))
 
 
 def greedy(job: dict[str, Any], prompts: list[list[int]]) -> None:
-    """The tokens that follow each prompt, the largest logit's each time."""
+    """Save the greedy continuation of each prompt."""
     model, found = loaded(job).eval(), []
     with torch.no_grad():
         for prompt in prompts:
@@ -193,7 +193,7 @@ def greedy(job: dict[str, Any], prompts: list[list[int]]) -> None:
 
 
 def sft(job: dict[str, Any], conversations: list[Any]) -> None:
-    """Loss over what the template marks, the mean over all conversations' tokens; and gradients."""
+    """Save the mean loss over the assistant tokens of all conversations, and its gradients."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["tokenizer"])
     model, total, count = loaded(job), torch.zeros(()), 0
     for messages in conversations:

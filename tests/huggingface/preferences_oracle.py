@@ -1,8 +1,8 @@
 """Preference training in TRL.
 
-Usage: preferences_oracle.py JOBS OUT. JOBS is a JSON list: `folder` is that of a model, `pairs` a
-file of JSON lines, `loss` and `beta` those of `DPOConfig`, `steps` and `pairs_per_step` the length
-of the run, `optim` the keys of AdamW. The answer to a job are `loss`, `grad_norm`,
+Usage: preferences_oracle.py JOBS OUT. JOBS is a JSON list: `folder` is a model folder, `pairs` a
+JSON Lines file, `loss` and `beta` are for `DPOConfig`, `steps` and `pairs_per_step` set the length
+of the run, and `optim` has the options of AdamW. The result of a job has `loss`, `grad_norm`,
 `rewards/chosen` and `rewards/rejected` of every step.
 """
 

@@ -1,4 +1,4 @@
-"""Prompts in `transformers`: makes the models of folders, encodes prompts and generates.
+"""Prompts in `transformers`: makes models in folders, encodes prompts and generates tokens.
 
 Usage: prompts_oracle.py JOBS. JOBS is a JSON list. `folder` holds the files of a tokenizer; the
 model's config and weights are added. `config_class`, `architecture`, `config` and `seed` describe
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def answer(job: dict[str, Any]) -> dict[str, Any]:
-    """Ids of prompts, and tokens that follow them greedily."""
+    """Return the IDs of prompts, and their greedy continuations."""
     folder = Path(job["folder"])
     make(job, folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -52,7 +52,7 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def make(job: dict[str, Any], folder: Path) -> None:
-    """Weights, config.json and generation_config.json."""
+    """Write weights, config.json and generation_config.json."""
     kept = {each.name: each.read_bytes() for each in folder.iterdir()}
     torch.manual_seed(job["seed"])
     config = getattr(transformers, job["config_class"])(**job["config"])
@@ -65,7 +65,7 @@ def make(job: dict[str, Any], folder: Path) -> None:
 
 
 def generated(folder: Path, ids: list[int]) -> list[int]:
-    """Tokens that `generate` adds to a prompt."""
+    """Return the tokens that `generate` appends to a prompt."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     given = torch.tensor([ids])
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""Frequencies of rotary positions in `transformers`. Usage: rotary_oracle.py JOBS ANSWERS.
+"""Rotary frequencies in `transformers`. Usage: rotary_oracle.py JOBS ANSWERS.
 
 JOBS is a JSON list of objects with `config`, a config.json, and `lengths`, numbers of tokens.
-ANSWERS gets for each job and length the frequencies and the factor of what turns.
+For each job and length, ANSWERS receives the frequencies and the attention factor.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def found(content: dict[str, Any], length: int) -> dict[str, Any]:
-    """Frequencies and factor for texts of this length."""
+    """Return the frequencies and attention factor for sequences of this length."""
     config = transformers.AutoConfig.for_model(content["model_type"]).__class__.from_dict(content)
     by_layers = {"layer_type": "full_attention"} if "gemma3" in content["model_type"] else {}
     said = config.rope_parameters
@@ -42,7 +42,7 @@ def found(content: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def rotary_class(content: dict[str, Any]) -> Any:
-    """The class that a model of this config has."""
+    """Return the rotary embedding class of the config's model."""
     name = content["model_type"].removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     (rotary,) = (each for each in vars(module) if each.endswith("RotaryEmbedding"))

@@ -1,7 +1,7 @@
 """Values of configs in `transformers`. Usage: statements_oracle.py JOBS ANSWERS.
 
-JOBS is a JSON list of objects with `config`, a config.json, and `path`, the names that lead to a
-value. ANSWERS gets the values.
+JOBS is a JSON list of objects with `config`, a config.json, and `path`, the attribute names
+that lead to a value. ANSWERS receives the values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
 
 
 def value(config: dict[str, Any], path: list[str]) -> Any:
-    """The value that a config of this content has."""
+    """Return the value at `path` of a config with this content."""
     found = transformers.AutoConfig.for_model(config["model_type"]).__class__.from_dict(config)
     found.standardize_rope_params()  # as its frequencies are computed
     for name in path:

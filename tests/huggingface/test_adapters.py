@@ -1,4 +1,4 @@
-"""Adapters beside a folder's weights: what is saved of them, and what goes out."""
+"""Adapters on top of a folder's weights: checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 from tests.huggingface import maker
 from tests.huggingface.adapted import Made, begun, made
-from tests.huggingface.test_oracle import PYTHON, asked, job_of, reason
+from tests.huggingface.test_oracle import PYTHON, job_of, reason, run_oracle
 
 TOLERANCE = 1e-5
 TOKENS = np.random.default_rng(0).integers(0, maker.VOCAB, (2, 8), np.int32)
@@ -46,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """A run with the default adapters, which no test changes."""
+    """A run with the default adapters; tests must not modify it."""
     return made(base, tmp_path_factory.mktemp("runs"))
 
 
@@ -86,7 +86,7 @@ def of_folder(folder: Path) -> np.ndarray:
     ],
     ids=str,
 )
-def test_a_merged_export_equals_adapters_on_their_base(
+def test_merged_export_equals_base_with_adapters(
     overrides: list[str], base: Path, adapted: Made, tmp_path: Path
 ) -> None:
     run = made(base, tmp_path, *overrides) if overrides else adapted
@@ -99,16 +99,18 @@ def test_a_merged_export_equals_adapters_on_their_base(
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_files_for_peft_are_the_change_of_a_merged_export(
-    kind: str, base: Path, tmp_path: Path
-) -> None:
+def test_peft_export_reproduces_merged_export(kind: str, base: Path, tmp_path: Path) -> None:
     run = made(base, tmp_path, f"adapter.kind={kind}", "adapter.targets=[layers.attention.*]")
     export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
     export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
-    said = json.loads((tmp_path / "alone" / CONFIG).read_text())
-    assert said["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
-    assert (said["r"], said["lora_alpha"], said["use_dora"]) == (2, 3.0, kind == "dora")
-    assert said["base_model_name_or_path"] == str(base)
+    peft_config = json.loads((tmp_path / "alone" / CONFIG).read_text())
+    assert peft_config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert (peft_config["r"], peft_config["lora_alpha"], peft_config["use_dora"]) == (
+        2,
+        3.0,
+        kind == "dora",
+    )
+    assert peft_config["base_model_name_or_path"] == str(base)
     reader = SafetensorsReader(tmp_path / "alone" / WEIGHTS)
     tensors = {name: reader.read(name) for name in reader.entries}
     before, after = maker.read(base), maker.read(tmp_path / "out")
@@ -126,7 +128,7 @@ def test_files_for_peft_are_the_change_of_a_merged_export(
         assert np.abs(new - after[name]).max() < TOLERANCE * np.abs(new).max()
 
 
-def test_adapters_on_an_imported_base_name_the_folder_for_peft(base: Path, tmp_path: Path) -> None:
+def test_peft_config_names_original_folder_of_imported_base(base: Path, tmp_path: Path) -> None:
     import_folder(str(base), str(tmp_path / "imported"), quiet)
     run = made(base, tmp_path, f"checkpoint.restore_from={tmp_path / 'imported'}")
     export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
@@ -134,14 +136,14 @@ def test_adapters_on_an_imported_base_name_the_folder_for_peft(base: Path, tmp_p
     assert config["base_model_name_or_path"] == str(base)
 
 
-def test_snapshots_of_the_hub_have_its_id() -> None:
+def test_hub_id_of_snapshot_folder() -> None:
     cache = Path("/c/hub/models--meta-llama--Llama-3.2-1B/snapshots")
     assert hub_id(cache / ("4e" * 20)) == "meta-llama/Llama-3.2-1B"
     assert hub_id(cache / "main") is None and hub_id(Path("/models/llama")) is None
 
 
-def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Path) -> None:
-    """On another mesh, and with the folder moved; but not beside other weights."""
+def test_adapter_run_resumes_with_moved_but_not_changed_base(base: Path, tmp_path: Path) -> None:
+    """The mesh may change and the base folder may move, but its weights must not change."""
     own = tmp_path / "own"
     maker.write(own, *maker.llama("F32"))
     run = made(own, tmp_path, "adapter.kind=dora", "adapter.base_quantization=int8")
@@ -166,7 +168,7 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     for name, wanted in leaves_by_name(run.params).items():
         np.testing.assert_array_equal(leaves_by_name(found)[name], wanted, err_msg=name)
     other = (*again, f"checkpoint.restore_from={run.folder}", "run.name=next")
-    with pytest.raises(ConfigError, match="must be a folder"):  # of the base, which was moved
+    with pytest.raises(ConfigError, match="must be a folder"):  # the base folder was moved
         begun(base, tmp_path, *other)
     (tmp_path / "moved").rename(own)
     _, _, start = begun(base, tmp_path, *other)
@@ -184,7 +186,7 @@ def test_a_run_goes_on_beside_its_base_wherever_that_is(base: Path, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
+def test_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
     folder = shutil.copytree(adapted.folder, tmp_path / "adapted")
     (step,) = (path for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
     for path in (step / "state" / "d").iterdir():
@@ -194,7 +196,9 @@ def test_a_damaged_array_is_not_exported(adapted: Made, tmp_path: Path) -> None:
     assert not (tmp_path / "alone").exists()
 
 
-def test_other_adapters_are_refused(base: Path, adapted: Made, tmp_path: Path) -> None:
+def test_resume_with_different_adapter_config_is_rejected(
+    base: Path, adapted: Made, tmp_path: Path
+) -> None:
     shutil.copytree(adapted.folder, tmp_path / "adapted")
     for changed, words in (
         (["adapter.rank=3"], "must be 2, the value in step 1"),
@@ -214,20 +218,20 @@ def test_other_adapters_are_refused(base: Path, adapted: Made, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_peft_computes_the_same_logits(family: str, kind: str, tmp_path: Path) -> None:
-    """Of adapters that it loads beside their base, and of the merged model without it."""
+    """Compare adapters loaded by PEFT on their base, and the merged model loaded without PEFT."""
     if why := reason("peft"):
         pytest.skip(f"no PEFT in {PYTHON}: {why}")
     job = job_of(family, 0, tmp_path)
-    asked("make", [job], tmp_path)
+    run_oracle("make", [job], tmp_path)
     run = made(Path(job["folder"]), tmp_path, f"adapter.kind={kind}")
     export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
     export(parse_address(str(run.folder)), str(tmp_path / "merged"), None, quiet)
     np.save(tmp_path / "tokens.npy", TOKENS % job["config"]["vocab_size"])
     asks = {"tokens": str(tmp_path / "tokens.npy"), "adapter": str(tmp_path / "alone")}
-    said = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
-    base = said["base_model_name_or_path"]
+    peft_config = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
+    base = peft_config["base_model_name_or_path"]
     for action, folder in (("adapted", base), ("logits", str(tmp_path / "merged"))):
         found = str(tmp_path / f"{action}.npy")
-        asked(action, [{**asks, "folder": folder, "logits": found}], tmp_path)
+        run_oracle(action, [{**asks, "folder": folder, "logits": found}], tmp_path)
         theirs, ours = np.load(found), of_adapters(run, job["config"]["vocab_size"])
         assert np.abs(theirs - ours).max() < 1e-4 * np.abs(ours).max()

@@ -1,4 +1,4 @@
-"""config.json of DeepSeek models: what is refused, and what is left out."""
+"""DeepSeek folders: invalid config.json values, and multi-token prediction layers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ V2 = ["DeepseekV2ForCausalLM"]
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
-def test_latent_attention_and_groups_are_checked(
+def test_invalid_deepseek_config_is_rejected(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "config.json"
@@ -73,7 +73,7 @@ BEHIND = "model.layers.3."
 
 
 def drawn(folder: Path, config: dict[str, Any]) -> maker.Tensors:
-    """All tensors of a model with this config, in bfloat16 but for the biases of routers."""
+    """Return all tensors of a model with this config, in bfloat16 except for router biases."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     in_words = read_description(folder)
@@ -88,14 +88,14 @@ def drawn(folder: Path, config: dict[str, Any]) -> maker.Tensors:
     return found
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> str:
     capsys.readouterr()
     assert main([*map(str, arguments)]) == code
     return "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_nextn_predict_layers": 2}])
-def test_layers_that_predict_further_ahead_come_in_and_go_out_bit_for_bit(
+def test_mtp_layers_round_trip_bitwise(
     changes: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIG | changes
@@ -105,19 +105,19 @@ def test_layers_that_predict_further_ahead_come_in_and_go_out_bit_for_bit(
     assert behind == before | OWN | {*COPIES}
     folder = maker.write(tmp_path / "x", config, tensors, files=3)
     imported, out = tmp_path / "imported", tmp_path / "out"
-    assert "omitted" not in said(capsys, "import", folder, "--out", imported)
-    assert "omitted" not in said(capsys, "export", imported, out)
+    assert "omitted" not in run_command(capsys, "import", folder, "--out", imported)
+    assert "omitted" not in run_command(capsys, "export", imported, out)
     maker.same_bits(maker.read(out), tensors)
     count = config["num_nextn_predict_layers"]
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == count
     narrow = tmp_path / "narrow"
-    said(capsys, "export", imported, narrow, "--dtype", "bfloat16")
+    run_command(capsys, "export", imported, narrow, "--dtype", "bfloat16")
     wide = {name for name, array in maker.read(narrow).items() if array.dtype == np.float32}
     layers = range(1, 3 + count)
     assert wide == {f"model.layers.{n}.mlp.gate.e_score_correction_bias" for n in layers}
 
 
-def test_copies_may_be_missing_and_of_a_tied_table_are_both_the_embedding(
+def test_mtp_table_copies_may_be_missing_from_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = CONFIG | {"tie_word_embeddings": True}
@@ -127,13 +127,13 @@ def test_copies_may_be_missing_and_of_a_tied_table_are_both_the_embedding(
     }
     assert len(tensors) - len(without) == 2
     folder = maker.write(tmp_path / "x", config, without)
-    said(capsys, "import", folder, "--out", tmp_path / "imported")
-    said(capsys, "export", tmp_path / "imported", tmp_path / "out")
+    run_command(capsys, "import", folder, "--out", tmp_path / "imported")
+    run_command(capsys, "export", tmp_path / "imported", tmp_path / "out")
     maker.same_bits(maker.read(tmp_path / "out"), tensors)
 
 
 @pytest.mark.parametrize("copy", COPIES)
-def test_a_copy_that_differs_is_refused(
+def test_mtp_table_copy_that_differs_is_rejected(
     copy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = drawn(tmp_path / "x", CONFIG)
@@ -141,44 +141,44 @@ def test_a_copy_that_differs_is_refused(
     other[-1, -1] += 1
     folder = maker.write(tmp_path / "x", CONFIG, tensors | {BEHIND + copy: other})
     out = tmp_path / "imported"
-    told = said(capsys, "import", folder, "--out", out, code=2)
-    assert f"{BEHIND}{copy}\n  must be bitwise equal to {COPIES[copy]}" in told
-    assert "num_nextn_predict_layers" in told and not out.exists()
+    output = run_command(capsys, "import", folder, "--out", out, code=2)
+    assert f"{BEHIND}{copy}\n  must be bitwise equal to {COPIES[copy]}" in output
+    assert "num_nextn_predict_layers" in output and not out.exists()
     maker.write(folder, CONFIG | {"num_nextn_predict_layers": 0}, tensors)
-    told = said(capsys, "import", folder, "--out", out)
-    assert f"omitted, because this model does not use them: {BEHIND}" in told
+    output = run_command(capsys, "import", folder, "--out", out)
+    assert f"omitted, because this model does not use them: {BEHIND}" in output
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_layers_further_ahead_than_config_says_are_left_out_but_no_layer_of_the_network(
+def test_mtp_layers_beyond_config_are_omitted_but_not_decoder_layers(
     count: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = drawn(tmp_path / "x", CONFIG | {"num_nextn_predict_layers": 3})
     config = CONFIG | {"num_nextn_predict_layers": count}
     folder = maker.write(tmp_path / "x", config, tensors)
     imported, out = tmp_path / "imported", tmp_path / "out"
-    assert "omitted" in said(capsys, "import", folder, "--out", imported)
-    said(capsys, "export", imported, out)
+    assert "omitted" in run_command(capsys, "import", folder, "--out", imported)
+    run_command(capsys, "export", imported, out)
     layers = [f"model.layers.{layer}." for layer in range(3 + count, 6)]
     kept = {name: each for name, each in tensors.items() if not name.startswith((*layers,))}
     maker.same_bits(maker.read(out), kept)
     maker.write(folder, config | {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}, tensors)
-    told = said(capsys, "import", folder, "--out", tmp_path / "other", code=2)
-    assert "has 3 layers of weights, but config.json sets num_hidden_layers = 2" in told
+    output = run_command(capsys, "import", folder, "--out", tmp_path / "other", code=2)
+    assert "has 3 layers of weights, but config.json sets num_hidden_layers = 2" in output
 
 
-def test_a_folder_without_the_layers_that_it_says_of_starts_without(
+def test_declared_mtp_layers_may_be_missing_from_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = drawn(tmp_path / "x", CONFIG)
     less = {name: array for name, array in tensors.items() if not name.startswith(BEHIND)}
     folder = maker.write(tmp_path / "x", CONFIG, less)
-    told = said(capsys, "import", folder, "--out", tmp_path / "imported")
-    assert "declares 1 multi-token prediction layer, but the folder has none" in told
-    said(capsys, "export", tmp_path / "imported", tmp_path / "out")
+    output = run_command(capsys, "import", folder, "--out", tmp_path / "imported")
+    assert "declares 1 multi-token prediction layer, but the folder has none" in output
+    run_command(capsys, "export", tmp_path / "imported", tmp_path / "out")
     maker.same_bits(maker.read(tmp_path / "out"), less)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["num_nextn_predict_layers"] == 0
     maker.write(folder, CONFIG, less | {f"{BEHIND}eh_proj.weight": np.ones((12, 24), np.float32)})
-    told = said(capsys, "import", folder, "--out", tmp_path / "other", code=2)
-    assert f"lacks {len(tensors) - len(less) - 3} tensors: '{BEHIND}enorm.weight'" in told
+    output = run_command(capsys, "import", folder, "--out", tmp_path / "other", code=2)
+    assert f"lacks {len(tensors) - len(less) - 3} tensors: '{BEHIND}enorm.weight'" in output

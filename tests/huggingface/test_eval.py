@@ -1,8 +1,7 @@
-"""`maxpipe eval` of models without a run, against the plain loop on each document by itself."""
+"""`maxpipe eval` of models without a run, compared with an unpipelined loop over documents."""
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import shutil
@@ -25,6 +24,7 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.restore.open_model import open_address_or_folder
 from maxpipe.step.build import steps_from_config
 from tests.huggingface import maker
+from tests.times import shared
 from tests.train.runs import SAME, is_explained
 
 TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
@@ -34,7 +34,7 @@ TEXTS = ["The cat sat on the mat.", "naïve 語 😀", "", "One two three,\nfour
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama in float32 with a tokenizer, its import, and text in `texts` and `lines.jsonl`."""
+    """A float32 Llama with a tokenizer, its import, and text in `texts` and `lines.jsonl`."""
     base = tmp_path_factory.mktemp("eval")
     config, tensors = maker.llama("F32", VOCAB, tie_word_embeddings=True)
     tensors = {name: each * np.float32(0.5) for name, each in tensors.items()}
@@ -49,9 +49,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-@functools.cache
+@shared
 def by_text(folder: Path) -> list[tuple[float, int]]:
-    """Nats and targets of each of the documents."""
+    """Return the loss in nats and the number of targets of each document."""
     tokenizer = open_tokenizer(TokenizerConfig(kind="auto", path=str(folder)))
     rules = AxisRules.from_config(MeshConfig())
     chosen = open_address_or_folder(folder, [], lambda config: dict(config))
@@ -73,17 +73,17 @@ def by_text(folder: Path) -> list[tuple[float, int]]:
 
 
 def expected(folder: Path, *, has_empty: bool) -> tuple[float, int]:
-    """Nats of all documents, and their targets."""
+    """Return the total loss in nats and the total number of targets."""
     found = zip(TEXTS, by_text(folder), strict=True)
     nats, targets = zip(*(each for text, each in found if text or has_empty), strict=True)
     return sum(nats), sum(targets)
 
 
-def test_loss_of_a_folder_on_named_text(
+def test_eval_loss_equals_unpipelined_loop(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a folder with texts, and of the same weights imported with JSON lines."""
-    monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
+    """Evaluate a folder on text files, and the same weights imported on JSON Lines."""
+    monkeypatch.setattr(runtime, "start", lambda *_: None)  # use the devices of the test process
     monkeypatch.chdir(folder)
     assert open_folder("hf").dtype == "F32"
     size = len("".join(TEXTS).encode())
@@ -91,7 +91,7 @@ def test_loss_of_a_folder_on_named_text(
         options = ["train.sequence_length=91", "model.compute_dtype=float32", "--json"]
         assert main(["eval", model, "--data", data, *options]) == 0
         found = json.loads(capsys.readouterr().out)
-        # A file without content is no document, a line with an empty text is one.
+        # An empty file is not a document; a line with an empty string is one.
         nats, targets = expected(folder / "hf", has_empty=data != "texts")
         assert (found["tokens"], found["bytes"]) == (targets, size)
         assert found["nats_per_token"] == pytest.approx(nats / targets, rel=SAME)
@@ -107,13 +107,13 @@ MISTAKES = {
     "hf data.path=texts": "is ignored with data.source=corpus",
     "hf --data nowhere": "command line: --data = nowhere\n  must be a file, a folder or a glob",
     "hf --data .": "must contain files of one format",
-    "hf --data texts data.path=other": "data.path=other also selects documents",
+    "hf --data texts data.path=other": "conflicts with data.path=other: both select documents",
     "hf --data texts model.num_layers=2": "the value in the checkpoint",
 }
 
 
 @pytest.mark.parametrize("arguments", MISTAKES)
-def test_mistakes_are_explained(
+def test_eval_rejects_invalid_arguments(
     arguments: str,
     folder: Path,
     capsys: pytest.CaptureFixture[str],

@@ -1,4 +1,4 @@
-"""docs/finetune.md: a public model comes in, is trained with stages and fsdp, and goes out."""
+"""docs/finetune.md: import a public model, train it with stages and FSDP, and export it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from maxpipe.restore.open_model import open_address_or_folder
 from maxpipe.step.build import steps_from_config
 from tests.conftest import FAST_COMPILE
 from tests.huggingface import maker
-from tests.huggingface.test_oracle import PYTHON, asked, close, reason
+from tests.huggingface.test_oracle import PYTHON, close, reason, run_oracle
 from tests.train.runs import ledger, losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
@@ -39,24 +39,24 @@ WORDS = ("the", "sea", "was", "cold", "and", "grey", "when", "we", "sailed", "ou
 
 @dataclass(frozen=True)
 class Loop:
-    """What the page's commands have left, and what each block of them has printed."""
+    """The folder in which the page's commands ran, and the output of each block."""
 
     folder: Path
     outputs: list[str]
 
 
 def loop(folder: Path) -> Loop:
-    """Runs the page in a folder that has `base`."""
+    """Run the page's commands in a folder that contains `base`."""
     shutil.copytree(TOKENIZER, folder / "base", dirs_exist_ok=True)
     draw = random.Random(0)
     (folder / "book").mkdir()
     for number in range(12):
         (folder / "book" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=160)))
-    return ran(folder, "run", FAST_COMPILE)
+    return run_blocks(folder, "run", FAST_COMPILE)
 
 
-def ran(folder: Path, mark: str, variables: Mapping[str, str]) -> Loop:
-    """Runs the blocks of the page that are marked so."""
+def run_blocks(folder: Path, mark: str, variables: Mapping[str, str]) -> Loop:
+    """Run the page's blocks that have this mark."""
     page = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(rf"<!-- {mark} -->\n```\n(.*?)```", page, re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -76,8 +76,8 @@ def ran(folder: Path, mark: str, variables: Mapping[str, str]) -> Loop:
     return Loop(folder, [each.stdout for each in done])
 
 
-def has_learnt(done: Loop) -> None:
-    """The loss of training goes down, and so does that of the evaluation before and after."""
+def assert_losses_decrease(done: Loop) -> None:
+    """Assert that the losses of training and evaluation decrease."""
     train = losses(done.folder / "runs" / "base-tuned")
     assert train[40] < train[10] - 0.5
     nats = [
@@ -91,7 +91,7 @@ def has_learnt(done: Loop) -> None:
 
 
 def logits(folder: Path, model: str, tokens: np.ndarray, vocab: int = VOCAB) -> np.ndarray:
-    """Of a checkpoint or a folder, by the plain loop in float32."""
+    """Return the logits of a checkpoint or folder, from an unpipelined loop in float32."""
     chosen = open_address_or_folder(
         resolve_model(str(folder / model)), ["model.compute_dtype=float32"], one_device
     )
@@ -112,7 +112,7 @@ def one_device(config: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Loop:
-    """The loop from a folder that is written here."""
+    """Results of the page's commands for a folder made without transformers."""
     folder = tmp_path_factory.mktemp("finetune")
     config, tensors = maker.llama("BF16", VOCAB, tie_word_embeddings=True)
     small = {name: (0.3 * each).astype(each.dtype) for name, each in tensors.items()}
@@ -121,8 +121,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Loop:
 
 
 @pytest.mark.long
-def test_the_loop_of_the_page(written: Loop) -> None:
-    has_learnt(written)
+def test_finetune_page_commands(written: Loop) -> None:
+    assert_losses_decrease(written)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
     found = logits(written.folder, "tuned", tokens)
     assert (found == logits(written.folder, "runs/base-tuned@best", tokens)).all()
@@ -136,9 +136,9 @@ def test_the_loop_of_the_page(written: Loop) -> None:
 
 
 @pytest.mark.long
-def test_the_example_of_conversations(tmp_path: Path) -> None:
-    """A model that knows learns to answer; the run ends early, and is drawn."""
-    done = ran(tmp_path, "sft", {})
+def test_sft_example_learns_and_stops_early(tmp_path: Path) -> None:
+    """A pretrained model learns to answer; the run stops early, and its curves are drawn."""
+    done = run_blocks(tmp_path, "sft", {})
     chat = tmp_path / "runs" / "chat"
     accuracy = losses(chat, "eval/sums/accuracy")
     assert accuracy[20] < 0.8 and max(accuracy.values()) == 1
@@ -158,8 +158,8 @@ def test_the_example_of_conversations(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-def test_the_loop_between_two_ends_of_transformers(tmp_path: Path) -> None:
-    """Made by transformers, and loaded there again as on the page."""
+def test_finetune_page_from_and_to_transformers(tmp_path: Path) -> None:
+    """Transformers makes the base model, and loads the export as on the page."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
@@ -177,10 +177,10 @@ def test_the_loop_between_two_ends_of_transformers(tmp_path: Path) -> None:
         "tokens": str(tmp_path / "tokens.npy"),
         "logits": str(tmp_path / "logits.npy"),
     }
-    asked("make", [job], tmp_path)
+    run_oracle("make", [job], tmp_path)
     close(logits(tmp_path, "base", tokens), np.load(job["logits"]))
     done = loop(tmp_path)
-    has_learnt(done)
+    assert_losses_decrease(done)
     (code,) = re.findall(
         r"<!-- transformers -->\n```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL
     )

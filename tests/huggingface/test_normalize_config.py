@@ -1,6 +1,6 @@
-"""Values that a config.json states twice: the one that transformers uses, and a line that says so.
+"""Values set twice in a config.json: the one that transformers uses is used and reported.
 
-The test of the marker `oracle` compares the values in this table with those of transformers.
+The `oracle` test compares the values in this table with those of transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from maxpipe.huggingface.config_json import read_description, values
-from tests.huggingface.test_oracle import PYTHON, answered, reason
+from tests.huggingface.test_oracle import PYTHON, oracle_answers, reason
 
 LOCAL, WHOLE = "sliding_attention", "full_attention"
 SIZES: dict[str, Any] = {
@@ -36,19 +36,19 @@ class Case:
     family: str
     content: dict[str, Any]
     used: str
-    """Path of the place that counts."""
+    """Path of the value that takes precedence."""
     other: str
     theirs: str
     """Path of the value in transformers' config."""
     value: Any
     ours: str = ""
-    """Key of the value below `model`; empty if it changes none."""
+    """Key of the value below `model`; empty if no key depends on it."""
     own: Any = field(default=None)
-    """Value of that key, if it is written in another way."""
+    """Value of that key, if its representation differs."""
 
 
 def in_both(*families: str) -> list[Case]:
-    """Rotary positions of families that have all types."""
+    """Return the cases of families that support all rotary scaling types."""
     found = []
     for family in families:
         section = {"mixtral": "moe"}.get(family, family)
@@ -120,7 +120,7 @@ def in_both(*families: str) -> list[Case]:
 
 
 def experts(family: str, section: str, used: str, other: str) -> Case:
-    """Number of experts, under both of its names."""
+    """Return the case of a number of experts set under both of its names."""
     content = {used: 4, other: 8, "num_experts_per_tok": 2}
     return Case(family, content, used, other, used, 4, f"{section}.num_experts")
 
@@ -208,7 +208,7 @@ def config(case: Case) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_the_statement_of_transformers_counts_and_both_are_named(
+def test_conflicting_values_resolve_as_in_transformers_and_are_reported(
     case: Case, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config(case)))
@@ -223,7 +223,7 @@ def test_the_statement_of_transformers_counts_and_both_are_named(
 
 
 @pytest.mark.parametrize("family", sorted({each.family for each in CASES}))
-def test_the_same_statement_twice_is_no_difference(family: str, tmp_path: Path) -> None:
+def test_equal_duplicate_values_are_not_reported(family: str, tmp_path: Path) -> None:
     local = {"rope_type": "default", "rope_theta": 1e4}
     content: dict[str, Any] = {"dtype": "float32", "torch_dtype": "float32", "rope_theta": 1e4}
     content["rope_parameters"] = {LOCAL: local, WHOLE: local} if "gemma3" in family else local
@@ -235,9 +235,9 @@ def test_the_same_statement_twice_is_no_difference(family: str, tmp_path: Path) 
 
 
 @pytest.mark.oracle
-def test_transformers_uses_the_same(tmp_path: Path) -> None:
+def test_transformers_uses_same_values(tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     jobs = [{"config": config(case), "path": case.theirs.split(".")} for case in CASES]
-    found = dict(zip(NAMES, answered("statements_oracle.py", jobs, tmp_path), strict=True))
+    found = dict(zip(NAMES, oracle_answers("statements_oracle.py", jobs, tmp_path), strict=True))
     assert found == {name: case.value for name, case in zip(NAMES, CASES, strict=True)}

@@ -1,4 +1,4 @@
-"""Numbers of the files of a Hugging Face folder that no model has."""
+"""Invalid numbers in the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of the numbers in a JSON value."""
+    """Yield the paths of the numbers in a JSON value."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from leaves(inner, (*path, name))
@@ -68,8 +68,8 @@ def changed(content: Any, path: tuple[Any, ...], text: str) -> str:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_config_json(name: str, tmp_path: Path) -> None:
-    """A number that is read is an error that names the file; those of lengths are not read."""
+def test_invalid_numbers_in_config_json_are_rejected(name: str, tmp_path: Path) -> None:
+    """The error names the file; keys that are not read accept any number."""
     path, content = tmp_path / "config.json", CONFIGS[name]()
     path.write_text(json.dumps(content))
     read_description(tmp_path)
@@ -93,7 +93,9 @@ def test_config_json(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("key", ["eos_token_id", "bos_token_id"])
 @pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
-def test_ids_of_control_tokens(name: str, key: str, value: str, tmp_path: Path) -> None:
+def test_invalid_control_token_ids_are_rejected(
+    name: str, key: str, value: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "folder"
     shutil.copytree(GOLDEN, folder)
     for each in ("generation_config.json", "config.json"):
@@ -106,8 +108,8 @@ def test_ids_of_control_tokens(name: str, key: str, value: str, tmp_path: Path) 
         assert key in str(caught.value) or "an integer of 400 digits" in str(caught.value)
 
 
-def test_settings_of_a_tokenizer(tmp_path: Path) -> None:
-    """`model_max_length` is not read: 1e30 as a whole number is published with many models."""
+def test_oversized_integer_in_tokenizer_config_is_rejected(tmp_path: Path) -> None:
+    """`model_max_length` is not used: many published models set it to the integer 1e30."""
     folder = tmp_path / "folder"
     shutil.copytree(GOLDEN, folder)
     path = folder / "tokenizer_config.json"
@@ -122,7 +124,7 @@ def test_settings_of_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_index_of_tensors(value: str, tmp_path: Path) -> None:
+def test_number_as_file_name_in_tensor_index_is_rejected(value: str, tmp_path: Path) -> None:
     config, tensors = maker.llama("F32", rope_scaling=None)
     maker.write(tmp_path, config, tensors, 3)
     path = tmp_path / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Logits of imported and of exported models are those of transformers."""
+"""Logits of imported and exported models equal those of transformers."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ NUM_TOKENS = 23
 
 
 def cases(kind: str) -> int:
-    """Of Llama one for each scaling."""
+    """Return the number of cases of a family; Llama has one for each rotary scaling type."""
     return 6 if kind in ("llama", "phi3") else CASES
 
 
 @cache
 def reason(more: str = "") -> str:
-    """Why there is no oracle, or why it lacks one `more` package; empty if all is there."""
+    """Return why transformers or the `more` package cannot be imported; empty if they can."""
     code = f"import torch, transformers{', ' * bool(more)}{more}"
     run = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
     return run.stderr.strip().rpartition("\n")[2]
 
 
-def asked(action: str, jobs: list[dict[str, Any]], folder: Path) -> None:
+def run_oracle(action: str, jobs: list[dict[str, Any]], folder: Path) -> None:
     listed = folder / f"{action}.json"
     listed.write_text(json.dumps(jobs))
     run = subprocess.run(
@@ -53,8 +53,8 @@ def asked(action: str, jobs: list[dict[str, Any]], folder: Path) -> None:
     assert run.returncode == 0, run.stderr
 
 
-def answered(script: str, jobs: list[Any], folder: Path) -> list[Any]:
-    """What a script beside this file answers to jobs, in their order."""
+def oracle_answers(script: str, jobs: list[Any], folder: Path) -> list[Any]:
+    """Run a script in this folder and return its results, one for each job."""
     listed, out = folder / "jobs.json", folder / "answers.json"
     listed.write_text(json.dumps(jobs))
     command = [PYTHON, Path(__file__).with_name(script), listed, out]
@@ -64,7 +64,7 @@ def answered(script: str, jobs: list[Any], folder: Path) -> list[Any]:
 
 
 def sizes(draw: random.Random) -> dict[str, Any]:
-    """Odd and unequal."""
+    """Draw odd, unequal sizes."""
     kv_heads = draw.choice((1, 2, 3))
     heads = kv_heads * draw.choice((1, 2, 3))
     return {
@@ -84,7 +84,7 @@ def llama(draw: random.Random) -> dict[str, Any]:
 
 
 def scaled(number: int, draw: random.Random, size: int) -> dict[str, Any]:
-    """Rotary positions: each scaling in turn, in rows that are longer than the original context."""
+    """Draw rotary parameters of each scaling type; sequences exceed the original context."""
     original, factor = draw.choice((8, 16)), draw.choice((2.0, 4.0, 32.0))
     rope = default_rope(draw)
     context = {"original_max_position_embeddings": original}
@@ -146,7 +146,7 @@ def yarn(draw: random.Random) -> dict[str, Any]:
 
 
 def even(config: dict[str, Any]) -> dict[str, Any]:
-    """For classes whose heads share the width: an even part of it."""
+    """Return sizes for classes that divide the width evenly over heads."""
     return {"hidden_size": 8 * config["num_attention_heads"], "head_dim": 8}
 
 
@@ -230,7 +230,7 @@ def granite(draw: random.Random) -> dict[str, Any]:
 
 
 def phi3(draw: random.Random) -> dict[str, Any]:
-    ids = {"pad_token_id": 0, "eos_token_id": 1}  # its defaults are beyond these vocabularies
+    ids = {"pad_token_id": 0, "eos_token_id": 1}  # the defaults exceed these vocabularies
     window, turned = draw.choice((None, 5)), draw.choice((1.0, 0.75, 0.5))
     rope = default_rope(draw)
     found: dict[str, Any] = ids | {"sliding_window": window, "partial_rotary_factor": turned}
@@ -247,7 +247,7 @@ def phi3(draw: random.Random) -> dict[str, Any]:
 
 
 def deepseek(draw: random.Random) -> dict[str, Any]:
-    """Latent attention, in what both classes share."""
+    """Draw the latent-attention keys that both classes share."""
     heads = draw.choice((2, 3, 5))
     rope = yarn(draw)
     if "factor" in rope:
@@ -308,7 +308,7 @@ CLASSES = {
 
 
 def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]:
-    """A model to make; `changes` are keys of its config.json."""
+    """Return the job of a model to make; `changes` are keys of its config.json."""
     own, config_class, architecture = CLASSES[kind]
     name = f"{kind}-{number}"
     draw = random.Random(name)
@@ -338,7 +338,7 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Jobs by name; of each transformers has written the folder and its logits."""
+    """Jobs by name; transformers has written each job's folder and logits."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("oracle")
@@ -347,13 +347,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         for kind in CLASSES
         for number in range(cases(kind))
     }
-    asked("make", [*jobs.values()], base)
+    run_oracle("make", [*jobs.values()], base)
     return jobs
 
 
 @pytest.fixture(scope="module")
 def exported(folders: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory):
-    """By name the checkpoint, and the job with what transformers says of its export."""
+    """The folder of imported checkpoints, and jobs with transformers' logits of the exports."""
     base = tmp_path_factory.mktemp("exported")
     jobs = {}
     for name, job in folders.items():
@@ -362,14 +362,14 @@ def exported(folders: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPa
         export(address, str(base / name), None, print, shard_bytes=30000)
         logits = str(base / f"{name}-logits.npy")
         jobs[name] = {**job, "folder": str(base / name), "logits": logits}
-    asked("logits", [*jobs.values()], base)
+    run_oracle("logits", [*jobs.values()], base)
     return base, jobs
 
 
 NAMES = [f"{kind}-{number}" for kind in CLASSES for number in range(cases(kind))]
 
 
-# Padding makes rows longer, and the frequencies of some cases follow a row's length.
+# Padding lengthens sequences, and the frequencies of some cases depend on the length.
 ATTENTION = [(name, "xla") for name in NAMES] + [
     (f"{kind}-{number}", backend)
     for kind in CLASSES
@@ -382,7 +382,7 @@ ATTENTION = [(name, "xla") for name in NAMES] + [
 
 
 @pytest.mark.parametrize(("name", "backend"), ATTENTION)
-def test_imported_logits_are_those_of_transformers(
+def test_imported_logits_equal_transformers(
     name: str, backend: str, folders, exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import jax
@@ -395,7 +395,7 @@ def test_imported_logits_are_those_of_transformers(
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.sharding import AxisRules
 
-    # Several blocks, the last not full; in loops as rows of more than 512 tokens have them.
+    # Several blocks, the last one partial; with loops, as for more than 512 tokens.
     backend, _, loops = backend.partition(" in ")
     short = (lambda *_: ()) if loops else partial(unrolled_blocks, size=8)
     monkeypatch.setattr(blockwise, "unrolled_blocks", short)
@@ -411,7 +411,7 @@ def test_imported_logits_are_those_of_transformers(
     kinds = [*decoder.model.layer_types]
     if len(kinds) == 1:
         params["layers"] = {kinds[0]: params["layers"]}
-    # The kernels of splash take whole blocks: behind its tokens, a row is padding.
+    # Splash kernels require whole blocks, so sequences are padded at the end.
     padding = (0, splash.LANES - NUM_TOKENS if backend == "splash" else 0)
     tokens = np.load(job["tokens"]).astype(np.int32)
     batch = {
@@ -426,12 +426,12 @@ def test_imported_logits_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exported_models_have_the_same_logits_in_transformers(name: str, folders, exported) -> None:
+def test_exported_models_have_same_logits_in_transformers(name: str, folders, exported) -> None:
     close(np.load(exported[1][name]["logits"]), np.load(folders[name]["logits"]))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
+def test_import_and_export_preserve_every_bit(name: str, folders, exported) -> None:
     before, after = open_folder(folders[name]["folder"]), open_folder(exported[1][name]["folder"])
     assert before.dtypes == after.dtypes
     assert before.description.section == after.description.section
@@ -440,7 +440,7 @@ def test_all_bits_are_the_same_again(name: str, folders, exported) -> None:
         assert bits[0].tobytes() == bits[1].tobytes()
 
 
-def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
+def test_suggested_dequantization_command_works(tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     job = {
@@ -453,7 +453,7 @@ def test_what_is_said_of_quantised_experts_works(tmp_path: Path) -> None:
         "seed": 1,
         "dtype": "bfloat16",
     }
-    asked("quantise", [job], tmp_path)
+    run_oracle("quantise", [job], tmp_path)
     with pytest.raises(ConfigError) as caught:
         open_folder(job["folder"])
     (code,) = re.findall(r"python -c '(.*)'", str(caught.value))

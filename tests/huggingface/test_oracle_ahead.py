@@ -1,4 +1,4 @@
-"""Layers that predict further ahead: their logits and losses are those of transformers."""
+"""Multi-token prediction layers: logits and losses equal those of transformers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.restore.initial_weights import map_named_leaves
 from tests.huggingface import maker
-from tests.huggingface.test_oracle import PYTHON, asked, close, job_of, reason
+from tests.huggingface.test_oracle import PYTHON, close, job_of, reason, run_oracle
 
 pytestmark = pytest.mark.oracle
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Folders with one and with two such layers, tied and not."""
+    """Folders with one or two multi-token prediction layers, tied and untied."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("ahead")
@@ -42,14 +42,12 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         )
         found.append(job | {"logits": str(base / f"{number}.npz"), "max_shard_size": "1GB"})
     for action in ("make", "add_ahead", "ahead"):
-        asked(action, [each | {"logits": each["logits"]} for each in found], base)
+        run_oracle(action, [each | {"logits": each["logits"]} for each in found], base)
     return found
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_logits_and_losses_ahead_are_those_of_transformers(
-    number: int, jobs: list[dict[str, Any]]
-) -> None:
+def test_mtp_logits_and_losses_equal_transformers(number: int, jobs: list[dict[str, Any]]) -> None:
     job = jobs[number]
     source = open_folder(job["folder"])
     config = dataclasses.replace(source.config, compute_dtype="float32")
@@ -75,7 +73,7 @@ def test_logits_and_losses_ahead_are_those_of_transformers(
             at = jnp.int32(head)
             hidden, *_ = decoder.mtp_layer(mine, hidden, later, batch, at)
             table = params["embedding"].T if config.tied_embeddings else params["head"]
-            # The oracle has been given one token more.
+            # The oracle was given one more token.
             wanted = saved[f"arr_{head}"][:, :-1]
             close(np.asarray(hidden @ table)[:, : -1 - head], wanted)
             wide = wanted.astype(np.float64)
@@ -85,7 +83,7 @@ def test_logits_and_losses_ahead_are_those_of_transformers(
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_exports_have_the_same_bits_and_the_same_logits_ahead_in_transformers(
+def test_exported_mtp_weights_and_logits_are_unchanged(
     number: int, jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     job = jobs[number]
@@ -93,14 +91,14 @@ def test_exports_have_the_same_bits_and_the_same_logits_ahead_in_transformers(
     out = tmp_path / "out"
     export(parse_address(str(tmp_path / "checkpoint")), str(out), None, print)
     maker.same_bits(maker.read(out), maker.read(Path(job["folder"])))
-    asked("ahead", [job | {"folder": str(out), "logits": str(tmp_path / "x.npz")}], tmp_path)
+    run_oracle("ahead", [job | {"folder": str(out), "logits": str(tmp_path / "x.npz")}], tmp_path)
     before, after = np.load(job["logits"]), np.load(tmp_path / "x.npz")
     for name in before:
         close(after[name], before[name])
 
 
 def _params(source: Any, decoder: Decoder) -> Any:
-    """All parameters of a folder, layers by kind."""
+    """Return all parameters of a folder, with layers by type."""
     shapes = jax.eval_shape(decoder.init, jax.random.key(0))
     kinds = [*shapes["layers"]]
     if len(kinds) == 1:

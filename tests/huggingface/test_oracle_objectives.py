@@ -1,4 +1,4 @@
-"""Each objective starts from a folder of transformers and ends in one that transformers loads."""
+"""Each objective trains a folder of transformers and exports one that transformers loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import FAST_COMPILE
 from tests.data.conversations import CHATML, make_tokenizer
-from tests.huggingface.test_oracle import asked, job_of, reason
+from tests.huggingface.test_oracle import job_of, reason, run_oracle
 from tests.huggingface.test_oracle_runs import close
 from tests.huggingface.test_oracle_sft import VOCAB, logits
 
@@ -43,13 +43,13 @@ OBJECTIVES: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
-def test_from_a_folder_to_a_folder(objective: str, tmp_path: Path) -> None:
+def test_import_train_export_loads_in_transformers(objective: str, tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers: {why}")
     records, keys = OBJECTIVES[objective]
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, VOCAB, (2, 23)))
     job = job_of("llama", 0, tmp_path, num_hidden_layers=4, vocab_size=VOCAB)
-    asked("make", [{**job, "folder": str(tmp_path / "base")}], tmp_path)
+    run_oracle("make", [{**job, "folder": str(tmp_path / "base")}], tmp_path)
     make_tokenizer(tmp_path / "base", CHATML)
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
     if objective != "grpo":
@@ -75,9 +75,9 @@ def test_from_a_folder_to_a_folder(objective: str, tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stdout + ran.stderr
     tokens = np.load(tmp_path / "tokens.npy")
     files = {"tokens": "tokens.npy", "logits": "loaded.npy", "folder": "out"}
-    asked("logits", [{key: str(tmp_path / name) for key, name in files.items()}], tmp_path)
+    run_oracle("logits", [{key: str(tmp_path / name) for key, name in files.items()}], tmp_path)
     loaded = np.load(tmp_path / "loaded.npy")
-    # Of adapters the export is the merged model.
+    # With adapters, the export is the merged model.
     ours = "out" if "adapter.rank=4" in keys else "runs/tuned"
     found, before = (logits(tmp_path, each, tokens) for each in (ours, "base"))
     close(loaded, found)

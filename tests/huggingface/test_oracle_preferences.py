@@ -1,4 +1,4 @@
-"""A run on pairs has the losses, gradients and rewards of TRL's, from conversations on."""
+"""A preference run has the same losses, gradient norms and rewards as TRL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import FAST_COMPILE
 from tests.data.conversations import MISTRAL, make_tokenizer, messages_of
-from tests.huggingface.test_oracle import answered, asked, job_of, reason
+from tests.huggingface.test_oracle import job_of, oracle_answers, reason, run_oracle
 from tests.huggingface.test_oracle_sft import VOCAB
 from tests.train.runs import records
 
@@ -30,7 +30,7 @@ REPORTED = ("loss", "grad_norm", "reward_chosen", "reward_rejected")
 
 
 def pair(number: int) -> dict[str, Any]:
-    """Prompts and responses of several lengths."""
+    """Return a preference pair; lengths depend on `number`."""
     chosen = ("Yes, it is. " if number % 2 else "No. ") * (1 + number % 3)
     return {
         "prompt": messages_of(("user", f"Is {number} odd?{' Say more.' * (number % 3)}")),
@@ -52,12 +52,12 @@ def maxpipe(folder: Path, *command: str) -> None:
 
 @pytest.fixture(scope="module")
 def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    """The folder with a model and pairs, and by loss the numbers of TRL `[steps, reported]`."""
+    """The folder with a model and pairs, and TRL's metrics `[steps, reported]` by loss."""
     if why := reason("trl"):
         pytest.skip(f"no trl: {why}")
     base = tmp_path_factory.mktemp("preferences")
     job = job_of("llama", 0, base, num_hidden_layers=4, vocab_size=VOCAB)
-    asked("make", [{**job, "folder": str(base / "base")}], base)
+    run_oracle("make", [{**job, "folder": str(base / "base")}], base)
     make_tokenizer(base / "base", MISTRAL)
     maxpipe(base, "import", "base", "--out", "start")
     lines = [json.dumps(pair(number)) + "\n" for number in range(PAIRS)]
@@ -72,12 +72,12 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np
     }
     losses = {"dpo": "sigmoid", "ipo": "ipo"}
     jobs = [{**shared, "loss": losses[name], "beta": beta} for name, beta in BETAS.items()]
-    found = answered("preferences_oracle.py", jobs, base)
+    found = oracle_answers("preferences_oracle.py", jobs, base)
     return base, {name: np.array(steps) for name, steps in zip(BETAS, found, strict=True)}
 
 
 @pytest.mark.parametrize("loss", BETAS)
-def test_a_run_is_that_of_trl(loss: str, wanted: tuple[Path, dict[str, np.ndarray]]) -> None:
+def test_preference_run_equals_trl(loss: str, wanted: tuple[Path, dict[str, np.ndarray]]) -> None:
     base, theirs = wanted
     command = [
         *("train", "start/config.yml", "train.objective=preference"),
@@ -91,7 +91,7 @@ def test_a_run_is_that_of_trl(loss: str, wanted: tuple[Path, dict[str, np.ndarra
     maxpipe(base, *command)
     found = records(base / "runs" / loss)
     ours = [[found[1 + step][f"train/{name}"] for name in REPORTED] for step in range(STEPS)]
-    columns = slice(None) if loss == "dpo" else slice(2)  # of ipo TRL 1 reports sums over tokens
+    columns = slice(None) if loss == "dpo" else slice(2)  # for IPO, TRL 1 reports sums over tokens
     np.testing.assert_allclose(
         np.array(ours)[:, columns], theirs[loss][:, columns], rtol=1e-4, atol=1e-5
     )

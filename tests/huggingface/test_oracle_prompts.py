@@ -1,4 +1,4 @@
-"""Prompts of Hugging Face folders: ids and greedy tokens are those of transformers."""
+"""Prompts of Hugging Face folders: IDs and greedy tokens equal those of transformers."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ KINDS: dict[str, tuple[Callable[[Path], dict[str, int]], str, dict[str, Any]]] =
 }
 WITHOUT_TEMPLATE = ("map only",)
 ENDED = ("llama3", "qwen2", "gemma3")
-"""Of these a token that the model generates is an end in generation_config.json."""
+"""Cases whose generation_config.json lists a token that the model generates as an end token."""
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Any]]]:
-    """Folders by kind, and what transformers makes of the prompts."""
+    """The folder and transformers' results of each case."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base, jobs = tmp_path_factory.mktemp("prompts"), []
@@ -104,7 +104,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, d
 
 
 def vocabulary(folder: Path) -> int:
-    """Number of ids of a `tokenizer.json`."""
+    """Return the vocabulary size of a `tokenizer.json`."""
     content = json.loads((folder / "tokenizer.json").read_text())
     ids = [*content["model"]["vocab"].values(), *(each["id"] for each in content["added_tokens"])]
     return max(ids) + 1
@@ -115,7 +115,7 @@ def messages(text: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_prompts_have_the_ids_of_transformers(name: str, answers) -> None:
+def test_prompt_ids_equal_transformers(name: str, answers) -> None:
     folder, wanted = answers[name]
     tokenizer = open_model(folder, []).tokenizer
     assert [tokenizer.encode_prompt(text) for text in PROMPTS] == wanted["texts"]
@@ -127,7 +127,7 @@ def test_prompts_have_the_ids_of_transformers(name: str, answers) -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_transformers(
     name: str, answers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, wanted = answers[name]

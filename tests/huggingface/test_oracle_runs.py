@@ -1,4 +1,4 @@
-"""Training, losses and generated tokens are those of transformers and torch."""
+"""Training, losses and generated tokens equal those of transformers and torch."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.restore.initial_weights import read_folder_params
 from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
-from tests.huggingface.test_oracle import CLASSES, PYTHON, asked, job_of, reason
+from tests.huggingface.test_oracle import CLASSES, PYTHON, job_of, reason, run_oracle
 
 pytestmark = pytest.mark.oracle
 
 LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
 TRAINED = ("llama", "gemma3", "mixtral")
 STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]
-LAYOUTS = {"one": [], "staged": [*STAGED, "mesh.axis_rules.latent=[]"]}  # latents are of odd size
+LAYOUTS = {"one": [], "staged": [*STAGED, "mesh.axis_rules.latent=[]"]}  # latent sizes are odd
 OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.1, "epsilon": 1e-8}
 BETAS = (0.9, 0.95)
 LENGTHS = (19, 5, 23, 2, 11, 13, 7, 17, 24, 3, 20, 9)
-"""Of documents; some rows hold two of them, and most end with padding."""
+"""Document lengths; some sequences hold two documents, and most end with padding."""
 
 Batch = dict[str, np.ndarray]
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By family a folder in float32, its documents, and what is asked for."""
+    """Jobs by family, each with a float32 folder."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("runs")
     found = {kind: job_of(kind, 0, base, num_hidden_layers=LAYERS) for kind in CLASSES}
     for job in found.values():
         _for_short_rows(job["config"])
-    asked("make", [*found.values()], base)
+    run_oracle("make", [*found.values()], base)
     return found
 
 
@@ -71,7 +71,7 @@ def documents(job: dict[str, Any], step: int) -> list[list[int]]:
 
 
 def packed(texts: list[list[int]]) -> Batch:
-    """Documents in rows, one behind the other; the rest of a row is padding."""
+    """Pack documents into sequences that are padded at the end."""
     names = ("tokens", "targets", "segment_ids", "positions")
     batch: Batch = {name: np.zeros((ROWS, TOKENS), np.int32) for name in names}
     batch["loss_mask"] = np.zeros((ROWS, TOKENS), np.float32)
@@ -93,7 +93,7 @@ def packed(texts: list[list[int]]) -> Batch:
 
 
 def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
-    """Steps of a run that starts from the folder, and its first state."""
+    """Return the steps of a run that starts from the folder, and its initial state."""
     source = open_folder(job["folder"])
     section = {**source.description.section, "compute_dtype": "float32"}
     if "moe" in section:
@@ -119,7 +119,7 @@ def close(found: np.ndarray, wanted: np.ndarray) -> None:
 
 @pytest.fixture(scope="module")
 def trained(jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory):
-    """By family the folder that torch has trained."""
+    """The folder with the model of each family that torch has trained."""
     base = tmp_path_factory.mktemp("trained")
     asking = []
     for kind in TRAINED:
@@ -129,13 +129,13 @@ def trained(jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFa
             {**jobs[kind], **OPTIM, "betas": BETAS}
             | {"documents": str(listed), "trained": str(base / kind)}
         )
-    asked("train", asking, base)
+    run_oracle("train", asking, base)
     return base
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", TRAINED)
-def test_training_is_that_of_torch(kind: str, layout: str, jobs, trained: Path) -> None:
+def test_trained_weights_equal_torch(kind: str, layout: str, jobs, trained: Path) -> None:
     with jax.default_matmul_precision("highest"):
         steps, state = steps_at(jobs[kind], layout)
         step = steps.compile_train()
@@ -155,7 +155,7 @@ def test_training_is_that_of_torch(kind: str, layout: str, jobs, trained: Path) 
 
 @pytest.fixture(scope="module")
 def answered(jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory):
-    """(action, family) -> what transformers says."""
+    """Results of transformers by (action, family)."""
     base = tmp_path_factory.mktemp("answered")
     found = {}
     for action in ("losses", "greedy"):
@@ -164,7 +164,7 @@ def answered(jobs: dict[str, dict[str, Any]], tmp_path_factory: pytest.TempPathF
             listed, out = base / f"{kind}-{action}.in", base / f"{kind}-{action}.out"
             listed.write_text(json.dumps(asked_of(job, action)))
             asking.append({**job, "documents": str(listed), "found": str(out), "count": NEW})
-        asked(action, asking, base)
+        run_oracle(action, asking, base)
         for kind in jobs:
             found[action, kind] = json.loads((base / f"{kind}-{action}.out").read_text())
     return found
@@ -177,9 +177,7 @@ def asked_of(job: dict[str, Any], action: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", CLASSES)
-def test_packed_and_padded_rows_have_the_losses_of_rows_apart(
-    kind: str, layout: str, jobs, answered
-) -> None:
+def test_packed_and_padded_loss_equals_transformers(kind: str, layout: str, jobs, answered) -> None:
     texts = asked_of(jobs[kind], "losses")
     with jax.default_matmul_precision("highest"):
         steps, state = steps_at(jobs[kind], layout)
@@ -190,7 +188,7 @@ def test_packed_and_padded_rows_have_the_losses_of_rows_apart(
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_greedy_tokens_are_the_same(kind: str, jobs, answered) -> None:
+def test_greedy_tokens_equal_transformers(kind: str, jobs, answered) -> None:
     prompts = asked_of(jobs[kind], "greedy")
     with jax.default_matmul_precision("highest"):
         steps, state = steps_at(jobs[kind], "one")

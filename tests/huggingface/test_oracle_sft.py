@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations is that of transformers and torch: loss and each gradient."""
+"""Fine-tuning on conversations: loss and gradients equal those of transformers and torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.data.conversations import (
     write_records,
 )
 from tests.huggingface.test_finetune import logits as _logits
-from tests.huggingface.test_oracle import PYTHON, asked, job_of, reason
+from tests.huggingface.test_oracle import PYTHON, job_of, reason, run_oracle
 from tests.huggingface.test_oracle_runs import close
 
 pytestmark = pytest.mark.oracle
@@ -54,7 +54,7 @@ RECORDS = [
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """By family a folder in float32, and what torch makes of the conversations."""
+    """Jobs by family, each with a float32 folder and torch's loss and gradients."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("sft")
@@ -71,8 +71,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         }
         for kind in FAMILIES
     }
-    asked("make", [*found.values()], base)
-    asked("sft", [*found.values()], base)
+    run_oracle("make", [*found.values()], base)
+    run_oracle("sft", [*found.values()], base)
     return found
 
 
@@ -93,7 +93,7 @@ def config_of(job: dict[str, Any], layout: str) -> Config:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_loss_and_gradients_are_those_of_torch(kind: str, layout: str, jobs) -> None:
+def test_loss_and_gradients_equal_torch(kind: str, layout: str, jobs) -> None:
     job, config = jobs[kind], config_of(jobs[kind], layout)
     loader, tokenizer = build_single_pass(
         config.data,
@@ -127,14 +127,14 @@ def logits(folder: Path, model: str, tokens: np.ndarray) -> np.ndarray:
     return _logits(folder, model, tokens, VOCAB)
 
 
-def test_from_an_import_to_an_export_that_transformers_loads(tmp_path: Path) -> None:
-    """Imported, tuned on two stages of two shards, exported; with tokenizer and template."""
+def test_import_sft_export_loads_in_transformers(tmp_path: Path) -> None:
+    """Fine-tune on two stages with two shards; the export has tokenizer and chat template."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
     np.save(tmp_path / "tokens.npy", tokens)
     job = job_of("llama", 0, tmp_path, num_hidden_layers=4, vocab_size=VOCAB)
-    asked("make", [{**job, "folder": str(tmp_path / "base")}], tmp_path)
+    run_oracle("make", [{**job, "folder": str(tmp_path / "base")}], tmp_path)
     make_tokenizer(tmp_path / "base", CHATML)
     write_records(tmp_path / "chats.jsonl", [{"messages": each} for each in RECORDS * 6])
     keys = [

@@ -1,4 +1,4 @@
-"""`maxpipe import` and `maxpipe export`: the same bits again, or nothing at all."""
+"""`maxpipe import` and `maxpipe export`: bitwise round trips, and no files after failures."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MAKERS = {
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A llama folder `hf`, what was made of it in `ckpt`, and its tensors."""
+    """A Llama folder `hf` and its import `ckpt`."""
     base = tmp_path_factory.mktemp("imported")
     config, tensors = maker.llama(bos_token_id=3)
     maker.write(base / "hf", config, tensors, files=3)
@@ -63,7 +63,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-def test_what_was_imported_is_exported_again(
+def test_export_of_import_reproduces_folder(
     imported: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out = tmp_path / "out"
@@ -77,15 +77,15 @@ def test_what_was_imported_is_exported_again(
     for name in TRAVELLING:
         assert (out / name).read_bytes() == (imported / "hf" / name).read_bytes()
     assert os.stat(out).st_mode & 0o777 == os.stat(imported / "ckpt").st_mode & 0o777 != 0o700
-    # The same command twice.
+    # Repeating the command is rejected.
     assert main(["export", str(imported / "ckpt"), "--format", "hf", str(out)]) == 2
     assert "never overwritten" in capsys.readouterr().err
 
 
-def test_links_of_a_download_cache_are_followed_and_no_others(
+def test_only_links_into_download_cache_are_followed(
     imported: Path, tmp_path: Path, capsys: Capture
 ) -> None:
-    """What a link in somebody's folder leads to would be published with an export."""
+    """Otherwise an export could publish the target of any link in an untrusted folder."""
     folder = tmp_path / "models--a--b" / "snapshots" / "main"
     shutil.copytree(imported / "hf", folder)
     name, secret = "tokenizer_config.json", tmp_path / "secret"
@@ -108,10 +108,10 @@ def test_links_of_a_download_cache_are_followed_and_no_others(
     ("kind", "dtype"),
     [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
 )
-def test_other_families_and_types(
+def test_other_families_and_dtypes_round_trip_bitwise(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    # Parts of layers, and blocks of parts, as only large models have them.
+    # Split layers into slabs and slabs into blocks, as for large models.
     monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
@@ -131,7 +131,7 @@ def test_other_families_and_types(
     open_folder(str(tmp_path / "out"))
 
 
-def test_the_language_model_of_a_larger_one_is_taken(tmp_path: Path) -> None:
+def test_language_model_of_multimodal_model_is_read(tmp_path: Path) -> None:
     inner, tensors = maker.gemma3()
     inner.pop("architectures")
     config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner}
@@ -145,7 +145,7 @@ def test_the_language_model_of_a_larger_one_is_taken(tmp_path: Path) -> None:
         assert (region == tensors["model.embed_tokens.weight"].astype(np.float32)).all()
 
 
-def test_parts_of_parameters_are_those_of_the_whole(tmp_path: Path) -> None:
+def test_parameter_region_equals_slice_of_whole(tmp_path: Path) -> None:
     config, tensors = maker.mixtral("F32")
     found = open_folder(str(maker.write(tmp_path / "hf", config, tensors)))
     whole = found.read_region("layers.experts.up", np.dtype(np.float32), [slice(None)] * 4)
@@ -156,7 +156,7 @@ def test_parts_of_parameters_are_those_of_the_whole(tmp_path: Path) -> None:
     assert (found.read_region("layers.experts.up", whole.dtype, part) == whole[part]).all()
 
 
-def test_new_tokens_get_the_mean(imported: Path) -> None:
+def test_added_vocabulary_rows_are_mean_of_old_rows(imported: Path) -> None:
     found = open_folder(str(imported / "hf"))
     size, dtype = maker.VOCAB + 20, np.dtype(np.float32)
     whole = found.read_region("head", dtype, [slice(None)] * 2, size)
@@ -242,7 +242,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_folder_that_is_wrong_leaves_nothing(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_failed_import_of_invalid_folder_leaves_no_files(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
     write, reason = BAD[name]
     write(tmp_path / "hf", *maker.llama("F32"))
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 2
@@ -253,14 +255,16 @@ def test_a_folder_that_is_wrong_leaves_nothing(name: str, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("key", ["num_local_experts", "hidden_size", "vocab_size"])
-def test_huge_sizes_are_held_against_the_files(key: str, tmp_path: Path, capsys: Capture) -> None:
+def test_config_sizes_beyond_tensor_files_are_rejected(
+    key: str, tmp_path: Path, capsys: Capture
+) -> None:
     config, tensors = maker.mixtral("F32", **{key: 10**15})
     folder = maker.write(tmp_path / "hf", config, tensors)
     assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 2
     assert "config.json" in capsys.readouterr().err
 
 
-def test_a_tied_projection_may_be_there_if_it_is_the_same(tmp_path: Path, capsys: Capture) -> None:
+def test_tied_head_is_accepted_only_if_equal_to_embedding(tmp_path: Path, capsys: Capture) -> None:
     config, tensors = maker.llama(tie_word_embeddings=True)
     table = tensors["model.embed_tokens.weight"]
     open_folder(str(maker.write(tmp_path / "same", config, {**tensors, "lm_head.weight": table})))
@@ -269,7 +273,7 @@ def test_a_tied_projection_may_be_there_if_it_is_the_same(tmp_path: Path, capsys
     assert "tie_word_embeddings" in capsys.readouterr().err
 
 
-def test_unknown_keys_and_known_leftovers_are_named(tmp_path: Path, capsys: Capture) -> None:
+def test_unknown_keys_and_unused_tensors_are_reported(tmp_path: Path, capsys: Capture) -> None:
     config, tensors = maker.llama(mystery=1)
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = ROWS
     folder = maker.write(tmp_path / "hf", config, tensors)
@@ -279,16 +283,16 @@ def test_unknown_keys_and_known_leftovers_are_named(tmp_path: Path, capsys: Capt
 
 
 @pytest.mark.parametrize("folder", ["", "nowhere", "gs://bucket/x", "\0"])
-def test_what_is_no_folder_is_refused(folder: str, tmp_path: Path, capsys: Capture) -> None:
+def test_import_of_missing_or_remote_folder_is_rejected(
+    folder: str, tmp_path: Path, capsys: Capture
+) -> None:
     assert main(["import", folder, "--out", str(tmp_path / "ckpt")]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 3
     assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a b", "ünï", "v@2", "x#y", "it's", ".dot", "a\nmesh: 3\n#"])
-def test_the_config_of_an_import_starts_a_run_whatever_its_folder_is_called(
-    name: str, tmp_path: Path
-) -> None:
+def test_imported_config_loads_from_any_folder_name(name: str, tmp_path: Path) -> None:
     folder = maker.write(tmp_path / "hf", *maker.llama())
     out = tmp_path / name
     assert main(["import", str(folder), "--out", str(out)]) == 0
@@ -307,7 +311,7 @@ def test_the_config_of_an_import_starts_a_run_whatever_its_folder_is_called(
         ("F32", "float32", 1, 1024),
     ],
 )
-def test_an_import_computes_as_its_folder_does(
+def test_import_derives_dtypes_and_sequence_length_from_folder(
     stored: str, computed: str, most: int | None, rows: int, tmp_path: Path, capsys: Capture
 ) -> None:
     folder = maker.write(tmp_path / "hf", *maker.llama(stored, max_position_embeddings=most))
@@ -322,7 +326,7 @@ def test_an_import_computes_as_its_folder_does(
     assert saved["train"]["sequence_length"] == rows
 
 
-def test_ctrl_c_leaves_nothing(
+def test_interrupt_leaves_no_files(
     imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*_: object) -> None:
@@ -335,7 +339,7 @@ def test_ctrl_c_leaves_nothing(
     assert not os.listdir(tmp_path)
 
 
-def test_threads_that_still_write_after_ctrl_c_leave_nothing(tmp_path: Path) -> None:
+def test_writer_threads_running_after_interrupt_leave_no_files(tmp_path: Path) -> None:
     def write(folder: Path) -> None:
         for number in range(300):
             with contextlib.suppress(OSError):
@@ -357,7 +361,7 @@ def test_threads_that_still_write_after_ctrl_c_leave_nothing(tmp_path: Path) -> 
     assert not os.listdir(tmp_path)
 
 
-def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_interrupt_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, remove = signal.getsignal(signal.SIGINT), shutil.rmtree
 
     def interrupted(*given: Any, **options: Any) -> None:
@@ -374,8 +378,8 @@ def test_a_second_ctrl_c_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not os.listdir(tmp_path) and signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_save_that_was_stopped_does_not_begin() -> None:
-    """orbax may call the handler after Ctrl-C, in a thread of its own."""
+def test_stopped_save_handler_does_not_start() -> None:
+    """Orbax may call the handler in another thread after Ctrl-C."""
     handler = writer._Handler(lambda count: None)
     handler.stop()
     with pytest.raises(InterruptedError):
@@ -383,7 +387,7 @@ def test_a_save_that_was_stopped_does_not_begin() -> None:
     assert handler.sums() is None
 
 
-def test_a_full_disk_leaves_nothing(
+def test_full_disk_leaves_no_files(
     imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -397,7 +401,7 @@ def test_a_full_disk_leaves_nothing(
         patch.setattr(CheckpointFolder, "free_bytes", lambda _: 4321)
         assert main(importing) == 74
     assert "4,321" in capsys.readouterr().err
-    # It fills up while the weights are being written.
+    # The disk fills up while the weights are being written.
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, before[1]))
     try:
@@ -408,7 +412,7 @@ def test_a_full_disk_leaves_nothing(
     assert not os.listdir(tmp_path)
 
 
-def test_what_a_killed_command_left_is_removed(imported: Path, tmp_path: Path) -> None:
+def test_partial_folder_of_killed_command_is_removed(imported: Path, tmp_path: Path) -> None:
     dead, alive = tmp_path / ".out.a.partial", tmp_path / ".out.b.partial"
     dead.mkdir()
     alive.mkdir()
@@ -421,7 +425,7 @@ def test_what_a_killed_command_left_is_removed(imported: Path, tmp_path: Path) -
     assert {*os.listdir(tmp_path)} == {"out", alive.name}
 
 
-def test_a_damaged_checkpoint_is_not_exported(
+def test_damaged_checkpoint_is_not_exported(
     imported: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     copy = tmp_path / "copy"
@@ -436,7 +440,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert os.listdir(tmp_path) == ["copy"]
 
 
-def test_a_file_without_arrays_is_checked_too(
+def test_metadata_file_checksum_is_verified_on_export(
     imported: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     shutil.copytree(imported / "ckpt", tmp_path / "copy")
@@ -447,7 +451,7 @@ def test_a_file_without_arrays_is_checked_too(
     assert os.listdir(tmp_path) == ["copy"]
 
 
-def test_the_check_of_files_ends_with_an_export_that_fails(
+def test_failed_export_stops_checksum_verification(
     imported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     real, begun, over = manifest._digest, threading.Event(), threading.Event()
@@ -472,7 +476,7 @@ def test_the_check_of_files_ends_with_an_export_that_fails(
     assert len(read) == 1 and not os.listdir(tmp_path)
 
 
-def test_types_that_are_asked_for(imported: Path, tmp_path: Path) -> None:
+def test_export_converts_to_requested_dtype(imported: Path, tmp_path: Path) -> None:
     tensors = maker.read(imported / "hf")
     for dtype, name in (("float32", "F32"), ("float16", "F16")):
         out = tmp_path / dtype
@@ -482,7 +486,7 @@ def test_types_that_are_asked_for(imported: Path, tmp_path: Path) -> None:
         assert json.loads((out / "config.json").read_text())["dtype"] == dtype
 
 
-def test_what_a_type_cannot_hold_is_refused(tmp_path: Path, capsys: Capture) -> None:
+def test_export_rejects_values_that_overflow_dtype(tmp_path: Path, capsys: Capture) -> None:
     config, tensors = maker.llama("F32")
     tensors[NORM] = tensors[NORM] + np.float32(1e6)
     folder = maker.write(tmp_path / "hf", config, tensors)
@@ -494,7 +498,7 @@ def test_what_a_type_cannot_hold_is_refused(tmp_path: Path, capsys: Capture) -> 
 
 
 @pytest.mark.parametrize("name", ["config.json", "model-00002-of-00003.safetensors"])
-def test_bytes_that_are_others_are_refused_or_make_no_difference(name: str, tmp_path: Path) -> None:
+def test_corrupted_bytes_are_rejected_or_harmless(name: str, tmp_path: Path) -> None:
     folder = maker.write(tmp_path / "hf", *maker.llama("F32"), files=3)
     good = (folder / name).read_bytes()
     end = len(good) if name == "config.json" else 8 + int.from_bytes(good[:8], "little")
@@ -512,7 +516,7 @@ def test_bytes_that_are_others_are_refused_or_make_no_difference(name: str, tmp_
     assert refused > 50
 
 
-def test_a_reader_that_has_gone_stops_no_export(imported: Path, tmp_path: Path) -> None:
+def test_export_completes_if_stdout_pipe_is_closed(imported: Path, tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "maxpipe", "export", str(imported / "ckpt"), "out"]
@@ -529,7 +533,7 @@ def test_a_reader_that_has_gone_stops_no_export(imported: Path, tmp_path: Path) 
     maker.same_bits(maker.read(tmp_path / "out"), maker.read(imported / "hf"))
 
 
-def test_a_folder_that_another_command_took_for_a_leftover_is_made_again(
+def test_partial_folder_removed_by_another_command_is_recreated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made, new = [], tempfile.mkdtemp

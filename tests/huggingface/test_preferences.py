@@ -1,4 +1,4 @@
-"""docs/preferences.md: a model comes in, learns what is preferred, and goes out."""
+"""docs/preferences.md: import a model, train it on preferences, and export it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import FAST_COMPILE
 from tests.huggingface.test_finetune import logits
-from tests.huggingface.test_oracle import PYTHON, asked, close, reason
+from tests.huggingface.test_oracle import PYTHON, close, reason, run_oracle
 from tests.train.runs import records
 
 PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
@@ -22,7 +22,7 @@ VOCAB = 320
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The folder in which the page's commands ran, and what each block of them has printed."""
+    """The folder in which the page's commands ran, and the output of each block."""
     folder = tmp_path_factory.mktemp("preferences")
     text = PAGE.read_text(encoding="utf-8")
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", text, re.DOTALL)
@@ -43,13 +43,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 
 @pytest.mark.long
-def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
+def test_preferences_page_commands(written: tuple[Path, list[str]]) -> None:
     folder, (_, trained, told) = written
     found = records(folder / "runs" / "prefer")
     assert found[40]["train/margin"] > found[2]["train/margin"] + 1
     assert found[40]["eval/margin"] > found[10]["eval/margin"] > 0
     assert found[40]["eval/accuracy"] == 1
-    # What the page shows of rows is what the command has printed.
+    # The sequences shown on the page equal the output of the command.
     shown = re.search(r"in `⟦ ⟧`:\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown and shown[1] in trained
     answers = re.findall(r"^ ?(Yes|No), it is", told, re.M)
@@ -63,7 +63,7 @@ def test_the_commands_of_the_page(written: tuple[Path, list[str]]) -> None:
 
 
 @pytest.mark.oracle
-def test_transformers_loads_what_goes_out(written: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_transformers_loads_exported_model(written: tuple[Path, list[str]], tmp_path: Path) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     folder, _ = written
@@ -71,5 +71,5 @@ def test_transformers_loads_what_goes_out(written: tuple[Path, list[str]], tmp_p
     np.save(tmp_path / "tokens.npy", tokens)
     job = {"folder": str(folder / "preferred"), "tokens": str(tmp_path / "tokens.npy")}
     job["logits"] = str(tmp_path / "logits.npy")
-    asked("load", [job], tmp_path)
+    run_oracle("load", [job], tmp_path)
     close(logits(folder, "preferred", tokens, VOCAB), np.load(job["logits"]))

@@ -1,4 +1,4 @@
-"""Copies between arrays of other orders."""
+"""Copies between arrays with different dimension orders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ SHAPES = [(5,), (300,), (5, 7), (300, 513), (3, 260, 5, 2), (1, 270, 1, 259), (0
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
-def test_every_order_gives_the_same_values(shape: tuple[int, ...], dtype: type) -> None:
+def test_copy_between_any_dimension_orders_preserves_values(
+    shape: tuple[int, ...], dtype: type
+) -> None:
     draw = np.random.default_rng(3)
     wanted = draw.normal(size=shape).astype(ml_dtypes.bfloat16)
     whole = tuple(slice(1, 1 + size) for size in shape)
@@ -30,7 +32,7 @@ def test_every_order_gives_the_same_values(shape: tuple[int, ...], dtype: type) 
             assert (target == wanted.astype(dtype)).all()
 
 
-def test_around_the_target_nothing_is_written() -> None:
+def test_copy_writes_only_target_region() -> None:
     around = np.zeros((5, 9), np.float32)
     mapping.copy(around[1:4, 2:6], np.ones((4, 3), np.float32).T)
     assert around.sum() == around[1:4, 2:6].sum() == 12

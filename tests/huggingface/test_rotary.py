@@ -1,6 +1,6 @@
-"""Frequencies of rotary positions of a config.json are those of transformers.
+"""Rotary frequencies of a config.json equal those of transformers.
 
-The answers of transformers are in a golden file, which the test of the marker `oracle` compares.
+The results of transformers are in a golden file, which the `oracle` test verifies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from maxpipe.huggingface.config_json import read_description
 from maxpipe.models.registry import FAMILIES
 from maxpipe.nn.attention_layer import rotary_frequencies
 from maxpipe.nn.module import LayerContext
-from tests.huggingface.test_oracle import PYTHON, answered, reason
+from tests.huggingface.test_oracle import PYTHON, oracle_answers, reason
 
 ANSWERS = Path(__file__).parents[1] / "golden" / "rotary_frequencies.json"
 LENGTHS = [24, 3000]
@@ -68,54 +68,54 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def turned(config: dict[str, Any]) -> int:
-    """Entries of a head that turn."""
+def num_rotary_dims(config: dict[str, Any]) -> int:
+    """Return the number of rotary dims of a head."""
     whole = config.get("qk_rope_head_dim") or config.get("head_dim") or 16
     return int(whole * config.get("partial_rotary_factor", 1))
 
 
 def scaling(kind: str, family: str, config: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """Parameters of one type, each of the optional ones in some of them."""
+    """Draw the parameters of one scaling type, with a random choice of optional ones."""
 
     def maybe(**values: Any) -> dict[str, Any]:
         return {name: value for name, value in values.items() if draw.random() < 0.5}
 
-    said: dict[str, Any] = {"rope_type": kind}
+    rope: dict[str, Any] = {"rope_type": kind}
     original = {"original_max_position_embeddings": draw.choice((64, 512, 2048))}
     factor = {"factor": draw.choice((2.0, 4, 7.5, 32.0))}
     is_generic = TYPES[family] is ALL
     if kind == "default":
-        said |= {} if family == "gemma3_text" else maybe(mrope_section=[2, 3, 3])
+        rope |= {} if family == "gemma3_text" else maybe(mrope_section=[2, 3, 3])
     if kind in ("linear", "dynamic"):
-        said |= factor | maybe(finetuned=True)
+        rope |= factor | maybe(finetuned=True)
         if kind == "dynamic":
-            said |= maybe(original_max_position_embeddings=77)
+            rope |= maybe(original_max_position_embeddings=77)
     if kind == "yarn":
-        said |= original | factor
+        rope |= original | factor
         if is_generic:
-            said |= maybe(beta_fast=draw.choice((16, 40.0)), beta_slow=draw.choice((2, 1.5)))
-            said |= maybe(attention_factor=1.375, truncate=False, finetuned=True)
+            rope |= maybe(beta_fast=draw.choice((16, 40.0)), beta_slow=draw.choice((2, 1.5)))
+            rope |= maybe(attention_factor=1.375, truncate=False, finetuned=True)
         if is_generic or family == "deepseek_v3":
-            said |= draw.choice(({}, {"mscale": 0.707, "mscale_all_dim": 1.25}, {"mscale": 0.9}))
+            rope |= draw.choice(({}, {"mscale": 0.707, "mscale_all_dim": 1.25}, {"mscale": 0.9}))
         if family == "gpt_oss":
-            said["truncate"] = False
+            rope["truncate"] = False
         if is_generic and draw.random() < 0.3:
-            said["factor"] = None
+            rope["factor"] = None
     if kind == "llama3":
-        said |= original | factor | {"low_freq_factor": draw.choice((1.0, 1.5))}
-        said["high_freq_factor"] = draw.choice((4.0, 8))
+        rope |= original | factor | {"low_freq_factor": draw.choice((1.0, 1.5))}
+        rope["high_freq_factor"] = draw.choice((4.0, 8))
     if kind == "longrope":
-        pairs = turned(config) // 2
+        pairs = num_rotary_dims(config) // 2
         for name in ("short_factor", "long_factor"):
-            said[name] = [round(draw.uniform(1, 9), 3) for _ in range(pairs)]
-        said |= maybe(attention_factor=1.19) if is_generic else {}
-        said |= maybe(**factor)
-        said |= original
-    return said
+            rope[name] = [round(draw.uniform(1, 9), 3) for _ in range(pairs)]
+        rope |= maybe(attention_factor=1.19) if is_generic else {}
+        rope |= maybe(**factor)
+        rope |= original
+    return rope
 
 
 def configs() -> Iterator[tuple[str, dict[str, Any]]]:
-    """A name and a config.json of each."""
+    """Yield the name and the config.json of each case."""
     for family, kinds in TYPES.items():
         for kind in kinds:
             count = (2 if family == "llama" else 1) * (2 if kind in ("yarn", "longrope") else 1)
@@ -129,20 +129,20 @@ def config_of(family: str, kind: str, draw: random.Random) -> dict[str, Any]:
     config["max_position_embeddings"] = draw.choice((2048, 4096, 8192))
     if family in ("phi3", "qwen3_next"):
         config["partial_rotary_factor"] = draw.choice((0.5, 0.75))
-    said = scaling(kind, family, config, draw)
+    rope = scaling(kind, family, config, draw)
     theta = draw.choice((10000.0, 5e5, 1e6))
     if family == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": 1e4}
-        of_all = {**said, "rope_theta": theta}
+        of_all = {**rope, "rope_theta": theta}
         config["rope_parameters"] = {"full_attention": of_all, "sliding_attention": local}
         del config["rope_theta"]
     elif draw.random() < 0.5:
-        config |= {"rope_theta": theta, "rope_scaling": said}
+        config |= {"rope_theta": theta, "rope_scaling": rope}
         if draw.random() < 0.5:
-            said["type"] = said.pop("rope_type")
+            rope["type"] = rope.pop("rope_type")
     else:
         del config["rope_theta"]
-        config["rope_parameters"] = {**said, "rope_theta": theta}
+        config["rope_parameters"] = {**rope, "rope_theta": theta}
     if kind == "longrope" and draw.random() < 0.5:
         config["original_max_position_embeddings"] = draw.choice((64, 512))
     return config
@@ -153,12 +153,12 @@ CONFIGS = dict(configs())
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    """What transformers computes, by the names of configs."""
+    """Results of transformers by config name."""
     return json.loads(ANSWERS.read_text())
 
 
 @pytest.mark.parametrize("family", TYPES)
-def test_frequencies_are_those_of_transformers(
+def test_rotary_frequencies_equal_golden_transformers_values(
     family: str, answers: dict[str, Any], tmp_path: Path
 ) -> None:
     for name in (each for each in CONFIGS if each.split()[0] == family):
@@ -182,11 +182,11 @@ def test_frequencies_are_those_of_transformers(
 
 
 @pytest.mark.oracle
-def test_transformers_says_so(tmp_path: Path, update_golden: bool) -> None:
+def test_golden_values_equal_transformers(tmp_path: Path, update_golden: bool) -> None:
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     jobs = [{"config": each, "lengths": LENGTHS} for each in CONFIGS.values()]
-    found = dict(zip(CONFIGS, answered("rotary_oracle.py", jobs, tmp_path), strict=True))
+    found = dict(zip(CONFIGS, oracle_answers("rotary_oracle.py", jobs, tmp_path), strict=True))
     if update_golden:
         lines = (f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
         ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -1,4 +1,4 @@
-"""Safetensors files of strangers: read to the byte, or refused with the reason."""
+"""Untrusted safetensors files: read exactly, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TENSORS = {
 }
 
 
-def test_tensors_are_read_whole_and_by_rows(tmp_path: Path) -> None:
+def test_reader_reads_whole_tensors_and_row_ranges(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(maker.encoded(TENSORS))
     reader = SafetensorsReader(path)
@@ -32,7 +32,7 @@ def test_tensors_are_read_whole_and_by_rows(tmp_path: Path) -> None:
     assert (reader.read("a", (2, 4)) == TENSORS["a"][2:4]).all()
 
 
-def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
+def test_writer_accepts_rows_in_any_order(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with SafetensorsWriter(
         path, {n: (each.dtype, each.shape) for n, each in TENSORS.items()}
@@ -42,7 +42,7 @@ def test_rows_are_written_in_any_order(tmp_path: Path) -> None:
                 writer.write(name, array[row : row + 1], row)
     maker.same_bits(maker.read(tmp_path), TENSORS)
     (length,) = struct.unpack("<Q", path.read_bytes()[:8])
-    assert length % 8 == 0  # tensors begin aligned
+    assert length % 8 == 0  # tensor data is aligned
 
 
 def entry(dtype: object = "F32", shape: object = (1,), offsets: object = (0, 4)) -> dict:
@@ -100,7 +100,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_with_a_file_is_said(name: str, tmp_path: Path) -> None:
+def test_invalid_file_is_rejected_with_reason(name: str, tmp_path: Path) -> None:
     content, reason = BAD[name]
     path = tmp_path / "x.safetensors"
     path.write_bytes(content)
@@ -112,7 +112,7 @@ def test_what_is_wrong_with_a_file_is_said(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("odd", ["pipe", "folder", "missing"])
-def test_what_is_no_file_is_refused(odd: str, tmp_path: Path) -> None:
+def test_non_regular_or_missing_file_is_rejected(odd: str, tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     if odd == "pipe":
         os.mkfifo(path)
@@ -122,7 +122,7 @@ def test_what_is_no_file_is_refused(odd: str, tmp_path: Path) -> None:
         SafetensorsReader(path)
 
 
-def test_a_file_that_shrinks_meanwhile_is_refused(tmp_path: Path) -> None:
+def test_file_truncated_after_opening_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(maker.encoded(TENSORS))
     reader = SafetensorsReader(path)

@@ -1,4 +1,4 @@
-"""Runs that start from weights alone, on any mesh."""
+"""Runs that start from weights only, on any mesh."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base
 
 
-class Said:
-    """A console."""
+class RecordingConsole:
+    """A console that records its lines."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -46,10 +46,10 @@ class Said:
 
 
 def started(weights: Path, folder: Path, *overrides: str) -> tuple[RunStart, Any, list[str]]:
-    """The start, parameters in the form of checkpoints, and lines."""
+    """Start a run; return its start, its parameters as in checkpoints, and console lines."""
     shared = [str(weights / "ckpt" / "config.yml"), "train.steps=2", f"run.dir={folder}"]
     loaded: LoadedConfig = load([*shared, "pipeline.microbatches=2", *overrides])
-    config, said = loaded.config, Said()
+    config, said = loaded.config, RecordingConsole()
     size = config.model.vocab_size
     mesh = build_mesh(config.mesh, jax.devices()[: config.mesh.cpu_devices])
     steps = steps_from_config(config, mesh, np.zeros(size, np.int32))
@@ -69,7 +69,7 @@ def started(weights: Path, folder: Path, *overrides: str) -> tuple[RunStart, Any
         ("ckpt-all", False, "one"),
     ],
 )
-def test_weights_are_those_of_the_folder(
+def test_run_starts_from_weights_of_folder_or_import(
     given: str, grown: bool, layout: str, weights: Path, tmp_path: Path
 ) -> None:
     prefix = "hf:" if given == "hf" else ""
@@ -100,28 +100,30 @@ def test_weights_are_those_of_the_folder(
         ("ckpt", "model.vocab_size=262"),
     ],
 )
-def test_another_model_is_refused(given: str, override: str, weights: Path, tmp_path: Path) -> None:
+def test_different_model_config_is_rejected(
+    given: str, override: str, weights: Path, tmp_path: Path
+) -> None:
     name = given.removeprefix("hf:")
     source = f"checkpoint.restore_from={given.removesuffix(name)}{weights / name}"
     with pytest.raises(ConfigError, match=override.partition("=")[0]):
         started(weights, tmp_path, source, override)
 
 
-def test_an_import_is_no_run_to_go_on_with(weights: Path) -> None:
+def test_resume_from_imported_weights_is_rejected(weights: Path) -> None:
     with pytest.raises(ConfigError, match="contains imported weights, not a run"):
         started(weights, weights, "run.name=ckpt")
 
 
-def test_keys_that_a_folder_does_not_decide_are_free(weights: Path, tmp_path: Path) -> None:
+def test_training_keys_may_differ_from_folder(weights: Path, tmp_path: Path) -> None:
     source = f"checkpoint.restore_from=hf:{weights / 'hf'}"
     start, _, _ = started(weights, tmp_path, source, "model.moe.load_balance_loss_weight=0.5")
     assert "the weights of" in start.message
 
 
-def test_text_of_a_folder_is_that_of_its_import(
+def test_generate_from_folder_equals_generate_from_import(
     weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "start", lambda *_: None)  # the devices of the tests
+    monkeypatch.setattr(runtime, "start", lambda *_: None)  # use the devices of the test process
     asked = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "5", "--json"]
     asked += ["tokenizer.kind=bytes", "tokenizer.path=", "mesh.ici_data=8"]
     answers = []

@@ -1,4 +1,4 @@
-"""config.json and `model`: both directions of one table, and the tensors of all parameters."""
+"""Conversion between config.json and `model`, and the tensors of all parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from maxpipe.models.count import num_params
 from maxpipe.models.registry import FAMILIES, describe
 from tests.huggingface import maker
 
-# As they are on the hub, but for keys that say nothing here.
+# As published on the Hugging Face Hub, without irrelevant keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "llama3-1b": {
         "architectures": ["LlamaForCausalLM"],
@@ -303,14 +303,14 @@ def model(name: str) -> ModelConfig:
     ).config.model
 
 
-def said(folder: Path, content: object) -> dict[str, Any]:
+def config_values(folder: Path, content: object) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     return values(read_description(folder).config)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> None:
+def test_published_configs_equal_bundled_models(name: str, tmp_path: Path) -> None:
     wanted = values(model(name))
     for key in [*wanted]:
         of_training = (
@@ -321,11 +321,11 @@ def test_published_configs_are_the_shipped_models(name: str, tmp_path: Path) -> 
         )
         if key.rpartition(".")[2] in of_training:
             del wanted[key]
-    assert wanted.items() <= said(tmp_path / "x", PUBLISHED[name]).items()
+    assert wanted.items() <= config_values(tmp_path / "x", PUBLISHED[name]).items()
 
 
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.long)])
-def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_path: Path) -> None:
+def test_bundled_models_round_trip_through_config_json(every: int, tmp_path: Path) -> None:
     names = [
         name for name in config_files.bundled_configs() if name not in ("quickstart", "tiny-moe")
     ]
@@ -335,9 +335,9 @@ def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_pat
     for name, config in [*with_form.items()][::every]:
         table, written = table_for(config)
         text = to_json(table, written, {}, "bfloat16", {})
-        found = said(tmp_path / "x", json.loads(text))
+        found = config_values(tmp_path / "x", json.loads(text))
         wanted = values(config)
-        # What a config.json decides; all others are choices of training.
+        # Compare the keys that config.json sets; the others are training options.
         decided = {*flatten({"model": read_description(tmp_path / "x").section})}
         for key in (each.removeprefix("model.") for each in decided):
             assert found[key] == wanted[key], (name, key)
@@ -347,7 +347,7 @@ def test_all_shipped_models_come_back_from_their_config_json(every: int, tmp_pat
 
 
 @pytest.mark.parametrize("most", [1, 700, 3 * 10**6, 10**12])
-def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
+def test_slab_shapes_respect_size_limit_and_cover_whole_rows(most: int) -> None:
     for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
         config = model(name)
         both = map_tensors(describe(config), table_for(config)[0])
@@ -358,11 +358,11 @@ def test_slabs_are_small_parts_of_whole_rows(most: int) -> None:
             if most == 10**12:
                 assert found == shape
             assert all(1 <= part <= size for part, size in zip(found, shape, strict=True))
-            # Of as many rows as that allows, and each chunk is read once by an export.
+            # Slabs have as many rows as allowed, and an export reads each chunk once.
             assert export_slab_shape(both, param, found) == found
 
 
-def test_every_parameter_of_a_family_has_a_row() -> None:
+def test_axis_mappings_of_every_family_round_trip() -> None:
     for family in FAMILIES.values():
         for table in family.huggingface:
             assert len({row.ours for row in table.tensors}) == len(table.tensors)
@@ -380,7 +380,7 @@ def test_every_parameter_of_a_family_has_a_row() -> None:
                 assert (form.to_param(theirs, sizes) == ours).all()
 
 
-def test_dims_are_turned_as_the_table_says() -> None:
+def test_axis_mapping_transposes_and_indexes_dims() -> None:
     query = parse_axis_mapping("d n h -> (n h) d")
     ours = np.arange(30).reshape(5, 3, 2)
     assert (query.to_hf(ours) == ours.reshape(5, 6).T).all()
@@ -389,29 +389,29 @@ def test_dims_are_turned_as_the_table_says() -> None:
     assert experts.shape((5, 7, 3)) == (3, 5)
 
 
-def test_both_spellings_of_rotary_positions_say_the_same(tmp_path: Path) -> None:
+def test_rope_scaling_and_rope_parameters_are_equivalent(tmp_path: Path) -> None:
     scaling = {"factor": 8, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 64
     old, _ = maker.llama(rope_theta=7000.0, rope_scaling={"type": "llama3", **scaling})
     new, _ = maker.llama(rope_parameters={"rope_type": "llama3", "rope_theta": 7000.0, **scaling})
-    found = said(tmp_path / "old", old)
-    assert found == said(tmp_path / "new", new)
+    found = config_values(tmp_path / "old", old)
+    assert found == config_values(tmp_path / "new", new)
     assert (found["rope_theta"], found["llama.rope_factor"]) == (7000.0, 8.0)
     assert found["llama.original_max_position_embeddings"] == 64
 
 
-def test_a_scaling_without_a_length_has_that_of_the_longest_context(tmp_path: Path) -> None:
+def test_original_length_defaults_to_max_position_embeddings(tmp_path: Path) -> None:
     for kind in ("yarn", "dynamic"):
         config, _ = maker.llama(rope_scaling={"type": kind, "factor": 4})
-        found = said(tmp_path / "x", config)
+        found = config_values(tmp_path / "x", config)
         assert (found["llama.rope_type"], found["llama.original_max_position_embeddings"]) == (
             kind,
             77,
         )
 
 
-def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
-    """As config.json of Phi-3 mini 128k and of Phi-4 mini have them."""
+def test_phi3_longrope_factors_and_partial_rotary_dims(tmp_path: Path) -> None:
+    """As in the config.json of Phi-3 mini 128k and Phi-4 mini."""
     factors = {"short_factor": [1, 1.25, 1.5], "long_factor": [1.5, 4, 16]}
     config = {
         **maker.SIZES,
@@ -419,23 +419,23 @@ def test_phi_has_factors_of_pairs_and_entries_that_stay(tmp_path: Path) -> None:
         **{"max_position_embeddings": 131072, "original_max_position_embeddings": 4096},
         **{"partial_rotary_factor": 0.75, "rope_scaling": {"type": "su", **factors}},
     }
-    found = said(tmp_path / "x", config)
+    found = config_values(tmp_path / "x", config)
     assert (found["phi3.rope_size"], found["phi3.rope_factor"]) == (6, 32.0)
     assert found["phi3.rope_long_factor"] == [1.5, 4.0, 16.0]
     table, written = table_for(read_description(tmp_path / "x").config)
-    # Releases before 5 of transformers refuse any other key in it.
+    # transformers before version 5 rejects any other key here.
     assert written["rope_scaling"] == {"type": "longrope", **factors}
     assert written["max_position_embeddings"] == 131072
     assert written["original_max_position_embeddings"] == 4096
     text = to_json(table, written, {}, "bfloat16", {"max_position_embeddings": 77})
-    assert said(tmp_path / "x", json.loads(text)) == found
+    assert config_values(tmp_path / "x", json.loads(text)) == found
 
 
-def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
-    found = said(tmp_path / "llama", {"architectures": ["LlamaForCausalLM"]})
+def test_config_defaults_equal_transformers(tmp_path: Path) -> None:
+    found = config_values(tmp_path / "llama", {"architectures": ["LlamaForCausalLM"]})
     assert (found["num_kv_heads"], found["head_dim"], found["d_mlp"]) == (32, 128, 11008)
     assert (found["norm_epsilon"], found["rope_theta"]) == (1e-6, 1e4)
-    found = said(tmp_path / "gemma3", {"architectures": ["Gemma3ForCausalLM"]})
+    found = config_values(tmp_path / "gemma3", {"architectures": ["Gemma3ForCausalLM"]})
     assert (found["vocab_size"], found["gemma3.sliding_window"], found["tied_embeddings"]) == (
         262208,
         4096,
@@ -454,10 +454,10 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         ("gptq", "unquantized weights"),
     ],
 )
-def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path) -> None:
+def test_quantized_weights_are_rejected(method: str, action: str, tmp_path: Path) -> None:
     config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
     with pytest.raises(ConfigError, match=f"weights are quantized by {method}") as caught:
-        said(tmp_path / "x", config)
+        config_values(tmp_path / "x", config)
     assert action in str(caught.value)
 
 
@@ -474,14 +474,16 @@ def test_quantised_weights_are_refused(method: str, action: str, tmp_path: Path)
         ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )
-def test_layers_with_experts_are_checked(
+def test_invalid_expert_layers_are_rejected(
     changes: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     config = {**maker.SIZES, "architectures": ["Qwen3MoeForCausalLM"]}
-    found = said(tmp_path / "x", config | {"num_local_experts": 11, "mlp_only_layers": [1]})
+    found = config_values(
+        tmp_path / "x", config | {"num_local_experts": 11, "mlp_only_layers": [1]}
+    )
     assert found["qwen3_moe.num_experts"] == 11 and found["qwen3_moe.dense_layers"] == [1]
     with pytest.raises(ConfigError, match=re.escape(reason)):
-        said(tmp_path / "x", config | changes)
+        config_values(tmp_path / "x", config | changes)
 
 
 LINEAR = ["linear_attention", "linear_attention", "full_attention"]
@@ -496,15 +498,15 @@ LINEAR = ["linear_attention", "linear_attention", "full_attention"]
         ({"layer_types": [*LINEAR[:2], LINEAR[0]], "partial_rotary_factor": 0.99}, 4, None),
     ],
 )
-def test_layers_with_states_are_named_either_way(
+def test_qwen3_next_layer_types_and_interval_are_equivalent(
     changes: dict[str, Any], period: int, size: int | None, tmp_path: Path
 ) -> None:
     config = {**maker.SIZES, "head_dim": 8, "architectures": ["Qwen3NextForCausalLM"], **changes}
     if size is None:
         with pytest.raises(ConfigError, match="even number of the 8 dims"):
-            said(tmp_path / "x", config)
+            config_values(tmp_path / "x", config)
         return
-    found = said(tmp_path / "x", config)
+    found = config_values(tmp_path / "x", config)
     assert (found["qwen3_next.full_attention_interval"], found["qwen3_next.rotary_dim"]) == (
         period,
         size,
@@ -574,7 +576,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_config_with_surprises_is_refused(
+def test_invalid_config_is_rejected(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes, reason = BAD[name]
@@ -588,22 +590,22 @@ def test_a_config_with_surprises_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{" * 9999, b"\xff", b'{"a": 1e999}', None])
-def test_what_is_no_config_is_refused(content: bytes | None, tmp_path: Path) -> None:
+def test_unreadable_config_json_is_rejected(content: bytes | None, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_description(tmp_path)
 
 
-def test_layers_of_gemma_must_have_a_period(tmp_path: Path) -> None:
+def test_gemma_layer_types_must_be_periodic(tmp_path: Path) -> None:
     local, whole = "sliding_attention", "full_attention"
     config, _ = maker.gemma3(layer_types=[local, whole, local])
-    assert said(tmp_path / "x", config)["gemma3.sliding_window_pattern"] == 2
+    assert config_values(tmp_path / "x", config)["gemma3.sliding_window_pattern"] == 2
     for types in ([whole, local, local], [local, whole], "x", [local, "chunked", local]):
         with pytest.raises(ConfigError, match="layer_types"):
-            said(tmp_path / "x", {**config, "layer_types": types})
+            config_values(tmp_path / "x", {**config, "layer_types": types})
 
 
-def test_a_model_without_such_a_form_is_kept(tmp_path: Path) -> None:
+def test_model_without_hugging_face_equivalent_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"moe.num_dense_layers = 1"):
         table_for(model("tiny-moe"))

@@ -1,4 +1,4 @@
-"""Layouts of tensors that other tools write: the same parameters, or an error that names them."""
+"""Tensor layouts of other tools: the same parameters, or an error that names the layout."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wrapped(tensors: maker.Tensors) -> maker.Tensors:
 
 
 def joined(parts: tuple[str, ...], whole: str) -> Change:
-    """Modules side by side, along the first dim."""
+    """Concatenate modules along the first dim."""
 
     def change(tensors: maker.Tensors) -> maker.Tensors:
         found = dict(tensors)
@@ -53,7 +53,7 @@ def joined(parts: tuple[str, ...], whole: str) -> Change:
 
 
 def separate(tensors: maker.Tensors) -> maker.Tensors:
-    """Phi's projections, each in a tensor of its own."""
+    """Split Phi's fused projections into separate tensors."""
     found: maker.Tensors = {}
     q, k = maker.HEADS * maker.HEAD, maker.KV_HEADS * maker.HEAD
     for name, each in tensors.items():
@@ -71,7 +71,7 @@ def separate(tensors: maker.Tensors) -> maker.Tensors:
 
 
 def stacked(names: tuple[str, str, str], gate_up: str, down: str, at: str = "") -> Change:
-    """All experts of a layer in two tensors, as transformers 5 and vLLM have them."""
+    """Stack all experts of a layer in two tensors, as transformers 5 and vLLM do."""
 
     def change(tensors: maker.Tensors) -> maker.Tensors:
         found = {n: each for n, each in tensors.items() if ".experts." not in n}
@@ -136,16 +136,16 @@ LAYOUTS: dict[str, tuple[Callable[..., tuple[dict[str, Any], maker.Tensors]], Ch
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_all_layouts_give_the_same_bits(
+def test_all_layouts_import_bitwise_equal(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, change = LAYOUTS[name]
-    # Parts of layers, and blocks of parts, as only large models have them.
+    # Split layers into slabs and slabs into blocks, as for large models.
     monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = make("BF16")
     for each in tensors:
-        if "norm" in each or ".experts." in each:  # two types in one folder
+        if "norm" in each or ".experts." in each:  # two dtypes in one folder
             tensors[each] = tensors[each].astype(np.float32)
     other = change(tensors)
     assert other.keys() != tensors.keys()
@@ -156,7 +156,7 @@ def test_all_layouts_give_the_same_bits(
     maker.same_bits(maker.read(tmp_path / "out"), wanted)
 
 
-def test_prefixes_are_those_of_tools_only() -> None:
+def test_canonical_strips_only_known_tool_prefixes() -> None:
     assert canonical("model.norm.weight") == canonical("norm.weight") == "model.norm.weight"
     assert canonical("base_model.model.lm_head.weight") == "lm_head.weight"
     for name in ("vision_tower.layers.0.x", "mtp.layers.0.x", "model.visual.norm.weight", "score"):
@@ -253,7 +253,7 @@ ODD: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> None:
+def test_unsupported_layouts_are_identified(name: str, tmp_path: Path) -> None:
     change, reason, action = ODD[name]
     config, tensors = maker.llama("F32")
     folder = maker.write(tmp_path / "hf", config, change(tensors))
@@ -262,7 +262,7 @@ def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> 
     (problem,) = caught.value.problems
     assert reason in str(caught.value) and action in str(caught.value)
     assert "Copy" not in str(caught.value)
-    if action.startswith(("Set", "set")) and name != "more tokens":  # and the action works
+    if action.startswith(("Set", "set")) and name != "more tokens":  # the suggested action works
         count = maker.LAYERS + {"fewer layers": -1, "more layers": 1}.get(name, 0)
         tied = name == "no head"
         maker.write(
@@ -274,7 +274,7 @@ def test_what_is_not_read_is_named_for_what_it_is(name: str, tmp_path: Path) -> 
     assert problem
 
 
-def test_huge_stacks_are_held_against_the_files(tmp_path: Path) -> None:
+def test_stacked_experts_beyond_tensor_files_are_rejected(tmp_path: Path) -> None:
     config, tensors = maker.qwen3_next("F32", num_experts=10**9)
     change = stacked(GATED, "gate_up_proj", "down_proj")
     folder = maker.write(tmp_path / "hf", config, change(tensors))
@@ -282,14 +282,14 @@ def test_huge_stacks_are_held_against_the_files(tmp_path: Path) -> None:
         open_folder(str(folder))
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+def test_peft_adapter_folder_is_rejected_as_model(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(maker.encoded({"x": ROW}))
     for _ in range(2):
         with pytest.raises(ConfigError, match="is a PEFT adapter") as caught:
             open_folder(str(tmp_path))
         assert "merge_and_unload" in str(caught.value)
-        # Some tools copy the base's config.json there.
+        # Some tools copy the base model's config.json into the adapter folder.
         (tmp_path / "config.json").write_text(json.dumps(maker.llama()[0]))
 
 
@@ -304,7 +304,7 @@ def test_an_adapter_is_no_model(tmp_path: Path) -> None:
         ([], "Download the model's safetensors files"),
     ],
 )
-def test_folders_without_weights_are_told_what_is_there(
+def test_folder_without_weights_reports_other_files(
     files: list[str], reason: str, tmp_path: Path
 ) -> None:
     config, tensors = maker.llama()

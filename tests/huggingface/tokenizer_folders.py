@@ -1,4 +1,4 @@
-"""Small tokenizers in the forms in which models are published: a folder of each kind."""
+"""Small tokenizers in the file formats of published models."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HARMONY = (
 
 
 def put(folder: Path, **files: Any) -> None:
-    """Writes JSON files."""
+    """Write JSON files."""
     for name, content in files.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
 
@@ -59,7 +59,7 @@ WORDS = (
 
 
 def byte_level(folder: Path, special: Sequence[str], post: str = "") -> dict[str, int]:
-    """A byte-level `tokenizer.json` with `post` around a text; returns ids of control tokens."""
+    """Write a byte-level `tokenizer.json` with the template `post`; return control token IDs."""
     made: Any = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence(
@@ -77,7 +77,7 @@ def byte_level(folder: Path, special: Sequence[str], post: str = "") -> dict[str
 
 
 def _saved(folder: Path, made: Any, special: Sequence[str], post: str) -> dict[str, int]:
-    """Write `tokenizer.json` with `post` around a text; returns ids of the control tokens."""
+    """Write `tokenizer.json` with the template `post`; return control token IDs."""
     ids = {name: made.token_to_id(name) for name in special}
     if post:
         named = [(name, i) for name, i in ids.items() if name in post]
@@ -87,9 +87,9 @@ def _saved(folder: Path, made: Any, special: Sequence[str], post: str) -> dict[s
 
 
 def spaced(folder: Path, special: Sequence[str], post: str, *, prefix: bool) -> dict[str, int]:
-    """BPE over text with visible spaces and a fallback to bytes, as converted from SentencePiece.
+    """Write a BPE tokenizer with byte fallback, as converted from SentencePiece.
 
-    `prefix` says whether a space is put in front of a text.
+    If `prefix` is true, a space is prepended to the input.
     """
     pieces = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
     made: Any = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
@@ -108,7 +108,7 @@ def spaced(folder: Path, special: Sequence[str], post: str, *, prefix: bool) -> 
 
 
 def sentencepiece(folder: Path) -> dict[str, int]:
-    """A `tokenizer.model` of BPE with bytes, begin and end."""
+    """Write a BPE `tokenizer.model` with byte fallback, begin and end tokens."""
     import sentencepiece as library
 
     text = folder / "texts.txt"
@@ -191,7 +191,7 @@ def llama2(folder: Path) -> Made:
 
 
 def llama2_with(**settings: Any) -> Callable[[Path], Made]:
-    """Llama 2 with other settings."""
+    """Return a maker of Llama 2 with changed settings."""
 
     def make(folder: Path) -> Made:
         ids = llama2(folder)
@@ -202,7 +202,7 @@ def llama2_with(**settings: Any) -> Callable[[Path], Made]:
 
 
 def llama2_first(folder: Path) -> Made:
-    """Llama 2 as later releases of transformers saved it."""
+    """Llama 2 as newer releases of transformers save it."""
     ids = llama2(folder)
     metaspace = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first"}
     changed(folder / "tokenizer.json", normalizer=None, pre_tokenizer={**metaspace, "split": False})
@@ -210,7 +210,7 @@ def llama2_first(folder: Path) -> Made:
 
 
 def byte_level_with(name: str) -> Callable[[Path], Made]:
-    """Digits apart, without NFC, and a class that may replace both."""
+    """Split digits, no NFC, and a tokenizer class that may override both."""
 
     def make(folder: Path) -> Made:
         begin, end = "<|bos|>", "<|endoftext|>"
@@ -233,14 +233,14 @@ def byte_level_with(name: str) -> Callable[[Path], Made]:
 
 
 def gemma_without_class(folder: Path) -> Made:
-    """The class is that of the model type."""
+    """Gemma without a tokenizer class, which then depends on the model type."""
     ids = gemma(folder)
     changed(folder / "tokenizer_config.json", tokenizer_class=None)
     return ids
 
 
 def changed(path: Path, **changes: Any) -> None:
-    """Changes keys of a JSON object."""
+    """Change keys of a JSON object."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
@@ -273,7 +273,7 @@ def gpt_oss(folder: Path) -> Made:
 
 
 def phi3(folder: Path) -> Made:
-    """No begin token in front, though one is named and the setting is there."""
+    """No begin token is prepended, although one is defined and `add_bos_token` is set."""
     spaced(folder, ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"], "", prefix=True)
     settings = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True}
     settings |= {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>"}
@@ -282,14 +282,14 @@ def phi3(folder: Path) -> Made:
 
 
 def mapped(folder: Path) -> Made:
-    """Only a map of special tokens, and a post-processor that ends a text, too."""
+    """Only a map of special tokens, and a post-processor that also appends an end token."""
     ids = byte_level(folder, ["<|bos|>", "<|eos|>"], "<|bos|> $A <|eos|>")
     put(folder, special_tokens_map={"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}})
     return {"bos_token_id": ids["<|bos|>"], "eos_token_id": ids["<|eos|>"]}
 
 
 def model_file(**settings: Any) -> Callable[[Path], Made]:
-    """A folder with a SentencePiece model alone."""
+    """Return a maker of a folder that has only a SentencePiece model."""
 
     def make(folder: Path) -> Made:
         sentencepiece(folder)

@@ -1,4 +1,4 @@
-"""Files that are written whole, or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxpipe.io import files
 
 @pytest.mark.fault("L7")
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
-def test_a_file_that_cannot_be_written_is_as_it_was(
+def test_failed_write_leaves_file_unchanged(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     files.write(path := tmp_path / "config.yml", "before")
@@ -27,7 +27,7 @@ def test_a_file_that_cannot_be_written_is_as_it_was(
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_keeps_who_may_read_it(tmp_path: Path):
+def test_write_keeps_file_permissions(tmp_path: Path):
     path = tmp_path / "figures.json"
     path.touch(0o600)
     files.write(path, "1")
@@ -35,7 +35,7 @@ def test_a_file_keeps_who_may_read_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["file", "file.partial"])
-def test_nothing_is_written_through_a_link(name: str, tmp_path: Path):
+def test_write_rejects_symbolic_links(name: str, tmp_path: Path):
     (target := tmp_path / "target").write_text("other")
     (tmp_path / name).symlink_to(target)
     with pytest.raises(files.UnsafeFileError, match="symbolic link"):

@@ -1,4 +1,4 @@
-"""Secrets are taken out by form, by name and by what the environment holds; nothing else is."""
+"""Secrets are redacted by format, by name and by environment variable; other text is kept."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Capture = pytest.CaptureFixture[str]
     ],
 )
 @pytest.mark.parametrize("around", ["{}", "before {}", "x={}", "'{}'", "/data/{}", "[{}]"])
-def test_forms(secret: str, around: str):
+def test_known_secret_formats_are_redacted(secret: str, around: str):
     assert redact.redact_text(around.format(secret)) == around.format(REDACTED)
 
 
@@ -63,7 +63,7 @@ def test_forms(secret: str, around: str):
         ("a -----BEGIN OPENSSH PRIVATE KEY-----\nthe end is cut off", "a <redacted>"),
     ],
 )
-def test_what_has_a_name_or_stands_in_a_url(given: str, left: str):
+def test_named_secrets_and_url_credentials_are_redacted(given: str, left: str):
     assert redact.redact_text(given) == left
 
 
@@ -85,11 +85,11 @@ def test_what_has_a_name_or_stands_in_a_url(given: str, left: str):
         '  File "loop.py", line 3, in tokens\n    return tokenizer.encode(text)',
     ],
 )
-def test_what_is_no_secret_stays(text: str):
+def test_ordinary_text_is_not_redacted(text: str):
     assert redact.redact_text(text) == text
 
 
-def test_what_the_environment_calls_a_secret_is_one_anywhere(monkeypatch: pytest.MonkeyPatch):
+def test_secrets_in_environment_are_redacted_anywhere(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRACKER_API_KEY", "correct horse")
     monkeypatch.setenv("LONGER_API_KEY", "correct horse battery")
     monkeypatch.setenv("SHORT_TOKEN", "false")
@@ -99,19 +99,19 @@ def test_what_the_environment_calls_a_secret_is_one_anywhere(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("value", ["SEKRET" * 3, f"before-{TOKEN}-behind", f"{TOKEN}-behind"])
-def test_a_secret_that_is_part_of_another(value: str, monkeypatch: pytest.MonkeyPatch):
+def test_overlapping_secrets_are_redacted(value: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", value)
     assert redact.redact_text(f"/x/hf_{'SEKRET' * 4}abcd") == f"/x/{REDACTED}"
     assert redact.redact_text(f"/x/{value}/y, z={value}") == f"/x/{REDACTED}/y, z={REDACTED}"
 
 
-def test_a_secret_of_two_lines_stays_one_in_a_message(monkeypatch: pytest.MonkeyPatch):
+def test_multiline_secret_in_message_is_redacted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "first line\nsecond line")
-    said = str(ConfigError.one("run.name", "first line\nsecond line", "is wrong.", "Correct it."))
-    assert redact.redact_for_terminal(said).splitlines()[0] == f"run.name = {REDACTED}"
+    output = str(ConfigError.one("run.name", "first line\nsecond line", "is wrong.", "Correct it."))
+    assert redact.redact_for_terminal(output).splitlines()[0] == f"run.name = {REDACTED}"
 
 
-def test_inside_of_values():
+def test_redact_value_of_nested_containers():
     given = {"a": [TOKEN, 1, None], "b": {"api_key": "x", "hub_token": ("y", 2)}, "c": (True, "d")}
     assert redact.redact_value(given) == {
         "a": [REDACTED, 1, None],
@@ -120,7 +120,7 @@ def test_inside_of_values():
     }
 
 
-def test_a_config_stays_a_config():
+def test_redact_value_preserves_config_type():
     config = load([*TINY, f"data.path=s3://me:{TOKEN}@host/x"]).config
     cleaned = redact.redact_value(config)
     assert type(cleaned) is type(config) and cleaned.data.path == "s3://<redacted>@host/x"
@@ -128,21 +128,21 @@ def test_a_config_stays_a_config():
     assert TOKEN in to_yaml(config) and TOKEN not in to_yaml(cleaned)
 
 
-def test_no_config_key_has_the_name_of_a_secret():
-    """A value would be taken away for its key: what a resume compares must stay."""
+def test_no_config_key_is_a_secret_name():
+    """Otherwise the value would be redacted, and a resumed run could not compare it."""
     assert not [key for key in KEYS if redact.is_secret_name(key)]
     config = load(TINY).config
     assert redact.redact_value(config) == config
 
 
-def test_a_command_line():
+def test_redact_argv():
     argv = ["train", "--token", "abc", "--json", "x", "--api-key=abc", f"data.path={TOKEN}"]
     cleaned = ["train", "--token", REDACTED, "--json", "x", f"--api-key={REDACTED}"]
     assert redact.redact_argv(argv) == [*cleaned, f"data.path={REDACTED}"]
 
 
-def test_long_text_takes_no_time():
-    """Eight times the text takes about eight times as long, not 64 times."""
+def test_redaction_time_is_linear_in_text_length():
+    """A text of eight times the length takes about eight times as long, not 64 times."""
 
     def seconds(word: str, length: int) -> float:
         taken = []
@@ -159,18 +159,18 @@ def test_long_text_takes_no_time():
 # --- the command ----------------------------------------------------------------------------
 
 
-def test_error_messages(capsys: Capture):
+def test_error_messages_are_redacted(capsys: Capture):
     assert main(["train", *TINY, f"model.num_layers={TOKEN}", f"--{TOKEN}", f"{TOKEN}.yml"]) == 2
     err = capsys.readouterr().err
     assert TOKEN not in err and "model.num_layers = <redacted>" in err
     assert "--<redacted>" in err and "<redacted>.yml" in err
-    # Known by its name alone.
+    # Recognized as a secret only by the name of its key.
     assert main(["train", *TINY, "data.api_key=hunter22", "api_key=hunter22"]) == 2
     err = capsys.readouterr().err
     assert "hunter22" not in err and "data.api_key = <redacted>" in err
 
 
-def test_tracebacks(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
+def test_tracebacks_are_redacted(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object, **__: object):
         secret = f"cannot reach https://me:{TOKEN}@host/x"
         raise ZeroDivisionError(secret)
@@ -183,7 +183,7 @@ def test_tracebacks(capsys: Capture, monkeypatch: pytest.MonkeyPatch):
     assert "line" in err and "this is a bug in maxpipe" in err
 
 
-def test_config_print(capsys: Capture):
+def test_config_print_is_redacted(capsys: Capture):
     assert main(["config", "print", *TINY, f"data.path={TOKEN}", "--origin"]) == 0
     out = capsys.readouterr().out
     assert TOKEN not in out and "path: <redacted>  # data.path=<redacted>" in out
@@ -210,17 +210,17 @@ def test_config_print(capsys: Capture):
         "launch slurm TINY launch.environment=[A=hunter2x]",
     ],
 )
-def test_no_message_repeats_a_secret_of_the_command_line(
+def test_messages_do_not_repeat_secrets_from_command_line(
     arguments: str, capsys: pytest.CaptureFixture[str]
 ):
     argv = [TINY[0] if word == "TINY" else word for word in arguments.split()]
     assert main(argv) == 2
-    said = "".join(capsys.readouterr())
-    assert "hunter2x" not in said and "Traceback" not in said
+    output = "".join(capsys.readouterr())
+    assert "hunter2x" not in output and "Traceback" not in output
 
 
 @pytest.mark.fault("H7")
-def test_variables_are_names_and_the_rest_is_a_secret():
+def test_redact_variable_names_redacts_values():
     given = ["HF_TOKEN", "A=hunter2x", "hunter2x!", "=x"]
     assert redact.redact_variable_names(given) == ["HF_TOKEN", f"A={REDACTED}", REDACTED, REDACTED]
     assert redact.redact_value({"environment": given})["environment"][1] == f"A={REDACTED}"

@@ -1,4 +1,4 @@
-"""Values from outside are of the type that they must be, or an error that says where."""
+"""Untrusted JSON has the declared types, or raises an error that names the field."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Record(TypedDict):
 GOOD: dict[str, Any] = {"step": 3, "files": {"x": {"bytes": 1, "sha256": "0"}}}
 
 
-def test_what_fits_is_returned_as_it_is() -> None:
+def test_valid_records_are_returned_unchanged() -> None:
     more = {"kind": "a", "window": [1, 2], "losses": [math.nan, 1.0, 2], "unknown": {}}
     for record in (GOOD, GOOD | more, GOOD | {"window": None}):
         again = parse_json(json.dumps(record), _Record)
@@ -39,7 +39,7 @@ def test_what_fits_is_returned_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("sign", ["", "-"])
-def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
+def test_integers_beyond_float_range_are_rejected(sign: str) -> None:
     for kind in (dict[str, Any], dict[str, int]):
         with pytest.raises(ValueError, match=r"an integer of 400 digits, -?7777.*at most 308"):
             parse_json(f'{{"a": {sign}{"7" * 400}}}', kind)
@@ -68,19 +68,19 @@ def test_a_whole_number_that_has_no_float_is_named(sign: str) -> None:
         ({"losses": ["x"]}, r"losses\[0\] must be a number"),
     ],
 )
-def test_what_does_not_fit_is_named(change: dict[str, Any], words: str) -> None:
+def test_type_errors_name_the_field(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         parse_json(json.dumps(GOOD | change), _Record)
 
 
 @pytest.mark.parametrize("text", [b"\xff", "", "{", "[" * 10**6, '{"a":' * 10**6, "9" * 10**5, "]"])
-def test_what_is_no_json_is_one_kind_of_error(text: str | bytes) -> None:
+def test_invalid_json_raises_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError):
         parse_json(text, dict[str, Any])
 
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner), max_leaves=30))
-def test_depth_is_that_of_brackets_outside_texts(value: Any) -> None:
+def test_depth_limit_ignores_brackets_in_strings(value: Any) -> None:
     def depth(value: Any) -> int:
         return 1 + max(map(depth, value), default=0) if isinstance(value, list) else 0
 
@@ -91,7 +91,7 @@ def test_depth_is_that_of_brackets_outside_texts(value: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ['"' + '\\"' * 10**6, '"\\', '"[' * 10**6])
-def test_hostile_texts_take_no_time(text: str) -> None:
+def test_hostile_strings_are_rejected_quickly(text: str) -> None:
     begin = time.process_time()
     with pytest.raises(ValueError):
         parse_json(text, dict[str, Any])

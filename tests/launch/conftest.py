@@ -1,4 +1,4 @@
-"""The small run of tests/train, jobs that are written, and a cluster that runs them."""
+"""Fixtures: the small run of tests/train, job files, and a fake SLURM cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """`write(cluster, *arguments)`: the folder with the files of a job."""
+    """`write(cluster, *arguments)`: write the files of a job, and return their folder."""
 
     def write_job(cluster: str, *arguments: object) -> Path:
         folder = tmp_path / "job"
@@ -39,7 +39,7 @@ def write(tmp_path: Path) -> Write:
 
 
 class Cluster:
-    """The tools of `slurm_cluster.py` on the PATH."""
+    """A fake SLURM cluster, with the tools of `slurm_cluster.py` on the PATH."""
 
     def __init__(self, folder: Path):
         self.state = folder / "slurm"
@@ -70,7 +70,7 @@ class Cluster:
 
     @staticmethod
     def _job_id() -> int:
-        """A job whose id gives a port that is free: jax derives one from the other."""
+        """Return a job ID from which jax derives a free port."""
         for job in range(os.getpid(), os.getpid() + 100):
             with socket.socket() as probe:
                 try:
@@ -89,7 +89,7 @@ class Cluster:
                 job.kill()
 
     def steps(self) -> list[list[int]]:
-        """Process ids of srun and the tasks, for every step that was started."""
+        """Return the process IDs of srun and its tasks, for every started job step."""
         file = self.state / "started"
         lines = file.read_text().splitlines() if file.exists() else []
         return [[int(pid) for pid in line.split()] for line in lines]

@@ -1,7 +1,7 @@
-"""A SLURM cluster of one machine: `sbatch`, `srun` and `scontrol` as far as jobs see them.
+"""Fake SLURM cluster on one machine: `sbatch`, `srun` and `scontrol` as seen by jobs.
 
-Called as one of these tools by its first argument. `sbatch` runs the job at once and again while
-it asks to be put back. Nodes are this machine: each task is a process group of its own.
+The first argument is the name of the tool. `sbatch` runs the job immediately, and again while it
+requests to be requeued. All nodes are this machine; each task is a separate process group.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 KILL_WAIT_SECONDS = 20.0
 STATE = Path(os.environ["FAKE_SLURM"])
-"""Folder with `requeued`, which holds the ids of jobs to run again, and `started`: for each
-step a line with the process ids of srun and of the tasks."""
+"""Folder with the file `requeued`, the IDs of jobs to run again, and the file `started`, with one
+line per job step: the process IDs of srun and its tasks."""
 
 
 def sbatch(script: Path) -> int:
@@ -55,7 +55,7 @@ def scontrol(action: str, job: str) -> int:
 
 
 def srun(*arguments: str) -> int:
-    """Starts the tasks; USR1 is the end of the time, which they get as TERM."""
+    """Start the tasks. SIGUSR1 stands for the time limit, and is forwarded as SIGTERM."""
     *options, program = arguments
     assert options == ["--cpu-bind=none", "--kill-on-bad-exit=1"]
     tasks = [
@@ -79,7 +79,7 @@ def srun(*arguments: str) -> int:
 
 
 def task(rank: int) -> dict[str, str]:
-    """One task on each node."""
+    """Return the environment variables of a task; each node has one task."""
     return {
         "SLURM_PROCID": str(rank),
         "SLURM_LOCALID": "0",
@@ -89,7 +89,7 @@ def task(rank: int) -> dict[str, str]:
 
 
 def send(tasks: list[subprocess.Popen[bytes]], number: int) -> None:
-    """As slurmstepd: to all processes of a task."""
+    """Send a signal to all processes of each task, like slurmstepd."""
     for each in tasks:
         if each.poll() is None:
             os.killpg(each.pid, number)

@@ -1,4 +1,4 @@
-"""TPU VMs: scripts that a stand-in for gcloud runs through."""
+"""Scripts for TPU VMs, run with a fake gcloud."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ MULTISLICE = (
     "train.batch_size=64",
 )
 
-# Remembers calls and, in the file `state`, a queued resource that takes one look to become active;
-# answers to looks fail with what is in the file `trouble`.
+# Records calls, and stores the state of a queued resource in the file `state`; the resource becomes
+# active after one `describe`. If the file `trouble` exists, `describe` fails with its contents.
 GCLOUD = """\
 #!/bin/bash
 printf '%s\\n' "$*" >>"$FAKE/calls"
@@ -49,7 +49,7 @@ esac
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with the calls of gcloud, which is a stand-in."""
+    """File with the recorded calls of the fake gcloud."""
     tool = tmp_path / "bin/gcloud"
     tool.parent.mkdir()
     tool.write_text(GCLOUD)
@@ -68,13 +68,13 @@ def bash(script: Path, **variables: str) -> str:
     return ran.stdout
 
 
-def done(calls: Path) -> list[str]:
-    """Calls that change something, without the common beginning."""
+def changing_calls(calls: Path) -> list[str]:
+    """Return the calls other than `describe`, without their common prefix."""
     lines = calls.read_text().splitlines()
     return [line.removeprefix("gcloud ")[13:] for line in lines if " describe " not in line]
 
 
-def test_shellcheck_finds_nothing(write: Write):
+def test_scripts_pass_shellcheck(write: Write):
     folder = write("gcloud", *NEEDED, *MULTISLICE, "launch.environment=[A]", "launch.workdir=a/b")
     scripts = sorted(folder.glob("*.sh"))
     assert [path.name for path in scripts] == ["host.sh", "start.sh", "stop.sh"]
@@ -90,7 +90,7 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
     location = "--zone=us-west4-a --project=p"
     shown = bash(folder / "start.sh")
     assert shown.startswith("waiting for 2 slices of v5p:2x2x4, 32 devices: PROVISIONING\nstarted;")
-    request, *others = done(calls)
+    request, *others = changing_calls(calls)
     assert request == (
         f"queued-resources create quickstart {location} --accelerator-type=v5p-32 "
         "--runtime-version=v2-alpha-tpuv5 --node-count=2 --node-prefix=quickstart --spot"
@@ -110,27 +110,27 @@ def test_slices_are_requested_awaited_and_started(write: Write, calls: Path, tmp
         "--command=bash maxpipe-quickstart/host.sh"
         for node in (0, 1)
     ]
-    # Again: they are there.
+    # On a second start, the slices exist.
     calls.unlink()
     bash(folder / "start.sh")
     assert "create" not in calls.read_text() and "host.sh" in calls.read_text()
-    assert secret.read_text() == text  # hosts may start their processes again meanwhile
-    # Capacity was taken away: the rest of the request goes first.
+    assert secret.read_text() == text  # hosts may restart their processes in the meantime
+    # If capacity was preempted, the suspended request is deleted first.
     calls.unlink()
     (tmp_path / "state").write_text("SUSPENDED\n")
     bash(folder / "start.sh")
-    assert [line.split()[1] for line in done(calls)[:2]] == ["delete", "create"]
+    assert [line.split()[1] for line in changing_calls(calls)[:2]] == ["delete", "create"]
     bash(folder / "stop.sh")
     assert not (tmp_path / "state").exists() and not secret.exists()
 
 
-def test_one_slice_is_one_node(write: Write, calls: Path):
+def test_single_slice_is_requested_as_one_node(write: Write, calls: Path):
     bash(write("gcloud", *NEEDED) / "start.sh")
-    assert "--accelerator-type=v5litepod-8 " in done(calls)[0]
-    assert done(calls)[0].endswith("--node-id=quickstart")
+    assert "--accelerator-type=v5litepod-8 " in changing_calls(calls)[0]
+    assert changing_calls(calls)[0].endswith("--node-id=quickstart")
 
 
-def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
+def test_host_starts_run_only_once(write: Write, tmp_path: Path):
     program = tmp_path / "program"
     program.write_text('#!/bin/bash\necho "$PWD $*"\ncat "$MAXPIPE_RUN_SECRET_FILE"\nsleep 3\n')
     program.chmod(0o755)
@@ -154,27 +154,27 @@ def test_a_host_starts_the_run_once(write: Write, tmp_path: Path):
     assert load([str(folder / "config.yml")]).config.runtime.num_processes == 0
 
 
-def test_submit_starts(
+def test_submit_starts_run(
     calls: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture
 ):
     monkeypatch.chdir(tmp_path)
     assert main(["launch", "gcloud", QUICKSTART, *NEEDED, "--submit"]) == 0
     assert "started; to follow the output of process 0:" in capfd.readouterr().out
-    assert len(done(calls)) == 4
+    assert len(changing_calls(calls)) == 4
 
 
 EXPIRED = "ERROR: (gcloud) There was a problem refreshing your current auth tokens\n"
 
 
-def test_trouble_is_no_reason_to_ask_for_slices(write: Write, calls: Path, tmp_path: Path):
+def test_gcloud_error_does_not_request_slices(write: Write, calls: Path, tmp_path: Path):
     (tmp_path / "trouble").write_text(EXPIRED)
     ran = start(write("gcloud", *NEEDED))
     assert (ran.returncode, ran.stderr) == (1, EXPIRED)
-    assert done(calls) == []
+    assert changing_calls(calls) == []
 
 
-def test_a_wait_without_answers_ends(write: Write, calls: Path, tmp_path: Path):
-    """Credentials that expire while the slices are waited for."""
+def test_wait_ends_after_repeated_gcloud_errors(write: Write, calls: Path, tmp_path: Path):
+    """The credentials expire during the wait for slices."""
     tool = tmp_path / "bin/gcloud"
     expires = 'echo PROVISIONING >"$FAKE/state"; cp "$FAKE/expired" "$FAKE/trouble"'
     tool.write_text(tool.read_text().replace('echo PROVISIONING >"$FAKE/state"', expires))
@@ -187,7 +187,7 @@ def test_a_wait_without_answers_ends(write: Write, calls: Path, tmp_path: Path):
     )
 
 
-def test_an_answer_that_was_missed_is_not_the_end(write: Write, calls: Path, tmp_path: Path):
+def test_wait_tolerates_single_gcloud_error(write: Write, calls: Path, tmp_path: Path):
     tool = tmp_path / "bin/gcloud"
     once = '[ -e "$FAKE/missed" ] || { touch "$FAKE/missed"; echo busy >&2; exit 1; }; cat'
     tool.write_text(tool.read_text().replace('cat "$FAKE/state"', f'{once} "$FAKE/state"'))
@@ -218,7 +218,7 @@ def start(folder: Path) -> subprocess.CompletedProcess[str]:
         ),
     ],
 )
-def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+def test_gcloud_rejects_invalid_arguments(arguments: str, where: str, says: str, capsys: Capture):
     assert main(["launch", "gcloud", QUICKSTART, *NEEDED, *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert where in err and says in err and not out

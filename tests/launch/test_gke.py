@@ -1,4 +1,4 @@
-"""JobSets: valid, and with the rules that exit codes ask for."""
+"""JobSets: validity, and restart rules for exit codes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MULTISLICE = (
     "mesh.dcn_fsdp=2",
     "train.batch_size=64",
 )
-# Remembers calls that change something and, in the file `state`, a JobSet that has been applied:
-# its name, and how it ended. As the real one, it refuses to change a JobSet.
+# Records calls that change something, and stores the name and result of the applied JobSet in the
+# file `state`. Like the real kubectl, it rejects changes of a JobSet.
 KUBECTL = """\
 #!/bin/bash
 [ "$1" = --context=gke_p_us-east5_c ] || { echo "error: no such context" >&2; exit 1; }
@@ -94,21 +94,21 @@ def test_jobsets_are_valid(write: Write, more: tuple[str, ...]):
     assert len(f"{name}-slice-99-9999") <= 63  # names of pods
 
 
-def test_the_schema_refuses_mistakes(write: Write):
+def test_schema_rejects_invalid_restart_policy(write: Write):
     _, jobset = manifests(write("gke", *NEEDED))
     job_of(jobset)["template"]["spec"]["restartPolicy"] = "OnFailure"
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(jobset, SCHEMA)
 
 
-def test_kubelet_restarts_no_container(write: Write):
-    """A Job applies its rules on exit codes only to pods that are never restarted in place."""
+def test_kubelet_never_restarts_containers(write: Write):
+    """A Job applies its exit code rules only to pods that are never restarted in place."""
     _, jobset = manifests(write("gke", *NEEDED))
     assert job_of(jobset)["template"]["spec"]["restartPolicy"] == "Never"
 
 
 def outcome(jobset: dict[str, Any], code: int, disrupted: bool = False) -> str:
-    """What the cluster does: the Job's policy, the message it leaves, the JobSet's rules."""
+    """Return the action of the cluster: the Job's policy, its message, then the JobSet's rules."""
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(job_of(jobset)["podFailurePolicy"]["rules"]):
         assert rule["action"] == "FailJob"
@@ -137,31 +137,31 @@ ALWAYS, COUNTED, NEVER = "RestartJobSetAndIgnoreMaxRestarts", "RestartJobSet", "
         (75, False, ALWAYS),
         (75, True, ALWAYS),
         (137, True, ALWAYS),
-        (74, True, ALWAYS),  # what fails on a node that goes may be the node's fault
+        (74, True, ALWAYS),  # a failure on a disrupted node may be caused by the node
         *((code, False, NEVER) for code in (1, 2, 70, 74, 126, 127, 128)),
         *((code, False, COUNTED) for code in (71, 134, 137, 143, 255)),
     ],
 )
-def test_exit_codes_decide_about_restarts(write: Write, code: int, disrupted: bool, action: str):
+def test_exit_code_determines_restart_action(write: Write, code: int, disrupted: bool, action: str):
     _, jobset = manifests(write("gke", *NEEDED))
     assert outcome(jobset, code, disrupted) == action
-    assert job_of(jobset)["backoffLimit"] == 0  # one failed pod ends all
+    assert job_of(jobset)["backoffLimit"] == 0  # one failed pod ends the Job
 
 
-def test_a_long_run_may_lose_more_nodes_than_may_fail_in_a_row(write: Write):
-    """A JobSet cannot count in a row, and 71 is the code of most losses."""
+def test_max_restarts_is_multiple_of_launch_restarts(write: Write):
+    """A JobSet cannot count consecutive failures, and most lost nodes cause exit code 71."""
     for restarts in (0, 3):
         _, jobset = manifests(write("gke", *NEEDED, f"launch.restarts={restarts}"))
         assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 10 * restarts
 
 
-def test_codes_follow_the_rule_of_all_launchers(write: Write, tmp_path: Path):
+def test_exit_codes_follow_common_restart_policy(write: Write, tmp_path: Path):
     _, jobset = manifests(write("gke", *NEEDED))
     for code in range(1, 256):
         assert (outcome(jobset, code) == NEVER) != RestartPolicy(1, tmp_path).should_restart(code)
 
 
-def test_every_host_of_every_slice_gets_a_pod(write: Write):
+def test_every_host_of_every_slice_has_pod(write: Write):
     config_map, jobset = manifests(write("gke", *NEEDED, *MULTISLICE, "launch.queue=q"))
     (slices,) = jobset["spec"]["replicatedJobs"]
     job = job_of(jobset)
@@ -178,7 +178,7 @@ def test_every_host_of_every_slice_gets_a_pod(write: Write):
     assert "num_processes: 0\n" in text and "dcn_fsdp: 2\n" in text
 
 
-def test_the_config_is_the_run(write: Write):
+def test_config_map_contains_config_of_run(write: Write):
     folder = write("gke", *NEEDED)
     config_map, _ = manifests(folder)
     assert config_map["data"]["config.yml"] == (folder / "config.yml").read_text()
@@ -187,7 +187,9 @@ def test_the_config_is_the_run(write: Write):
     assert (config.model, config.train, config.data) == (wanted.model, wanted.train, wanted.data)
 
 
-def test_values_of_variables_come_from_a_secret(write: Write, monkeypatch: pytest.MonkeyPatch):
+def test_environment_variables_come_from_kubernetes_secret(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("MY_TOKEN", "canary-5eb1")
     folder = write("gke", *NEEDED, "launch.environment=[MY_TOKEN]")
     assert not any("canary" in path.read_text() for path in folder.iterdir())
@@ -199,7 +201,7 @@ def test_values_of_variables_come_from_a_secret(write: Write, monkeypatch: pytes
     assert own == {"name": "MAXPIPE_RUN_SECRET", "valueFrom": {"secretKeyRef": link}}
 
 
-def test_the_runs_secret_is_new_each_time_and_in_no_file(
+def test_run_secret_is_new_for_each_submission_and_in_no_file(
     calls: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     assert submit(tmp_path / "job") == 0
@@ -217,7 +219,7 @@ def test_the_runs_secret_is_new_each_time_and_in_no_file(
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with the calls of kubectl, which is a stand-in."""
+    """File with the recorded calls of the fake kubectl."""
     tool = tmp_path / "bin/kubectl"
     tool.parent.mkdir()
     tool.write_text(KUBECTL)
@@ -233,7 +235,7 @@ def submit(folder: Path, *more: str) -> int:
 
 
 @pytest.mark.parametrize("ended", ["Completed", "Failed"])
-def test_a_run_that_ended_is_submitted_again(calls: Path, tmp_path: Path, ended: str):
+def test_finished_run_can_be_submitted_again(calls: Path, tmp_path: Path, ended: str):
     apply = f"apply -f {tmp_path}/job/jobset.yml"
     assert submit(tmp_path / "job") == 0
     assert calls.read_text().splitlines() == [apply]
@@ -243,7 +245,7 @@ def test_a_run_that_ended_is_submitted_again(calls: Path, tmp_path: Path, ended:
     assert calls.read_text().splitlines() == [apply, delete, apply]
 
 
-def test_a_run_that_runs_is_left_alone(
+def test_running_jobset_is_not_replaced(
     calls: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     assert submit(tmp_path / "job") == 0
@@ -254,14 +256,14 @@ def test_a_run_that_runs_is_left_alone(
     assert why.startswith("  ") and "kubectl --context=gke_p_us-east5_c delete jobset" in action
 
 
-def test_a_cluster_that_does_not_answer_is_not_submitted_to(calls: Path, write: Write):
-    script = write("gke", *NEEDED) / "submit.sh"  # without the context that is there
+def test_failed_kubectl_get_prevents_submission(calls: Path, write: Write):
+    script = write("gke", *NEEDED) / "submit.sh"  # without the existing context
     ran = subprocess.run(["bash", script], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (1, "error: no such context\n")
     assert not calls.exists()
 
 
-def test_shellcheck_finds_nothing(write: Write):
+def test_submit_script_passes_shellcheck(write: Write):
     script = write("gke", *NEEDED, *WHERE, "launch.project=a.b:c") / "submit.sh"
     tool = Path(sys.executable).parent / "shellcheck"
     checked = subprocess.run([tool, script], capture_output=True, text=True)
@@ -295,7 +297,7 @@ def test_shellcheck_finds_nothing(write: Write):
         ),
     ],
 )
-def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+def test_gke_rejects_invalid_arguments(arguments: str, where: str, says: str, capsys: Capture):
     assert main(["launch", "gke", QUICKSTART, *NEEDED, *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert where in err and says in err and not out

@@ -1,4 +1,4 @@
-"""Topologies as hosts, and what the section `launch` does not change."""
+"""Numbers of hosts and processes of topologies, and names of TPU slices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ from tests.launch.conftest import QUICKSTART
         ("cpu:4", 2, 2, 4, 2),
     ],
 )
-def test_hosts_and_processes(text: str, slices: int, hosts: int, chips: int, processes: int):
+def test_number_of_hosts_and_processes(
+    text: str, slices: int, hosts: int, chips: int, processes: int
+):
     topology = parse_topology(text, slices)
     found = hosts_of(topology)
     assert (found.num_hosts, found.chips_per_host, found.num_processes) == (hosts, chips, processes)
@@ -38,7 +40,7 @@ def test_hosts_and_processes(text: str, slices: int, hosts: int, chips: int, pro
 
 
 @pytest.mark.parametrize("text", ["v5e:2x3", "v5p:1x1x2", "gb200:6"])
-def test_hosts_are_whole(text: str):
+def test_partial_hosts_are_rejected(text: str):
     with pytest.raises(ConfigError, match="chips per slice, but each .* host has"):
         hosts_of(parse_topology(text))
 
@@ -52,11 +54,11 @@ def test_hosts_are_whole(text: str):
         ("v6e:16x16", "v6e-256"),
     ],
 )
-def test_google_names_slices_by_cores_or_chips(text: str, accelerator: str):
+def test_accelerator_type_counts_cores_or_chips(text: str, accelerator: str):
     assert parse_topology(text).accelerator == accelerator
 
 
-def test_every_kind_of_tpu_has_names():
+def test_every_tpu_type_has_google_cloud_names():
     for hardware in known_hardware().values():
         if hardware.is_tpu:
             dims = "x".join(["2"] * hardware.torus_dims)
@@ -64,7 +66,7 @@ def test_every_kind_of_tpu_has_names():
             assert names.runtime_version or names.node_label
 
 
-def test_where_a_run_is_launched_does_not_decide_its_program():
+def test_launch_keys_do_not_change_program_metadata():
     from maxpipe.step.executable import program_metadata
 
     lowered = SimpleNamespace(as_text=lambda: "program")

@@ -1,4 +1,4 @@
-"""Processes on this machine: watched, stopped, and started again."""
+"""Local launcher: monitors, stops and restarts processes on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.train.runs import Start
 
 Capture = pytest.CaptureFixture[str]
 
-# --- with processes that only behave like it ----------------------------------------------
+# --- with fake training processes ----------------------------------------------
 
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """`launch(*codes)`: the launcher, with a Python program for each process."""
+    """`launch(*programs)`: run the launcher with a Python program for each process."""
     monkeypatch.setattr(local, "GRACE_SECONDS", 1.0)
 
     def run_launch(*programs: str, restarts: int = 1) -> int:
@@ -42,14 +42,14 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     return run_launch
 
 
-def test_one_that_is_done_is_shown_and_ends_with_0(launch: Callable[..., int], capsys: Capture):
+def test_successful_run_prints_output_of_process_0(launch: Callable[..., int], capsys: Capture):
     assert launch("print('first')", "print('second')") == 0
     out, err = capsys.readouterr()
     assert out == "first\n"
     assert err.startswith("preflight\n") and "launch:" not in err
 
 
-def test_the_process_that_failed_first_is_shown_last(
+def test_first_failed_process_is_printed_last(
     launch: Callable[..., int], capsys: Capture, tmp_path: Path
 ):
     waits = "import time; print('waiting', flush=True); time.sleep(60)"
@@ -58,14 +58,14 @@ def test_the_process_that_failed_first_is_shown_last(
     fails = f"import sys; sys.stderr.write({first + second!r}); sys.exit(70)"
     begin = time.monotonic()
     assert launch(waits, fails) == 70
-    assert time.monotonic() - begin < 20  # the other was not waited for
+    assert time.monotonic() - begin < 20  # without waiting for the other process
     err = capsys.readouterr().err
     assert f"launch: this process failed first; log: {tmp_path}/run/logs/process-1.log\n" in err
     assert "process 1 of 2: exit code 70 (a bug in maxpipe)" in err
     assert err.endswith(f"process-1.log\n{first}")
 
 
-def test_an_explained_error_is_shown_whole(launch: Callable[..., int], capsys: Capture):
+def test_config_errors_are_printed_completely(launch: Callable[..., int], capsys: Capture):
     mistake = (
         "data.path = /nowhere\n  must be there.\n  Set it.\n"
         "eval.every = x\n  must be a number.\n  Set it, too.\n"
@@ -75,7 +75,7 @@ def test_an_explained_error_is_shown_whole(launch: Callable[..., int], capsys: C
     assert capsys.readouterr().err.endswith(mistake)
 
 
-def test_kills_are_followed_by_a_limited_number_of_starts(
+def test_number_of_restarts_after_kills_is_limited(
     launch: Callable[..., int], capsys: Capture, tmp_path: Path
 ):
     dies = "import os, signal; print('again'); os.kill(os.getpid(), signal.SIGKILL)"
@@ -89,8 +89,8 @@ def test_kills_are_followed_by_a_limited_number_of_starts(
     ]
 
 
-def test_progress_keeps_a_run_going(launch: Callable[..., int], tmp_path: Path):
-    """Hangs five times, each time after a newer checkpoint, with one restart allowed."""
+def test_restarts_with_progress_are_not_limited(launch: Callable[..., int], tmp_path: Path):
+    """The run hangs five times, each time after a newer checkpoint, with one restart allowed."""
     saves = (
         "import pathlib, sys\n"
         f"folder = pathlib.Path({str(tmp_path / 'run/checkpoints')!r})\n"
@@ -118,7 +118,7 @@ time.sleep(60)
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)]
 )
-def test_a_signal_is_passed_on_and_nothing_starts_again(
+def test_signal_is_forwarded_without_restart(
     launch: Callable[..., int], capsys: Capture, tmp_path: Path, number: signal.Signals, code: int
 ):
     logs = [tmp_path / f"run/logs/process-{rank}.log" for rank in (0, 1)]
@@ -132,7 +132,7 @@ def test_a_signal_is_passed_on_and_nothing_starts_again(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 137), (signal.SIGINT, 130)])
-def test_a_second_signal_kills(
+def test_second_signal_kills_processes(
     launch: Callable[..., int], capsys: Capture, tmp_path: Path, number: signal.Signals, code: int
 ):
     deaf = "import signal, time\nsignal.signal(15, lambda *_: print('no', flush=True))\n"
@@ -154,8 +154,8 @@ def signal_when(ready: Callable[[], bool], number: signal.Signals) -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells a process of its parent's end")
-def test_a_launcher_that_is_killed_stops_its_processes(start: Start, tmp_path: Path):
+@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal exists only on Linux")
+def test_killed_launcher_stops_its_processes(start: Start, tmp_path: Path):
     program = (
         "import sys\n"
         "from maxpipe.launch import local\n"
@@ -178,10 +178,10 @@ def until(ready: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-# --- commands and mistakes --------------------------------------------------------------------
+# --- commands and errors --------------------------------------------------------------------
 
 
-def test_processes_meet_on_a_free_loopback_port_with_their_share_of_devices():
+def test_processes_share_loopback_port_and_split_devices():
     commands = local._commands(["run.yml", "mesh.cpu_devices=8"], 2, 8)
     assert [command[3:6] for command in commands] == [
         ["train", "run.yml", "mesh.cpu_devices=8"]
@@ -196,10 +196,10 @@ def test_processes_meet_on_a_free_loopback_port_with_their_share_of_devices():
     ]
 
 
-def test_processes_of_one_run_get_a_secret_that_is_written_nowhere(
+def test_processes_share_new_secret_that_is_not_written(
     launch: Callable[..., int], capsys: Capture, tmp_path: Path
 ):
-    """A new one for each attempt, unless they were given one."""
+    """Each launch creates a new secret, unless the environment contains one."""
     folder = tmp_path / "told"
     folder.mkdir()
     tells = (
@@ -216,10 +216,10 @@ def test_processes_of_one_run_get_a_secret_that_is_written_nowhere(
     assert not any(text in line for text in told for line in (*output, *logs))
 
 
-def test_a_secret_that_was_given_is_passed_on(
+def test_existing_secret_is_passed_on(
     launch: Callable[..., int], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ):
-    """And one process, perhaps of many on other hosts, gets none of its own."""
+    """A single process, which may be one of several hosts, is started without a new secret."""
     says = "import os; print(len(os.environ.get('MAXPIPE_RUN_SECRET', '')))"
     assert launch(says) == 0 and capsys.readouterr().out == "0\n"
     monkeypatch.setenv("MAXPIPE_RUN_SECRET", "s" * 40)
@@ -247,7 +247,7 @@ def test_a_secret_that_was_given_is_passed_on(
         ("launch.restarts=-1", "launch.restarts = -1", "must be at least 0"),
     ],
 )
-def test_mistakes_are_explained_before_anything_starts(
+def test_invalid_arguments_are_rejected_before_start(
     arguments: str, where: str, says: str, capsys: Capture, tmp_path: Path
 ):
     code = main(["launch", "local", QUICKSTART, f"run.dir={tmp_path}", *arguments.split()])
@@ -257,7 +257,7 @@ def test_mistakes_are_explained_before_anything_starts(
     assert len(err.splitlines()) == 3 and not (tmp_path / "quickstart/logs").exists()
 
 
-def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capture):
+def test_buckets_are_reported_as_unchecked(launch: Callable[..., int], capsys: Capture):
     from maxpipe.config.load import load
     from maxpipe.launch.job import check_local
 
@@ -268,7 +268,7 @@ def test_buckets_are_noted_as_unchecked(launch: Callable[..., int], capsys: Capt
     assert "unchecked  gs://bucket/runs/quickstart: the run writes" in report
 
 
-def test_the_first_error_of_a_long_log_is_found(tmp_path: Path):
+def test_first_error_ignores_log_of_earlier_attempt(tmp_path: Path):
     log = ProcessLog(tmp_path / "process-0.log")
     with log.open_attempt(1, "maxpipe train") as file:
         file.write(b"Traceback (most recent call last):\n  File\nValueError: of another attempt\n")

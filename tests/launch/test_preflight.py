@@ -1,4 +1,4 @@
-"""What a launch prints and writes before anything starts holds no secret."""
+"""The output and files of a launch contain no secret."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ CLUSTERS = {
 }
 
 
-def test_no_secret_of_a_launch_here(
+def test_no_secret_in_output_of_local_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     program = tmp_path / "python"
-    program.write_text(f'#!/bin/bash\n[[ "$*" == *{CANARY}* ]]\n')  # it gets the real value
+    program.write_text(
+        f'#!/bin/bash\n[[ "$*" == *{CANARY}* ]]\n'
+    )  # the process receives the real value
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert main(["launch", "local", QUICKSTART, *URL, f"run.dir={tmp_path}/runs"]) == 0
@@ -43,7 +45,7 @@ def test_no_secret_of_a_launch_here(
 
 @pytest.mark.parametrize("cluster", CLUSTERS)
 @pytest.mark.parametrize("held", [False, True], ids=["by-form", "by-environment"])
-def test_no_secret_of_a_launch_on_a_cluster(
+def test_no_secret_in_output_of_cluster_launch(
     cluster: str, held: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     monkeypatch.chdir(tmp_path)

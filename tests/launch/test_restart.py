@@ -1,4 +1,4 @@
-"""Which ends of a run are followed by another start."""
+"""Restart policy: the exit codes after which a run is restarted."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ def save(run_dir: Path, step: int) -> None:
 
 @pytest.mark.fault("H5")
 @pytest.mark.parametrize("code", [0, 1, 2, 70, 74, 127, 130, -2])
-def test_what_another_start_would_repeat_is_final(tmp_path: Path, code: int):
+def test_permanent_failures_are_not_restarted(tmp_path: Path, code: int):
     restarts = RestartPolicy(3, tmp_path)
     save(tmp_path, 4)  # progress changes nothing
     assert not restarts.should_restart(code)
 
 
 @pytest.mark.parametrize("code", [-9, -6, 137, 71])
-def test_a_kill_or_hang_is_followed_by_a_limited_number_of_starts_without_progress(
-    tmp_path: Path, code: int
-):
+def test_restarts_without_progress_are_limited(tmp_path: Path, code: int):
     restarts = RestartPolicy(2, tmp_path)
     assert [restarts.should_restart(code) for _ in range(3)] == [True, True, False]
 
 
-def test_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
+def test_newer_checkpoint_resets_failure_count(tmp_path: Path):
     save(tmp_path, 4)
     restarts = RestartPolicy(1, tmp_path)
     for step in (8, 12, 16):
@@ -40,13 +38,13 @@ def test_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
     assert restarts.should_restart(-9) and not restarts.should_restart(-9)
 
 
-def test_stops_that_saved_do_not_count(tmp_path: Path):
+def test_preemptions_with_checkpoint_do_not_count(tmp_path: Path):
     restarts = RestartPolicy(0, tmp_path)
     assert all(restarts.should_restart(75) for _ in range(20))
     assert not restarts.should_restart(-9)
 
 
-def test_a_stop_with_a_newer_checkpoint_starts_the_count_again(tmp_path: Path):
+def test_preemption_with_newer_checkpoint_resets_failure_count(tmp_path: Path):
     restarts = RestartPolicy(1, tmp_path)
     for step in (4, 8, 12):
         assert restarts.should_restart(71)
@@ -75,13 +73,13 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
         (-2, "exit code 130 (stopped by Ctrl-C)"),
     ],
 )
-def test_codes_in_words(code: int, words: str):
+def test_describe_exit_code(code: int, words: str):
     assert describe_exit_code(code) == words
 
 
-def test_what_is_saved_elsewhere_is_known_from_the_records(tmp_path: Path):
+def test_newest_step_in_other_folder_is_read_from_events(tmp_path: Path):
     assert newest_step(tmp_path, "gs://bucket") is None
-    save(tmp_path, 100)  # of a time before checkpoint.dir
+    save(tmp_path, 100)  # saved before checkpoint.dir was set
     restarts = RestartPolicy(1, tmp_path, "gs://bucket")
     records = tmp_path / "events.jsonl"
     for event, step, newest in (

@@ -1,4 +1,4 @@
-"""Commands in scripts/ and in the documentation do what they say."""
+"""Commands in scripts/ and in the documentation are valid."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^maxpipe (launch \w+ .*)$", PAGE, re.MULTILINE)
 
 
-def test_shellcheck_finds_nothing_in_scripts():
+def test_scripts_pass_shellcheck():
     checked = subprocess.run(
         [Path(sys.executable).parent / "shellcheck", *SCRIPTS], capture_output=True, text=True
     )
@@ -30,8 +30,8 @@ def test_shellcheck_finds_nothing_in_scripts():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_scripts_give_commands_that_are_right(script: Path, tmp_path: Path):
-    """`maxpipe` is a stand-in that prints its arguments."""
+def test_scripts_run_valid_commands(script: Path, tmp_path: Path):
+    """`maxpipe` is replaced by a script that prints its arguments."""
     tool = tmp_path / "maxpipe"
     tool.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\n")
     tool.chmod(0o755)
@@ -39,20 +39,20 @@ def test_scripts_give_commands_that_are_right(script: Path, tmp_path: Path):
     ran = subprocess.run(
         ["bash", script], capture_output=True, text=True, cwd=ROOT, env=environment, check=True
     )
-    is_right(ran.stdout.splitlines(), tmp_path)
+    assert_valid(ran.stdout.splitlines(), tmp_path)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda text: text.split()[1])
-def test_commands_of_the_page_are_right(command: str, tmp_path: Path):
-    is_right(shlex.split(command), tmp_path)
+def test_commands_on_launch_page_are_valid(command: str, tmp_path: Path):
+    assert_valid(shlex.split(command), tmp_path)
 
 
-def test_the_page_shows_every_way():
+def test_launch_page_shows_every_launcher():
     assert [command.split()[1] for command in COMMANDS] == ["local", "slurm", "gcloud", "gke"]
     assert len(SCRIPTS) == 4
 
 
-def is_right(arguments: list[str], folder: Path) -> None:
+def assert_valid(arguments: list[str], folder: Path) -> None:
     launch, way, *rest = arguments
     given = [str(ROOT / word) if word.endswith(".yml") else word for word in rest]
     assert launch == "launch"

@@ -1,4 +1,4 @@
-"""SLURM jobs: what the scripts say, and what they do on a cluster of one machine."""
+"""SLURM jobs: contents of the scripts, and their behavior on a fake cluster."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def directives(folder: Path) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
 
 
-# --- what they say -----------------------------------------------------------------------------
+# --- contents of the scripts ----------------------------------------------------------------------
 
 
-def test_gpus_get_a_process_each(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_one_process_per_gpu(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     keys = ("launch.slices=4", "launch.queue=gpu", "launch.time_limit_minutes=90")
     folder = write("slurm", *GPUS, *keys, "launch.grace_seconds=60", "train.batch_size=64")
@@ -47,12 +47,12 @@ def test_gpus_get_a_process_each(write: Write, tmp_path: Path, monkeypatch: pyte
         "output": f"{folder}/slurm-%j.log",
     }
     config = load([str(folder / "config.yml")]).config
-    assert config.runtime.num_processes == 0  # jax finds the others
+    assert config.runtime.num_processes == 0  # jax detects the processes
     assert (config.mesh.ici_stage, config.mesh.ici_fsdp) == (4, 8)  # resolved
     assert f"run={tmp_path}/runs/quickstart\n" in (folder / "job.sh").read_text()
 
 
-def test_a_relative_workdir_begins_here(
+def test_relative_workdir_is_resolved_against_current_folder(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -61,14 +61,14 @@ def test_a_relative_workdir_begins_here(
     assert f"run={tmp_path}/jobs/runs/quickstart\n" in (folder / "job.sh").read_text()
 
 
-def test_nodes_without_gpus_get_one_process_with_all_devices(write: Write):
+def test_cpu_nodes_run_one_process_with_all_devices(write: Write):
     folder = write("slurm", "launch.topology=cpu:4", "launch.slices=2")
     found = directives(folder)
     assert (found["nodes"], found["ntasks-per-node"]) == ("2", "1") and "gpus-per-node" not in found
     assert load([str(folder / "config.yml")]).config.mesh.cpu_devices == 4
 
 
-def test_scripts_can_be_executed_and_shellcheck_finds_nothing(write: Write):
+def test_scripts_are_executable_and_pass_shellcheck(write: Write):
     folder = write("slurm", *GPUS, "launch.environment=[MY_TOKEN]", "run.dir=it's a folder")
     for name in ("job.sh", "task.sh"):
         assert os.access(folder / name, os.X_OK)
@@ -80,7 +80,7 @@ def test_scripts_can_be_executed_and_shellcheck_finds_nothing(write: Write):
         assert checked.returncode == 0, checked.stdout
 
 
-def test_values_of_variables_are_written_nowhere(
+def test_environment_variable_values_are_not_written(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ):
     monkeypatch.setenv("MY_TOKEN", "canary-5eb1")
@@ -91,11 +91,11 @@ def test_values_of_variables_are_written_nowhere(
     assert ': "${MY_TOKEN:?' in (folder / "job.sh").read_text()
 
 
-# --- what they do ------------------------------------------------------------------------------
+# --- behavior of the jobs -------------------------------------------------------------------------
 
 
 def behave(cluster: Cluster, text: str) -> None:
-    """Tasks run this script instead of maxpipe; `$RUN` is the run's folder."""
+    """Make tasks run this script instead of maxpipe; `$RUN` is the run folder."""
     cluster.program.write_text(f"#!/bin/bash\n{text}\n")
 
 
@@ -116,10 +116,10 @@ def job(write: Write, cluster: Cluster, tmp_path: Path) -> Path:
         ("exit 1", 1, 1),
         ("exit 71", 71, 2),
         ("kill -KILL $$", 137, 2),
-        # The first failure counts, though srun reports the highest code.
+        # The first failure decides, although srun reports the highest code.
         ("if [ $SLURM_PROCID = 1 ]; then exit 2; fi; sleep 1; exit 134", 2, 1),
         ("if [ $SLURM_PROCID = 1 ]; then kill -KILL $$; fi; sleep 1; exit 74", 137, 2),
-        # Progress: a newer checkpoint each time, five kills in a row.
+        # With progress, a newer checkpoint each time, five consecutive kills are allowed.
         (
             "n=$(ls $RUN/checkpoints | wc -l); [ $n -ge 10 ] && exit 0\n"
             "mkdir -p $RUN/checkpoints/{$n-$SLURM_PROCID.tmp,$((8 + n))}\nsleep 0.5\n"
@@ -127,13 +127,13 @@ def job(write: Write, cluster: Cluster, tmp_path: Path) -> Path:
             0,
             -1,
         ),
-        # Stopped and saved: back in the queue, without counting.
+        # A preempted job that saved is requeued, and does not count as a failure.
         ("[ $SLURM_RESTART_COUNT -ge 3 ] && exit 0; exit 75", 0, 4),
-        # Stopped before maxpipe catches the signal.
+        # The job is stopped before maxpipe handles the signal.
         ("[ $SLURM_RESTART_COUNT -ge 3 ] && exit 0; kill -TERM $$", 0, 4),
     ],
 )
-def test_jobs_follow_the_exit_codes(
+def test_exit_code_determines_job_restarts(
     job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int, steps: int
 ):
     (tmp_path / "quickstart/checkpoints").mkdir(parents=True)
@@ -150,10 +150,10 @@ def test_jobs_follow_the_exit_codes(
         ["checkpoint.local_dir=/tmp/checkpoints", "checkpoint.local_every=5"],
     ],
 )
-def test_progress_of_checkpoints_elsewhere_is_read_from_the_records(
+def test_progress_in_other_checkpoint_folder_is_read_from_events(
     write: Write, cluster: Cluster, tmp_path: Path, elsewhere: list[str]
 ):
-    """Three kills in a row after newer checkpoints, then two without, of which one is allowed."""
+    """Three kills follow newer checkpoints; then two do not, of which one is allowed."""
     keys = ["launch.topology=cpu:4", "launch.slices=2", f"launch.program={cluster.program}"]
     cluster.environment["RUN"] = str(tmp_path / "quickstart")
     job = write("slurm", *keys, *elsewhere, "launch.restarts=1", f"run.dir={tmp_path}")
@@ -176,10 +176,10 @@ def test_progress_of_checkpoints_elsewhere_is_read_from_the_records(
 
 
 @pytest.mark.parametrize(("text", "code"), [("trap 'exit 75' TERM", 75), ("true", 143)])
-def test_a_job_that_is_cancelled_is_not_put_back(
+def test_cancelled_job_is_not_requeued(
     job: Path, cluster: Cluster, tmp_path: Path, text: str, code: int
 ):
-    """Cancelling signals the script, too; the end of the time does not."""
+    """Cancellation also signals the script; the time limit does not."""
     behave(cluster, f"{text}; touch {tmp_path}/ready-$SLURM_PROCID; sleep 60 & wait")
     with cluster.submitted(job) as submitted:
         until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, submitted)
@@ -191,7 +191,7 @@ def test_a_job_that_is_cancelled_is_not_put_back(
     assert len(cluster.steps()) == 1
 
 
-def test_tasks_share_a_private_secret_that_goes_with_the_job(
+def test_tasks_share_private_secret_that_is_removed_after_job(
     job: Path, cluster: Cluster, tmp_path: Path
 ):
     behave(
@@ -222,7 +222,7 @@ def test_submit_calls_sbatch(
     assert f"wrote job.sh, task.sh, config.yml to {folder}" in capfd.readouterr().err
 
 
-# --- mistakes ------------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_submit_calls_sbatch(
         ("--submit --dry-run", "command line: maxpipe launch slurm", "not allowed with"),
     ],
 )
-def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: Capture):
+def test_slurm_rejects_invalid_arguments(arguments: str, where: str, says: str, capsys: Capture):
     given = ("launch.topology=h100:8", "runtime.platform=cuda", *arguments.split())
     assert main(["launch", "slurm", QUICKSTART, *given]) == 2
     out, err = capsys.readouterr()
@@ -256,7 +256,7 @@ def test_mistakes_are_explained(arguments: str, where: str, says: str, capsys: C
     assert len(err.splitlines()) == 3
 
 
-def test_a_tool_that_is_missing_is_named(
+def test_missing_sbatch_is_reported(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Real runs that are killed or stopped, by launchers that work here: the result is the same."""
+"""Real runs that are killed or stopped under the local and SLURM launchers: same result."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def steps(folder: Path) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Digests of the run that went through."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     shown = run("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={folder}")
     assert "ok         mesh: stage 2 = 2 devices in 2 processes" in shown
     assert "2 x cpu in 2 processes" in shown and f"step {STEPS:>5}/{STEPS}" in shown
@@ -58,7 +58,7 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def children(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Rank to process id of the processes of a launcher."""
+    """Return the process IDs of a launcher's child processes, keyed by rank."""
     found = {}
     for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         arguments = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -67,10 +67,10 @@ def children(process: subprocess.Popen[str]) -> dict[int, int]:
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="requires /proc")
 @pytest.mark.faults
-def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
-    start: Start, tiny: Path, tmp_path: Path, unbroken: list[str]
+def test_result_is_identical_after_process_is_killed(
+    start: Start, tiny: Path, tmp_path: Path, uninterrupted: list[str]
 ):
     process = start("launch", "local", "--processes", 2, tiny, *TRAIN, f"run.dir={tmp_path}")
     wait_for(process, "step 25/")
@@ -80,7 +80,7 @@ def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
     assert re.search(r"from step (20|40), attempt 2$", said[-1])
     rest, _ = process.communicate(timeout=240)
     assert process.returncode == 0, rest
-    assert digests(tmp_path / "run") == unbroken
+    assert digests(tmp_path / "run") == uninterrupted
     assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
     for rank in (0, 1):
         text = (tmp_path / f"run/logs/process-{rank}.log").read_text()
@@ -92,10 +92,10 @@ def test_a_process_that_is_killed_leaves_no_trace_in_the_result(
 
 
 @pytest.mark.faults
-def test_a_slurm_job_trains_on_two_nodes_over_the_end_of_its_time(
-    cluster: Cluster, write: Write, tiny: Path, tmp_path: Path, unbroken: list[str]
+def test_slurm_job_on_two_nodes_resumes_after_time_limit(
+    cluster: Cluster, write: Write, tiny: Path, tmp_path: Path, uninterrupted: list[str]
 ):
-    """jax finds the two processes by SLURM's variables; the first job ends in the middle."""
+    """jax detects the two processes by SLURM's variables; the first job ends before the run."""
     keys = ("launch.topology=cpu:1", "launch.slices=2", f"launch.program={cluster.program}")
     folder = write("slurm", tiny, *keys, *TRAIN, f"run.dir={tmp_path}")
     metrics = tmp_path / "run/metrics.jsonl"
@@ -108,6 +108,6 @@ def test_a_slurm_job_trains_on_two_nodes_over_the_end_of_its_time(
     stopped = re.search(rf"stopped after step (\d+) of {STEPS}", output)
     assert stopped and f"exit code 75; newest checkpoint: step {stopped[1]}\n" in output
     assert "2 x cpu in 2 processes" in output and "exited with code 0;" in output
-    assert digests(tmp_path / "run") == unbroken
+    assert digests(tmp_path / "run") == uninterrupted
     assert steps(tmp_path / "run") == list(range(1, STEPS + 1))
     assert not list(folder.glob("codes-*"))

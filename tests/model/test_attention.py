@@ -1,4 +1,4 @@
-"""Attention against plain numpy loops that follow the papers' formulas."""
+"""Attention compared with numpy loops that follow the papers' formulas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def part_with(num_heads: int = 4, num_kv_heads: int = 2, size: int = 8, **option
 
 
 def angles_of(rope: Rope, size: int, theta: float, factor: float) -> np.ndarray:
-    """Angle per position of each pair, after the released Llama 3.1 code."""
+    """Return the angle per position of each pair, as in the released Llama 3.1 code."""
     angles = []
     for pair in range(size // 2):
         angle = 1.0 / theta ** (2 * pair / size)
@@ -52,7 +52,7 @@ def angles_of(rope: Rope, size: int, theta: float, factor: float) -> np.ndarray:
 
 
 def turned(vector: np.ndarray, position: int, angles: np.ndarray) -> np.ndarray:
-    """One head's vector with pair (i, i + H/2) as a complex number."""
+    """Rotate one head's vector; pairs (i, i + H/2) are complex numbers."""
     half = len(vector) // 2
     pairs = (vector[:half] + 1j * vector[half:]) * np.exp(1j * position * angles)
     return np.concatenate([pairs.real, pairs.imag])
@@ -66,7 +66,7 @@ def reference(
     part: Part,
     numbers: Mapping[str, float],
 ) -> np.ndarray:
-    """Token by token and head by head in float64; `numbers` are this layer's."""
+    """Compute attention by token and head in float64; `numbers` are the layer's values."""
     rope = part.rope
     theta, factor = (numbers.get(str(each), each) for each in (rope.theta, rope.factor))
     angles = angles_of(rope, rope.rotary_dims or part.head_dim, float(theta), float(factor))
@@ -106,7 +106,7 @@ def reference(
 
 
 VALUES = {"window": (0.0, 3.0), "theta": (50.0, 7.0), "factor": (8.0, 1.0)}
-"""Of two layers."""
+"""Values of two layers."""
 NORM = RMSNorm(8, 1e-3, offset=1.0)
 
 
@@ -127,7 +127,7 @@ NORM = RMSNorm(8, 1e-3, offset=1.0)
         *("by layer", "soft cap", "gated"),
     ],
 )
-def test_attention_equals_the_plain_loops(part: Part, layers: list[int]) -> None:
+def test_attention_equals_numpy_reference(part: Part, layers: list[int]) -> None:
     module = Attention(part, RULES)
     change: dict[str, Any] = {
         "query_norm": np.linspace(-0.5, 1, 8),
@@ -136,7 +136,7 @@ def test_attention_equals_the_plain_loops(part: Part, layers: list[int]) -> None
     weights = with_values(module, **(change if part.head_norm else {}))
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, D)))
     segments, positions = packed([[9], [2, 4, 3]])
-    positions = positions + np.array([[40], [0]])  # a cut document goes on where it stopped
+    positions = positions + np.array([[40], [0]])  # a document that was cut continues its positions
     run = jax.jit(lambda x, i: module(x, context(segments, positions, i, VALUES)).x)
     for layer in layers:
         got = run(x, layer)
@@ -146,7 +146,7 @@ def test_attention_equals_the_plain_loops(part: Part, layers: list[int]) -> None
         assert_close(got, reference(weights, wide, segments, positions, part, numbers))
 
 
-def test_a_token_sees_the_past_of_its_own_document_only() -> None:
+def test_token_attends_only_to_past_of_own_document() -> None:
     module = Attention(part_with(), RULES)
     with_values(module)
     segments, positions = packed([[3, 5]])
@@ -175,14 +175,14 @@ def test_a_token_sees_the_past_of_its_own_document_only() -> None:
         (Rope(1000000.0, 8.0, "linear"), 256),
     ],
 )
-def test_rotary_frequencies_follow_released_models(rope: Rope, size: int) -> None:
+def test_rotary_frequencies_match_released_models(rope: Rope, size: int) -> None:
     got = rotary_frequencies(rope, size, NO_CONTEXT)
     assert got.shape == (size // 2,) and got.dtype == jnp.float32
     wanted = angles_of(rope, size, float(rope.theta), float(rope.factor))
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-def test_stretching_leaves_short_waves_and_divides_long_ones() -> None:
+def test_llama3_scaling_keeps_short_and_divides_long_wavelengths() -> None:
     before = np.asarray(rotary_frequencies(Rope(500000.0), 128, NO_CONTEXT))
     stretched = Rope(500000.0, 8.0, "llama3", 8192)
     after = np.asarray(rotary_frequencies(stretched, 128, NO_CONTEXT))
@@ -194,7 +194,7 @@ def test_stretching_leaves_short_waves_and_divides_long_ones() -> None:
     assert (after < before)[between].all() and (after > before / 8)[between].all()
 
 
-def test_rotation_keeps_lengths_and_depends_on_distances_only() -> None:
+def test_rotation_preserves_norms_and_depends_only_on_distance() -> None:
     frequencies = rotary_frequencies(Rope(10000.0), 8, NO_CONTEXT)
     query, key = np.asarray(jax.random.normal(jax.random.key(0), (2, 1, 6, 3, 8)))
     positions = jnp.arange(6)[None]
@@ -212,8 +212,8 @@ def test_rotation_keeps_lengths_and_depends_on_distances_only() -> None:
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("turned", [0, 6])
-def test_rotation_by_a_product_is_the_same(dtype: Any, turned: int) -> None:
-    """With the backend of TPUs: values, and gradients, to the last bits that a sum may change."""
+def test_rotation_by_matmul_equals_elementwise(dtype: Any, turned: int) -> None:
+    """The TPU backend gives equal values and gradients up to rounding of sums."""
     x, grad = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 8)).astype(dtype)
     positions = jnp.arange(5)[None] + jnp.asarray([[0], [700]])
     angles = rotary_frequencies(Rope(10000.0, rotary_dims=turned), 8, NO_CONTEXT)
@@ -228,7 +228,7 @@ def test_rotation_by_a_product_is_the_same(dtype: Any, turned: int) -> None:
         np.testing.assert_allclose(ours, plain, rtol=rtol, atol=atol)
 
 
-def test_rotation_of_half_precision_is_done_in_float32() -> None:
+def test_bfloat16_rotation_is_computed_in_float32() -> None:
     x = jax.random.normal(jax.random.key(0), (1, 4, 1, 8)).astype(jnp.bfloat16)
     positions = jnp.array([[0, 1, 500, 8191]])
     frequencies = rotary_frequencies(Rope(10000.0), 8, NO_CONTEXT)
@@ -256,8 +256,8 @@ SINKS = jnp.array([0.3, -1.0, 2.0, 0.0])
     ],
     ids=["plain", "soft cap", "sinks"],
 )
-def test_blocks_of_queries_change_nothing(block: int, options: dict[str, Any]) -> None:
-    """Value and gradients, across segments that end inside a block."""
+def test_query_block_size_does_not_change_result(block: int, options: dict[str, Any]) -> None:
+    """Compare values and gradients for segments that end inside a block."""
     weight = jax.random.normal(KEYS_OF_TEST[3], QUERY.shape)
 
     def total(query: jax.Array, key: jax.Array, value: jax.Array, block: int) -> jax.Array:
@@ -272,8 +272,8 @@ def test_blocks_of_queries_change_nothing(block: int, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("cap", [0.05, 0.9, 20.0])
-def test_gradients_go_through_a_soft_cap(cap: float) -> None:
-    """As those of its formula, from scores far above the cap to ones far below."""
+def test_soft_cap_gradients_equal_formula(cap: float) -> None:
+    """Scores range from far above the cap to far below it."""
     weight = jax.random.normal(KEYS_OF_TEST[3], QUERY.shape)
     same = SEGMENTS[:, None, :, None] == SEGMENTS[:, None, None, :]
     seen = same & jnp.tri(12, dtype=bool)
@@ -304,7 +304,7 @@ def test_gradients_go_through_a_soft_cap(cap: float) -> None:
     ],
     ids=["both ways", "window both ways", "itself alone", "sinks", "whole window"],
 )
-def test_a_mask_says_what_is_mixed(options: dict[str, Any]) -> None:
+def test_masks_equal_numpy_reference(options: dict[str, Any]) -> None:
     mask = Mask(SEGMENTS, **options)
     run = jax.jit(lambda query, key, value: attend(query, key, value, mask))
     got = run(QUERY, KEY, VALUE)
@@ -325,8 +325,8 @@ def test_a_mask_says_what_is_mixed(options: dict[str, Any]) -> None:
     assert_close(got, wanted)
 
 
-def test_long_sequences_go_through_blocks() -> None:
-    """A block scores no key behind its own end: fewer operations than the whole square."""
+def test_long_sequences_use_blocks() -> None:
+    """A block computes no scores beyond its end, which takes fewer FLOPs than the full square."""
     shape = jax.ShapeDtypeStruct((1, 1024, 1, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, 1024), jnp.int32)
 
@@ -354,8 +354,8 @@ def test_every_backend_is_declared() -> None:
     [part_with(), part_with(6, 2, window="window", soft_cap=0.8, head_norm=NORM)],
     ids=["plain", "options"],
 )
-def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
-    """Tokens in pieces of unlike sizes, in a cache with room to spare, over a document's end."""
+def test_cached_decoding_equals_full_forward(part: Part) -> None:
+    """Decode chunks of different sizes across a document boundary, with spare cache capacity."""
     module = Attention(part, RULES)
     with_values(module)
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
@@ -378,8 +378,8 @@ def test_cached_decoding_equals_the_whole_row(part: Part) -> None:
     assert_close(jnp.concatenate(parts, axis=1), whole)
 
 
-def test_some_queries_of_a_row_equal_those_rows_of_all():
-    """As a device has them that holds two pieces of a row: keys are whole, queries are not."""
+def test_subset_of_queries_equals_rows_of_full_result():
+    """As on a device that holds two chunks of the queries, but all keys."""
     tokens, run = 12, 2
     key = jax.random.split(jax.random.key(3), 3)
     query, keys, values = (jax.random.normal(each, (2, tokens, 2, 4)) for each in key)

@@ -1,4 +1,4 @@
-"""Blockwise attention against a plain loop in float64, and against `xla`."""
+"""Blockwise attention compared with a numpy loop in float64, and with `xla`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS, SIZE, VALUE_SIZE = 2, 6, 5
 
 
 class Case(NamedTuple):
-    """Queries are those of `pieces` of a row of `keys` tokens, each of `run` tokens."""
+    """Queries of the chunks `pieces`, each of `run` tokens, of a sequence of `keys` tokens."""
 
     keys: int
     groups: int = 2
@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 
 def plain(case: Case, mask: Mask, arrays: list[Any]) -> list[np.ndarray]:
-    """Result and gradients of query, key, value and sinks, query by query in float64."""
+    """Return the output and the gradients of query, key, value and sinks in float64."""
     query, key, value, cotangent, sinks = (np.asarray(each, np.float64) for each in arrays)
     segments, key_segments = np.asarray(mask.segments), np.asarray(mask.key_segments)
     scale = SIZE**-0.5 if case.scale is None else case.scale
@@ -114,7 +114,7 @@ def plain(case: Case, mask: Mask, arrays: list[Any]) -> list[np.ndarray]:
 
 
 def of_backend(attend: Any, case: Case, segments: np.ndarray, arrays: list[Any]) -> list[Any]:
-    """The same of a backend."""
+    """Return the output and gradients of a backend."""
     *given, cotangent, sinks = (jnp.asarray(each) for each in arrays)
 
     @jax.jit
@@ -129,7 +129,7 @@ def of_backend(attend: Any, case: Case, segments: np.ndarray, arrays: list[Any])
 
 
 def assert_same(found: list[Any], wanted: list[Any]) -> None:
-    """Of what is 0, as the gradient of a query with one key is, to that part of what cancels."""
+    """The tolerance has a floor: the gradient of a query with one key cancels to 0."""
     for name, a, b in zip(("result", "query", "key", "value", "sinks"), found, wanted, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.abs(a - b).max() <= 1e-5 * max(np.abs(b).max(), 0.1), name
@@ -166,19 +166,19 @@ CASES = st.builds(
     ],
     ids=str,
 )
-def test_blocks_equal_the_plain_loop(case: Case) -> None:
+def test_blockwise_equals_numpy_reference(case: Case) -> None:
     check_blocks(case)
 
 
 @pytest.mark.long
 @settings(max_examples=15)
 @given(case=CASES)
-def test_any_blocks_equal_the_plain_loop(case: Case) -> None:
+def test_blockwise_equals_numpy_reference_for_random_cases(case: Case) -> None:
     check_blocks(case)
 
 
 def check_blocks(case: Case) -> None:
-    """Result and each gradient; a query that sees no key gets zeros and gives none."""
+    """Compare output and gradients; both are zero for a query that sees no key."""
     arrays, segments = case.arrays()
     wanted = plain(case, case.mask(segments, jnp.asarray(arrays[-1])), arrays)
 
@@ -186,7 +186,7 @@ def check_blocks(case: Case) -> None:
         return blockwise.attend(*given, block=case.block)
 
     assert_same(of_backend(attend, case, segments, arrays), wanted)
-    # Without loops; other masks have them in any case.
+    # Without loops, for masks that can be unrolled.
     small = partial(unrolled_blocks, size=case.block)
     with mock.patch.object(blockwise, "unrolled_blocks", small):
         assert_same(of_backend(blockwise.attend, case, segments, arrays), wanted)
@@ -202,14 +202,14 @@ def check_blocks(case: Case) -> None:
     ],
     ids=str,
 )
-def test_blocks_of_the_usual_size_equal_the_whole_square(case: Case) -> None:
+def test_default_blocks_equal_xla_attention(case: Case) -> None:
     arrays, segments = case.arrays()
     found = of_backend(blockwise.attend, case, segments, arrays)
     assert_same(found, of_backend(xla.attend, case, segments, arrays))
 
 
-def test_products_of_bfloat16_are_summed_in_float32() -> None:
-    """Ones and a large block: a sum in bfloat16 stops at 256."""
+def test_bfloat16_matmuls_accumulate_in_float32() -> None:
+    """Sum ones over a large block: a bfloat16 sum would stop at 256."""
     case = Case(600, groups=1, shared=1, causal=False)
     arrays, _ = case.arrays()
     query, key, value = (jnp.asarray(each, jnp.bfloat16) for each in arrays[:3])
@@ -222,14 +222,14 @@ def test_products_of_bfloat16_are_summed_in_float32() -> None:
     mixed = jax.jit(partial(blockwise.attend, mask=mask))(query, key, value)
     assert mixed.dtype == jnp.bfloat16
     np.testing.assert_array_equal(np.asarray(mixed, np.float32), 1.0)
-    # Each value has an equal share of each query: 600 shares of 1/600.
+    # Each query weights all values equally: each value receives 600 times 1/600.
     np.testing.assert_allclose(
         np.asarray(jax.jit(jax.grad(total))(value), np.float32), 1.0, rtol=2**-7
     )
 
 
-def test_memory_does_not_grow_with_the_square() -> None:
-    """Twice the tokens, twice the memory, forward and backward; `xla`'s grows fourfold."""
+def test_memory_grows_linearly_with_sequence_length() -> None:
+    """Twice the tokens need twice the memory, but four times the memory with `xla`."""
 
     def temporary(attend: Any, tokens: int) -> int:
         shape = jax.ShapeDtypeStruct((1, tokens, 2, 64), jnp.float32)
@@ -247,8 +247,8 @@ def test_memory_does_not_grow_with_the_square() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 33])
-def test_loops_turn_as_often_as_the_mask_asks_for(window: int) -> None:
-    """Values of keys that no query of a block can see are never read: they may be anything."""
+def test_loops_skip_fully_masked_blocks(window: int) -> None:
+    """Values that no query of a block can see are never read, so they may be NaN."""
     tokens, block = 64, 16
     query = jnp.ones((1, tokens, 1, 4))
     value = jnp.ones((1, tokens, 1, 4)).at[:, block:].set(jnp.nan)
@@ -263,28 +263,28 @@ def test_loops_turn_as_often_as_the_mask_asks_for(window: int) -> None:
     assert bool(jnp.isfinite(found[:, -1]).all()) != sees_all
 
 
-def test_blocks_of_other_documents_are_not_read() -> None:
-    """A block of queries reads from the first block of keys with one of its documents on."""
+def test_blocks_of_earlier_documents_are_skipped() -> None:
+    """A query block starts at the first key block that contains one of its documents."""
     tokens, block = 64, 16
     query = jnp.ones((2, tokens, 1, 4))
     segments = jnp.stack([jnp.arange(tokens) // 32, (jnp.arange(tokens) + 8) // 32])
     value = query.at[:, :block].set(jnp.nan)
     run = jax.jit(lambda value: blockwise.attend(query, query, value, Mask(segments), block))
     found = run(value)
-    assert jnp.isnan(found[:, : 2 * block]).all()  # rows share a block's loop
+    assert jnp.isnan(found[:, : 2 * block]).all()  # all sequences share the loop of a block
     np.testing.assert_array_equal(found[:, 2 * block :], 1.0)
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 127, 128, 129, 257, 4096, 5000, 8192, 131072])
-def test_blocks_are_of_about_the_same_size(tokens: int) -> None:
+def test_even_blocks_have_similar_sizes(tokens: int) -> None:
     size = even_blocks(tokens)
     count = -(-tokens // size)
     assert size <= 512 and size * count - tokens < 8 * count
     assert (count - 1) * size < tokens
 
 
-def test_the_forward_is_not_run_again_where_its_result_is_kept() -> None:
-    """With `context` kept the backward holds the backward's loops alone, or its products."""
+def test_saved_context_avoids_forward_recomputation() -> None:
+    """If `context` is saved, the backward pass has only its own loops or matmuls."""
     query = jnp.ones((1, 8, 2, 4))
     mask = Mask(jnp.zeros((1, 8), jnp.int32))
 
@@ -312,8 +312,8 @@ def test_the_forward_is_not_run_again_where_its_result_is_kept() -> None:
 @pytest.mark.parametrize(
     ("tokens", "windows"), [(1, (0,)), (200, (0, 9)), (512, (70, 3)), (64, (8,))]
 )
-def test_blocks_without_loops_hold_all_that_is_seen(tokens: int, windows: tuple[int, ...]) -> None:
-    """And begin with whole blocks of keys; the sums of the keys' gradients rely on that."""
+def test_unrolled_blocks_cover_all_visible_keys(tokens: int, windows: tuple[int, ...]) -> None:
+    """They start at block boundaries, on which the sums of the key gradients rely."""
     blocks = unrolled_blocks(tokens, windows)
     assert [start for _, start, _ in blocks] == [0, *(stop for *_, stop in blocks[:-1])]
     assert blocks[-1][2] == tokens

@@ -1,4 +1,4 @@
-"""What stands around cuDNN's kernel, with jax's plain attention in its place: no GPU is needed."""
+"""The code around the cuDNN kernel, replaced here by plain attention: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.cudnn import backward, forward, put_in_place
 from tests.pipeline.test_engine import check_gradients
 
 CALLS = cudnn.forward, cudnn.backward
-"""Before others are put in their place."""
+"""The original functions, which the tests replace."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,13 +47,13 @@ ENGINE = [
 
 
 @pytest.mark.parametrize("case", keeping(ENGINE, 0), ids=str)
-def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
+def test_engine_gradients_equal_xla_attention(case: Case) -> None:
     check_gradients(dataclasses.replace(case, attention="cudnn"), attention="xla")
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(4, 2), (4, 1), (6, 3), (3, 3)])
 @pytest.mark.parametrize("causal", [True, False])
-def test_rows_and_heads_are_divided_where_the_program_is_automatic(
+def test_batch_and_heads_are_sharded_under_automatic_partitioning(
     heads: int, groups: int, causal: bool
 ) -> None:
     mesh = build_mesh(MeshConfig(ici_fsdp=2, ici_tensor=2), jax.devices()[:4])
@@ -84,13 +84,15 @@ ROWS = {
     "padding in between": [[1, 1, 0, 0, 2, 2, 2, 2], [1] * 8],
 }
 KERNELS = dict(zip(ROWS, (1, 2, 2, None, None, None), strict=True))
-"""By what is in the rows: documents of the kernel, None for numbers of all pairs."""
+"""Documents per kernel of each case; None for the kernel with a bias of all pairs."""
 
 
 @pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize("causal", [True, False])
-def test_data_choose_the_kernel(window: int, causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one program, whatever the documents of its rows."""
+def test_kernel_is_selected_by_document_layout(
+    window: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program handles every document layout."""
     ran: list[Kernel | None] = []
 
     def spied(kernel: Kernel, *arrays: Any) -> Any:
@@ -106,7 +108,7 @@ def test_data_choose_the_kernel(window: int, causal: bool, monkeypatch: pytest.M
     )
 
     def program(attend: Any) -> Any:
-        # The outputs are compared: their weighted sum cancels, and rounding depends on the CPU.
+        # Compare the outputs: their weighted sum cancels, and its rounding depends on the CPU.
         def loss(query: Any, key: Any, value: Any, segments: Any) -> Any:
             outputs = attend(query, key, value, Mask(segments, window=window, causal=causal))
             return (outputs * weight).sum(), outputs
@@ -116,7 +118,7 @@ def test_data_choose_the_kernel(window: int, causal: bool, monkeypatch: pytest.M
     ours, plain = program(cudnn.attend), program(xla.attend)
     for rows, segments in ROWS.items():
         ran.clear()
-        # Without the sum.
+        # Leave out the sum.
         found, wanted = (
             (each[0][1], each[1])
             for each in (run(query, key, value, jnp.asarray(segments)) for run in (ours, plain))
@@ -129,7 +131,7 @@ def test_data_choose_the_kernel(window: int, causal: bool, monkeypatch: pytest.M
         assert ran == [kernel], rows
 
 
-def test_data_choose_the_window() -> None:
+def test_window_is_selected_at_run_time() -> None:
     query = jax.random.normal(jax.random.key(0), (2, 8, 4, 4))
     segments = jnp.asarray(ROWS["as many as a kernel takes"])
 
@@ -142,8 +144,8 @@ def test_data_choose_the_window() -> None:
         close(jax.jit(run, static_argnums=0)(cudnn.attend, size), run(xla.attend, size))
 
 
-def test_each_device_calls_the_kernel_by_itself_and_states_its_work() -> None:
-    """jax's rule for cuDNN's kernel fails unless all axes of the mesh are written per device."""
+def test_kernel_runs_per_device_and_reports_flops() -> None:
+    """JAX's partitioning rule for the cuDNN kernel fails unless all mesh axes are manual."""
     mesh = build_mesh(MeshConfig(ici_stage=2, ici_tensor=2), jax.devices()[:4])
     seen: list[tuple[set[str], tuple[int, ...]]] = []
 
@@ -166,17 +168,17 @@ def test_each_device_calls_the_kernel_by_itself_and_states_its_work() -> None:
         patched.setattr(cudnn, "forward", spied(forward))
         patched.setattr(cudnn, "backward", spied(backward))
         lowered = jax.jit(run).lower(jnp.ones((2, 8, 4, 6)))
-    # Of each direction three kernels, between which data choose.
+    # Three kernels for each direction, selected by the data at run time.
     assert seen == [(set(mesh.axis_names), (1, 8, 2, 6))] * 6
     products, text = 4 * 6 * 2 * 8 * 8 / 2, lowered.as_text(debug_info=True)
     assert scopes.flops(products) in text and scopes.flops(2.5 * products) in text
 
 
 @pytest.mark.parametrize("tokens", [7, 8])
-def test_odd_rows_and_caches_are_left_to_plain_attention(
+def test_odd_lengths_and_caches_fall_back_to_xla(
     tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Kernels with numbers for pairs take even ones, and nothing behind a cache is in a row."""
+    """Kernels with a bias require even lengths, and cached queries have no contiguous keys."""
     query = jax.random.normal(jax.random.key(0), (2, tokens, 4, 4))
     segments = jnp.ones((2, tokens), int)
     mask = Mask(segments)
@@ -185,13 +187,13 @@ def test_odd_rows_and_caches_are_left_to_plain_attention(
         mask = dataclasses.replace(
             mask, positions=places, key_positions=places, key_segments=segments
         )
-    monkeypatch.setattr(cudnn, "forward", None)  # is not called
+    monkeypatch.setattr(cudnn, "forward", None)  # must not be called
     arrays = query, query[:, :, :2], query[:, :, 2:]
     close(cudnn.attend(*arrays, mask), xla.attend(*arrays, mask))
 
 
 def part_of(mine: Any, theirs: Any) -> bool:
-    """Whether all that one JSON value says is in another."""
+    """Return True if one JSON value is contained in another, recursively."""
     if isinstance(mine, dict):
         return all(name in theirs and part_of(each, theirs[name]) for name, each in mine.items())
     return bool(mine == theirs)
@@ -208,7 +210,7 @@ def part_of(mine: Any, theirs: Any) -> bool:
         (Kernel(False, 0.3, packed=4), "PADDING"),
     ],
 )
-def test_kernels_are_asked_for_as_jax_does(kernel: Kernel, mask: str, is_backward: bool) -> None:
+def test_kernel_config_matches_jax(kernel: Kernel, mask: str, is_backward: bool) -> None:
     query, key = (jnp.zeros(shape, jnp.bfloat16) for shape in ((2, 16, 8, 64), (2, 32, 2, 64)))
     with mlir.make_ir_context():
         theirs = fused_attention_stablehlo.create_dot_product_attention_backend_config(
@@ -222,8 +224,8 @@ def test_kernels_are_asked_for_as_jax_does(kernel: Kernel, mask: str, is_backwar
 
 
 @pytest.mark.parametrize("packed", [1, 4])
-def test_calls_are_lowered_for_gpus(packed: int) -> None:
-    """Targets, operands and results, by a lowering that needs no GPU."""
+def test_calls_lower_for_cuda(packed: int) -> None:
+    """Check targets, operands and results by lowering, which needs no GPU."""
     arrays = [jax.ShapeDtypeStruct((2, 16, heads, 64), jnp.bfloat16) for heads in (8, 2, 2, 8, 8)]
     query, key, value, mixed, d_mixed = arrays
     lengths, starts = (jax.ShapeDtypeStruct((2, n), jnp.int32) for n in (packed, packed + 1))

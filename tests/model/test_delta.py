@@ -1,4 +1,4 @@
-"""The gated delta rule against its recurrence, one token after the other."""
+"""The gated delta rule compared with its token-by-token recurrence."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ PART = gated_delta.GatedDelta(
     chunk=4,
 )
 LENGTHS = [[13], [1, 5, 2, 5], [7, 3, 3]]
-"""Documents of each row: of 13 tokens, which no chunk divides."""
+"""Document lengths of each sequence of 13 tokens, which no chunk size divides."""
 SEGMENTS, _ = packed(LENGTHS)
 Params = dict[str, jax.Array]
 
 
 def drawn_for(part: gated_delta.GatedDelta = PART) -> tuple[Params, jax.Array]:
-    """Parameters, none of which is as it starts, and an input."""
+    """Return parameters that differ from their initial values, and an input."""
     keys = iter(jax.random.split(jax.random.key(1), 20))
     drawn = {
         name: jax.random.normal(next(keys), param.shape) * 0.7
@@ -54,7 +54,7 @@ def run(
     cache: Any = None,
     part: gated_delta.GatedDelta = PART,
 ) -> Any:
-    """Its output, and the cache behind it."""
+    """Return the output and the updated cache."""
     built = GatedDelta(part, RULES)
     for name, value in params.items():
         getattr(built, name)[...] = value
@@ -63,7 +63,7 @@ def run(
 
 
 def token_by_token(w: Params, x: jax.Array, part: gated_delta.GatedDelta = PART) -> jax.Array:
-    """One document `[tokens, D]`, in plain jax."""
+    """Compute one document `[tokens, D]` in plain JAX."""
     group, dk, dv, kernel = part.group, part.key_size, part.value_size, part.kernel
     inner = jnp.einsum("td,dke->tke", x, w["qkvz"])
     gates = jnp.einsum("td,dke->tke", x, w["ba"])
@@ -98,7 +98,7 @@ def token_by_token(w: Params, x: jax.Array, part: gated_delta.GatedDelta = PART)
 
 
 def by_documents(w: Params, x: jax.Array, part: gated_delta.GatedDelta = PART) -> jax.Array:
-    """Each document of `LENGTHS` by itself."""
+    """Compute each document of `LENGTHS` separately."""
     ends = [np.cumsum(row) for row in LENGTHS]
     first = [
         (row, stop - size)
@@ -113,7 +113,7 @@ def by_documents(w: Params, x: jax.Array, part: gated_delta.GatedDelta = PART) -
 
 
 @pytest.mark.parametrize("chunk", [4, 64])
-def test_chunks_equal_one_token_after_the_other(chunk: int) -> None:
+def test_chunked_rule_equals_token_recurrence(chunk: int) -> None:
     part = replace(PART, chunk=chunk)
     drawn, x = drawn_for(part)
     towards = jax.random.normal(jax.random.key(7), x.shape)
@@ -138,7 +138,7 @@ def test_chunks_equal_one_token_after_the_other(chunk: int) -> None:
         assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def test_a_document_does_not_know_its_neighbours() -> None:
+def test_document_does_not_affect_other_documents() -> None:
     drawn, x = drawn_for()
     wanted, _ = run(drawn, x, SEGMENTS)
     # The third row's second document is from token 7 to 9.
@@ -148,9 +148,9 @@ def test_a_document_does_not_know_its_neighbours() -> None:
     assert (np.abs(changed[2, 7:10] - wanted[2, 7:10]).max(-1) > 0.1).all()
 
 
-def test_decoding_in_pieces_equals_the_whole() -> None:
+def test_chunked_decoding_equals_full_forward() -> None:
     drawn, x = drawn_for()
-    starts = np.array([0, 6, 11])  # of the text in each row
+    starts = np.array([0, 6, 11])  # first text token of each sequence
     segments = (np.arange(13) >= starts[:, None]).astype(np.int32)
     rows = [jnp.roll(row, -start, 0) for row, start in zip(x, starts, strict=True)]
     wanted = [*jax.jit(jax.vmap(partial(token_by_token, drawn)))(jnp.stack(rows))]
@@ -169,12 +169,12 @@ def test_decoding_in_pieces_equals_the_whole() -> None:
                 )
 
 
-def test_padding_in_front_changes_no_bit() -> None:
+def test_left_padding_does_not_change_result() -> None:
     drawn, x = drawn_for()
     found = []
     for noise in (1.0, 1e3):
         cache = GatedDelta.empty_cache(PART, 3, 13, x.dtype)
-        for first in (0, 5):  # the second piece begins with padding as well
+        for first in (0, 5):  # the second chunk also begins with padding
             text = np.arange(first, first + 5) >= 6
             given = x[:, first : first + 5] * np.where(text, 1.0, noise)[:, None]
             segments = np.tile(text.astype(np.int32), (3, 1))
@@ -183,8 +183,8 @@ def test_padding_in_front_changes_no_bit() -> None:
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
-def test_keys_that_are_all_the_same_are_solved_as_well() -> None:
-    """Powers of such a matrix have entries of 1e17, and its inverse of 1."""
+def test_inverse_is_accurate_for_nearly_identical_keys() -> None:
+    """Powers of such a matrix have entries of 1e17, but its inverse has entries of 1."""
     size = 64
     near = np.tri(size, k=-1) * (1 - 1e-3 * np.random.default_rng(0).random((size, size)))
     found = module._inverse(jnp.asarray(near, jnp.float32))
@@ -197,7 +197,7 @@ def test_keys_that_are_all_the_same_are_solved_as_well() -> None:
     assert_close(got, -inverse.T @ towards @ inverse.T)
 
 
-def test_gates_that_forget_everything_have_gradients() -> None:
+def test_gradients_are_finite_if_gates_forget_everything() -> None:
     drawn, x = drawn_for()
     drawn |= {"decay": jnp.full(6, 9.0)}  # each token keeps exp(-8000) of the state
     found = jax.jit(jax.grad(lambda w: run(w, x, SEGMENTS)[0].sum()))(drawn)
@@ -205,7 +205,7 @@ def test_gates_that_forget_everything_have_gradients() -> None:
     assert np.abs(found["qkvz"]).max() > 0
 
 
-def test_half_precision_is_near() -> None:
+def test_bfloat16_output_is_close_to_float32() -> None:
     drawn, x = drawn_for()
     rough, _ = run(drawn, x.astype(jnp.bfloat16), SEGMENTS)
     assert rough.dtype == jnp.bfloat16
@@ -213,8 +213,8 @@ def test_half_precision_is_near() -> None:
     assert np.abs(np.asarray(rough, np.float32) - wanted).max() < 0.05 * np.abs(wanted).max()
 
 
-def test_gates_start_at_many_speeds() -> None:
-    """A step's share of the state that is forgotten, where the input says nothing."""
+def test_initial_decay_rates_span_wide_range() -> None:
+    """Fraction of the state that one step forgets if the input is zero."""
     built = GatedDelta(replace(PART, num_value_heads=64, num_key_heads=32), RULES)
     w = with_values(built)
     lost = 1 - np.exp(-np.exp(w["decay"]) * np.log1p(np.exp(w["decay_bias"])))

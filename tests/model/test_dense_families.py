@@ -1,4 +1,4 @@
-"""What sets the families of dense models apart, against formulas in numpy."""
+"""Features of the dense model families compared with numpy formulas."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def frequencies(rope: Rope, size: int) -> np.ndarray:
     return np.asarray(rotary_frequencies(rope, size, NOWHERE), np.float64)
 
 
-def test_yarn_leaves_fast_pairs_alone_and_stretches_slow_ones() -> None:
+def test_yarn_keeps_fast_pairs_and_stretches_slow_pairs() -> None:
     theta, factor, tokens, size = 500.0, 4.0, 64, 20
     found = frequencies(Rope(theta, factor, "yarn", tokens), size)
     plain = theta ** -(np.arange(0, size, 2) / size)
@@ -50,11 +50,11 @@ def test_yarn_leaves_fast_pairs_alone_and_stretches_slow_ones() -> None:
 
     low, high = max(math.floor(pair(32.0)), 0), min(math.ceil(pair(1.0)), size - 1)
     ramp = np.clip((np.arange(size // 2) - low) / (high - low), 0, 1)
-    assert 0 < low + 1 < high < size // 2  # all three parts of the ramp are there
+    assert 0 < low + 1 < high < size // 2  # the ramp has all three parts
     np.testing.assert_allclose(found, plain * (1 - ramp) + plain / factor * ramp, rtol=1e-5)
 
 
-def test_each_pair_has_a_stretch_of_its_own() -> None:
+def test_longrope_stretches_each_pair_separately() -> None:
     plain, stretch = frequencies(Rope(500.0), 6), (1.5, 2.0, 7.0)
     found = frequencies(Rope(500.0, stretch=stretch), 6)
     np.testing.assert_allclose(found, plain / stretch, rtol=1e-6)
@@ -66,8 +66,8 @@ def test_each_pair_has_a_stretch_of_its_own() -> None:
         np.testing.assert_allclose(found, plain / factors, rtol=1e-6)
 
 
-def test_a_larger_base_in_longer_rows() -> None:
-    """The slowest pair is stretched by as much as the row is longer, times the factor less one."""
+def test_dynamic_scaling_increases_base_with_length() -> None:
+    """The slowest pair is divided by `factor * length / original - (factor - 1)`."""
     theta, factor, original = 500.0, 3.0, 8
     for tokens, size in ((5, 6), (8, 6), (9, 6), (24, 10)):
         inputs = {"positions": jnp.zeros((2, tokens), jnp.int32)}
@@ -79,7 +79,7 @@ def test_a_larger_base_in_longer_rows() -> None:
         np.testing.assert_allclose(found[-1] * more, theta ** -((size - 2) / size), rtol=1e-5)
 
 
-def test_the_rest_of_a_head_does_not_turn() -> None:
+def test_partial_rotation_keeps_remaining_dims() -> None:
     x = jax.random.normal(jax.random.key(0), (2, 5, 3, 10))
     positions = jnp.arange(5)[None] + jnp.asarray([[0], [7]])
     angles = rotary_frequencies(Rope(500.0, rotary_dims=6), 10, NOWHERE)
@@ -89,7 +89,7 @@ def test_the_rest_of_a_head_does_not_turn() -> None:
     assert np.abs(found[1, 1:, :, :6] - x[1, 1:, :, :6]).min() > 0
 
 
-def test_a_joint_norm_is_over_all_heads() -> None:
+def test_joint_norm_normalizes_over_all_heads() -> None:
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 5, 6, 10)), np.float64)
     scale = np.asarray(jax.random.normal(jax.random.key(2), (6, 10)), np.float64)
     found = rms_norm(jnp.asarray(x), jnp.asarray(scale), RMSNorm(60, 1e-3))
@@ -98,7 +98,7 @@ def test_a_joint_norm_is_over_all_heads() -> None:
 
 
 def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
-    """Each factor, moved into the weights that it multiplies, gives the same logits."""
+    """Folding each factor into the weights that it multiplies gives the same logits."""
     own = GraniteConfig(
         embedding_multiplier=3.0,
         attention_multiplier=0.4,
@@ -138,12 +138,12 @@ def test_granite_scales_embeddings_scores_branches_and_logits() -> None:
         (Gemma2Config(sliding_window=5), "gemma2", (5, 0, 5)),
     ],
 )
-def test_windows_of_layers(own: Any, family: str, windows: tuple[int, ...]) -> None:
+def test_layer_windows(own: Any, family: str, windows: tuple[int, ...]) -> None:
     config = replace(CONFIG, family=family, own=own, tied_embeddings=True)
     assert describe(config).values.get("window", ()) == windows
 
 
-def test_biases_are_added_and_do_not_decay() -> None:
+def test_qwen2_biases_are_added_without_weight_decay() -> None:
     decoder = Decoder(replace(CONFIG, family="qwen2"), RULES)
     params = jax.jit(decoder.init)(jax.random.key(4))
     attention = params["layers"]["layer"]["attention"]
@@ -154,7 +154,7 @@ def test_biases_are_added_and_do_not_decay() -> None:
         "key_bias",
         "value_bias",
     ]
-    # A bias of the values alone goes through attention as it is: shares add up to 1.
+    # A bias of the values passes through attention unchanged: its weights sum to 1.
     bias = jax.random.normal(jax.random.key(5), (3, 2, 10))
     part = decoder.model.layer_types["layer"].parts["attention"]
     assert isinstance(part, Attention)
@@ -167,7 +167,7 @@ def test_biases_are_added_and_do_not_decay() -> None:
 
 
 def run_attention(decoder: Decoder, params: Any, stacked: Any, x: jax.Array) -> list[np.ndarray]:
-    """Layer 0's change of x by each attention alone: the MLP is turned off, the norm leaves x."""
+    """Return layer 0's update of x for each set of attention weights, with the MLP zeroed."""
     inputs = {name: leaf for name, leaf in batch().items() if name != "tokens"}
     layer, changes = jax.jit(decoder.layer("layer")), []
     for attention in stacked:

@@ -1,4 +1,4 @@
-"""Gemma 3 against an independent forward pass after its released code."""
+"""Gemma 3 compared with an independent forward pass that follows its released code."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def document_logits(params: dict[str, Any], tokens: np.ndarray) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def params() -> dict[str, Any]:
-    """Drawn, with scales that are not what they start from."""
+    """Random parameters, including the norm scales."""
     drawn = jax.jit(Decoder(CONFIG, RULES).init)(jax.random.key(3))
     generator = np.random.default_rng(0)
 
@@ -109,7 +109,7 @@ def batch_of(lengths: list[list[int]]) -> dict[str, Any]:
     return {"tokens": tokens, "segment_ids": segments, "positions": positions}
 
 
-def test_logits_are_those_of_the_released_code(params: dict[str, Any]) -> None:
+def test_logits_equal_released_code(params: dict[str, Any]) -> None:
     batch = batch_of(LENGTHS)
     got = jax.jit(Decoder(CONFIG, RULES).apply)(params, batch)
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
@@ -120,7 +120,7 @@ def test_logits_are_those_of_the_released_code(params: dict[str, Any]) -> None:
             assert_close(got[row, start:end], wanted)
 
 
-def test_cached_decoding_equals_the_whole_row(params: dict[str, Any]) -> None:
+def test_cached_decoding_equals_full_forward(params: dict[str, Any]) -> None:
     decoder, batch = Decoder(CONFIG, RULES), batch_of(LENGTHS)
     whole = jax.jit(decoder.apply)(params, batch)
     caches, parts = decoder.empty_caches(2, 10), []
@@ -132,7 +132,7 @@ def test_cached_decoding_equals_the_whole_row(params: dict[str, Any]) -> None:
     assert_close(jnp.concatenate(parts, axis=1), whole)
 
 
-def test_layers_differ_by_numbers_alone() -> None:
+def test_layers_share_one_type_and_differ_only_in_values() -> None:
     model = describe(CONFIG)
     assert model.layers == ("layer",) * 4
     assert model.values["window"] == (3, 3, 0, 3)
@@ -143,6 +143,6 @@ def test_layers_differ_by_numbers_alone() -> None:
     assert sees_all == list(range(6, 62, 6))
 
 
-def test_the_output_projection_is_the_table() -> None:
+def test_untied_embeddings_are_rejected() -> None:
     with pytest.raises(ConfigError, match="must be true with model.family=gemma3"):
         load(["gemma3-1b", "train.steps=1", "model.tied_embeddings=false"])

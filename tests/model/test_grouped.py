@@ -1,4 +1,4 @@
-"""Tokens through their own experts only: against a loop over tokens, and piece by piece."""
+"""Grouped matmuls, which compute only each token's experts, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def layer(
     cache: Any = None,
     biased: bool = False,
 ) -> Any:
-    """Output of experts with these parameters."""
+    """Return the output of experts with these parameters."""
     options: dict[str, Any] = {"dispatch": dispatch, "biased": biased}
     part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, **options)
     module = Experts(part, rules)
@@ -43,7 +43,7 @@ def layer(
 
 
 def token_by_token(params: dict[str, Any], x: Any) -> Any:
-    """The same by a loop over tokens and their choices."""
+    """Compute the output of experts by a loop over tokens and their selected experts."""
 
     def of_token(token: Any) -> Any:
         scores = jax.nn.softmax(token @ params["router"])
@@ -60,7 +60,7 @@ def token_by_token(params: dict[str, Any], x: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def given() -> tuple[dict[str, Any], jax.Array]:
-    """Parameters with which one expert gets no token and one gets all, and tokens."""
+    """Parameters with which one expert gets no token and one gets all, and inputs."""
     keys = jax.random.split(jax.random.key(0), 5)
     params = {
         "router": jax.random.normal(keys[0], (WIDTH, EXPERTS)),
@@ -73,7 +73,7 @@ def given() -> tuple[dict[str, Any], jax.Array]:
     return params, x.at[..., 0].set(1.0)
 
 
-def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: Any) -> None:
+def test_grouped_matmul_and_gradients_equal_loop_over_tokens(given: Any) -> None:
     params, x = given
     wanted, pull = jax.vjp(jax.jit(token_by_token), params, x[:2, :4])
     cotangent = jax.random.normal(jax.random.key(1), wanted.shape)
@@ -88,7 +88,7 @@ def test_grouped_matmul_equals_a_loop_over_tokens_in_value_and_gradient(given: A
             assert error < TOLERANCE, (dispatch, jax.tree_util.keystr(path), error)
 
 
-def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
+def test_grouped_dispatch_applies_expert_biases(given: Any) -> None:
     params, x = given
     part = experts.Experts(WIDTH, HIDDEN, EXPERTS, CHOICES, 1.0, 0.1, biased=True)
     drawn = jax.random.split(jax.random.key(2), len(part.params))
@@ -105,8 +105,8 @@ def test_biases_of_rows_are_those_of_their_experts(given: Any) -> None:
         assert np.abs(a - b).max() < TOLERANCE * np.abs(a).max()
 
 
-def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
-    """In a program that is automatic throughout, as generation's is."""
+def test_each_device_sorts_only_its_own_tokens(given: Any) -> None:
+    """The program is partitioned automatically, as in generation."""
     params, x = given
     config = MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)
     mesh, rules = build_mesh(config, jax.devices()[:8]), AxisRules.from_config(config)
@@ -130,7 +130,7 @@ def test_each_device_sorts_its_own_rows_of_a_batch(given: Any) -> None:
 
 @pytest.mark.parametrize("largest", [5, 2**31 - 1])
 @pytest.mark.parametrize("number", [1, 2, 7, 64, 1000])
-def test_equal_keys_stay_as_they_were(number: int, largest: int) -> None:
+def test_stable_argsort_keeps_order_of_equal_keys(number: int, largest: int) -> None:
     keys = np.random.default_rng(number).integers(0, 6, number).astype(np.int32)
     keys[-1] = largest
     order = token_permutation.stable_argsort(jnp.asarray(keys), largest)
@@ -139,7 +139,7 @@ def test_equal_keys_stay_as_they_were(number: int, largest: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", keeping([1, 40], 0))
-def test_decoding_takes_what_computes_less(given: Any, tokens: int) -> None:
+def test_decoding_selects_cheaper_dispatch(given: Any, tokens: int) -> None:
     params, x = given
     x = jnp.tile(x, (1, 5, 1))[:1, :tokens]
     run = partial(layer, rules=AxisRules.from_config(MeshConfig()), cache=())
@@ -152,8 +152,8 @@ SIZES = [[3, 0, 5, 120], [0, 0, 0, 128], [128, 0, 0, 0], [37, 27, 0, 64]]
 
 
 @pytest.mark.parametrize("sizes", keeping(SIZES, 3))
-def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
-    """Kernels are interpreted here."""
+def test_grouped_kernels_and_loops_equal_separate_matmuls(sizes: list[int]) -> None:
+    """Kernels run in interpret mode."""
     random = np.random.default_rng(0)
     ends = np.cumsum(sizes)
     draw = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.float32)  # noqa: E731
@@ -189,13 +189,13 @@ def test_kernels_and_loops_equal_products_one_by_one(sizes: list[int]) -> None:
 @pytest.mark.parametrize(
     ("num_rows", "dims"), [(8, (128, 128)), (384, (96, 128)), (384, (128, 200))]
 )
-def test_kernels_take_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
+def test_kernels_require_whole_tiles(num_rows: int, dims: tuple[int, int]) -> None:
     assert grouped_matmul.grouped_matmul_tiles(num_rows, 3, *dims, np.float32) is None
     assert grouped_matmul.outer_tiles(num_rows, 3, *dims, np.float32) is None
 
 
-def test_tiles_follow_sizes() -> None:
-    """Small experts are whole tiles, and few rows are visited twice."""
+def test_tile_sizes() -> None:
+    """Small experts fit in one tile, and few rows are computed twice."""
     bf16, fp32 = jnp.dtype("bfloat16"), jnp.dtype("float32")
     assert grouped_matmul.grouped_matmul_tiles(65536, 128, 2048, 768, bf16) == (128, 2048, 768)
     assert grouped_matmul.grouped_matmul_tiles(65536, 128, 768, 2048, bf16) == (128, 768, 1024)
@@ -207,7 +207,7 @@ def test_tiles_follow_sizes() -> None:
     assert grouped_matmul.outer_tiles(384, 3, 640, 1408, bf16) == (128, 640, 128)
 
 
-def test_few_rows_are_multiplied_for_nothing() -> None:
+def test_wasted_rows_are_bounded() -> None:
     for num_rows in (1, 37, 4096, 100_000):
         for num_experts in (1, 3, 64):
             even = num_rows / num_experts

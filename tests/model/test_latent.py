@@ -1,4 +1,4 @@
-"""Multi-head latent attention against plain numpy loops that follow the paper's formulas."""
+"""Multi-head latent attention compared with numpy loops that follow the paper's formulas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def part_with(
 
 
 def values(part: latent_attention.LatentAttention) -> dict[str, Any]:
-    """Scales of norms that are not what they start from."""
+    """Return norm scales that differ from their initial values."""
     scales = {"key_value_norm": np.linspace(-0.5, 1, RANK)}
     if part.q_lora_rank:
         scales["query_norm"] = np.linspace(1, -0.3, part.q_lora_rank)
@@ -38,7 +38,7 @@ def values(part: latent_attention.LatentAttention) -> dict[str, Any]:
 
 
 def turned(vector: np.ndarray, position: int, length: float) -> np.ndarray:
-    """Pairs (2i, 2i + 1) as complex numbers."""
+    """Rotate a vector; pairs (2i, 2i + 1) are complex numbers."""
     angles = 50.0 ** (-np.arange(0, ROPE, 2) / ROPE)
     pairs = (vector[0::2] + 1j * vector[1::2]) * np.exp(1j * position * angles) * length
     return np.stack([pairs.real, pairs.imag], -1).ravel()
@@ -55,7 +55,7 @@ def reference(
     positions: np.ndarray,
     part: latent_attention.LatentAttention,
 ) -> np.ndarray:
-    """Token by token and head by head in float64."""
+    """Compute latent attention by token and head in float64."""
 
     def query(b: int, t: int, n: int) -> np.ndarray:
         if part.q_lora_rank:
@@ -82,7 +82,7 @@ def reference(
 
 
 @pytest.mark.parametrize("part", [part_with(), part_with(0, 4, 1.0)], ids=["low rank", "direct"])
-def test_latent_attention_equals_the_plain_loops(part: latent_attention.LatentAttention) -> None:
+def test_latent_attention_equals_numpy_reference(part: latent_attention.LatentAttention) -> None:
     module = LatentAttention(part, RULES)
     weights = with_values(module, **values(part))
     x = np.asarray(jax.random.normal(jax.random.key(1), (2, 9, D)))
@@ -94,8 +94,10 @@ def test_latent_attention_equals_the_plain_loops(part: latent_attention.LatentAt
 
 
 @pytest.mark.parametrize("part", [part_with(), part_with(0, 4, 1.0)], ids=["low rank", "direct"])
-def test_decoding_from_latents_equals_the_whole_row(part: latent_attention.LatentAttention) -> None:
-    """Tokens in pieces of unlike sizes, in a cache with room to spare, over a document's end."""
+def test_decoding_from_latent_cache_equals_full_forward(
+    part: latent_attention.LatentAttention,
+) -> None:
+    """Decode chunks of different sizes across a document boundary, with spare cache capacity."""
     module = LatentAttention(part, RULES)
     with_values(module, **values(part))
     x = jax.random.normal(jax.random.key(1), (2, 9, D))
@@ -118,7 +120,7 @@ def test_decoding_from_latents_equals_the_whole_row(part: latent_attention.Laten
     assert_close(jnp.concatenate(parts, axis=1), whole)
 
 
-def test_only_plain_attention_has_values_of_another_size() -> None:
+def test_cudnn_backend_does_not_support_smaller_value_size() -> None:
     assert part_with().unsupported == frozenset()
     fused = latent_attention.LatentAttention(
         D, 2, 8, 6, 7, 0, 1.0, "cudnn", Rope(1e4, rotary_dims=4), 0.3, 1e-6

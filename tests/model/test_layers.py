@@ -1,4 +1,4 @@
-"""Norm, MLP, dropout and the draws that parameters start from."""
+"""Norms, MLP, dropout and parameter initialization."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_rms_norm_divides_by_the_root_mean_square(offset: float) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm_measures_half_precision_in_float32(offset: float) -> None:
+def test_rms_norm_of_bfloat16_is_computed_in_float32(offset: float) -> None:
     # 16 * 200 ** 2 needs more bits than bfloat16 has.
     x = (200 + jnp.arange(16.0)).astype(jnp.bfloat16)[None, None]
     module = RMSNorm(mlp.RMSNorm(16, 1e-3, offset))
@@ -52,7 +52,7 @@ def test_rms_norm_measures_half_precision_in_float32(offset: float) -> None:
 
 
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_rms_norm_knows_the_largest_number_of_each_token(offset: float) -> None:
+def test_rms_norm_max_abs_equals_largest_output(offset: float) -> None:
     module = RMSNorm(mlp.RMSNorm(16, 1e-3, offset))
     with_values(module, scale=np.linspace(-2.5, 2.0, 16))
     x = jax.random.normal(jax.random.key(0), (2, 3, 16)) * jnp.arange(3.0)[:, None]
@@ -108,7 +108,7 @@ def test_gated_mlp_follows_its_formula(function: Any) -> None:
     np.testing.assert_allclose((np.asarray(slope) * step).sum(), difference, rtol=1e-4)
 
 
-def test_parameters_start_as_they_are_declared() -> None:
+def test_init_params_follows_declared_initializers() -> None:
     dims = ((400, "embed"), (50, "mlp"))
     declared = {
         "plain": Param(dims, Normal(400)),
@@ -122,16 +122,16 @@ def test_parameters_start_as_they_are_declared() -> None:
     np.testing.assert_array_equal(found["ones"], np.ones(400))
     rough = init_params(declared, jax.random.key(0), jnp.dtype("bfloat16"))
     assert {leaf.dtype.name for leaf in rough.values()} == {"bfloat16"}
-    # A constant takes no part of the key, so that a norm more changes no other parameter.
+    # Constants consume no random key, so that an additional norm changes no other parameter.
     fewer = {name: declared[name] for name in ("plain", "gained")}
     for name, leaf in init_params(fewer, jax.random.key(0), jnp.dtype("float32")).items():
         np.testing.assert_array_equal(leaf, found[name])
 
 
-# The draws.
+# Random initialization.
 
 
-def test_normal_approximation_has_the_moments_of_a_normal() -> None:
+def test_normal_approximation_has_normal_moments() -> None:
     values = np.asarray(normal_approximation(jax.random.key(3), (200_000,), 2.0), np.float64)
     # Four standard errors of each estimate.
     assert abs(values.mean()) < 4 * 2.0 / len(values) ** 0.5
@@ -143,7 +143,7 @@ def test_normal_approximation_has_the_moments_of_a_normal() -> None:
     assert 0.03 < (np.abs(values) > 4.0).mean() < 0.06
 
 
-def test_normal_approximation_is_bounded_and_exact_for_every_word() -> None:
+def test_normal_approximation_is_bounded_and_exact() -> None:
     # The largest sum of four 16-bit integers, from its centre, in standard deviations.
     bound = 2 * (2**16 - 1) / (4 * (2**32 - 1) / 12) ** 0.5
     assert 3.4 < bound < 3.5
@@ -154,7 +154,7 @@ def test_normal_approximation_is_bounded_and_exact_for_every_word() -> None:
     assert np.abs(counts).max() <= 2 * (2**16 - 1)
 
 
-def test_normal_approximation_has_the_same_bits_jitted_and_sharded(devices: list[Any]) -> None:
+def test_normal_approximation_is_bitwise_equal_jitted_and_sharded(devices: list[Any]) -> None:
     key, shape = jax.random.key(5), (16, 24)
     eager = np.asarray(normal_approximation(key, shape, 0.3))
     mesh = Mesh(np.array(devices).reshape(4, 2), ("a", "b"))
@@ -181,7 +181,7 @@ def test_dropout_zeros_a_fraction_and_keeps_the_mean() -> None:
     assert (kept[0] != kept[1]).any()
 
 
-def test_dropout_of_an_example_depends_on_its_own_key_only() -> None:
+def test_dropout_of_example_depends_only_on_own_key() -> None:
     keys = jax.random.split(jax.random.key(0), 6)
     x, places = jnp.ones((6, 3, 8)), jnp.arange(3)
     run = jax.jit(lambda x, keys: dropout(x, 0.5, keys, places))
@@ -195,7 +195,7 @@ def test_dropout_of_an_example_depends_on_its_own_key_only() -> None:
 
 @pytest.mark.parametrize("weight_gradients", [False, True])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_a_gated_mlp_in_8_bits_is_its_products(form: Any, weight_gradients: bool) -> None:
+def test_8_bit_gated_mlp_equals_separate_matmuls(form: Any, weight_gradients: bool) -> None:
     how = MatmulQuantizer(form, "channel", weight_gradients)
     keys = jax.random.split(jax.random.key(0), 5)
     x, cotangent = (jax.random.normal(key, (2, 8, 32)) for key in keys[:2])

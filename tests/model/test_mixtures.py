@@ -1,4 +1,4 @@
-"""Families with experts other than `moe`: their layers, and decoding with a cache."""
+"""Mixture-of-experts families other than `moe`: layers, and decoding with a cache."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ OWN: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("family", keeping(OWN, 0))
-def test_cached_decoding_equals_the_whole_row(family: str) -> None:
+def test_cached_decoding_equals_full_forward(family: str) -> None:
     decoder = Decoder(replace(CONFIG, family=family, own=OWN[family]), RULES)
     params = noisy(jax.jit(decoder.init)(jax.random.key(3)))
     segments, positions = packed([[9], [2, 4, 3]])
@@ -75,8 +75,10 @@ def test_cached_decoding_equals_the_whole_row(family: str) -> None:
 
 
 @pytest.mark.parametrize(("capacity", "per_token"), keeping([(0.0, 2), (0.0, 4), (9.0, 2)], 1, 2))
-def test_experts_with_biases_and_clamped_gates(capacity: float, per_token: int) -> None:
-    """One token and one expert after the other."""
+def test_biased_experts_with_clamped_gates_equal_numpy_reference(
+    capacity: float, per_token: int
+) -> None:
+    """The reference loops over tokens and experts."""
     gate = ClampedSilu(slope=1.3, limit=0.4)
     part = experts.Experts(
         6, 7, 5, per_token, 1.0, 0.1, capacity=capacity, function=gate, biased=True
@@ -107,7 +109,7 @@ def test_experts_with_biases_and_clamped_gates(capacity: float, per_token: int) 
 
 
 def noisy(params: Any) -> Any:
-    """The same with every parameter away from what it starts from, constants too."""
+    """Add noise to every parameter, including those initialized to constants."""
     generator = np.random.default_rng(0)
     added = lambda leaf: leaf + 0.3 * generator.normal(size=leaf.shape).astype(leaf.dtype)  # noqa: E731
     return jax.tree.map(added, jax.device_get(params))
@@ -117,7 +119,9 @@ def noisy(params: Any) -> Any:
     ("period", "dense", "kinds"),
     [(1, [], "eeeee"), (2, [], "deded"), (1, [0, 3], "deede")],
 )
-def test_layers_have_experts_or_an_mlp(period: int, dense: list[int], kinds: str) -> None:
+def test_qwen3_moe_layers_alternate_experts_and_mlp(
+    period: int, dense: list[int], kinds: str
+) -> None:
     own = Qwen3MoeConfig(moe_layer_interval=period, dense_layers=dense)
     found = describe(replace(CONFIG, family="qwen3_moe", own=own)).layers
     assert "".join(each[0] for each in found) == kinds
@@ -126,13 +130,13 @@ def test_layers_have_experts_or_an_mlp(period: int, dense: list[int], kinds: str
 @pytest.mark.parametrize(
     ("layers", "period", "kinds"), [(9, 4, "dddfdddfd"), (3, 4, "ddd"), (2, 1, "ff")]
 )
-def test_each_fourth_layer_sees_all_tokens(layers: int, period: int, kinds: str) -> None:
+def test_qwen3_next_full_attention_interval(layers: int, period: int, kinds: str) -> None:
     own = replace(NEXT, full_attention_interval=period)
     found = describe(replace(CONFIG, family="qwen3_next", own=own, num_layers=layers)).layers
     assert "".join(each[0] for each in found) == kinds
 
 
-def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
+def test_delta_layer_cost_does_not_depend_on_length() -> None:
     model = describe(replace(CONFIG, family="qwen3_next", own=NEXT, num_layers=4))
     short, long = (count.layer_costs(model, tokens) for tokens in (256, 4096))
     assert short[:3] == long[:3] and short[3] < long[3]
@@ -141,8 +145,10 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
         replace(CONFIG, family="qwen3_next", own=replace(NEXT, full_attention_interval=1))
     )
     of_all = [count.forward_flops_per_token(attention, tokens) for tokens in (64, 128)]
-    assert (fewer[1] - fewer[0]) * 5 == of_all[1] - of_all[0]  # one of 4 layers, and all of 5
-    # Of each value head and token the recurrence reads twice and writes once.
+    assert (fewer[1] - fewer[0]) * 5 == of_all[1] - of_all[
+        0
+    ]  # full attention in one of 4 layers, and in all of 5
+    # For each value head and token, the recurrence reads the state twice and writes it once.
     states = 2 * 3 * 6 * 5 * 7
     without = describe(
         replace(
@@ -172,14 +178,14 @@ def test_layers_with_a_state_cost_the_same_at_any_length() -> None:
         ("gdn_num_key_heads=8", "Write model.qwen3_next.linear_num_key_heads=8."),
     ],
 )
-def test_keys_of_states_are_checked(given: str, text: str) -> None:
+def test_invalid_qwen3_next_keys_are_rejected(given: str, text: str) -> None:
     arguments = ["train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
     with pytest.raises(ConfigError) as caught:
         load(["qwen3-next-80b-a3b", *arguments, f"model.qwen3_next.{given}"])
     assert text in str(caught.value)
 
 
-def test_heads_of_states_are_split_over_tensor() -> None:
+def test_delta_heads_must_be_divisible_by_tensor_size() -> None:
     arguments = ["train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
     given = [*arguments, "mesh.ici_tensor=2", "mesh.cpu_devices=2"]
     load(["qwen3-next-80b-a3b", *given])
@@ -201,14 +207,14 @@ def test_heads_of_states_are_split_over_tensor() -> None:
         ("num_experts_per_tok=3", "Write model.qwen3_moe.top_k=3."),
     ],
 )
-def test_keys_are_checked(given: str, text: str) -> None:
+def test_invalid_qwen3_moe_keys_are_rejected(given: str, text: str) -> None:
     arguments = ["train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
     with pytest.raises(ConfigError) as caught:
         load(["qwen3-30b-a3b", *arguments, f"model.qwen3_moe.{given}"])
     assert text in str(caught.value)
 
 
-def test_a_key_of_several_families_is_that_of_the_model() -> None:
+def test_suggested_key_belongs_to_family_of_model() -> None:
     arguments = ["train.steps=1", "tokenizer.kind=huggingface", "tokenizer.path=x"]
     for name in ("num_experts", "top_k", "experts_per_token", "capacity_factor"):
         for model in ("tiny-moe", "qwen3-30b-a3b"):

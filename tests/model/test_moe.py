@@ -1,4 +1,4 @@
-"""The mixture of experts against an independent forward pass, and its keys."""
+"""Mixture of experts compared with an independent forward pass, and its config keys."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def of_expert(w: dict[str, np.ndarray], number: int) -> tuple[np.ndarray, ...]:
 
 
 def routed(w: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[Any]]:
-    """Output, probabilities and the experts of each token, one token after the other."""
+    """Return output, probabilities and selected experts, computed token by token."""
     shares = np.exp(x @ w["router"])
     shares /= shares.sum(-1, keepdims=True)
     out, picked = np.zeros_like(x), []
@@ -100,7 +100,7 @@ def routed(w: dict[str, np.ndarray], x: np.ndarray) -> tuple[np.ndarray, np.ndar
 def forward(
     params: dict[str, Any], tokens: np.ndarray
 ) -> tuple[np.ndarray, list[tuple[np.ndarray, list[Any]]]]:
-    """Logits of a document; probabilities and experts of its tokens in each layer."""
+    """Return a document's logits, and its probabilities and experts in each layer."""
     x, found = params["embedding"][tokens], []
     for layer in range(CONFIG.num_layers):
         kind, place = ("dense", 0) if layer < 1 else ("experts", layer - 1)
@@ -118,7 +118,7 @@ def forward(
 
 @pytest.fixture(scope="module")
 def params() -> dict[str, Any]:
-    """Drawn, with routers that decide and scales that are not what they start from."""
+    """Random parameters, including norm scales, with enlarged router weights."""
     drawn = jax.device_get(jax.jit(Decoder(CONFIG, RULES).init)(jax.random.key(3)))
     generator = np.random.default_rng(0)
 
@@ -145,7 +145,7 @@ def batch() -> dict[str, Any]:
     }
 
 
-def test_outputs_losses_and_statistics_are_those_of_their_formulas(
+def test_outputs_losses_and_statistics_equal_formulas(
     params: dict[str, Any], batch: dict[str, Any]
 ) -> None:
     decoder = Decoder(CONFIG, RULES)
@@ -189,9 +189,7 @@ def test_outputs_losses_and_statistics_are_those_of_their_formulas(
     )
 
 
-def test_cached_decoding_equals_the_whole_row(
-    params: dict[str, Any], batch: dict[str, Any]
-) -> None:
+def test_cached_decoding_equals_full_forward(params: dict[str, Any], batch: dict[str, Any]) -> None:
     decoder = Decoder(CONFIG, RULES)
     names = ("tokens", "segment_ids", "positions")
     whole = jax.jit(decoder.run)(params, {name: batch[name] for name in names})
@@ -206,13 +204,13 @@ def test_cached_decoding_equals_the_whole_row(
 
 
 def of_experts(**changes: Any) -> tuple[Experts, dict[str, np.ndarray], jax.Array]:
-    """Experts, what they compute with, and some input."""
+    """Return an experts module, its weights and an input."""
     part = experts.Experts(6, 7, 4, 2, 1.0, 0.1, **changes)
     module = Experts(part, RULES)
     return module, with_values(module), jax.random.normal(jax.random.key(1), (2, 5, 6))
 
 
-def test_without_normalisation_weights_are_probabilities() -> None:
+def test_unnormalized_expert_weights_are_probabilities() -> None:
     module, w, x = of_experts(normalised=False)
     got = jax.jit(lambda x: module(x, context([[0]], [[0]])).x)(x)
     for row in range(2):
@@ -225,7 +223,7 @@ def test_without_normalisation_weights_are_probabilities() -> None:
             assert_close(got[row, token], sum(each))
 
 
-def test_equal_probabilities_go_to_the_first_experts() -> None:
+def test_ties_are_routed_to_first_experts() -> None:
     module, w, x = of_experts()
     with_values(module, router=np.zeros((6, 4)))
     with_mask = context([[1] * 5] * 2, [range(5)] * 2)
@@ -238,38 +236,38 @@ def test_equal_probabilities_go_to_the_first_experts() -> None:
     assert_close(found.x[1, 2], (first + second) / 2)
 
 
-def with_room(room: int, places: list[Any], counts: np.ndarray) -> np.ndarray:
-    """Whether each choice of each token `[tokens, k]` finds room, one after the other."""
+def within_capacity(slots: int, places: list[Any], counts: np.ndarray) -> np.ndarray:
+    """Return whether each choice of each token `[tokens, k]` is within the expert capacity."""
     found, used = np.zeros((len(places), len(places[0])), bool), {}
     for choice in range(found.shape[1]):
         for token in np.flatnonzero(counts):
             expert = places[token][choice]
-            found[token, choice] = used.get(expert, 0) < room
+            found[token, choice] = used.get(expert, 0) < slots
             used[expert] = used.get(expert, 0) + 1
     return found
 
 
 @pytest.mark.parametrize("capacity", keeping([0.4, 0.8, 9.0], 1))
-def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
+def test_tokens_beyond_expert_capacity_are_dropped(capacity: float) -> None:
     module, w, _ = of_experts(capacity=capacity)
     x = jax.random.normal(jax.random.key(2), (2, 9, 6))
     segments = np.array([[1] * 5 + [2] * 4, [1] * 6 + [0] * 3])
     here = context(segments, [range(9)] * 2)
     mask = (segments > 0) & (np.arange(9) != 2)
     here.inputs["loss_mask"] = jnp.asarray(mask, jnp.float32)  # type: ignore[index]
-    room = min(max(math.ceil(capacity * 9 * 2 / 4), 1), 9)
+    slots = min(max(math.ceil(capacity * 9 * 2 / 4), 1), 9)
     kept = np.zeros((2, 9, 4))
     lost = 0.0
     for row in range(2):
         _, _, picked = routed(w, np.asarray(x[row], np.float64))
-        finds = with_room(room, picked, segments[row] > 0)
+        finds = within_capacity(slots, picked, segments[row] > 0)
         for token, best in enumerate(picked):
             kept[row, token, best] = finds[token]
         lost += ((~finds).mean(1) * mask[row]).sum()
     assert (lost == 0) == (capacity == 9.0)
 
     def plainly(x: jax.Array) -> jax.Array:
-        """All experts, weighted with zeros for what was lost."""
+        """Compute all experts, with zero weights for dropped tokens."""
         shares = jax.nn.softmax(x @ w["router"])
         chosen = jax.nn.one_hot(jax.lax.top_k(shares, 2)[1], 4).sum(-2)
         weights = shares * chosen / (shares * chosen).sum(-1, keepdims=True) * kept
@@ -286,7 +284,7 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
         for f in (lambda x: module(x, here).x, plainly)
     )
     assert_close(got, wanted)
-    # Nothing is lost where text is generated.
+    # No token is dropped in generation.
     cache = KVCache.empty((2, 9, 1, 2), jnp.dtype("float32"))
     module_all, *_ = of_experts()
     with_values(module_all, **w)
@@ -295,7 +293,7 @@ def test_tokens_beyond_the_capacity_lose_the_expert(capacity: float) -> None:
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_scores_of_their_own_shared_experts_and_the_router_s_losses(gated: bool) -> None:
+def test_sigmoid_scores_shared_experts_and_router_losses(gated: bool) -> None:
     shared = GatedMLP(6, 9, 1.0)
     module, w, x = of_experts(
         scores="sigmoid",
@@ -344,9 +342,9 @@ def test_flops_of_experts_with_capacity() -> None:
     assert part.activations["expert_up"] == ((3, "experts"), (28, "mlp"))
 
 
-def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> None:
+def test_balance_loss_is_additive_over_sequences_and_ignores_masked_tokens() -> None:
     module, _, x = of_experts()
-    # All tokens to the same two experts: 4 / 2 for each token. Tokens without a target are out.
+    # All tokens use the same two experts: 4 / 2 for each token. Masked tokens do not count.
     router = np.zeros((6, 4))
     router[0] = [30.0, 20.0, -30.0, -30.0]
     with_values(module, router=router)
@@ -359,7 +357,7 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
         here.inputs.update(inputs | {"loss_mask": mask})  # type: ignore[attr-defined]
         return module(x, here).losses["balance"]
 
-    # What is compiled holds the module's values of that moment.
+    # A compiled function holds the module's values at compile time.
     before = jax.jit(lambda *given: balance(*given))
     np.testing.assert_allclose(before(one, mask), 2.0 * 4, rtol=1e-5)
     with_values(module)
@@ -371,7 +369,7 @@ def test_the_balance_loss_does_not_depend_on_the_cut_and_knows_its_range() -> No
     assert not np.asarray(slope[0, 2]).any() and np.asarray(slope[0, 1]).any()
 
 
-def test_the_model_is_described_once() -> None:
+def test_model_description_matches_counts_and_metrics() -> None:
     model = describe(replace(CONFIG, own=replace(OWN, dispatch="dense")))
     assert model.layers == ("dense", "experts", "experts", "experts")
     assert model.losses == {"balance": 0.3, "router_z": 0.0, "entropy": 0.0}
@@ -392,8 +390,8 @@ def test_the_model_is_described_once() -> None:
 
 
 @pytest.mark.parametrize("over", ["sequence", "microbatch", "devices"])
-def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -> None:
-    """Of one device all rows are those of a call."""
+def test_balance_loss_uses_expert_load_of_configured_scope(over: str) -> None:
+    """On one device, a call contains all sequences of the microbatch and of the devices."""
     module, _, x = of_experts(load_balance_scope=over)
     mask = jnp.asarray([[1.0, 1, 0, 1, 1], [1.0, 0, 1, 1, 1]])
     here = context([[1] * 5] * 2, [range(5)] * 2)
@@ -435,7 +433,7 @@ def test_the_balance_loss_takes_the_shares_of_the_tokens_it_is_over(over: str) -
         ("mesh.ici_tensor=4 mesh.cpu_devices=4 model.moe.d_expert=90", "multiple of the tensor"),
     ],
 )
-def test_keys_are_checked(given: str, text: str) -> None:
+def test_invalid_moe_keys_are_rejected(given: str, text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(["tiny-moe", "train.steps=1", *given.split()])
     assert text in str(caught.value)
@@ -443,5 +441,5 @@ def test_keys_are_checked(given: str, text: str) -> None:
     assert action
 
 
-def test_a_key_of_another_family_is_not_checked_for_it() -> None:
+def test_keys_of_other_families_are_not_checked() -> None:
     assert load(["tiny", "train.steps=1", "mesh.ici_tensor=4"]).config.model.family == "llama"

@@ -1,4 +1,4 @@
-"""Experts chosen in groups and by a bias, against plain loops, and biases that follow loads."""
+"""Routing with expert groups and router biases, compared with plain loops."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def part_with(**options: Any) -> Experts:
 
 
 def best(scores: np.ndarray, count: int) -> list[int]:
-    """Places of the largest, the first of equal ones first."""
+    """Return the indices of the largest scores; ties are in index order."""
     return sorted(range(len(scores)), key=lambda place: -scores[place])[:count]
 
 
 def chosen(scores: np.ndarray, bias: np.ndarray, groups: Groups | None) -> list[int]:
-    """A token's experts, group by group."""
+    """Return the experts that a token selects from its groups."""
     ranks = scores + bias
     if groups is not None:
         size = EXPERTS // groups.num_groups
@@ -47,7 +47,7 @@ def chosen(scores: np.ndarray, bias: np.ndarray, groups: Groups | None) -> list[
     ],
     ids=["v2", "one group", "v3", "bias alone"],
 )
-def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) -> None:
+def test_routing_equals_numpy_reference(options: dict[str, Any], biased: bool) -> None:
     part = part_with(**options, expert_bias_update_rate=0.1 if biased else None)
     generator = np.random.default_rng(4)
     x = generator.normal(size=(2, 9, 7)).astype(np.float32)
@@ -74,7 +74,7 @@ def test_routes_are_those_of_plain_loops(options: dict[str, Any], biased: bool) 
     assert changed > 2
 
 
-def test_a_bias_has_no_gradient_and_keeps_its_type() -> None:
+def test_router_bias_has_no_gradient_and_keeps_dtype() -> None:
     part = part_with(expert_bias_update_rate=0.1)
     declared = part.params["router_bias"]
     assert declared.shape == (EXPERTS,) and declared.own_dtype and not declared.trainable

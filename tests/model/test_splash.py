@@ -1,4 +1,4 @@
-"""Splash attention: its kernels, interpreted, and what stands around them, with plain stand-ins."""
+"""Splash attention: kernels in interpret mode, and the code around them with plain stand-ins."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ B, N = 2, 4
 
 
 def row(tokens: int) -> np.ndarray:
-    """Documents of two rows, which begin anywhere."""
+    """Return segment IDs of two sequences whose documents begin at random positions."""
     cuts = np.sort(np.random.default_rng(0).integers(0, 3, (B, tokens)), axis=1)
     return cuts.astype(np.int32)
 
 
-# Pieces 1 and 6 of eight of a row: one device's of four.
+# Chunks 1 and 6 of 8 of a sequence, held by one of four devices.
 ZIG_ZAG = np.concatenate([np.arange(128, 256), np.arange(768, 896)])
 WINDOWS = (0, 100, 200)
 CASES: dict[str, dict[str, Any]] = {
@@ -51,8 +51,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", keeping(CASES, 0, 1, 2, 3, 4, 5, 7))
-def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In value and in the gradient of queries, keys, values and sinks, over several blocks."""
+def test_kernels_equal_xla_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare outputs and gradients of queries, keys, values and sinks over several blocks."""
     given = dict(CASES[name])
     tokens, groups = given.pop("tokens", 256), given.pop("groups", 2)
     keys, size = given.pop("keys", tokens), given.pop("size", 32)
@@ -95,8 +95,8 @@ def test_kernels_equal_plain_attention(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [0, 1, 130, 300])
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuffled: bool) -> None:
-    """By data as by known places; what is left out is seen by none."""
+def test_visible_blocks_are_listed_exactly_once(causal: bool, window: int, shuffled: bool) -> None:
+    """For static and traced positions; no query sees a block that is omitted."""
     size, keys = 128, 1024
     first = np.arange(0, keys, size)
     first = first[[1, 6, 0, 7]] if shuffled else first
@@ -122,13 +122,13 @@ def test_lists_hold_each_block_that_is_seen_once(causal: bool, window: int, shuf
     ("tokens", "size", "block"),
     [(128, 64, 128), (2048, 128, 512), (8192, 128, 1024), (8192, 256, 512), (1920, 128, 384)],
 )
-def test_blocks_divide_the_row(tokens: int, size: int, block: int) -> None:
+def test_block_size_divides_sequence_length(tokens: int, size: int, block: int) -> None:
     assert splash.attention_block_size(tokens, size) == block
     assert tokens % block == 0 and block % splash.LANES == 0
 
 
-def test_the_private_backward_is_what_it_was() -> None:
-    """jax has no public one; arguments are given by their places."""
+def test_private_jax_backward_signature_is_unchanged() -> None:
+    """JAX has no public backward function; arguments are passed by position."""
     names = tuple(inspect.signature(kernels._splash_attention_bwd).parameters)
     assert names == (
         *("save_residuals", "mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name"),
@@ -137,8 +137,8 @@ def test_the_private_backward_is_what_it_was() -> None:
     assert kernels.SplashAttentionKernel.__init__ is not object.__init__
 
 
-def test_kernels_state_the_blocks_that_they_score() -> None:
-    """Blocks of 512 in the causal square of 2048: 10 of 16, and fewer for a window."""
+def test_kernels_report_flops_of_computed_blocks() -> None:
+    """A causal square of 2048 has 10 of 16 blocks of 512, and fewer with a window."""
     shape = jax.ShapeDtypeStruct((1, 2048, 2, 64), jnp.bfloat16)
 
     def run(query: Any, window: Any) -> Any:
@@ -156,15 +156,15 @@ def test_kernels_state_the_blocks_that_they_score() -> None:
     assert names(run, shape, number) >= forward
     gradient = jax.grad(lambda q, w: run(q, w).astype(jnp.float32).sum())
     found = names(gradient, shape, number)
-    # Two kernels of seven products: three and a half for each.
+    # Two kernels with seven matmuls: three and a half for each.
     assert found >= {f"window_0/flops_{7 * 64 * pairs * 10 // 16}"}
 
 
-# What stands around the kernels.
+# The code around the kernels.
 
 
 def stand_in(query: Any, key: Any, value: Any, sinks: Any, seen: Any, *, call: Any) -> Any:
-    """What the kernel computes."""
+    """Compute the kernel's results in plain JAX."""
     scores, value = scored(query, key, value, seen, call)
     sums = jax.nn.logsumexp(scores, -1)
     sums = sums if sinks is None else jnp.logaddexp(sums, sinks[:, None])
@@ -183,7 +183,7 @@ def stand_in_gradients(
     *,
     call: Any,
 ) -> Any:
-    """From what was kept, as the kernels do it."""
+    """Compute gradients from saved residuals, as the kernels do."""
     del sinks
     scores, wide = scored(query, key, value, seen, call)
     shares = jnp.exp(scores - sums[..., None])
@@ -213,7 +213,7 @@ def scored(query: Any, key: Any, value: Any, seen: Any, call: Any) -> Any:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of the kernels, which cannot be interpreted in a program of the pipeline's kind."""
+    """Replace the kernels, which cannot run in interpret mode inside the pipeline."""
     monkeypatch.setattr(splash, "local_forward", stand_in)
     monkeypatch.setattr(splash, "local_backward", stand_in_gradients)
     monkeypatch.setattr(splash, "LANES", 1)
@@ -228,13 +228,13 @@ ENGINE = [
 
 @pytest.mark.parametrize("case", keeping(ENGINE, 1), ids=str)
 @pytest.mark.usefixtures("stand_ins", "devices")
-def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
+def test_engine_gradients_equal_xla_attention(case: Case) -> None:
     with_splash = dataclasses.replace(case, attention="splash")
     check_gradients(with_splash, attention="xla")
     held, held_too = (buffer_bytes(steps_of(each, each.rows)) for each in (case, with_splash))
     assert held_too.get("deferred") == held.get("deferred")
     if case.remat == "names":
-        # What is mixed is kept once, and for each head and query a sum.
+        # The attention output is saved once, and a log-sum for each head and query.
         sums = case.tokens * (8 // case.tensor) * 4
         slots = held_too["stash"] - held["stash"]
         assert slots and slots % sums == 0
@@ -243,7 +243,7 @@ def test_the_engine_trains_as_with_plain_attention(case: Case) -> None:
 
 @pytest.mark.usefixtures("stand_ins", "devices")
 @pytest.mark.parametrize(("names", "kernels_in_backward"), [((), 2), (("context", LOG_SUM), 1)])
-def test_who_keeps_what_is_mixed_runs_no_kernel_again(
+def test_saved_context_avoids_kernel_recomputation(
     names: tuple[str, ...], kernels_in_backward: int
 ) -> None:
     mesh = build_mesh(MeshConfig(ici_stage=2, ici_tensor=2), jax.devices()[:4])
@@ -270,8 +270,8 @@ def test_who_keeps_what_is_mixed_runs_no_kernel_again(
 
 @pytest.mark.usefixtures("stand_ins", "devices")
 @pytest.mark.parametrize(("heads", "groups"), [(4, 1), (6, 3), (3, 3), (4, 2)])
-def test_heads_that_the_shards_do_not_divide(heads: int, groups: int) -> None:
-    """In a program that is automatic throughout, too: its rows are split over the batch axes."""
+def test_heads_not_divisible_by_shards(heads: int, groups: int) -> None:
+    """The program is partitioned automatically: the batch is sharded over the batch axes."""
     mesh = build_mesh(MeshConfig(ici_fsdp=2, ici_tensor=2), jax.devices()[:4])
     draw = jax.random.split(jax.random.key(0), 4)
     query, key, value, weight = (
@@ -294,8 +294,8 @@ def test_heads_that_the_shards_do_not_divide(heads: int, groups: int) -> None:
         np.testing.assert_allclose(left, right, atol=TOLERANCE * np.abs(right).max())
 
 
-def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
-    """And those that are not whole blocks: kernels would be refused on this platform."""
+def test_caches_and_partial_blocks_fall_back_to_xla() -> None:
+    """The kernels would raise an error on this platform."""
     x = jax.random.normal(jax.random.key(0), (2, 100, 2, 4))
     mask = Mask(jnp.zeros((2, 100), int))
     assert (splash.attend(x, x, x, mask) == xla.attend(x, x, x, mask)).all()
@@ -304,7 +304,7 @@ def test_rows_behind_a_cache_are_left_to_plain_attention() -> None:
     assert (splash.attend(x, x, x, mask) == xla.attend(x, x, x, mask)).all()
 
 
-def test_scopes_are_read_back() -> None:
+def test_scope_names_are_parsed() -> None:
     assert scopes.parse_flops(f"jit(f)/jvp({scopes.flops(12.4)})/pallas_call") == 12
     both = scopes.flops(4, 10)
     again = f"transpose(jvp())/rematted_computation/jvp({both})/kernel"

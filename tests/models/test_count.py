@@ -1,4 +1,4 @@
-"""Counted parameters against real trees, counted operations against the compiler."""
+"""Parameter counts compared with real trees, FLOP counts compared with the compiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def tree_params(config: ModelConfig) -> int:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("num_layers", "heads"), [(1, 0), (5, 3)])
-def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, heads: int) -> None:
+def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads: int) -> None:
     config = ModelConfig(
         num_layers=num_layers,
         d_model=24,
@@ -66,7 +66,7 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         ("mixtral-8x7b", 46_702_792_704),
         ("deepseek-v2-lite", 15_706_484_224),
         ("deepseek-v2", 235_741_434_880),
-        # Published as 671 B, and 685 B of a folder, with two copies of a table in its last layer.
+        # Published as 671B; its folder has 685B, with copies of both tables in the last layer.
         ("deepseek-v3", 671_026_419_200 + 11_610_068_224),
         ("llama3-1b", 1_235_814_400),
         ("llama3-8b", 8_030_261_248),
@@ -111,20 +111,20 @@ def test_counted_parameters_are_those_of_the_tree(tied: bool, num_layers: int, h
         ("granite3-8b", 8_170_848_256),
         ("gemma3-270m", 268_098_176),
         ("gemma3-1b", 999_885_952),
-        # What is published of these, less vision tower (416,866,032) and projector to the width.
+        # Published counts, without the vision tower (416,866,032) and the projector.
         ("gemma3-4b", 4_300_079_472 - 416_866_032 - 1_152 * (2_560 + 1)),
         ("gemma3-12b", 12_187_325_040 - 416_866_032 - 1_152 * (3_840 + 1)),
         ("gemma3-27b", 27_432_406_640 - 416_866_032 - 1_152 * (5_376 + 1)),
     ],
 )
-def test_published_models_have_their_published_size(name: str, params: int) -> None:
+def test_bundled_models_have_published_param_count(name: str, params: int) -> None:
     config = published(name)
     assert count.num_params(describe(config)) == tree_params(config) == params
     header = (CONFIGS / f"{name}.yml").read_text(encoding="utf-8").split("\nmodel:")[0]
     assert f"{params:,} parameters" in header
 
 
-# Matmuls dominate: small parts of the operations are norms, rotations and softmax.
+# Matmuls dominate: norms, rotations and softmax are a small part of the FLOPs.
 WIDE = ModelConfig(
     num_layers=1,
     d_model=256,
@@ -138,7 +138,7 @@ WIDE = ModelConfig(
 
 
 def compiled_flops(config: ModelConfig, length: int) -> float:
-    """Of one sequence's forward pass; the compiler counts a loop's body once."""
+    """Return the FLOPs of one sequence's forward pass; the compiler counts a loop's body once."""
     assert config.num_layers == 1
     decoder = Decoder(config, RULES)
     row = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -149,7 +149,7 @@ def compiled_flops(config: ModelConfig, length: int) -> float:
 
 
 def computed_flops_per_token(model: Model, length: int) -> int:
-    """Of a forward pass, all scored pairs included."""
+    """Return the forward FLOPs per token, including all scored pairs."""
     head = count.size(model.ends.head or model.ends.embedding)
     return round(sum(count.layer_costs(model, length)) + 2 * head)
 
@@ -164,15 +164,13 @@ def computed_flops_per_token(model: Model, length: int) -> int:
     ],
     ids=["short", "long", "full heads", "tied"],
 )
-def test_forward_operations_are_what_the_compiler_counts(
-    changes: dict[str, Any], length: int
-) -> None:
+def test_forward_flops_equal_compiler_cost_analysis(changes: dict[str, Any], length: int) -> None:
     config = dataclasses.replace(WIDE, **changes)
     counted = length * computed_flops_per_token(describe(config), length)
     assert counted == pytest.approx(compiled_flops(config, length), rel=0.03)
 
 
-def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
+def test_flops_grow_with_layers_and_causal_mask_halves_scores() -> None:
     def flops(num_layers: int, length: int, causal: bool) -> int:
         model = describe(dataclasses.replace(WIDE, num_layers=num_layers))
         if causal:
@@ -188,7 +186,7 @@ def test_operations_grow_with_layers_and_halve_with_the_causal_mask() -> None:
     assert count.train_flops_per_token(describe(WIDE), 128) == 3 * flops(1, 128, True)
 
 
-def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
+def test_training_llama3_8b_takes_about_six_flops_per_parameter() -> None:
     config = published("llama3-8b")
     embedding = config.vocab_size * config.d_model
     six = 6 * (count.num_params(describe(config)) - embedding)
@@ -197,16 +195,16 @@ def test_training_llama3_8b_takes_about_six_operations_per_parameter() -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_heads_ahead_count_in_a_step(tied: bool) -> None:
-    """Of each the output projection once more, and its own matrix."""
+def test_mtp_heads_count_in_train_flops(tied: bool) -> None:
+    """Each head adds one output projection and its own matrix."""
     plain = dataclasses.replace(WIDE, tied_embeddings=tied)
     models = (describe(dataclasses.replace(plain, mtp_heads=heads)) for heads in (0, 3))
     without, three = (count.train_flops_per_token(model, 128) for model in models)
     assert three - without == 6 * 3 * WIDE.d_model * (WIDE.vocab_size + WIDE.d_model)
 
 
-def test_layers_ahead_count_as_layers() -> None:
-    """Behind the network: three of them take what three layers more do, and their projections."""
+def test_mtp_layers_count_as_layers_with_projections() -> None:
+    """A layer after the network costs as much as one more layer, plus its projections."""
     config = dataclasses.replace(published("gemma3-270m"), num_layers=5)
     longer = describe(dataclasses.replace(config, num_layers=6))
     one = dataclasses.replace(config, mtp_heads=1, mtp_kind="layer")
@@ -217,7 +215,7 @@ def test_layers_ahead_count_as_layers() -> None:
         without, ahead = (counted(describe(each), *arguments) for each in changed)
         return ahead - without
 
-    # The sixth layer is the first with attention to all tokens; one behind the fifth has none.
+    # The sixth layer is the first with full attention; an MTP layer after the fifth has none.
     layer = count.forward_flops_per_token(longer, tokens)
     layer -= count.forward_flops_per_token(describe(config), tokens)
     heads = longer.layer_types["layer"].parts["attention"].operations
@@ -236,7 +234,7 @@ def test_layers_ahead_count_as_layers() -> None:
     assert count.num_params(describe(one)) == tree_params(one)
 
 
-def test_a_token_uses_some_experts_of_layers_ahead() -> None:
+def test_mtp_layers_count_only_active_experts() -> None:
     config = published("tiny-moe")
     one = dataclasses.replace(config, mtp_heads=2, mtp_kind="layer")
     unused = [

@@ -1,4 +1,4 @@
-"""What `model.attention=auto` is on each kind of device."""
+"""The backend that `model.attention=auto` selects on each type of device."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LATENT = replace(MODEL, family="deepseek", own=DeepseekConfig(), num_kv_heads=MO
         (MODEL, "gpu", 4097, "blockwise", ["cudnn requires an even"]),
     ],
 )
-def test_the_best_backend_is_chosen(
+def test_auto_selects_fastest_supported_backend(
     model: ModelConfig, platform: str, tokens: int, wanted: str, refused: list[str]
 ) -> None:
     found = choose(model, platform, tokens)
@@ -64,16 +64,16 @@ def test_the_best_backend_is_chosen(
     assert wanted in said and platform in said and all(why in said for why in refused)
 
 
-def test_on_a_tpu_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_prefers_splash_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve_auto, "CANNOT", {**CANNOT, "splash": frozenset({"sinks"})})
     assert choose(MODEL, "tpu", 8192) == ("splash", ())
     assert choose(MODEL, "tpu", 128).backend == "splash"
     assert choose(MODEL, "tpu", 8200).backend == "blockwise"
     assert choose(MODEL, "tpu", 200).backend == "xla"
-    # A device with pieces of 64 tokens of a row has no whole block of the kernel.
+    # A device that holds chunks of 64 tokens has no whole kernel block.
     gathered, exchanged = Divided(64, method="all_gather"), Divided(2, 1)
     assert choose(MODEL, "tpu", 8192, gathered).backend == "blockwise"
-    # Where heads are exchanged it has whole rows.
+    # If heads are exchanged, each device has whole sequences.
     assert choose(MODEL, "tpu", 128, exchanged).backend == "splash"
     assert choose(MODEL, "tpu", 128, exchanged._replace(method="all_gather")).backend != "splash"
     assert choose(SINKS, "tpu", 8192).backend == "blockwise"
@@ -84,7 +84,7 @@ def test_on_a_tpu_kernels_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == ("blockwise", ("splash is not available",))
 
 
-def test_a_ring_is_by_blocks_everywhere() -> None:
+def test_ring_attention_always_uses_blockwise() -> None:
     ring = Divided(2, method="ring")
     for platform in ("cpu", "tpu"):
         assert choose(MODEL, platform, 16, ring) == ("blockwise", ())
@@ -94,7 +94,7 @@ def test_a_ring_is_by_blocks_everywhere() -> None:
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize("backend", sorted(set(CANNOT) - {"auto"}))
-def test_a_named_backend_stays(platform: str, backend: Any) -> None:
+def test_explicit_backend_is_kept(platform: str, backend: Any) -> None:
     model = replace(MODEL, attention=backend)
     assert resolved(model, platform, 4096) is not MODEL
     assert resolved(model, platform, 4096) == model

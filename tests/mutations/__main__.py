@@ -1,6 +1,6 @@
-"""`python -m tests.mutations`: random mutations of everything that is read, through the command.
+"""`python -m tests.mutations`: run commands on randomly mutated input files.
 
-Each case has a number; `--seed S --only N` runs one of them again and leaves its folder.
+Each case has a number; `--seed S --only N` reruns one case and keeps its folder.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tests.mutations.seeds import COSTLY, Seed, build
 
 SHARES = {"folders": 24, "tokenizers": 18, "data": 18, "prepared": 8, "runs": 14, "records": 8}
 SHARES["configs"] = 10
-"""Of a hundred cases."""
+"""Weights of the areas, which sum to 100."""
 _COSTLY_SHARE = 0.35
-"""Of commands that compile a model, these are run; others of the seed instead of the rest."""
+"""Fraction of model-compiling commands that are run; cheaper commands replace the others."""
 
 
 def main() -> int:
@@ -32,11 +32,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--only", type=int, action="append", help="this case, whose folder is kept")
-    parser.add_argument("--good", action="store_true", help="no mutations: all must succeed")
+    parser.add_argument(
+        "--only", type=int, action="append", help="run only this case and keep its folder"
+    )
+    parser.add_argument(
+        "--good", action="store_true", help="run without mutations; all must succeed"
+    )
     parser.add_argument("--area", action="append", choices=sorted(SHARES))
-    parser.add_argument("--folder", type=Path, help="where seeds and findings are kept")
-    parser.add_argument("--json", type=Path, help="a line for each case")
+    parser.add_argument("--folder", type=Path, help="folder for seeds and cases")
+    parser.add_argument("--json", type=Path, help="append a line for each case")
     options = parser.parse_args()
     runner.prepare()
     with tempfile.TemporaryDirectory(prefix="mutations-") as temporary:
@@ -77,7 +81,7 @@ def _run(options: argparse.Namespace, home: Path) -> int:
 
 
 def _good(seeds: list[Seed], folder: Path) -> int:
-    """Runs every command on its seed as it is, which must succeed."""
+    """Run every command on its unchanged seed; all must succeed."""
     failed = 0
     for seed in seeds:
         for command in dict.fromkeys(seed.commands):
@@ -119,7 +123,7 @@ class Case:
         self.did = ""
 
     def run(self, folder: Path, keep: bool) -> tuple[str, runner.Outcome]:
-        """What is wrong, if anything, and the outcome."""
+        """Return the fault, or an empty string, and the outcome."""
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.seed.folder, folder, symlinks=True)
         before = self._mutate(folder)
@@ -138,7 +142,7 @@ class Case:
         return fault, outcome
 
     def _mutate(self, folder: Path) -> dict[Path, bytes]:
-        """The changed files and what they held."""
+        """Change some files and return their previous contents."""
         files = sorted(
             {path for pattern in self.seed.files for path in folder.glob(pattern) if path.is_file()}
         )

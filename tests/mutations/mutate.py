@@ -1,4 +1,4 @@
-"""Random changes of one file: of its structure where that is known, else of its bytes."""
+"""Random changes to one file: to its structure if its format is known, else to its bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RAW = {
     "NAN": "NaN",
     "INFINITE": "-Infinity",
 }
-"""Text that no value is written as, by the name that stands for it until the value is written."""
+"""Text that no serializer writes, by the name that stands for it until serialization."""
 _MARK = "@@RAW {}@@"
 
 
@@ -61,7 +61,7 @@ _VALUES = _values()
 
 
 def change_value(root: Any, draw: Random) -> Any:
-    """The tree with one change at a random place; children are as likely as their number allows."""
+    """Return the tree with one change at a random place."""
     holder: Any = {"root": root}
     parent, key = holder, "root"
     while isinstance(parent[key], dict | list) and parent[key] and draw.random() < 0.8:
@@ -198,7 +198,7 @@ def _yaml(raw: bytes, draw: Random) -> bytes:
 
 
 def _text(raw: bytes, draw: Random) -> bytes:
-    """One number or word of a text replaced."""
+    """Replace one number or word."""
     text = raw.decode()
     words = [*re.finditer(r"[\w.+-]+", text)]
     found = draw.choice(words)
@@ -247,7 +247,7 @@ def _structure(path: Path, raw: bytes) -> Callable[[bytes, Random], bytes]:
 
 
 def _replace(path: Path, others: list[Path], draw: Random) -> str:
-    """Something else in the place of the file."""
+    """Replace the file with something else; return its type."""
     kind = draw.choice(
         ["gone", "empty", "folder", "dangling link", "own link", "pipe", "device", "huge", "other"]
     )
@@ -274,7 +274,7 @@ def _replace(path: Path, others: list[Path], draw: Random) -> str:
 
 
 def mutate(path: Path, others: list[Path], draw: Random) -> str:
-    """Changes one file; the words for what was done."""
+    """Change one file and return a description of the change."""
     kind = draw.random()
     if kind < 0.1:
         return _replace(path, others, draw)
@@ -285,6 +285,6 @@ def mutate(path: Path, others: list[Path], draw: Random) -> str:
             path.write_bytes(how(raw, draw))
             return how.__name__.removeprefix("_")
         except (ValueError, LookupError, TypeError, yaml.YAMLError, struct.error, RecursionError):
-            pass  # it is not of that structure
+            pass  # the file does not have that structure
     path.write_bytes(_bytes(raw, draw))
     return "bytes"

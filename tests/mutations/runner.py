@@ -1,7 +1,7 @@
-"""Runs of the command in processes that are forked from one that has imported it.
+"""Run commands in processes that are forked from one that has imported maxpipe.
 
-Importing jax and orbax takes seconds, a mutated config is refused in milliseconds. Nothing here
-starts a backend of jax: that would not survive a fork.
+Importing JAX and Orbax takes seconds; rejecting a mutated config takes milliseconds. Nothing here
+starts a JAX backend, which would not survive a fork.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CODES = {0, 1, 2, 71, 74, 75}
-"""Exit codes that explain themselves; 1 is that of `checkpoints diff --exit-code`."""
+"""Allowed exit codes; 1 is the code of `checkpoints diff --exit-code`."""
 MOST_CPU_SECONDS = 60
 MOST_BYTES = 2 << 30
 _MOST_SECONDS = 180
 _MOST_ADDRESSES = 24 << 30
-"""So that a run that takes all memory is a finding, and not the end of the machine."""
+"""Address-space limit in bytes, so that a command cannot use all memory of the machine."""
 _IMPORTED = ("jax", "orbax.checkpoint", "maxpipe.cli", "maxpipe.commands.eval")
 _IMPORTED += ("maxpipe.generate.completions", "maxpipe.train.loop")
 MOST_OUTPUT = 200_000
-"""Bytes that a person is expected to scroll through."""
+"""Maximum output in bytes."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of the command took, and what it said."""
+    """Exit code, resource use and output of one command."""
 
     code: int
-    """Negative: the signal that ended it."""
+    """Negative if a signal ended the process."""
     seconds: float
     cpu_seconds: float
     peak_bytes: int
@@ -43,7 +43,7 @@ class Outcome:
 
     @property
     def fault(self) -> str:
-        """What must not be, or nothing."""
+        """Return a description of the fault, or an empty string."""
         if self.code not in CODES:
             return f"exit code {self.code}"
         if "Traceback (most recent call last)" in self.output:
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def prepare() -> None:
-    """Imports what the commands import."""
+    """Import the modules that commands import."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     from tests.conftest import FAST_COMPILE
 
@@ -71,7 +71,7 @@ def prepare() -> None:
 
 
 def run(folder: Path, arguments: Sequence[str]) -> Outcome:
-    """One command in a folder, which is its home, too."""
+    """Run one command in a folder, which is also its home directory."""
     path = folder.parent / f"{folder.name}.output"
     started = time.monotonic()
     child = os.fork()
@@ -79,7 +79,7 @@ def run(folder: Path, arguments: Sequence[str]) -> Outcome:
         _become(folder, path, arguments)
     status, usage = _waited(child, started + _MOST_SECONDS)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child, signal.SIGKILL)  # what it has left behind
+        os.killpg(child, signal.SIGKILL)  # processes that it left behind
     output = path.read_bytes().decode(errors="backslashreplace")
     path.unlink()
     code = os.waitstatus_to_exitcode(status)
@@ -107,7 +107,7 @@ def _waited(child: int, deadline: float) -> tuple[int, resource.struct_rusage]:
 
 
 def _become(folder: Path, output: Path, arguments: Sequence[str]) -> None:
-    """The child: never returns."""
+    """Run the command in the child process; never returns."""
     code = 70
     try:
         os.setsid()

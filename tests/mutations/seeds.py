@@ -1,4 +1,4 @@
-"""Small, good inputs of every sort that the command reads, and the commands that read them.
+"""Small valid inputs of every type that commands read, and the commands that read them.
 
 A seed is a folder; its commands run inside a copy of it. Everything is made here, without
 network, in less than two minutes.
@@ -56,21 +56,21 @@ COSTLY = {"train", "eval", "generate"}
 
 @dataclass(frozen=True)
 class Seed:
-    """A folder of good inputs."""
+    """A folder of valid inputs."""
 
     name: str
     area: str
-    """What the table of results counts it under."""
+    """Row of the results table."""
     folder: Path
     files: tuple[str, ...]
     """Patterns of the files that are mutated, relative to the folder."""
     commands: tuple[Command, ...]
     sealed: tuple[str, ...] = ()
-    """Patterns of files whose every byte a `verify` command vouches for."""
+    """Patterns of files whose every byte a `verify` command checks."""
 
 
 def build(folder: Path, compiled: Path, call: Call) -> list[Seed]:
-    """Makes all seeds below a folder. `call` runs the command where a seed is its output."""
+    """Make all seeds below a folder; `call` runs commands whose output is a seed."""
     folder.mkdir(parents=True, exist_ok=True)
     found = [
         *_folders(folder),
@@ -85,7 +85,7 @@ def build(folder: Path, compiled: Path, call: Call) -> list[Seed]:
 
 
 def in_child(make: Callable[[], None]) -> None:
-    """Runs it in a process of its own: libraries with threads are of no use after a fork."""
+    """Call `make` in a child process, because libraries with threads do not survive a fork."""
     child = os.fork()
     if not child:
         try:
@@ -195,7 +195,7 @@ def _tokenizers(root: Path) -> list[Seed]:
 
 
 def _made_tokenizers() -> dict[str, dict[str, object]]:
-    """Definitions with the parts that the golden ones lack."""
+    """Return definitions with components that the golden ones lack."""
     pieces = [["<unk>", 0.0], ["</s>", 0.0], ["▁", -2.0]]
     pieces += [[chr(97 + i), -3.0 - i / 10] for i in range(26)]
     words = {"[UNK]": 0, "</s>": 1, "hello": 2, "world": 3, "##s": 4, "1": 5, ",": 6}
@@ -471,7 +471,7 @@ def _adapters(root: Path, compiled: Path, call: Call) -> list[Seed]:
     maker.write(folder / "base", *maker.llama("F32", vocab=vocab))
     _add_tokenizer(folder / "base")
     (folder / "chat.jsonl").write_text((json.dumps({"messages": _TALK}) + "\n") * 8)
-    # What `import` writes is the model of the folder.
+    # `import` writes a config with the folder's model.
     assert call(folder, "import", "base", "--out", "imported") == 0
     overrides = (
         *("imported/config.yml", "checkpoint.restore_from=hf:base", "run.dir=.", "run.name=run"),

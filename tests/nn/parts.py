@@ -1,8 +1,7 @@
-"""Modules of parts with values, for tests that look at one of them."""
+"""Helpers that build single modules with parameter values."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,19 +15,20 @@ from maxpipe.nn.decoder import init_params
 from maxpipe.nn.module import LayerContext
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.sharding import AxisRules
+from tests.times import shared
 
 RULES = AxisRules.from_config(MeshConfig())
 
 
 def with_values(module: Any, **values: Any) -> dict[str, np.ndarray]:
-    """Gives the module's parameters what they start from, or `values`; returns them in float64."""
+    """Set the module's parameters to initial values or `values`; return them in float64."""
     found = _initial_values(module.part) | values
     for name, value in found.items():
         setattr(module, name, nnx.Param(jnp.asarray(value, jnp.float32)))
     return {name: np.asarray(value, np.float64) for name, value in found.items()}
 
 
-@functools.cache
+@shared
 def _initial_values(part: Any) -> dict[str, jax.Array]:
     draw = jax.jit(lambda key: init_params(part.params, key, jnp.dtype("float32")))
     return draw(jax.random.key(0))
@@ -41,19 +41,19 @@ def context(
     values: Mapping[str, tuple[float, ...]] | None = None,
     cache: KVCache | None = None,
 ) -> LayerContext:
-    """Of a layer."""
+    """Return the context of a layer."""
     inputs = {"segment_ids": jnp.asarray(segments), "positions": jnp.asarray(positions)}
     return LayerContext(inputs, jnp.asarray(index), values or {}, cache)
 
 
 def packed(lengths: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Segment ids and positions of rows that hold documents of these lengths."""
+    """Return segment IDs and positions of sequences with documents of these lengths."""
     ids = [np.repeat(1 + np.arange(len(row)), row) for row in lengths]
     positions = [np.concatenate([np.arange(n) for n in row]) for row in lengths]
     return np.stack(ids), np.stack(positions)
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    """Float32: 1e-5 of the largest value."""
+    """Compare within a float32 tolerance of 1e-5 of the largest value."""
     wanted = np.asarray(wanted, np.float64)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())

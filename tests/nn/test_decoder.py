@@ -1,4 +1,4 @@
-"""The decoder as a whole: its parameters, and what its logits depend on."""
+"""The whole decoder: parameters, logits, dropout and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def decoder_with(**changes: Any) -> Decoder:
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    """Float32: 1e-5 of the largest value."""
+    """Compare within a float32 tolerance of 1e-5 of the largest value."""
     wanted = np.asarray(wanted, np.float64)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5 * np.abs(wanted).max())
 
 
 def leaves(tree: Any) -> dict[str, Any]:
-    """Dotted name -> leaf; a tuple of logical axes is a leaf."""
+    """Return leaves by dotted name; a tuple of logical axes is a leaf."""
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, tuple))
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in found}
 
@@ -61,7 +61,7 @@ def numpy_leaves(tree: Any) -> dict[str, np.ndarray]:
 
 
 def make_batch(rows: int = 2, length: int = 8, seed: int = 0) -> dict[str, Any]:
-    """Documents of 3 and 5 tokens in every row."""
+    """Return a batch with documents of 3 and 5 tokens in every sequence."""
     cut = np.arange(length) >= 3
     generator = np.random.default_rng(seed)
     batch = {
@@ -92,7 +92,7 @@ def params(deep: dict[str, Any]) -> dict[str, Any]:
 # Parameters.
 
 
-def test_the_parameter_tree_of_the_tiny_model(golden: Callable[[str, str], None]) -> None:
+def test_tiny_model_parameter_tree_equals_golden(golden: Callable[[str, str], None]) -> None:
     config = load([str(CONFIGS / "tiny.yml"), "train.steps=1"]).config.model
     decoder = Decoder(config, RULES)
     shapes = leaves(jax.eval_shape(decoder.init, jax.random.key(0)))
@@ -113,13 +113,13 @@ def test_tied_embeddings_have_no_head() -> None:
     assert {"head"} == set(decoder_with().axes()) - set(tied.axes())
 
 
-def test_parameters_have_the_configured_type() -> None:
+def test_parameters_have_configured_dtype() -> None:
     shapes = jax.eval_shape(decoder_with(param_dtype="bfloat16").init, jax.random.key(0))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"bfloat16"}
 
 
-def test_a_layer_depends_on_its_index_and_on_nothing_else(deep: dict[str, Any]) -> None:
-    # Not on the depth of the model, nor on which layers are drawn with it.
+def test_initial_layer_weights_depend_only_on_layer_index(deep: dict[str, Any]) -> None:
+    # Not on the depth of the model, nor on the layers initialized with it.
     picked = [2, 0, 2]
     decoder = decoder_with(num_layers=3)
     drawn = jax.jit(lambda layers: decoder.init_layers("layer", KEY, layers))(jnp.array(picked))
@@ -127,18 +127,18 @@ def test_a_layer_depends_on_its_index_and_on_nothing_else(deep: dict[str, Any]) 
     assert set(numpy_leaves(drawn)) == set(whole)
     for name, leaf in numpy_leaves(drawn).items():
         if name in ("attention.out", "mlp.down"):
-            # Projections to the residual stream shrink with the depth; the draws are the same.
+            # Residual projections are scaled by depth; the random numbers are equal.
             np.testing.assert_allclose(leaf * (3 / 5) ** 0.5, whole[name][picked], rtol=1e-6)
         else:
             np.testing.assert_array_equal(leaf, whole[name][picked])
 
 
-def test_no_two_parameters_are_alike(deep: dict[str, Any]) -> None:
+def test_initial_parameters_are_uncorrelated(deep: dict[str, Any]) -> None:
     rows = []
     for name, leaf in numpy_leaves(deep).items():
         if not name.endswith("scale"):
             parts = leaf if name.startswith("layers.") else leaf[None]
-            # Deviations differ from matrix to matrix: compare signs.
+            # Standard deviations differ between matrices: compare signs.
             rows += [np.sign(part.ravel()[:200]) for part in parts]
     assert len(rows) == 2 + 5 * 7
     for i, one in enumerate(rows):
@@ -150,7 +150,7 @@ def test_no_two_parameters_are_alike(deep: dict[str, Any]) -> None:
 # Logits.
 
 
-def test_embedding_and_head_can_be_one_table(params: dict[str, Any]) -> None:
+def test_tied_embeddings_equal_untied_with_shared_table(params: dict[str, Any]) -> None:
     tied, untied = decoder_with(tied_embeddings=True), decoder_with()
     batch = make_batch()
     shared = {name: leaf for name, leaf in params.items() if name != "head"}
@@ -163,11 +163,11 @@ def test_embedding_and_head_can_be_one_table(params: dict[str, Any]) -> None:
         jax.jit(run, static_argnums=0)(*each) for each in ((tied, shared), (untied, apart))
     )
     assert_close(logits, wanted)
-    # Both uses reach the gradient of the one table.
+    # Both uses contribute to the gradient of the shared table.
     assert_close(gradient["embedding"], both["embedding"] + both["head"].T)
 
 
-def test_logits_are_float32_whatever_the_compute_type(params: dict[str, Any]) -> None:
+def test_logits_are_float32_for_any_compute_dtype(params: dict[str, Any]) -> None:
     batch = make_batch()
     exact = jax.jit(decoder_with().apply)(params, batch)
     rough = jax.jit(decoder_with(compute_dtype="bfloat16").apply)(params, batch)
@@ -184,7 +184,7 @@ def other_tokens(batch: dict[str, Any], where: slice) -> np.ndarray:
     return tokens
 
 
-def test_packed_documents_cannot_see_each_other(params: dict[str, Any]) -> None:
+def test_packed_documents_do_not_attend_to_each_other(params: dict[str, Any]) -> None:
     apply = jax.jit(decoder_with().apply)
     batch = make_batch()
     before = np.asarray(apply(params, batch))
@@ -196,7 +196,7 @@ def test_packed_documents_cannot_see_each_other(params: dict[str, Any]) -> None:
     assert (after[:, 6:] != before[:, 6:]).any(axis=-1).all()
 
 
-def test_a_packed_document_equals_the_document_alone(params: dict[str, Any]) -> None:
+def test_packed_document_equals_unpacked_document(params: dict[str, Any]) -> None:
     apply = jax.jit(decoder_with().apply)
     batch = make_batch()
     packed = apply(params, batch)
@@ -206,7 +206,7 @@ def test_a_packed_document_equals_the_document_alone(params: dict[str, Any]) -> 
         assert_close(packed[:, part], apply(params, alone))
 
 
-def test_the_loss_is_the_mean_over_masked_targets(params: dict[str, Any]) -> None:
+def test_loss_is_mean_over_unmasked_targets(params: dict[str, Any]) -> None:
     decoder, batch = decoder_with(), make_batch()
     batch["loss_mask"] = np.random.default_rng(3).integers(0, 2, (2, 8))
     both = jax.jit(lambda batch: (decoder.apply(params, batch), decoder.loss(params, batch)))
@@ -243,7 +243,7 @@ def layer_output(
 EVERY = slice(0, 4)
 
 
-def test_dropout_is_the_same_however_the_batch_is_cut(params: dict[str, Any]) -> None:
+def test_dropout_does_not_depend_on_batch_split(params: dict[str, Any]) -> None:
     key = jax.random.key(1)
     whole = layer_output(params, 0, key, EVERY)
     np.testing.assert_array_equal(layer_output(params, 0, key, EVERY), whole)
@@ -260,7 +260,7 @@ def test_dropout_depends_on_key_layer_and_example(params: dict[str, Any]) -> Non
         layer_output(params, 0, None, EVERY),
     ):
         assert (np.abs(other - whole).max(axis=(1, 2)) > 1e-2).all()
-    # The same example twice gets two masks, because its number differs.
+    # Equal inputs get different masks if their example IDs differ.
     batch = {name: np.repeat(leaf[:1], 2, 0) for name, leaf in make_batch().items()}
     first = jax.tree.map(lambda leaf: leaf[0], params["layers"]["layer"])
     x = np.ones((2, 8, SMALL.d_model), np.float32)
@@ -270,7 +270,7 @@ def test_dropout_depends_on_key_layer_and_example(params: dict[str, Any]) -> Non
         assert bool((out[0] == out[1]).all()) is equal
 
 
-def test_without_a_key_or_a_rate_nothing_is_dropped(params: dict[str, Any]) -> None:
+def test_dropout_is_disabled_without_key_or_rate(params: dict[str, Any]) -> None:
     plain = layer_output(params, 0, None, EVERY)
     np.testing.assert_array_equal(layer_output(params, 0, jax.random.key(1), EVERY, 0.0), plain)
     decoder, batch = decoder_with(dropout=0.5), make_batch()
@@ -280,7 +280,7 @@ def test_without_a_key_or_a_rate_nothing_is_dropped(params: dict[str, Any]) -> N
     assert float(jnp.abs(dropped - apply(params, batch)).max()) > 1e-2
 
 
-# Layers of unlike kinds.
+# Layers of different types.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,8 +300,8 @@ class _CountingModule(mlp.GatedMLP):
         return found._replace(losses={"size": loss}, statistics={"sum": found.x.sum((0, 1))})
 
 
-def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against layers run one by one; losses are added up, statistics stay apart by layer."""
+def test_layer_types_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare with layers run one by one; losses are summed, statistics are kept per layer."""
     table = {**decoder_module._MODULES, _Counting: _CountingModule}
     monkeypatch.setattr(decoder_module, "_MODULES", table)
     decoder, plain = decoder_with(num_layers=5), describe(SMALL)
@@ -345,8 +345,8 @@ def test_kinds_run_in_network_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
-def test_heads_ahead_follow_their_formula() -> None:
-    """Against loops over tokens, with documents and targets that do not count."""
+def test_mtp_head_losses_equal_formula() -> None:
+    """Compare with loops over tokens, with several documents and masked targets."""
     plain, decoder = decoder_with(), decoder_with(mtp_heads=2, mtp_loss_weight=0.6)
     params, batch = jax.jit(decoder.init)(KEY), make_batch()
     assert not np.asarray(params["ahead"]["transform"]).any()
@@ -360,7 +360,7 @@ def test_heads_ahead_follow_their_formula() -> None:
     every = lambda *given: [f(*given) for f in (decoder.run, decoder.loss, decoder.objective)]  # noqa: E731
     found, loss, objective = jax.jit(every)(params, batch)
     assert_close(found.logits, jax.jit(plain.apply)(without, batch))
-    # What all heads read, from the ordinary one's logits: they are more than its width.
+    # Recover the hidden states from the logits: the vocabulary is larger than the width.
     head = np.asarray(params["head"], np.float64)
     hidden = np.asarray(found.logits, np.float64) @ np.linalg.pinv(head)
     ids, mask, targets = (np.asarray(batch[n]) for n in ("segment_ids", "loss_mask", "targets"))
@@ -384,7 +384,7 @@ def test_heads_ahead_follow_their_formula() -> None:
     assert_close(objective, loss + 0.6 * mean / mask.sum())
 
 
-def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() -> None:
+def test_mtp_layers_are_initialized_independently() -> None:
     decoders = [decoder_with(mtp_heads=heads, mtp_kind="layer") for heads in (0, 1, 3)]
     drawn = jax.jit(lambda key: [decoder.init(key) for decoder in decoders])(KEY)
     plain, one, three = map(numpy_leaves, drawn)
@@ -397,8 +397,8 @@ def test_layers_ahead_are_drawn_each_by_itself_and_leave_others_as_they_are() ->
     assert not np.array_equal(three["ahead.layer.mlp.gate"], three["ahead.layer.mlp.up"])
 
 
-def test_layers_ahead_follow_their_formula_in_each_document_alone() -> None:
-    """Two chained heads by loops over documents, each of which is a row of its own."""
+def test_mtp_layer_losses_equal_per_document_formula() -> None:
+    """Compute two chained heads in a loop over documents, each as a separate sequence."""
     decoder = decoder_with(mtp_heads=2, mtp_kind="layer", mtp_loss_weight=0.6)
     params, batch = jax.jit(decoder.init)(KEY), make_batch(1)
     batch["loss_mask"] = jnp.asarray([[1, 0, 1, 1, 1, 0, 1, 1]])

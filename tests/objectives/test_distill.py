@@ -1,4 +1,4 @@
-"""The divergence over K + 1 buckets: against whole distributions, at its edges, and by sums."""
+"""KL divergence over the top-k tokens and one remainder bucket, compared with exact KL."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def logits_of(seed: int, scale: float = 2.0) -> np.ndarray:
 
 
 def batch_of(teacher: np.ndarray, count: int, temperature: float) -> dict[str, Any]:
-    """With what a teacher with these logits says."""
+    """Return a batch with the top-`count` log-probabilities of a teacher with these logits."""
     draw, scores = np.random.default_rng(9), log_softmax(teacher / temperature, axis=-1)
     ids = np.argsort(-scores, axis=-1, kind="stable")[..., :count].astype(np.int32)
     return {
@@ -44,8 +44,8 @@ def batch_of(teacher: np.ndarray, count: int, temperature: float) -> dict[str, A
     }
 
 
-def whole(direction: Direction, student: jax.Array, teacher: np.ndarray, t: float) -> jax.Array:
-    """KL over the whole vocabulary, as a textbook has it."""
+def exact_kl(direction: Direction, student: jax.Array, teacher: np.ndarray, t: float) -> jax.Array:
+    """Return the exact KL divergence over the full vocabulary."""
     p, q = (jax.nn.log_softmax(each / t, axis=-1) for each in (jnp.asarray(teacher), student))
     given, other = (p, q) if direction == "forward" else (q, p)
     return (jnp.exp(given) * (given - other)).sum(-1)
@@ -54,16 +54,14 @@ def whole(direction: Direction, student: jax.Array, teacher: np.ndarray, t: floa
 @pytest.mark.parametrize(
     ("direction", "temperature"), [*itertools.product(DIRECTIONS, (0.5, 1.0, 3.0))]
 )
-def test_with_the_whole_vocabulary_it_is_the_whole_divergence(
-    direction: Direction, temperature: float
-) -> None:
+def test_full_vocabulary_equals_exact_kl(direction: Direction, temperature: float) -> None:
     objective = Distill(direction, temperature, VOCABULARY, 0.7)
     student, teacher = jnp.asarray(logits_of(0)), logits_of(1)
     batch = batch_of(teacher, VOCABULARY, temperature)
 
     def plain(student: jax.Array) -> jax.Array:
         mask = batch["loss_mask"]
-        kl = temperature**2 * whole(direction, student, teacher, temperature)
+        kl = temperature**2 * exact_kl(direction, student, teacher, temperature)
         nats = -jnp.take_along_axis(
             jax.nn.log_softmax(student), batch["targets"][..., None], axis=-1
         )
@@ -80,8 +78,8 @@ def test_with_the_whole_vocabulary_it_is_the_whole_divergence(
 
 
 @pytest.mark.parametrize(("direction", "count"), [*itertools.product(DIRECTIONS, (1, 4, 10))])
-def test_all_other_tokens_are_one_bucket(direction: Direction, count: int) -> None:
-    """As numpy has it in double precision, with probabilities summed bucket by bucket."""
+def test_remaining_tokens_form_one_bucket(direction: Direction, count: int) -> None:
+    """Compare with float64 numpy code that sums probabilities per bucket."""
     student, teacher = logits_of(2), logits_of(3)
     batch = batch_of(teacher, count, 2.0)
     ids = batch[TEACHER_IDS]
@@ -104,17 +102,17 @@ def test_all_other_tokens_are_one_bucket(direction: Direction, count: int) -> No
     np.testing.assert_allclose([loss, reports["divergence"]], mean, rtol=TOLERANCE)
 
 
-def test_the_logarithm_is_right_near_zero_and_far_from_it() -> None:
+def test_log1mexp_is_accurate_near_zero_and_at_large_magnitudes() -> None:
     x = -np.array([1e-6, 1e-3, 0.5, np.log(2.0), 0.7, 5.0, 20.0, 80.0], np.float32)
     exact = np.log(-np.expm1(x.astype(np.float64)))
-    exact[-2:] = -np.exp(x[-2:].astype(np.float64))  # log1p of so little
+    exact[-2:] = -np.exp(x[-2:].astype(np.float64))  # log1p(-y) = -y for tiny y
     np.testing.assert_allclose(log1mexp(jnp.asarray(x)), exact, rtol=2e-6)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("scale", [0.0, 30.0, 1e4])
 def test_extreme_logits_give_finite_gradients(direction: Direction, scale: float) -> None:
-    """Distributions that are uniform, all in one bucket, or with no probability elsewhere."""
+    """Test uniform distributions and distributions concentrated on one token."""
     teacher, student = logits_of(4, scale), jnp.asarray(logits_of(5, scale))
     for count in (1, 3, VOCABULARY):
         batch = batch_of(teacher, count, 1.0)
@@ -128,7 +126,7 @@ def test_extreme_logits_give_finite_gradients(direction: Direction, scale: float
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_student_like_its_teacher_has_nothing_to_learn(direction: Direction) -> None:
+def test_identical_student_has_zero_loss_and_gradient(direction: Direction) -> None:
     teacher = logits_of(6)
     for count in (1, 4, VOCABULARY):
         batch = batch_of(teacher, count, 1.5)
@@ -141,7 +139,7 @@ def test_a_student_like_its_teacher_has_nothing_to_learn(direction: Direction) -
         assert abs(float(value)) < 1e-6 and np.abs(slope).max() < 1e-6
 
 
-def test_buckets_add_up_to_one() -> None:
+def test_bucket_probabilities_sum_to_one() -> None:
     scores = log_softmax(logits_of(7), axis=-1)
     for count in range(1, VOCABULARY + 1):
         found = np.asarray(append_remainder(jnp.asarray(scores[..., :count])))

@@ -1,4 +1,4 @@
-"""The policy's loss on numbers that are worked out by hand."""
+"""Policy-gradient loss, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from maxpipe.objectives import ON_POLICY, KlPolicyGradient, Policy, advantages, kl_estimate
 
 
-def test_advantages_of_groups() -> None:
+def test_group_advantages() -> None:
     rewards = np.array([[1.0, 0, 0, 1], [0.1, 0.1, 0.1, 0.1], [3, 1, 1, 1]])
     found = advantages(rewards, "std")
     root = math.sqrt(0.75)
     wanted = [[1, -1, -1, 1], [0] * 4, [1.5 / root, -0.5 / root, -0.5 / root, -0.5 / root]]
     np.testing.assert_allclose(found, wanted, rtol=1e-12)
-    assert (found[1] == 0).all()  # exactly, though a third of 0.3 is not 0.1
+    assert (found[1] == 0).all()  # exactly zero, despite rounding in the mean
     mean = advantages(rewards, "mean")
     np.testing.assert_allclose(mean, [[0.5, -0.5, -0.5, 0.5], [0] * 4, [1.5, -0.5, -0.5, -0.5]])
 
@@ -31,16 +31,16 @@ CLIPPED = [
     # ratio, advantage, loss, slope of the loss by the log-probability, clipped
     (1.0, 2.0, -2.0, -2.0, 0),
     (1.1, 2.0, -2.2, -2.2, 0),
-    (1.5, 2.0, -2.6, 0.0, 1),  # 1.3 at most
-    (0.5, 2.0, -1.0, -1.0, 0),  # it may come back
-    (0.5, -2.0, 1.6, 0.0, 1),  # 0.8 at least
+    (1.5, 2.0, -2.6, 0.0, 1),  # clipped at 1.3
+    (0.5, 2.0, -1.0, -1.0, 0),  # below the range, but not clipped for a positive advantage
+    (0.5, -2.0, 1.6, 0.0, 1),  # clipped at 0.8
     (1.5, -2.0, 3.0, 3.0, 0),
     (1.2, 0.0, 0.0, 0.0, 0),
 ]
 
 
 @pytest.mark.parametrize(("ratio", "gain", "loss", "slope", "clipped"), CLIPPED)
-def test_the_ratio_is_clipped(
+def test_ratio_is_clipped(
     ratio: float, gain: float, loss: float, slope: float, clipped: int
 ) -> None:
     old = -1.5
@@ -57,7 +57,7 @@ def test_the_ratio_is_clipped(
     assert is_clipped[0, 0] == clipped
 
 
-def test_of_its_own_tokens_the_ratio_is_exactly_1() -> None:
+def test_on_policy_ratio_is_exactly_one() -> None:
     logp = jnp.asarray(np.random.default_rng(0).normal(-2, 1, (3, 5)), jnp.float32)
     gains = jnp.asarray(np.random.default_rng(1).normal(size=(3, 5)), jnp.float32)
     inputs = {"old_logp": jnp.full_like(logp, ON_POLICY), "advantages": gains}
@@ -67,8 +67,8 @@ def test_of_its_own_tokens_the_ratio_is_exactly_1() -> None:
     assert (jax.grad(run)(logp) == -gains).all()
 
 
-def test_divergence_from_the_reference() -> None:
-    """Never negative, 0 of the same, and in the mean the divergence itself."""
+def test_kl_estimate_and_kl_penalty() -> None:
+    """The KL estimate is nonnegative, 0 for equal distributions, and unbiased."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
     each = kl_estimate(jnp.log(p), jnp.log(q))
     np.testing.assert_allclose((p * each).sum(), (p * np.log(p / q)).sum(), rtol=1e-5)

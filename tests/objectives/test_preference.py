@@ -1,4 +1,4 @@
-"""Losses of pairs: what TRL's own functions return, and the papers' formulas by hand."""
+"""Preference losses, compared with TRL and with the formulas in the papers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from maxpipe.config.sections.preference import PreferenceConfig
 from maxpipe.objectives import Dpo, Ipo, Orpo, Preference, make_preference
 
-# Of a pair: sums of log-probabilities of the chosen and of the rejected response, those of the
-# reference, tokens of each response.
+# Per pair: summed log-probabilities of the chosen and the rejected response under the policy, then
+# under the reference, and the token count of each response.
 PAIRS = np.array(
     [
         [-12.5, -14.25, -13.0, -13.5, 6, 7],
@@ -26,9 +26,9 @@ PAIRS = np.array(
 )
 
 
-# Keys of `preference`, then losses and rewards of the chosen and the rejected responses: what TRL
-# 0.23.0's own `DPOTrainer.dpo_loss` and `ORPOTrainer.odds_ratio_loss` return for these numbers in
-# float64, of `ipo` and `orpo` for means over tokens. The cross-entropy is added to the latter.
+# Keys of `preference`, then losses, chosen rewards and rejected rewards, as returned by
+# `DPOTrainer.dpo_loss` and `ORPOTrainer.odds_ratio_loss` of TRL 0.23.0 in float64. `ipo` and `orpo`
+# use per-token means. The cross-entropy is added to the `orpo` losses.
 TRL = [
     (
         {},
@@ -75,8 +75,10 @@ TRL = [
 ]
 
 
-def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Losses and reports, of rows with two places for a pair."""
+def evaluate_objective(
+    objective: Preference, pairs: np.ndarray
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return losses and reports of pairs packed two to a sequence."""
     count = len(pairs)
     rows = -(-count // 2)
     filled = np.zeros((2 * rows, 6), np.float32)
@@ -91,11 +93,11 @@ def called(objective: Preference, pairs: np.ndarray) -> tuple[np.ndarray, dict[s
 
 
 @pytest.mark.parametrize(("keys", "wanted", "chosen", "rejected"), TRL, ids=str)
-def test_losses_are_those_of_trl(
+def test_losses_match_trl(
     keys: dict[str, Any], wanted: list[float], chosen: list[float], rejected: list[float]
 ) -> None:
     objective = make_preference(PreferenceConfig(**keys), most_pairs=2)
-    lost, reports = called(objective, PAIRS)
+    lost, reports = evaluate_objective(objective, PAIRS)
     np.testing.assert_allclose(lost, wanted, rtol=1e-5)
     near: Any = {"rtol": 1e-5, "atol": 1e-5}
     np.testing.assert_allclose(reports["reward_chosen"], chosen, **near)
@@ -106,39 +108,39 @@ def test_losses_are_those_of_trl(
     np.testing.assert_allclose(reports["nats_rejected"], -PAIRS[:, 1] / PAIRS[:, 5], **near)
 
 
-def test_losses_equal_values_computed_by_hand() -> None:
-    """Of the first pair: the chosen response gained 0.5 nats, the rejected one lost 0.75."""
+def test_losses_match_hand_computed_values() -> None:
+    """In the first pair, the chosen response gained 0.5 nats and the rejected one lost 0.75."""
     pair = PAIRS[:1]
-    [dpo], _ = called(Dpo(2, False), pair)
+    [dpo], _ = evaluate_objective(Dpo(2, False), pair)
     np.testing.assert_allclose(dpo, np.log(1 + np.exp(-0.1 * 1.25)), rtol=1e-6)
-    [ipo], _ = called(Ipo(2, True), pair)
+    [ipo], _ = evaluate_objective(Ipo(2, True), pair)
     gap = 0.5 / 6 + 0.75 / 7
     np.testing.assert_allclose(ipo, (gap - 5) ** 2, rtol=1e-6)
-    [orpo], _ = called(Orpo(2, True), pair)
+    [orpo], _ = evaluate_objective(Orpo(2, True), pair)
     odds = [p / (1 - p) for p in (np.exp(-12.5 / 6), np.exp(-14.25 / 7))]
     ratio = np.log(odds[0] / odds[1])
     np.testing.assert_allclose(orpo, 12.5 / 6 + 0.1 * np.log(1 + np.exp(-ratio)), rtol=1e-6)
 
 
-def test_means_in_place_of_sums() -> None:
-    """Of the same pair: a response counts by its tokens' mean."""
+def test_length_normalized_loss() -> None:
+    """With length normalization, each response contributes its mean log-probability per token."""
     objective = make_preference(PreferenceConfig(length_normalised="on", beta=2.0), most_pairs=2)
-    [found], reports = called(objective, PAIRS[:1])
+    [found], reports = evaluate_objective(objective, PAIRS[:1])
     gap = 0.5 / 6 + 0.75 / 7
     np.testing.assert_allclose(found, np.log(1 + np.exp(-2 * gap)), rtol=1e-6)
     np.testing.assert_allclose(reports["margin"], 2 * gap, rtol=1e-6)
 
 
-def test_a_pair_that_did_not_move_costs_log_two() -> None:
+def test_dpo_loss_of_unchanged_pair_is_log_two() -> None:
     same = np.array([[-3.0, -4.0, -3.0, -4.0, 2, 2]])
-    lost, reports = called(Dpo(2, False), same)
+    lost, reports = evaluate_objective(Dpo(2, False), same)
     np.testing.assert_allclose(lost, np.log(2), rtol=1e-6)
     assert reports["margin"] == reports["accuracy"] == 0
 
 
 @pytest.mark.parametrize("objective", [Dpo(2, False), Ipo(2, True), Orpo(2, True)], ids=str)
-def test_gradients_are_finite_everywhere(objective: Preference) -> None:
-    """Also of a place without a pair, of a response that is certain, and of one that cannot be."""
+def test_gradients_are_finite_for_extreme_logprobs(objective: Preference) -> None:
+    """Test empty pair slots, and responses with probability near 1 or near 0."""
     chosen, rejected = np.array([0.0, -1e-9, -1e-3, -1e4], np.float32), np.float32(-5.0)
     for one, other in itertools.permutations([*chosen, rejected], 2):
         scores = jnp.array([[one, other, 0.0, 0.0]])

@@ -1,4 +1,4 @@
-"""Bad steps and spikes as the step detects them, and what it leaves alone."""
+"""Detection of bad steps and loss spikes, and the state that a bad step leaves unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAN, INF = float("nan"), float("inf")
 def run_through(
     config: GuardConfig, numbers: list[tuple[float, float]]
 ) -> tuple[list[bool], GuardState]:
-    """Which of these steps, losses and gradient norms, are taken; and the state after them."""
+    """Return which of these steps (loss, gradient norm) are applied, and the final guard state."""
     state, mesh = init_guard_state(config), build_mesh(MeshConfig(), jax.devices()[:1])
     decide = jax.jit(lambda state, loss, norm: check_step(config, mesh, state, loss, norm))
     found = []
@@ -44,18 +44,18 @@ SPIKES = GuardConfig(spike_sigmas=4.0, spike_window=8, on_spike="skip")
 CALM = [(2.0 + 0.1 * (place % 2), 1.0 + 0.1 * (place % 3)) for place in range(8)]
 
 
-# --- the arithmetic --------------------------------------------------------------------------
+# --- detection -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("config", [GuardConfig(), SPIKES, GuardConfig(bad_steps="rollback")])
-def test_only_finite_numbers_are_taken(config: GuardConfig) -> None:
+def test_steps_with_non_finite_loss_or_norm_are_skipped(config: GuardConfig) -> None:
     numbers = [(1.0, 1.0), (NAN, 1.0), (1.0, INF), (-INF, NAN), (1.0, NAN), (1.0, 1.0)]
     taken, state = run_through(config, numbers)
     assert taken == [True, False, False, False, False, True]
     assert (int(state.skipped), int(state.spikes)) == (4, 0)
 
 
-def test_spikes_are_measured_against_the_mean_and_deviation_of_recent_steps() -> None:
+def test_spike_threshold_uses_mean_and_deviation_of_recent_steps() -> None:
     losses = np.array([loss for loss, _ in CALM])
     limit = losses.mean() + 4 * losses.std()
     taken, state = run_through(SPIKES, [*CALM, (limit + 0.01, 1.0), (limit - 0.01, 1.0)])
@@ -67,24 +67,24 @@ def test_spikes_are_measured_against_the_mean_and_deviation_of_recent_steps() ->
     assert taken == [True] * 8 + [False, True, True]
 
 
-def test_spikes_are_looked_for_when_half_the_window_is_there() -> None:
+def test_spike_detection_starts_at_half_window() -> None:
     assert run_through(SPIKES, [*CALM[:3], (99.0, 1.0)])[0] == [True] * 4
     assert run_through(SPIKES, [*CALM[:4], (99.0, 1.0)])[0] == [True] * 4 + [False]
     assert run_through(GuardConfig(on_spike="skip"), [*CALM, (99.0, 1.0)])[0] == [True] * 9
 
 
-def test_a_spike_that_is_taken_counts_as_recent_and_one_that_is_not_does_not() -> None:
+def test_only_applied_spikes_enter_recent_window() -> None:
     noted = dataclasses.replace(SPIKES, on_spike="warn")
     taken, state = run_through(noted, [*CALM, (99.0, 1.0), (99.0, 1.0), (NAN, 1.0)])
     assert taken == [True] * 10 + [False]
-    assert int(state.spikes) == 1, "the second is within four deviations of what the first left"
+    assert int(state.spikes) == 1, "the first spike widens the deviation"
     assert state.recent[0, -1] == 99.0
     taken, state = run_through(SPIKES, [*CALM, (99.0, 1.0), (99.0, 1.0)])
     assert taken[8:] == [False, False] and int(state.spikes) == 2
     assert float(state.recent.max()) < 3
 
 
-def test_guard_state_survives_a_checkpoint_bit_for_bit() -> None:
+def test_guard_state_round_trip_is_bitwise_equal() -> None:
     _, state = run_through(SPIKES, [(x / 3, x / 7) for x, _ in CALM[:5]] + [(NAN, 0.0)])
     facts = json.loads(json.dumps(state.to_json()))
     again = init_guard_state(SPIKES, facts)
@@ -93,7 +93,7 @@ def test_guard_state_survives_a_checkpoint_bit_for_bit() -> None:
     assert (int(again.skipped), int(again.spikes)) == (1, 0)
 
 
-def test_another_window_keeps_the_newest_steps() -> None:
+def test_changed_window_keeps_newest_steps() -> None:
     _, state = run_through(SPIKES, CALM)
     shorter = init_guard_state(dataclasses.replace(SPIKES, spike_window=4), state.to_json())
     np.testing.assert_array_equal(shorter.recent, np.asarray(state.recent)[:, 4:])
@@ -103,7 +103,7 @@ def test_another_window_keeps_the_newest_steps() -> None:
     assert init_guard_state(GuardConfig(), state.to_json()).recent.shape == (2, 0)
 
 
-def test_one_number_that_is_not_finite_holds_back_the_whole_update() -> None:
+def test_one_non_finite_entry_skips_whole_update() -> None:
     mesh = build_mesh(MeshConfig(), jax.devices()[:1])
     one = jnp.float32(1)
 
@@ -152,15 +152,15 @@ def on_host(steps: step.Steps) -> TrainState:
 
 @pytest.fixture
 def fresh(steps: step.Steps, on_host: TrainState) -> Callable[[], TrainState]:
-    """A new state; a step uses up the one it is given."""
+    """Return a function that makes a new state; a step donates its input state."""
     return lambda: jax.device_put(on_host, steps.state_sharding)
 
 
 Fresh = Callable[[], TrainState]
 
 
-def placed(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
-    """A batch; with `bad_row`, one whose loss in that row, on one shard, is infinite."""
+def place_batch(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
+    """Return a batch on the devices; row `bad_row`, on one shard, has an infinite loss."""
     batch = batch_of(ROWS, number)
     if bad_row is not None:
         batch["loss_mask"][bad_row, 0] = INF
@@ -168,7 +168,7 @@ def placed(steps: step.Steps, number: int, bad_row: int | None = None) -> Any:
 
 
 def bits(tree: Any) -> list[bytes]:
-    """Of every array on every device."""
+    """Return the bytes of every shard of every array."""
     return [
         np.asarray(shard.data).tobytes()
         for leaf in jax.tree.leaves(tree)
@@ -178,12 +178,12 @@ def bits(tree: Any) -> list[bytes]:
 
 @pytest.mark.parametrize("bad_row", [0, ROWS - 1])
 @pytest.mark.fault("N4")
-def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
+def test_bad_step_on_one_shard_changes_no_device(
     bad_row: int, steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
-    state, _ = compiled(fresh(), placed(steps, 0))
+    state, _ = compiled(fresh(), place_batch(steps, 0))
     before = bits((state.params, state.optimizer))
-    state, metrics = compiled(state, placed(steps, 1, bad_row))
+    state, metrics = compiled(state, place_batch(steps, 1, bad_row))
     assert not np.isfinite(float(metrics["train/loss"]))
     assert bits((state.params, state.optimizer)) == before
     assert (int(state.step), int(state.guard.skipped)) == (2, 1)
@@ -204,28 +204,28 @@ def test_a_bad_step_on_one_shard_changes_nothing_on_any_device(
     ids=str,
 )
 @pytest.mark.fault("N4")
-def test_a_bad_step_leaves_moments_and_averages_of_every_optimizer(
+def test_bad_step_keeps_optimizer_state_of_every_optimizer(
     stored: str, changes: dict[str, Any]
 ) -> None:
     case = Case(2, 1, 2, fsdp=2, data=2, layers=2, stored=stored)
     optim = dataclasses.replace(OPTIM, ema_decay=0.5, rounding="stochastic", **changes)
     steps = steps_of(case, ROWS, optim=optim)
     run = steps.compile_train()
-    state, _ = run(steps.init(), placed(steps, 0))
+    state, _ = run(steps.init(), place_batch(steps, 0))
     before = bits((state.params, state.optimizer))
-    state, _ = run(state, placed(steps, 1, bad_row=3))
+    state, _ = run(state, place_batch(steps, 1, bad_row=3))
     assert bits((state.params, state.optimizer)) == before
-    state, _ = run(state, placed(steps, 2))
+    state, _ = run(state, place_batch(steps, 2))
     assert (int(state.step), int(state.guard.skipped)) == (3, 1)
     after = jax.tree.leaves((state.params, state.optimizer))
     assert all(np.isfinite(np.asarray(leaf, np.float32)).all() for leaf in after)
     assert bits((state.params, state.optimizer)) != before
 
 
-def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
+def test_training_after_bad_step_is_bitwise_equal(
     steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
-    """The optimizer's own count included, and across a checkpoint as well."""
+    """Includes the optimizer's update count, and a checkpoint round trip."""
 
     def run(state: TrainState, batches: list[Any]) -> tuple[TrainState, float]:
         rate = 0.0
@@ -234,10 +234,10 @@ def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
             rate = float(metrics["train/lr"])
         return state, rate
 
-    good = [placed(steps, number) for number in range(3)]
+    good = [place_batch(steps, number) for number in range(3)]
     straight, straight_rate = run(fresh(), good)
     wanted = bits((straight.params, straight.optimizer))
-    bad = placed(steps, 9, 3)
+    bad = place_batch(steps, 9, 3)
     state, rate = run(fresh(), [good[0], bad, bad, good[1], good[2]])
     assert bits((state.params, state.optimizer)) == wanted and rate == straight_rate
     state, _ = run(fresh(), [good[0], bad, bad])
@@ -247,17 +247,15 @@ def test_after_a_bad_step_all_goes_on_as_if_it_had_not_been(
     assert (int(state.step), int(state.guard.skipped)) == (5, 2)
 
 
-def test_state_of_a_release_without_a_guard_is_restored(
-    steps: step.Steps, compiled: Any, fresh: Fresh
-) -> None:
-    state, _ = compiled(fresh(), placed(steps, 0))
+def test_state_without_guard_is_restored(steps: step.Steps, compiled: Any, fresh: Fresh) -> None:
+    state, _ = compiled(fresh(), place_batch(steps, 0))
     again = steps.from_saved(steps.to_saved(state))
     assert np.isfinite(state.guard.bounds).all() and np.isinf(again.guard.bounds).all()
     assert bits(again._replace(guard=state.guard)) == bits(state)
     assert bits(again.guard._replace(bounds=state.guard.bounds)) == bits(state.guard)
 
 
-def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(
+def test_infinite_parameter_skips_all_updates(
     steps: step.Steps, compiled: Any, fresh: Fresh
 ) -> None:
     state = fresh()
@@ -265,35 +263,35 @@ def test_an_infinite_parameter_stops_all_updates_and_spoils_no_other(
     state = state._replace(params=state.params | {"final_norm": {"scale": scale}})
     before = bits((state.params, state.optimizer))
     for number in range(2):
-        state, _ = compiled(state, placed(steps, number))
+        state, _ = compiled(state, place_batch(steps, number))
     assert bits((state.params, state.optimizer)) == before
     assert (int(state.step), int(state.guard.skipped)) == (2, 2)
 
 
 @pytest.mark.parametrize("place", ["params", "mu", "nu"])
 @pytest.mark.fault("N6")
-def test_an_update_that_overflows_on_one_device_is_a_bad_step(
+def test_update_overflow_on_one_device_is_bad_step(
     place: str, steps: step.Steps, compiled: Any, on_host: TrainState
 ) -> None:
-    """Loss and gradients are finite; one entry of what the update would leave is not."""
+    """Loss and gradients are finite; one entry of the updated state is not."""
     host = jax.tree.map(np.array, on_host)
     numbers = host.optimizer.trees
-    if place == "params":  # a finite moment, over the root of nothing
+    if place == "params":  # a finite first moment divided by the square root of zero
         numbers["mu"]["embedding"][0, 0] = np.finfo(np.float32).max
         numbers["nu"]["embedding"][0, 0] = 0
     else:
         numbers[place]["embedding"][0, 0] = INF
     state = jax.device_put(host, steps.state_sharding)
     before = bits((state.params, state.optimizer))
-    state, metrics = compiled(state, placed(steps, 0))
+    state, metrics = compiled(state, place_batch(steps, 0))
     assert np.isfinite([float(metrics["train/loss"]), float(metrics["train/grad_norm"])]).all()
     assert bits((state.params, state.optimizer)) == before
     assert [int(shard.data) for shard in state.guard.skipped.addressable_shards] == [1] * 8
 
 
 @pytest.mark.parametrize("dtype", keeping(["float32", "bfloat16"], 0))
-def test_the_guard_takes_no_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second copy of a matrix would be thousands of bytes; numbers and flags are hundreds."""
+def test_guard_uses_no_extra_memory(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of a matrix would take thousands of bytes; scalars and flags take hundreds."""
     model = {"num_layers": 2, "vocab_size": 512, "d_model": 128, "d_mlp": 256, "num_heads": 2}
     model |= {"num_kv_heads": 2, "head_dim": 64, "param_dtype": dtype, "compute_dtype": dtype}
     batch = {"batch_size": 4, "sequence_length": 16, "steps": 1}

@@ -1,4 +1,4 @@
-"""Muon: matrices against optax, and where they travel."""
+"""Muon: orthogonalization compared with optax, and its collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.cases import TOLERANCE
 
 @pytest.mark.parametrize("shape", [(4, 4), (3, 16), (16, 5), (1, 8)])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e25])
-def test_a_matrix_is_orthogonalised_as_by_optax(shape: tuple[int, int], scale: float) -> None:
+def test_orthogonalization_matches_optax(shape: tuple[int, int], scale: float) -> None:
     x = jax.random.normal(jax.random.key(0), shape)
     wanted = _muon.orthogonalize_via_newton_schulz(x, jnp.array(muon.COEFFICIENTS))
     declared = {("w",): muon.Matrices((0,), (1,), PartitionSpec())}
@@ -31,7 +31,7 @@ def test_a_matrix_is_orthogonalised_as_by_optax(shape: tuple[int, int], scale: f
     assert values.max() < 1.25 < muon.MAX_SINGULAR_VALUE and (shape[0] > 3 or values.min() > 0.6)
 
 
-def test_zero_momentum_gives_a_zero_update() -> None:
+def test_zero_momentum_gives_zero_update() -> None:
     assert not np.asarray(muon.orthogonalize(jnp.zeros((3, 5)))).any()
 
 
@@ -41,28 +41,28 @@ SPECS = {
         (2, 3, 8, 12),
         muon.Matrices((2,), (3,), PartitionSpec(None, None, "fsdp", "tensor")),
     ),
-    # The same turned round: travels with the one above.
+    # The transpose: exchanged together with the one above.
     ("down",): (
         (2, 3, 12, 8),
         muon.Matrices((2,), (3,), PartitionSpec(None, None, "tensor", "fsdp")),
     ),
-    # Heads, on both sides.
+    # Attention heads in the outputs, then in the inputs.
     ("query",): ((6, 8, 4, 3), muon.Matrices((1,), (2, 3), PartitionSpec(None, "fsdp", "tensor"))),
     ("out",): (
         (6, 4, 3, 8),
         muon.Matrices((1, 2), (3,), PartitionSpec(None, "tensor", None, "fsdp")),
     ),
-    # Experts between the two sides, over an axis of their own; and one axis for nothing.
+    # An expert dim between inputs and outputs, over its own axis; one mesh axis is unused.
     ("gate",): ((8, 2, 4), muon.Matrices((0,), (2,), PartitionSpec(None, "tensor"))),
-    # Two axes for one dim.
+    # Two mesh axes for one dim.
     ("wide",): ((8, 6), muon.Matrices((0,), (1,), PartitionSpec(("fsdp", "tensor")))),
-    # All dims alike.
+    # All dims equal.
     ("square",): ((4, 4, 4), muon.Matrices((1,), (2,), PartitionSpec(None, "tensor", "fsdp"))),
 }
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_divided_matrices_have_the_same_updates(kind: AxisType) -> None:
+def test_sharded_updates_match_unsharded(kind: AxisType) -> None:
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
     one = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
     declared = {path: matrices for path, (_, matrices) in SPECS.items()}
@@ -84,8 +84,8 @@ def test_divided_matrices_have_the_same_updates(kind: AxisType) -> None:
 
 
 @pytest.mark.parametrize(("count", "waste"), [(8, 1.0), (16, 1.0), (9, 16 / 9), (3, 8 / 3)])
-def test_traffic_is_that_of_the_closed_form(count: int, waste: float) -> None:
-    """Over an axis of n devices 2 (n - 1) / n of a shard, and nothing is gathered."""
+def test_all_to_all_bytes_match_formula(count: int, waste: float) -> None:
+    """An axis of n devices moves 2 (n - 1) / n of a shard; there is no all-gather."""
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
     spec = PartitionSpec(None, "fsdp", "tensor")
     declared = {("w",): muon.Matrices((1,), (2,), spec)}

@@ -1,4 +1,4 @@
-"""Stochastic rounding: right in the mean, and the same bits wherever an entry is."""
+"""Stochastic rounding is unbiased and independent of where an entry is stored."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from maxpipe.optim.update import random_bits, round_stochastically
 DRAWS = 10_000
 
 
-def drawn(
+def draw_bits(
     step: int, layers: np.ndarray | None = None, name: str = "w", seed: int = 0
 ) -> np.ndarray:
     stacked = () if layers is None else layers.shape
     return np.asarray(random_bits(seed, name, jnp.int32(step), layers, (4, 6), (*stacked, 4, 6)))
 
 
-def test_the_mean_of_many_draws_is_the_number() -> None:
-    """Of n draws the mean's deviation is at most half a step over the root of n."""
+def test_stochastic_rounding_is_unbiased() -> None:
+    """The mean of n draws has a standard deviation of at most half a step over sqrt(n)."""
     x = jnp.asarray([1.001, -3.14159, 1e-20, 7e30, 1.0, 0.0, 1 + 2**-9, -(2.0**-133)], "f4")
     run = jax.jit(
         jax.vmap(
@@ -44,10 +44,10 @@ def test_non_finite_values_are_unchanged_by_stochastic_rounding() -> None:
     assert found[0] == np.inf and found[1] == -np.inf and np.isnan(found[2])
 
 
-def test_draws_are_even_and_differ_in_everything() -> None:
+def test_random_bits_are_uniform_and_depend_on_step_name_and_seed() -> None:
     layers = np.arange(6).reshape(2, 1, 3)
-    base = drawn(3, layers)
-    for other in (drawn(4, layers), drawn(3, layers, "v"), drawn(3, layers, seed=1)):
+    base = draw_bits(3, layers)
+    for other in (draw_bits(4, layers), draw_bits(3, layers, "v"), draw_bits(3, layers, seed=1)):
         assert np.mean(base == other) < 0.01
     assert len(np.unique(base)) == base.size
     shape = (1000, 100)
@@ -61,15 +61,15 @@ def test_draws_are_even_and_differ_in_everything() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 2), (6,), (1, 2, 4)])
-def test_draws_follow_the_layer_not_its_place(shape: tuple[int, ...]) -> None:
+def test_random_bits_depend_on_layer_not_stacked_position(shape: tuple[int, ...]) -> None:
     layers = np.array([4, 0, 5, 1, 3, 2, -1, -1][: np.prod(shape)]).reshape(shape)
-    plain, stacked = drawn(7, np.arange(6)), drawn(7, layers).reshape(-1, 4, 6)
+    plain, stacked = draw_bits(7, np.arange(6)), draw_bits(7, layers).reshape(-1, 4, 6)
     for place, layer in enumerate(layers.ravel()):
         if layer >= 0:
             np.testing.assert_array_equal(stacked[place], plain[layer])
 
 
-def test_padding_of_the_vocabulary_changes_nothing() -> None:
+def test_random_bits_are_independent_of_padding() -> None:
     for shape in ((7, 6), (4, 9)):
         padded = np.asarray(random_bits(0, "w", jnp.int32(1), None, (4, 6), shape))
-        np.testing.assert_array_equal(padded[:4, :6], drawn(1))
+        np.testing.assert_array_equal(padded[:4, :6], draw_bits(1))

@@ -1,4 +1,4 @@
-"""Updates against optax and plain numpy, and how far they may reach."""
+"""Optimizer updates compared with optax and numpy, and their magnitude bounds."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tree(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
 
 
 def assert_close(got: Any, wanted: Any) -> None:
-    """Float32: 1e-5 of the largest value of a leaf."""
+    """Compare in float32: 1e-5 of the largest value of each leaf."""
     for name, leaf in wanted.items():
         np.testing.assert_allclose(got[name], leaf, rtol=1e-5, atol=1e-5 * np.abs(leaf).max())
 
@@ -80,7 +80,7 @@ def run(
 def run_numpy(
     config: OptimConfig, gradients: list[dict[str, np.ndarray]]
 ) -> tuple[dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-    """Loshchilov and Hutter's algorithm 2 (arXiv:1711.05101) in float64."""
+    """Run algorithm 2 of Loshchilov and Hutter (arXiv:1711.05101) in float64."""
     params = {name: leaf.astype(np.float64) for name, leaf in tree(0).items()}
     mu = {name: np.zeros_like(leaf) for name, leaf in params.items()}
     nu = {name: np.zeros_like(leaf) for name, leaf in params.items()}
@@ -106,7 +106,7 @@ def run_numpy(
 
 
 @pytest.mark.parametrize("num_steps", [1, 6])
-def test_adamw_equals_the_plain_algorithm(num_steps: int) -> None:
+def test_adamw_matches_numpy_reference(num_steps: int) -> None:
     # Every other gradient is small enough to pass unclipped.
     gradients = [tree(1 + i, 1.0 if i % 2 == 0 else 0.01) for i in range(num_steps)]
     got, state = run(CONFIG, gradients)
@@ -117,7 +117,7 @@ def test_adamw_equals_the_plain_algorithm(num_steps: int) -> None:
         assert_close(found[name], wanted_moments[name])
 
 
-def test_only_masked_parameters_decay() -> None:
+def test_weight_decay_applies_only_to_decayed_parameters() -> None:
     still = [jax.tree.map(np.zeros_like, tree(1))]
     got, _ = run(CONFIG, still)
     before = tree(0)
@@ -128,14 +128,14 @@ def test_only_masked_parameters_decay() -> None:
 
 
 def first_mu(scale: float, clip_norm: float) -> float:
-    """Norm of the first moment after one step: what clipping has left of the gradient."""
+    """Return the norm of the first moment after one step, which is that of the clipped gradient."""
     config = OptimConfig(beta1=0.0, clip_norm=clip_norm)
     gradient = tree(1, scale)
     _, state = run(config, [gradient])
     return float(optax.tree.norm(state.trees["mu"]))
 
 
-def test_clipping_measures_the_whole_gradient() -> None:
+def test_clipping_uses_global_gradient_norm() -> None:
     norm = float(optax.tree.norm(jax.tree.map(jnp.asarray, tree(1))))
     # No single leaf reaches the limit; together they do.
     limit = 0.99 * norm
@@ -146,8 +146,8 @@ def test_clipping_measures_the_whole_gradient() -> None:
     assert first_mu(100.0, 0.0) == pytest.approx(100 * norm, rel=1e-5)
 
 
-def test_adam_is_that_of_optax_bit_for_bit() -> None:
-    """And all as it was where the update is not taken, counts included."""
+def test_adamw_is_bitwise_equal_to_optax() -> None:
+    """Skipped updates change nothing, including the update count."""
     config = dataclasses.replace(CONFIG, schedule="constant", warmup_steps=0)
     mine = optimizer_of(config)
     theirs = optax.chain(
@@ -157,7 +157,7 @@ def test_adam_is_that_of_optax_bit_for_bit() -> None:
         optax.scale_by_learning_rate(learning_rate(config, 10)),
     )
 
-    @jax.jit  # both: rounding is that of fused arithmetic
+    @jax.jit  # jit both functions: fused arithmetic rounds differently
     def plain(gradient: Any, state: Any, params: Any) -> Any:
         updates, state = theirs.update(gradient, state, params)
         return optax.apply_updates(params, updates), state
@@ -179,8 +179,8 @@ def test_adam_is_that_of_optax_bit_for_bit() -> None:
         assert int(state.updates) == seed
 
 
-def test_lion_is_that_of_optax_bit_for_bit() -> None:
-    """Over updates that are taken, and as it was where one is not."""
+def test_lion_is_bitwise_equal_to_optax() -> None:
+    """Skipped updates change nothing."""
     config = dataclasses.replace(CONFIG, name="lion", schedule="constant", warmup_steps=0)
     mine = optimizer_of(config)
     theirs = optax.chain(
@@ -204,7 +204,7 @@ def test_lion_is_that_of_optax_bit_for_bit() -> None:
         jax.tree.map(np.testing.assert_array_equal, state.trees, {"mu": mu})
 
 
-def test_adafactor_is_that_of_optax() -> None:
+def test_adafactor_matches_optax() -> None:
     config = dataclasses.replace(
         CONFIG, name="adafactor", schedule="constant", warmup_steps=0, clip_norm=0.0
     )
@@ -216,7 +216,7 @@ def test_adafactor_is_that_of_optax() -> None:
         optax.scale_by_learning_rate(PEAK),
     )
     params: Any = jax.tree.map(jnp.asarray, tree(0))
-    # At its first step optax takes a decay of 0 as well, from a count that starts at 0.
+    # optax also uses a decay of 0 in the first step: its count starts at 0.
     state, wanted_state, wanted = mine.init(params), theirs.init(params), params
     for seed in range(1, 6):
         gradient: Any = jax.tree.map(jnp.asarray, tree(seed, 10.0 ** (seed - 3)))
@@ -235,7 +235,7 @@ def test_adafactor_is_that_of_optax() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-25, 1e18])
-def test_adafactor_takes_gradients_of_every_size(scale: float) -> None:
+def test_adafactor_is_finite_for_gradients_of_any_magnitude(scale: float) -> None:
     config = dataclasses.replace(CONFIG, name="adafactor", clip_norm=0.0, weight_decay=0.0)
     mine, before = optimizer_of(config), jax.tree.map(jnp.asarray, tree(0))
     gradient = {"matrix": jnp.zeros((3, 4)).at[1, 2].set(scale), "norm": jnp.zeros(4)}
@@ -246,7 +246,7 @@ def test_adafactor_takes_gradients_of_every_size(scale: float) -> None:
     assert (scale < 1) or moved[1, 2] < 0
 
 
-def test_muon_is_momentum_made_orthogonal_and_adam_elsewhere() -> None:
+def test_muon_orthogonalizes_matrices_and_uses_adam_elsewhere() -> None:
     config = dataclasses.replace(
         CONFIG, name="muon", schedule="constant", warmup_steps=0, clip_norm=0.0
     )
@@ -273,7 +273,7 @@ def test_muon_is_momentum_made_orthogonal_and_adam_elsewhere() -> None:
     }
 
 
-def test_rates_are_multiplied_and_averages_follow() -> None:
+def test_learning_rate_multipliers_and_ema() -> None:
     config = dataclasses.replace(CONFIG, ema_decay=0.75, weight_decay=0.0, warmup_steps=0)
     mine = optimizer_of(config)
     slow = dataclasses.replace(mine.trainable_params["matrix",], rate=0.25)
@@ -294,13 +294,13 @@ def test_rates_are_multiplied_and_averages_follow() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_updates_below_half_a_step_are_kept_in_the_mean_only_if_drawn(rounding: Any) -> None:
+def test_stochastic_rounding_keeps_updates_below_precision(rounding: Any) -> None:
     param = Param(((4000, "norm"),), Constant(1.0), decays=False)
     config = OptimConfig(
         name="lion", learning_rate=2.0**-12, schedule="constant", rounding=rounding
     )
     mine = dataclasses.replace(optimizer_of(config, {"w": param}), param_dtype="bfloat16")
-    params = {"w": jnp.full(4000, -1.5, jnp.bfloat16)}  # a step is 2**-7 there
+    params = {"w": jnp.full(4000, -1.5, jnp.bfloat16)}  # spacing of bfloat16 values: 2**-7
     state, update = mine.init(params), jax.jit(mine.update)
     for _ in range(32):
         params, state = update({"w": jnp.ones(4000)}, state, params)
@@ -309,7 +309,7 @@ def test_updates_below_half_a_step_are_kept_in_the_mean_only_if_drawn(rounding: 
     assert moved == 0 if rounding == "nearest" else abs(moved / wanted - 1) < 0.1
 
 
-def test_narrow_moments_stay_narrow() -> None:
+def test_bfloat16_moments_keep_their_dtype() -> None:
     optimizer = dataclasses.replace(optimizer_of(CONFIG), param_dtype="bfloat16")
     params: Any = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.bfloat16), tree(0))
     before = optimizer.init(params)
@@ -318,11 +318,11 @@ def test_narrow_moments_stay_narrow() -> None:
     assert types[0] == types[1]
 
 
-# How far an update may reach.
+# Bounds of updates.
 
 
 def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
-    """Numbers of every magnitude between powers of ten, zeros among them."""
+    """Return random values of all magnitudes between two powers of ten, and zeros."""
     values = 10.0 ** random.uniform(low, high, 16) * random.choice([-1, 0, 1], 16)
     return values.astype("f4")
 
@@ -333,7 +333,7 @@ def sizes_of(random: np.random.Generator, low: int, high: int) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
 @pytest.mark.fault("N6")
-def test_what_is_said_to_stay_finite_does(
+def test_update_bounds_hold_for_random_inputs(
     name: Literal["adamw", "lion", "adafactor", "muon"], dtype: str, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
@@ -367,7 +367,7 @@ def test_what_is_said_to_stay_finite_does(
         reach = optimizer.bound_update(reach, norm, rate)
         return *optimizer.update(gradients, state, params, norm=norm), reach
 
-    if seed % 2:  # as training leaves them: no size of moments that gradients never had
+    if seed % 2:  # as in training: moments no larger than past gradients
         mu, nu = ({"w": jnp.zeros_like(params["w"])} for _ in range(2))
     saved = {key: {"mu": mu, "nu": nu}.get(key, tree) for key, tree in state.trees.items()}
     state = OptState(jnp.int32(random.choice([0, 3, 1000])), saved)
@@ -385,8 +385,8 @@ def test_what_is_said_to_stay_finite_does(
             assert np.isfinite(np.asarray(each["w"], "f4")).all()
 
 
-def test_ordinary_training_is_never_looked_at() -> None:
-    """The bound grows by the rounding that it allows for: it answers for many steps."""
+def test_update_bound_is_finite_for_many_ordinary_steps() -> None:
+    """The bound grows by its rounding allowance, so it must stay finite for many steps."""
     config = OptimConfig()
     after = jax.jit(
         lambda reach: optimizer_of(config).bound_update(reach, jnp.float32(7), jnp.float32(1e-3))

@@ -1,4 +1,4 @@
-"""Collectives of the per-device program, and their gradients."""
+"""Collectives in shard_map, and their gradients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxpipe.parallel.collectives import all_gather
 
 
 def test_gradient_of_a_bfloat16_gather_is_summed_in_float32() -> None:
-    """XLA for CPU aborts the process on a bfloat16 reduce-scatter beside an auto axis."""
+    """XLA for CPU aborts on a bfloat16 reduce-scatter in a mesh with an automatic axis."""
     mesh = jax.make_mesh((4, 2), ("expert", "tensor"), axis_types=(AxisType.Auto,) * 2)
     x = jax.random.normal(jax.random.key(0), (8, 6, 4), jnp.bfloat16)
     scale = jax.random.normal(jax.random.key(1), (4, 8, 24, 4), jnp.bfloat16)

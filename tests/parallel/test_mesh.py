@@ -1,4 +1,4 @@
-"""Meshes: what a -1 becomes, which sizes are refused, and the order of devices."""
+"""Meshes: resolution of -1, rejected sizes and device order."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.errors import raises
 
 @dataclass(frozen=True)
 class FakeDevice:
-    """What `resolve` reads of a device."""
+    """Device attributes read by `resolve_mesh_config` and `partition_devices`."""
 
     platform: str = "tpu"
     process_index: int = 0
@@ -40,12 +40,12 @@ def fake_devices(slices: int, per_slice: int, platform: str = "tpu") -> list[Fak
 
 
 def sizes(config: MeshConfig, link: str) -> dict[str, int]:
-    """Sizes other than one."""
+    """Return the axis sizes other than 1."""
     found = {axis: getattr(config, f"{link}_{axis}") for axis in AXES}
     return {axis: size for axis, size in found.items() if size != 1}
 
 
-def test_the_names_of_the_axes_agree() -> None:
+def test_mesh_axis_names_match_config_fields() -> None:
     fields = {field.name for field in dataclasses.fields(MeshConfig)}
     assert {f"{link}_{axis}" for link in ("ici", "dcn") for axis in AXES} <= fields
     assert set(BATCH_AXES) < set(MANUAL_AXES) < set(AXES)
@@ -61,7 +61,7 @@ def test_the_names_of_the_axes_agree() -> None:
         ({"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}, {"stage": 2, "fsdp": 2, "tensor": 2}),
     ],
 )
-def test_minus_one_is_what_is_left(
+def test_minus_one_resolves_to_remaining_devices(
     devices: list[Any], given: dict[str, Any], wanted: dict[str, int]
 ) -> None:
     resolved = resolve_mesh_config(MeshConfig(**given), devices)
@@ -71,7 +71,7 @@ def test_minus_one_is_what_is_left(
     assert mesh.axis_names == AXES and len(set(mesh.devices.flat)) == 8
 
 
-def test_minus_one_of_dcn_is_the_slices() -> None:
+def test_dcn_minus_one_resolves_to_remaining_slices() -> None:
     devices = fake_devices(slices=4, per_slice=8)
     config = MeshConfig(dcn_data=-1, ici_fsdp=-1, ici_stage=2)
     resolved = resolve_mesh_config(config, devices)
@@ -81,7 +81,7 @@ def test_minus_one_of_dcn_is_the_slices() -> None:
     assert sizes(resolved, "dcn") == {"stage": 2, "data": 2}
 
 
-def test_other_keys_stay() -> None:
+def test_resolve_mesh_config_keeps_other_keys() -> None:
     config = MeshConfig(ici_data=-1, cpu_devices=8, axis_rules={"mlp": []})
     resolved = resolve_mesh_config(config, fake_devices(1, 8))
     assert resolved == dataclasses.replace(config, ici_data=8)
@@ -96,7 +96,7 @@ def test_other_keys_stay() -> None:
         ({"dcn_data": 3, "ici_stage": 2}, 6),
     ],
 )
-def test_wrong_products_are_config_errors(
+def test_wrong_mesh_product_raises_config_error(
     devices: list[Any], given: dict[str, Any], total: int
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -107,7 +107,7 @@ def test_wrong_products_are_config_errors(
     assert f"set mesh.cpu_devices={total} for virtual CPU devices" in problem.action
     for axis in AXES:
         assert f"{axis} " in problem.value
-    # The action works.
+    # The suggested action works.
     again = MeshConfig(**given, cpu_devices=total)
     resolve_mesh_config(again, fake_devices(1, total, "cpu"))
 
@@ -116,7 +116,9 @@ def test_wrong_products_are_config_errors(
     ("given", "needed"),
     [({"ici_stage": 16, "ici_data": -1}, 16), ({"ici_stage": 3, "ici_fsdp": -1}, 9)],
 )
-def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], needed: int) -> None:
+def test_minus_one_rejects_sizes_that_do_not_divide_devices(
+    given: dict[str, Any], needed: int
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve_mesh_config(MeshConfig(**given), fake_devices(1, 8, "cpu"))
     (problem,) = caught.value.problems
@@ -130,15 +132,15 @@ def test_what_is_left_beside_sizes_that_do_not_divide(given: dict[str, Any], nee
     resolve_mesh_config(MeshConfig(**given), fake_devices(1, needed, "cpu"))
 
 
-def test_the_action_counts_devices_of_one_process() -> None:
+def test_suggested_cpu_devices_is_per_process() -> None:
     devices = [FakeDevice("cpu", process_index=process) for process in (0, 0, 1, 1)]
     with raises(ConfigError, "mesh", names=[8, 4], suggests="mesh.cpu_devices=4"):
         resolve_mesh_config(MeshConfig(ici_stage=8), devices)
     with raises(ConfigError, "mesh", names=[3, 4], suggests="4"):
-        resolve_mesh_config(MeshConfig(ici_stage=3), devices)  # what is left of 4 is no number
+        resolve_mesh_config(MeshConfig(ici_stage=3), devices)  # 3 does not divide 4
 
 
-def test_what_is_left_is_named_where_it_helps() -> None:
+def test_error_suggests_minus_one_if_it_resolves() -> None:
     devices = fake_devices(1, 8, "gpu")
     for size in (1, 3):
         with raises(ConfigError, "mesh", names=[8], suggests="mesh.ici_data=-1"):
@@ -147,7 +149,7 @@ def test_what_is_left_is_named_where_it_helps() -> None:
 
 
 @pytest.mark.parametrize("given", [{"dcn_data": 4}, {"dcn_stage": 3}, {}])
-def test_dcn_sizes_multiply_to_the_slices(given: dict[str, Any]) -> None:
+def test_dcn_sizes_must_multiply_to_slice_count(given: dict[str, Any]) -> None:
     config = MeshConfig(**given, ici_fsdp=-1)
     with raises(ConfigError, "mesh", names=["2 slices"], suggests="mesh.dcn_data=2") as caught:
         resolve_mesh_config(config, fake_devices(slices=2, per_slice=12))
@@ -156,18 +158,18 @@ def test_dcn_sizes_multiply_to_the_slices(given: dict[str, Any]) -> None:
     assert sizes(resolve_mesh_config(action, fake_devices(2, 12)), "ici") == {"fsdp": 12}
 
 
-def test_gpu_hosts_need_not_be_named_as_slices() -> None:
+def test_gpu_hosts_do_not_require_dcn_axes() -> None:
     resolved = resolve_mesh_config(MeshConfig(ici_data=-1), fake_devices(2, 8, "gpu"))
     assert sizes(resolved, "ici") == {"data": 16}
 
 
 def ids(config: MeshConfig) -> np.ndarray:
-    """Device numbers along the axes that are larger than one."""
+    """Return device IDs along the axes larger than 1."""
     mesh = build_mesh(config)
     return np.vectorize(lambda device: device.id)(mesh.devices).squeeze()
 
 
-def test_dcn_is_the_slow_part_of_an_axis(devices: list[Any]) -> None:
+def test_dcn_is_major_dimension_of_mesh_axis(devices: list[Any]) -> None:
     assert len(devices) == 8
     # Two slices of four devices: 0..3 and 4..7.
     stages = ids(MeshConfig(dcn_stage=2, ici_stage=2, ici_fsdp=2))
@@ -176,29 +178,29 @@ def test_dcn_is_the_slow_part_of_an_axis(devices: list[Any]) -> None:
     np.testing.assert_array_equal(replicas, [[0, 4], [1, 5], [2, 6], [3, 7]])
     both = ids(MeshConfig(dcn_data=2, ici_stage=2, ici_data=2))
     np.testing.assert_array_equal(both, [[0, 1, 4, 5], [2, 3, 6, 7]])
-    # Four slices of two: the stage axis crosses them twice, data once.
+    # Four slices of two devices, on dcn_stage = 2 and dcn_data = 2.
     mixed = ids(MeshConfig(dcn_stage=2, dcn_data=2, ici_tensor=2))
     np.testing.assert_array_equal(mixed, [[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
 
 
-def test_the_last_axis_joins_neighbours(devices: list[Any]) -> None:
+def test_last_mesh_axis_has_adjacent_device_ids(devices: list[Any]) -> None:
     assert len(devices) == 8
     order = ids(MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2))
     np.testing.assert_array_equal(order.ravel(), np.arange(8))
 
 
-def test_a_mesh_over_fewer_devices(devices: list[Any]) -> None:
+def test_build_mesh_on_subset_of_devices(devices: list[Any]) -> None:
     mesh = build_mesh(MeshConfig(ici_stage=2), devices[4:6])
     assert [device.id for device in mesh.devices.flat] == [4, 5]
 
 
-def test_descriptions_leave_out_what_is_one(devices: list[Any]) -> None:
+def test_describe_mesh_omits_axes_of_size_one(devices: list[Any]) -> None:
     mesh = build_mesh(MeshConfig(ici_stage=4, ici_fsdp=2), devices)
     assert describe_mesh(mesh) == "stage 4 x fsdp 2"
     assert describe_mesh(build_mesh(MeshConfig(), devices[:1])) == "one device"
 
 
-def test_types_carry_the_axes_of_several_devices_but_tensor() -> None:
+def test_explicit_axes_are_multi_device_axes_except_tensor() -> None:
     config = MeshConfig(ici_stage=2, ici_context=2, ici_tensor=2)
     explicit = dataclasses.replace(config, shard_mode="explicit")
     devices = jax.devices()[:8]
@@ -210,7 +212,7 @@ def test_types_carry_the_axes_of_several_devices_but_tensor() -> None:
     assert auto_mesh(mesh) == auto and auto_mesh(auto) is auto
 
 
-def test_arrays_are_seen_from_another_mesh_without_a_copy() -> None:
+def test_rebind_mesh_does_not_copy_arrays() -> None:
     config = MeshConfig(ici_stage=2, ici_fsdp=4, shard_mode="explicit")
     mesh = build_mesh(config, jax.devices()[:8])
     spec = PartitionSpec("stage", ("fsdp", "data"))
@@ -223,7 +225,7 @@ def test_arrays_are_seen_from_another_mesh_without_a_copy() -> None:
         assert mine.data.unsafe_buffer_pointer() == theirs.data.unsafe_buffer_pointer()
 
 
-def test_the_last_devices_are_dealt_out(devices: list[Any]) -> None:
+def test_partition_devices_splits_off_last_devices(devices: list[Any]) -> None:
     assert partition_devices(devices, 3, "some.key") == (devices[:5], devices[5:])
     assert partition_devices(devices, 0, "some.key") == (devices, devices)
     for count in (8, 9):
@@ -231,7 +233,7 @@ def test_the_last_devices_are_dealt_out(devices: list[Any]) -> None:
             partition_devices(devices, count, "some.key")
 
 
-def test_one_device_can_only_take_turns() -> None:
+def test_partition_devices_rejects_single_device() -> None:
     with raises(ConfigError, "some.key", suggests=["mesh.cpu_devices=2", "some.key=0"]):
         partition_devices([FakeDevice("cpu")], 1, "some.key")
 
@@ -240,7 +242,7 @@ def test_one_device_can_only_take_turns() -> None:
     ("count", "text"),
     [(3, "Set some.key=4, or some.key=0 to"), (9, "Set some.key=6, or"), (8, "Set some.key=6, or")],
 )
-def test_every_process_deals_out_as_many(count: int, text: str) -> None:
+def test_partition_devices_takes_equal_count_from_every_process(count: int, text: str) -> None:
     devices = [FakeDevice("tpu", number // 4, number) for number in range(8)]
     kept, given = partition_devices(devices, 2, "some.key")
     assert given == [devices[3], devices[7]] and kept == devices[:3] + devices[4:7]
@@ -248,13 +250,13 @@ def test_every_process_deals_out_as_many(count: int, text: str) -> None:
         partition_devices(devices, count, "some.key")
 
 
-def test_devices_that_are_not_next_to_each_other_are_a_mesh(
+def test_build_mesh_on_non_contiguous_devices(
     monkeypatch: pytest.MonkeyPatch, devices: list[Any]
 ) -> None:
-    """As two chips of each host of a TPU slice may be."""
+    """Two chips of each host of a TPU slice may be non-contiguous."""
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("no rectangle")
+        raise AssertionError("create_device_mesh must not be called")
 
     monkeypatch.setattr("jax.experimental.mesh_utils.create_device_mesh", refuse)
     mesh = build_mesh(MeshConfig(ici_stage=2, ici_fsdp=2), devices[1:8:2])

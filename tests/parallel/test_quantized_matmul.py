@@ -1,4 +1,4 @@
-"""Products in 8 bits beside float32: values and gradients within what the formats allow."""
+"""8-bit matmuls against float32: values and gradients within the precision of the formats."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ WAYS = [
     for way in itertools.product(("int8", "fp8"), ("channel", "tensor", "block"), (False, True))
 ]
 FEW = keeping(WAYS, 2, 6, 11)
-"""Each format, each kind of scales and both kinds of gradients of weights run by default."""
+"""Every format, scale granularity and type of weight gradient runs by default."""
 TYPES = [jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2]
 
 
 def step_of(dtype: Any, sizes: Any, most: Any) -> Any:
-    """The most by which a number of that size is rounded where the largest is `most`."""
+    """Return the maximum rounding error of values of these sizes if the largest value is `most`."""
     if dtype == jnp.int8:
         return most / 127 / 2
     info, scale = jnp.finfo(dtype), most / max_of_dtype(dtype)
@@ -42,7 +42,7 @@ def step_of(dtype: Any, sizes: Any, most: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_numbers_times_scales_are_within_half_a_step(dtype: Any) -> None:
+def test_quantization_error_is_at_most_half_a_step(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (64, 96)) * jnp.logspace(-12, 12, 64)[:, None]
     numbers, scale = jax.jit(lambda x: quantize_array(x, (1,), dtype))(x)
     assert numbers.dtype == dtype and scale.shape == (64, 1)
@@ -52,7 +52,7 @@ def test_numbers_times_scales_are_within_half_a_step(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_blocks_have_powers_of_two_that_bfloat16_holds(dtype: Any) -> None:
+def test_block_scales_are_powers_of_two_exact_in_bfloat16(dtype: Any) -> None:
     x = jax.random.normal(jax.random.key(0), (256, 192)).at[3, 5].set(1000.0)
     found = jax.jit(lambda x: quantize_dequantize_blocks(x, (0, 1), dtype))(x)
     np.testing.assert_array_equal(found, found.astype(jnp.bfloat16).astype(jnp.float32))
@@ -62,7 +62,7 @@ def test_blocks_have_powers_of_two_that_bfloat16_holds(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
-def test_zeros_stay_and_what_is_not_finite_is_not_hidden(how: MatmulQuantizer) -> None:
+def test_quantized_matmul_preserves_zeros_and_non_finite_values(how: MatmulQuantizer) -> None:
     x = jnp.ones((1, 3, 8)).at[0, 0].set(0.0).at[0, 1, 2].set(jnp.inf).at[0, 2, 3].set(jnp.nan)
     weight = jnp.ones((8, 4))
     found = product(x, weight, 1, how, True)
@@ -71,12 +71,12 @@ def test_zeros_stay_and_what_is_not_finite_is_not_hidden(how: MatmulQuantizer) -
     assert not jnp.isfinite(grads[1]).all()
 
 
-# Of uniform rounding of both operands: a format's relative step by the root of 12, for each.
+# Uniform rounding of both operands: the format's relative step / sqrt(12) for each operand.
 ERRORS = {"int8": 0.02, "fp8": 0.06}
 
 
 def with_gradients(function: Any, cotangent: jax.Array, *inputs: Any) -> list[np.ndarray]:
-    """Value, and gradients of all inputs."""
+    """Return the value, and the gradients of all inputs."""
 
     def run(cotangent: jax.Array, *inputs: Any) -> Any:
         value, pullback = jax.vjp(function, *inputs)
@@ -105,7 +105,7 @@ def test_values_and_gradients_are_near_float32(how: MatmulQuantizer, dims: int) 
 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
-def test_scales_of_a_token_do_not_depend_on_others(how: MatmulQuantizer) -> None:
+def test_token_scales_do_not_depend_on_other_sequences(how: MatmulQuantizer) -> None:
     x = jax.random.normal(jax.random.key(0), (4, 6, 64))
     weight = jax.random.normal(jax.random.key(1), (64, 32))
     alone = jnp.concatenate([product(each[None], weight, 1, how, True) for each in x])
@@ -116,7 +116,7 @@ def test_scales_of_a_token_do_not_depend_on_others(how: MatmulQuantizer) -> None
 
 @pytest.mark.parametrize("into", [True, False])
 @pytest.mark.parametrize("form", ["int8", "fp8"])
-def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: bool) -> None:
+def test_weight_gradients_use_per_sequence_scales(form: Any, into: bool) -> None:
     how = MatmulQuantizer(form, "channel", True)
     x = jax.random.normal(jax.random.key(0), (6, 8, 64)) * jnp.logspace(-3, 3, 6)[:, None, None]
     cotangent = jax.random.normal(jax.random.key(1), (6, 8, 32))
@@ -129,7 +129,7 @@ def test_rows_have_scales_of_their_own_in_gradients_of_weights(form: Any, into: 
 
 @pytest.mark.parametrize("how", FEW, ids=str)
 @pytest.mark.parametrize("form", ["btd,def->btef", "btef,efd->btd", "end,def->enf", "enf,efd->end"])
-def test_experts_are_matrices_of_their_own(form: str, how: MatmulQuantizer) -> None:
+def test_expert_matmuls_are_quantized_per_expert(form: str, how: MatmulQuantizer) -> None:
     sizes = {"b": 2, "t": 16, "d": 64, "e": 3, "f": 128, "n": 20}
     first, rest = form.split(",")
     shapes = [[sizes[letter] for letter in letters] for letters in (first, *rest.split("->"))]
@@ -140,7 +140,7 @@ def test_experts_are_matrices_of_their_own(form: str, how: MatmulQuantizer) -> N
     errors = [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in zip(wanted, found, strict=True)]
     assert all(0 < error < ERRORS[how.format] for error in errors[:2]), errors
     assert errors[2] < 1e-6
-    # One expert's large weights leave the digits of others alone.
+    # Large weights of one expert do not reduce the precision of the others.
     dim = rest.split("->")[0].index("e")
     loud = jnp.moveaxis(jnp.moveaxis(weight, dim, 0).at[0].multiply(1e4), 0, dim)
     if "e" in form.split("->")[1]:
@@ -153,7 +153,7 @@ def test_experts_are_matrices_of_their_own(form: str, how: MatmulQuantizer) -> N
     "how", keeping([how for how in WAYS if how.scales != "block"], 2, 5), ids=str
 )
 @pytest.mark.parametrize("dims", [1, 2])
-def test_weights_rounded_before_give_the_same(how: MatmulQuantizer, dims: int) -> None:
+def test_prequantized_weights_give_equal_results(how: MatmulQuantizer, dims: int) -> None:
     shapes = {1: ((2, 8, 32), (3, 32, 4, 8)), 2: ((2, 8, 4, 8), (3, 4, 8, 32))}[dims]
     keys = jax.random.split(jax.random.key(0), 2)
     x, stack = (jax.random.normal(*pair) for pair in zip(keys, shapes, strict=True))
@@ -172,7 +172,7 @@ def test_weights_rounded_before_give_the_same(how: MatmulQuantizer, dims: int) -
 
         wanted, pull = jax.vjp(of_weight, x, weight)
         found, pull_held = jax.vjp(of_held, x, jnp.zeros_like(weight))
-        # One that is not trained.
+        # A weight that is not trained.
         (d_x,) = jax.vjp(lambda x: product(x, mine, dims, how, True), x)[1](wanted)
         return (wanted, *pull(wanted)), (found, *pull_held(wanted)), d_x
 

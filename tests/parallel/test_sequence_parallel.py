@@ -1,4 +1,4 @@
-"""Matmuls between split tokens and split features, against plain ones: values and gradients."""
+"""Sequence-parallel matmuls against plain matmuls: values and gradients."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def summed(split: SequenceParallel, *arrays: Any) -> Any:
     return sum((each.astype(jnp.float32) ** 2).sum() for each in total(split, *arrays))
 
 
-def plainly(split: SequenceParallel, *arrays: Any) -> Any:
-    """Value and gradients."""
+def unsharded_value_and_grad(split: SequenceParallel, *arrays: Any) -> Any:
+    """Return value and gradients without a mesh."""
     run = jax.value_and_grad(summed, (1, 2, 3))
     return jax.jit(lambda *arrays: run(split, *arrays))(*arrays)
 
 
 @pytest.mark.parametrize("rings", [False, True])
 @pytest.mark.parametrize("size", keeping([2, 3, 8], 0))
-def test_values_and_gradients_are_those_of_plain_matmuls(size: int, rings: bool) -> None:
+def test_values_and_gradients_match_plain_matmuls(size: int, rings: bool) -> None:
     mesh, rules = split_of(size, rings=rings, kv_heads=[] if size == 3 else ["tensor"])
     arrays = arrays_of(size, jnp.float32)
-    wanted = plainly(SequenceParallel(rules), *arrays)
+    wanted = unsharded_value_and_grad(SequenceParallel(rules), *arrays)
 
     def run(*arrays: Any) -> Any:
         split = SequenceParallel.from_rules(rules)
@@ -68,13 +68,13 @@ def test_values_and_gradients_are_those_of_plain_matmuls(size: int, rings: bool)
         assert np.abs(np.asarray(a) - np.asarray(b)).max() < TOLERANCE * np.abs(a).max()
 
 
-def test_sums_in_bfloat16_are_in_float32_on_a_device() -> None:
-    """As close to float32 as plain matmuls of bfloat16 are."""
+def test_bfloat16_ring_sums_accumulate_in_float32() -> None:
+    """The error to float32 is at most about that of plain bfloat16 matmuls."""
     mesh, rules = split_of(4, rings=True)
     narrow, wide = arrays_of(4, jnp.bfloat16), arrays_of(4, jnp.float32)
     run = jax.value_and_grad(summed, (1, 2, 3))
-    exact = plainly(SequenceParallel(rules), *wide)
-    plain = run(SequenceParallel(rules), *narrow)  # one operation after the other, each rounded
+    exact = unsharded_value_and_grad(SequenceParallel(rules), *wide)
+    plain = run(SequenceParallel(rules), *narrow)  # eager: every operation rounds its result
     with jax.set_mesh(mesh):
         placed = jax.device_put(narrow, NamedSharding(mesh, PartitionSpec()))
         found = jax.jit(lambda *arrays: run(SequenceParallel.from_rules(rules), *arrays))(*placed)
@@ -84,7 +84,7 @@ def test_sums_in_bfloat16_are_in_float32_on_a_device() -> None:
         assert np.abs(of(c) - a).max() < 2 * np.abs(of(b) - a).max() + 0.01 * scale
 
 
-def test_programs_that_are_automatic_throughout_have_rows_of_any_length() -> None:
+def test_sequence_parallel_is_off_if_all_axes_are_automatic() -> None:
     rules = split_of(2, rings=True)[1]
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     with jax.set_mesh(Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)):
@@ -93,7 +93,7 @@ def test_programs_that_are_automatic_throughout_have_rows_of_any_length() -> Non
 
 
 def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
-    """Of each matmul of gradients of weights, how many dims it sums over."""
+    """Return the number of contracted dims of each weight-gradient matmul."""
     program = jax.make_jaxpr(jax.grad(lambda *weights: summed(split, arrays[0], *weights), (0, 1)))
     rows_and_tokens, found = arrays[0].shape[0] * arrays[0].shape[1], []
     for each in program(*arrays[1:]).eqns:
@@ -104,15 +104,15 @@ def contracted_dims(split: SequenceParallel, *arrays: Any) -> list[int]:
     return found
 
 
-def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided() -> None:
-    """Over two, XLA for CPU copies an operand of each in another order."""
+def test_cpu_weight_gradients_contract_one_dim_unless_tokens_are_sharded() -> None:
+    """With two contracted dims, XLA for CPU transposes an operand of each matmul."""
     rules, (_, into, out_of) = (
         split_of(2, rings=False)[1].for_platform("cpu"),
         arrays_of(2, jnp.float32),
     )
-    x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # no two sums are as long
+    x = jax.random.normal(jax.random.key(0), (3, 8, 5))  # contraction sizes are distinct
     arrays = x, into, out_of
-    wanted = plainly(SequenceParallel(rules), *arrays)
+    wanted = unsharded_value_and_grad(SequenceParallel(rules), *arrays)
     assert contracted_dims(SequenceParallel(rules), *arrays) == [1] * 5
     assert contracted_dims(SequenceParallel(rules.for_platform("tpu")), *arrays) == [2] * 5
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",), axis_types=(AxisType.Auto,))
@@ -134,8 +134,8 @@ def test_gradients_of_weights_sum_over_one_dim_on_cpus_unless_tokens_are_divided
 
 
 @pytest.mark.parametrize("wide", [True, False])
-def test_gradients_of_weights_are_products_over_inner_dims_on_cpus(wide: bool) -> None:
-    """In the compiled program, too: XLA for CPU is slow over outer dims."""
+def test_cpu_weight_gradients_contract_inner_dims(wide: bool) -> None:
+    """Checks the compiled program, because XLA for CPU is slow if it contracts outer dims."""
     rules = split_of(2, rings=False)[1].for_platform("cpu")
     inside, outside = (64, 160) if wide else (160, 64)
     x, weight = jnp.ones((2, 48, inside)), jnp.ones((inside, outside))

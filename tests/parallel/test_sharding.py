@@ -1,4 +1,4 @@
-"""The table from logical to mesh axes, and how batches are placed."""
+"""Rules from logical to mesh axes, and placement of batches."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def rules_with(**changes: list[str]) -> AxisRules:
     return AxisRules.from_config(MeshConfig(axis_rules=changes))
 
 
-# The table.
+# Axis rules.
 
 
-def test_specs_follow_the_table() -> None:
+def test_specs_follow_axis_rules() -> None:
     assert RULES.spec(("embed", "heads", "head_dim")) == PartitionSpec(WEIGHTS, "tensor", None)
     assert RULES.spec(("vocab", "embed")) == PartitionSpec(("stage", "tensor"), WEIGHTS)
     assert RULES.spec(("norm",)) == PartitionSpec(None)
@@ -47,14 +47,14 @@ def test_specs_follow_the_table() -> None:
     assert RULES.spec(("batch",)) == BATCH_SPEC
 
 
-def test_changes_replace_single_rows() -> None:
+def test_axis_rules_override_single_entries() -> None:
     changed = rules_with(vocab=["stage"], mlp=[])
     assert changed.spec(("vocab", "mlp", "heads")) == PartitionSpec("stage", None, "tensor")
     assert dict(changed.table).keys() == {*DEFAULT_AXIS_RULES, "stage"}
     assert rules_with() == RULES and hash(rules_with()) == hash(RULES) and changed != RULES
 
 
-def test_one_mesh_axis_shards_one_dim_of_a_tensor() -> None:
+def test_spec_rejects_mesh_axis_used_by_two_dims() -> None:
     rules = rules_with(head_dim=["tensor"])
     with pytest.raises(ConfigError) as caught:
         rules.spec(("embed", "heads", "head_dim"), where="layers.attention.query")
@@ -68,7 +68,7 @@ def test_one_mesh_axis_shards_one_dim_of_a_tensor() -> None:
     )
 
 
-def test_a_conflict_inside_a_pair_of_axes_is_found() -> None:
+def test_spec_rejects_conflict_within_axis_tuple() -> None:
     with pytest.raises(ConfigError, match="'vocab' and 'mlp' on the same mesh axis 'tensor'"):
         RULES.spec(("vocab", "mlp"))
 
@@ -88,7 +88,7 @@ def test_a_conflict_inside_a_pair_of_axes_is_found() -> None:
         (("expert", ("fsdp", "context")), ("expert", ("fsdp", "context")), 1),
     ],
 )
-def test_restricting_a_spec_and_finding_its_fsdp_dim(
+def test_restrict_spec_and_fsdp_dim(
     spec: tuple[Any, ...], restricted: tuple[Any, ...], dim: int | None
 ) -> None:
     assert restrict_spec(PartitionSpec(*spec), MANUAL_AXES) == PartitionSpec(*restricted)
@@ -102,7 +102,7 @@ def test_restricting_a_spec_and_finding_its_fsdp_dim(
 def test_constrain_does_nothing_without_a_mesh() -> None:
     x = jnp.ones((2, 4))
     assert constrain(x, ("batch", "mlp"), RULES) is x
-    # Not even a wrong request is looked at.
+    # Even an invalid request is not checked.
     assert constrain(x, ("mlp", "heads"), RULES) is x
 
 
@@ -123,7 +123,7 @@ def test_constrain_does_nothing_without_automatic_axes(devices: list[Any]) -> No
     jax.eval_shape(run, jnp.ones((2, 4)))
 
 
-def test_constrain_places_the_automatic_axes(devices: list[Any]) -> None:
+def test_constrain_shards_automatic_axes(devices: list[Any]) -> None:
     mesh = build_mesh(MeshConfig(ici_fsdp=2, ici_tensor=4), devices)
 
     def program(x: jax.Array) -> jax.Array:
@@ -150,14 +150,14 @@ def test_constrain_places_the_automatic_axes(devices: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class Fake:
-    """A device of a process."""
+    """Fake device of one process."""
 
     process_index: int
     number: int
 
 
 class HalfOfTheDevices:
-    """A batch sharding of which this process has some devices, two of them with the same rows."""
+    """Batch sharding in which this process has three devices, two of them with the same rows."""
 
     def devices_indices_map(self, shape: tuple[int]) -> dict[Fake, tuple[slice]]:
         (rows,) = shape
@@ -167,7 +167,7 @@ class HalfOfTheDevices:
         return mine | {Fake(1, 1): (slice(quarter, 2 * quarter),)}
 
 
-def test_local_rows_are_ascending_and_named_once() -> None:
+def test_local_sequences_are_sorted_and_unique() -> None:
     sharding: Any = HalfOfTheDevices()
     assert local_sequences(sharding, 8).tolist() == [0, 1, 4, 5]
     found = sequences_by_process(sharding, 8)
@@ -182,7 +182,7 @@ def mesh(devices: list[Any]) -> Mesh:
     return build_mesh(MeshConfig(ici_stage=2, ici_data=2, ici_fsdp=2), devices)
 
 
-def test_rows_are_split_over_the_batch_axes_and_equal_on_all_stages(mesh: Mesh) -> None:
+def test_batch_is_sharded_over_batch_axes_and_replicated_over_stages(mesh: Mesh) -> None:
     sharding = NamedSharding(mesh, BATCH_SPEC)
     rows = local_sequences(sharding, 8)
     assert rows.tolist() == list(range(8))
@@ -206,7 +206,7 @@ def test_rows_are_split_over_the_batch_axes_and_equal_on_all_stages(mesh: Mesh) 
                 assert at[device].tolist() == [start, start + 1]
 
 
-def test_a_device_gets_its_rows_from_those_of_the_process(
+def test_global_batch_reads_device_shard_from_local_sequences(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one_device(shape: tuple[int, ...], sharding: NamedSharding, part: Any) -> np.ndarray:
@@ -214,7 +214,7 @@ def test_a_device_gets_its_rows_from_those_of_the_process(
         return part((slice(4, 6), slice(None)))
 
     monkeypatch.setattr(jax, "make_array_from_callback", one_device)
-    # This process holds rows 0, 1, 4 and 5 of the batch, its host array only those four.
+    # This process holds only sequences 0, 1, 4 and 5 of the batch in its host array.
     host = {"tokens": np.arange(12).reshape(4, 3)}
     rows = np.array([0, 1, 4, 5])
     placed = make_global_batch(host, rows, 8, NamedSharding(mesh, BATCH_SPEC))

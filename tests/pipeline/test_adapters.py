@@ -1,4 +1,4 @@
-"""Adapters: the engine against the plain loop, and the plain loop against merged weights."""
+"""Adapters: the engine against the unpipelined model, and that model against merged weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from maxpipe.plan.sizes import Sizes
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping
 from tests.pipeline.test_engine import check_gradients, with_changes
 from tests.pipeline.test_families import GROUPED, NEXT, ROOM, V3
-from tests.pipeline.test_frozen import compiled_traffic, held_by
+from tests.pipeline.test_frozen import compiled_traffic, state_bytes
 from tests.plan.test_memory import config_of, steps_of
 
 LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora", alpha=3.0)
@@ -45,7 +45,7 @@ CASES = [
 ]
 
 
-# Layers of unlike kinds, with matrices that have none.
+# Heterogeneous layers, some with matrices that have no adapter.
 FAMILIES = [
     Case(2, 2, 4, layers=5, own=ROOM, fsdp=2, remat="none", adapter=LORA),
     Case(2, 1, 3, layers=5, own=V3, schedule="zb_h1", tensor=2, adapter=DORA),
@@ -55,17 +55,17 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("case", keeping([*CASES, *FAMILIES], 0), ids=str)
-def test_gradients_equal_the_plain_loop(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.parametrize(
     ("own", "adapter"), keeping([(None, LORA), (V3, DORA), (NEXT, LORA), (None, INT8)], 0)
 )
-def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) -> None:
-    """Value, and gradients of factors and lengths, of weights that are put together here."""
+def test_adapted_model_matches_merged_weights(own: Any, adapter: AdapterConfig) -> None:
+    """Compare loss and gradients of factors and magnitudes with weights merged in this test."""
     epsilon = 0.01 if own is NEXT else Case.epsilon
-    layers = 2 if own is None else 4  # as many as have every kind
+    layers = 2 if own is None else 4  # enough for every layer type
     case = Case(layers=layers, own=own, epsilon=epsilon, adapter=adapter)
     rules = AxisRules.from_config(case.mesh)
     decoder = Decoder(case.model, rules)
@@ -115,7 +115,7 @@ def test_the_plain_loop_equals_a_merged_model(own: Any, adapter: AdapterConfig) 
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-# What is predicted, and what the compiler makes of it.
+# Predictions against the compiled program.
 
 PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
     (LORA, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
@@ -130,7 +130,7 @@ PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("adapter", "mesh", "pipeline"), PLANS)
-def test_buffers_and_state_are_predicted(
+def test_predicted_buffers_and_state_match_engine(
     adapter: AdapterConfig, mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     plain = config_of({}, mesh, pipeline)
@@ -140,7 +140,7 @@ def test_buffers_and_state_are_predicted(
     deferred = predicted.pop("deferred")
     assert found["deferred"] <= deferred and bool(found["deferred"]) == bool(deferred)
     assert predicted == {name: found[name] for name in predicted}
-    assert state(sizes)["state"] == pytest.approx(held_by(steps), abs=64)
+    assert state(sizes)["state"] == pytest.approx(state_bytes(steps), abs=64)
     trained_leaves = jax.tree.leaves(steps.abstract_saved["optimizer"]["mu"])
     assert sum(leaf.size for leaf in trained_leaves) == num_trained(sizes.model)
     less, more = (
@@ -152,8 +152,8 @@ def test_buffers_and_state_are_predicted(
 
 
 @pytest.mark.layouts
-def test_no_product_makes_a_gradient_of_the_base() -> None:
-    """Counted in the compiled program, beside that of frozen layers behind a trained embedding."""
+def test_base_weights_have_no_gradient_matmuls() -> None:
+    """Compares compiled FLOPs with those of frozen layers after a trained embedding."""
     mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "schedule": "1f1b"}
     frozen = ["head", "final_norm.scale", "layers.*"]
     plain = config_of({"compute_dtype": "float32", "frozen": frozen}, mesh, pipeline)
@@ -169,7 +169,7 @@ def test_no_product_makes_a_gradient_of_the_base() -> None:
         * sum(sizes.layers.partition)
         // sizes.mesh.stages
     )
-    # Forward, forward again, and both gradients.
+    # Forward, recomputation, and both gradients.
     assert 0 < after - before <= 2 * tokens * 4 * factors
     base = sum(size(param) for param in kind.declared.values() if len(param.dims) > 1)
     assert 4 * factors < base / 4

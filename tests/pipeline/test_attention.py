@@ -1,4 +1,4 @@
-"""Blockwise attention in the engine: loops whose turns are data, and a backward of its own."""
+"""Blockwise attention in the engine: loops with data-dependent trip counts and a custom VJP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pipeline.test_engine import check_gradients, matrix
 from tests.pipeline.test_families import FAMILIES_IN_MATRIX, GEMMA, GPT_OSS, V3
 
 BLOCK = 3
-"""Tokens of a block, of which a row has more than one and the last is not full."""
+"""Tokens per block. Each sequence has several blocks, and the last one is not full."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,41 +37,37 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0), ids=str)
-def test_blocks_in_the_engine_equal_the_plain_loop(case: Case) -> None:
-    """Windows that differ by layer, sinks, values of another size; a split backward."""
+def test_blockwise_attention_matches_unpipelined_model(case: Case) -> None:
+    """Includes per-layer windows, sinks, a different value dimension and split backward passes."""
     check_gradients(replace(case, attention="blockwise"))
 
 
 @pytest.mark.parametrize("case", keeping(CASES[:3] + CASES[-1:], 0), ids=str)
-def test_blocks_without_loops_in_the_engine_equal_the_plain_loop(
+def test_unrolled_blockwise_attention_matches_unpipelined_model(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in short rows."""
+    """Short sequences use unrolled blocks."""
     monkeypatch.setattr(blockwise, "unrolled_blocks", partial(unrolled_blocks, size=BLOCK))
     check_gradients(replace(case, attention="blockwise"))
 
 
 @pytest.mark.parametrize("schedule", keeping(["interleaved", "zb_h1"], 1))
-def test_idle_slots_contribute_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a buffer contains before something is written there: here NaN."""
+def test_idle_slots_do_not_affect_results(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are filled with NaN before their first write."""
 
-    def rubbish(count: int, like: Any) -> Any:
+    def nan_slots(count: int, like: Any) -> Any:
         empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, prologue):
-        monkeypatch.setattr(module, "empty_slots", rubbish)
+        monkeypatch.setattr(module, "empty_slots", nan_slots)
     case = Case(3, 1, 4, own=GEMMA, tied=True, schedule=schedule, remat="names", idle="compute")
     check_gradients(replace(case, attention="blockwise"))
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("number", range(11, len(matrix()), 53))
-def test_sample_of_the_matrix(number: int) -> None:
-    """Another family for each case."""
+def test_config_matrix_sample(number: int) -> None:
+    """Each case uses a different model family."""
     case, family = matrix()[number], FAMILIES_IN_MATRIX[number % len(FAMILIES_IN_MATRIX)]
     check_gradients(replace(case, **family, attention="blockwise"))
-
-
-def test_what_waits_between_slots_is_the_same_for_all_kinds_of_remat() -> None:
-    """Names keep the result once, and beside it one number for each query and head."""

@@ -1,4 +1,4 @@
-"""Sequences and experts over several devices: the engine against the plain loop, every leaf."""
+"""Context and expert parallelism: every gradient leaf matches the unpipelined model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CONTEXT = [
 
 
 @pytest.mark.parametrize("case", keeping(CONTEXT, 4, 6), ids=str)
-def test_sequences_over_several_devices(case: Case) -> None:
+def test_context_parallel_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -70,12 +70,12 @@ EXPERT = [
 
 
 @pytest.mark.parametrize("case", keeping(EXPERT, 8), ids=str)
-def test_experts_over_several_devices(case: Case) -> None:
+def test_expert_parallel_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array) -> jax.Array:
-    """An exchange as TPUs have it: where nothing arrives is what was in memory."""
+    """All-to-all as on TPU: rows that receive no data are uninitialized, here NaN."""
     used = jnp.arange(len(x) // len(got)) < got[:, None]
     return jnp.where(used.reshape(-1, 1), collectives.all_to_all(x, mesh.EXPERT, 0, 0), jnp.nan)
 
@@ -93,7 +93,9 @@ def _with_gaps(x: jax.Array, sent: jax.Array, got: jax.Array) -> jax.Array:
     ),
     ids=str,
 )
-def test_nothing_reads_rows_that_were_not_sent(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uninitialized_all_to_all_rows_are_never_read(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gaps = jax.custom_vjp(_with_gaps)
     gaps.defvjp(
         lambda x, sent, got: (_with_gaps(x, sent, got), (sent, got)),

@@ -1,4 +1,4 @@
-"""How arrays that wait between slots lie in memory."""
+"""Memory layout of the buffers that store arrays between slots."""
 
 import jax
 import jax.numpy as jnp
@@ -21,13 +21,17 @@ from maxpipe.pipeline.slots import layout_order, read_slots, write_slots
     ],
     ids=str,
 )
-def test_long_dims_are_minor(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_layout_order_puts_long_dims_last(
+    shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     assert layout_order(shape) == expected
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu"])
 @pytest.mark.parametrize("pinned", [True, False])
-def test_what_is_pinned_is_pinned_where_it_is_written_and_read(platform: str, pinned: bool) -> None:
+def test_pinned_slots_have_layout_constraints_on_write_and_read(
+    platform: str, pinned: bool
+) -> None:
     def run(buffer: jax.Array, value: jax.Array) -> jax.Array:
         written = write_slots([buffer], jnp.int32(1), [value], None, pinned=pinned)
         return read_slots(written, jnp.int32(1), pinned=pinned)[0]

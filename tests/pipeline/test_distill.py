@@ -1,4 +1,4 @@
-"""The distillation objective through the engine: against the plain loop, on unlike layouts."""
+"""The distillation objective in the engine matches the unpipelined model on several layouts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pipeline.test_objective import plain
 
 FORWARD = Distill("forward", 2.0, 5, 0.7)
 REVERSE = Distill("reverse", 0.8, 30, 0.4)
-"""Of the whole vocabulary."""
+"""Uses the whole vocabulary."""
 CASES = [
     (Case(1, 1, 2, fsdp=2, data=2, layers=3), FORWARD),
     (Case(2, 2, 3, tensor=2, fsdp=2, gather="step", tied=True), REVERSE),
@@ -27,8 +27,8 @@ CASES = [
 ]
 
 
-def taught(case: Case, objective: Distill) -> dict[str, np.ndarray]:
-    """A batch with the answers of a teacher that knows the whole distribution."""
+def batch_with_teacher(case: Case, objective: Distill) -> dict[str, np.ndarray]:
+    """Return a batch with the top-k logits of a random teacher."""
     batch, draw = batch_of(case.rows, case=case), np.random.default_rng(3)
     shape = (*batch["tokens"].shape, case.model.vocab_size)
     scores = log_softmax(2 * draw.standard_normal(shape) / objective.temperature, axis=-1)
@@ -39,9 +39,9 @@ def taught(case: Case, objective: Distill) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("case", "objective"), keeping(CASES, 2), ids=str)
-def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill) -> None:
+def test_values_and_gradients_match_unpipelined_model(case: Case, objective: Distill) -> None:
     steps = steps_of(case, case.rows, objective=objective)
-    parts, batch = steps.param_layout, taught(case, objective)
+    parts, batch = steps.param_layout, batch_with_teacher(case, objective)
     batch = {name: batch[name] for name in steps.abstract_batch()}
     params, means, wanted = plain(steps, objective, batch)
     run = steps.engine.value_and_grad(steps.train_schedule)
@@ -63,8 +63,8 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Distill
 
 
 @pytest.mark.layouts
-def test_a_teacher_says_the_same_on_every_layout() -> None:
-    """The same parameters: ids of equal logits in the order of the vocabulary, everywhere."""
+def test_teacher_logits_are_equal_on_every_layout() -> None:
+    """Equal logits are ordered by token ID on every layout."""
     found = []
     ask = partial(LossHead.top_log_probs, count=7, temperature=1.5)
     for case in (
@@ -76,7 +76,7 @@ def test_a_teacher_says_the_same_on_every_layout() -> None:
         parts, batch = steps.param_layout, batch_of(4)
         params = jax.jit(parts.decoder.init)(jax.random.key(0))
         head = np.array(params["head"])
-        head[:, 3::4] = head[:, :1]  # equal columns, on all stages
+        head[:, 3::4] = head[:, :1]  # equal columns on all stages
         params["head"] = jax.numpy.asarray(head)
         with jax.set_mesh(parts.mesh):
             stacked = jax.jit(parts.stack, out_shardings=steps.state_sharding.params)(params)
@@ -86,4 +86,4 @@ def test_a_teacher_says_the_same_on_every_layout() -> None:
             found.append(jax.tree.map(np.asarray, run(stacked, placed)))
     for logprobs, ids in found[1:]:
         np.testing.assert_allclose(logprobs, found[0][0], rtol=TOLERANCE, atol=TOLERANCE)
-        assert (ids == found[0][1]).mean() > 0.95  # others are of logits that differ by rounding
+        assert (ids == found[0][1]).mean() > 0.95  # the rest differ by rounding of logits

@@ -1,8 +1,7 @@
-"""The engine against automatic differentiation of the plain loop: value and every leaf."""
+"""The engine's loss and every gradient leaf against autodiff of the unpipelined model."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -23,13 +22,15 @@ from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.schedule.orders import read_orders
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.conftest import GOLDEN
+from tests.times import shared
 
 
-@functools.cache
+@shared
 def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
-    """Initial parameters, and the plain loop's summed objective of one row with its gradients.
+    """Return initial parameters, and a function for one sequence's summed objective and gradients.
 
-    Beside the objective it returns the cross entropy, the layers' losses and their statistics.
+    The function runs the unpipelined model. In addition to the objective, it returns the cross
+    entropy, the layer losses and the layer statistics.
     """
 
     def total(mine: Any, row: Any, key: jax.Array | None) -> tuple[jax.Array, Any]:
@@ -38,7 +39,7 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
         return decoder.objective_from_output(found, row) * count, reported
 
     params = jax.jit(decoder.init)(jax.random.key(0))
-    if "transform" in params.get("ahead", {}):  # starts at 0, where some of its gradients are 0
+    if "transform" in params.get("ahead", {}):  # some gradients are 0 at its initial 0
         shape = params["ahead"]["transform"].shape
         drawn = jax.random.normal(jax.random.key(1), shape) * shape[-1] ** -0.5
         params |= {"ahead": {"transform": drawn}}
@@ -48,7 +49,7 @@ def _plain(decoder: Decoder, with_key: bool) -> tuple[Any, Any]:
 
 
 def with_changes(params: Any) -> Any:
-    """With adapters that change something: some of their gradients are 0 where they start."""
+    """Perturb the adapters, some of whose gradients are 0 at initialization."""
 
     def changed(name: str, leaf: Any) -> Any:
         if not name.endswith((UP, LENGTH)):
@@ -62,11 +63,12 @@ def with_changes(params: Any) -> Any:
 def plain_gradients(
     decoder: Decoder, batch: Any, key: jax.Array | None, together: Any = None
 ) -> tuple[Any, Any, Any]:
-    """Parameters, what the plain loop finds, and the objective's gradients, row by row.
+    """Return parameters, results and gradients of the unpipelined model.
 
-    `together` are the numbers of rows that it is given at once, else each by itself. What it finds
-    is the cross entropy and all other losses, for each target token, and the layers' statistics.
-    Rows are added up in float64: one float32 pass over many rows is off by 1e-5 itself.
+    `together` lists the groups of sequence indices that run together; by default each sequence runs
+    alone. The results are the cross entropy and all other losses per target token, and the layer
+    statistics. Sequences are summed in float64, because one float32 pass over many sequences has an
+    error of 1e-5.
     """
     params, run = _plain(decoder, key is not None)
     rows = []
@@ -81,17 +83,17 @@ def plain_gradients(
 
 
 def check_gradients(case: Case, together: Any = None, **model: Any) -> None:
-    """The engine's loss and gradients equal automatic differentiation of the plain loop.
+    """Compare the engine's loss and gradients with autodiff of the unpipelined model.
 
-    So do the losses and statistics of its layers. `together` as above; `model` has changes of the
-    plain loop's model.
+    Also compare the losses and statistics of its layers. `together` is passed to `plain_gradients`;
+    `model` overrides fields of the unpipelined model's config.
     """
     steps = steps_of(case, case.rows)
     parts = steps.param_layout
     drops = case.dropout or (case.adapter is not None and case.adapter.dropout)
     key = jax.random.key(7) if drops else None
     batch: Any = batch_of(case.rows, case=case)
-    # One device, so that cases that differ in their mesh share a reference.
+    # The reference uses one device, so that cases with different meshes share it.
     decoder = Decoder(
         replace(parts.decoder.config, frozen=[], **model), AxisRules.from_config(MeshConfig())
     )
@@ -146,14 +148,14 @@ SHAPES = [
     Case(8, 1, 8, schedule="1f1b", layers=8),
     Case(8, 2, 17, layers=16, gather="step"),
     Case(8, 1, 9, schedule="circular", layers=10, dropout=0.3),
-    # Delayed messages, cuts, kept activations.
+    # Delayed messages, layer partitions, saved activations.
     Case(3, 2, 4, schedule="circular", delayed=True, fsdp=2, layers=7),
     Case(4, 1, 5, schedule="gpipe", delayed=True, data=2),
     Case(2, 2, 4, cut=(1, 2, 1, 1), fsdp=2),
     Case(3, 2, 6, layers=12, cut=(1, 3, 1, 4, 1, 2), remat="names", tensor=2),
     Case(2, 2, 5, remat="names", fsdp=2, tied=True, dropout=0.3),
     Case(2, 2, 4, remat="none", fsdp=2, tensor=2, dropout=0.3),
-    # Split backwards, on a loop and on a V.
+    # Split backward passes, on a loop and on a V.
     Case(2, 1, 5, schedule="zb_h1", fsdp=2, remat="none"),
     Case(4, 1, 9, schedule="zb_h2", remat="names", dropout=0.3, tensor=2, tied=True),
     Case(1, 2, 3, schedule="zb_v", fsdp=2, remat="names"),
@@ -163,14 +165,14 @@ SHAPES = [
     Case(4, 2, 3, schedule="dualpipe_v", layers=10, dropout=0.3, remat="names"),
     Case(8, 1, 8, schedule="zb_h1", layers=8),
     Case(8, 2, 9, schedule="zb_v", layers=17, remat="names"),
-    # Every dim has the same size: what is a weight follows from the data flow alone.
+    # All dims have the same size, so weights can only be identified by data flow.
     Case(4, 1, 4, fsdp=2, layers=4, alike=4),
     Case(2, 2, 4, schedule="zb_v", layers=4, alike=4, remat="none"),
 ]
 
 
 @pytest.mark.parametrize("case", keeping(SHAPES, 0, 18, 30, 33, 39), ids=str)
-def test_gradients_equal_the_plain_loop(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -178,7 +180,7 @@ HANDWRITTEN = f"file:{GOLDEN / 'handwritten.csv'}"
 
 
 @pytest.mark.parametrize("delayed", keeping([False, True], 1))
-def test_a_handwritten_schedule_runs(delayed: bool) -> None:
+def test_handwritten_schedule_gradients_match_unpipelined_model(delayed: bool) -> None:
     ring, orders = read_orders(GOLDEN / "handwritten.csv")
     count = 1 + max(action.microbatch for action in orders[0])
     case = Case(ring.num_stages, ring.num_repeats, count, schedule=HANDWRITTEN, delayed=delayed)
@@ -194,8 +196,8 @@ def test_a_handwritten_schedule_runs(delayed: bool) -> None:
     ids=str,
 )
 @pytest.mark.long
-def test_collectives_meet_in_one_order(case: Case) -> None:
-    """Many runs of one program: no device waits for ever, and all runs give the same bits."""
+def test_repeated_steps_do_not_deadlock_and_are_bitwise_equal(case: Case) -> None:
+    """Repeat one program many times: no device waits forever, and all results are equal."""
     steps = steps_of(case, 2 * case.microbatches * case.fsdp)
     batch = jax.device_put(batch_of(steps.shape[0]), steps.batch_sharding)
     state, run = steps.init(), steps.compile_train()
@@ -208,7 +210,7 @@ def test_collectives_meet_in_one_order(case: Case) -> None:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("group", [2, 3, 4, 5])
-def test_every_group_size(group: int) -> None:
+def test_group_sizes_match_unpipelined_model(group: int) -> None:
     check_gradients(Case(2, 2, 5, group=group, fsdp=2))
 
 
@@ -225,13 +227,13 @@ VISITS = [
 
 
 @pytest.mark.parametrize("case", keeping(VISITS, 0), ids=str)
-def test_the_window_of_weights_holds_the_right_chunks(case: Case) -> None:
-    """Every number of stages and every group: stages turn to the next chunk at other ticks."""
+def test_weight_prefetch_window_matches_unpipelined_model(case: Case) -> None:
+    """Covers several stage counts and group sizes, which change the ticks of chunk switches."""
     check_gradients(replace(case, gather="window"))
 
 
 OUTSIDE = [
-    # Microbatches in whole rounds, with a short last round, and less than one round.
+    # Microbatches fill whole rounds, leave a partial last round, or fill less than one round.
     Case(1, 1, 1, outside=2),
     Case(1, 3, 3, outside=2, fsdp=2, data=2, gather="window"),
     Case(2, 2, 4, outside=1, fsdp=2, gather="step", dropout=0.3),
@@ -244,7 +246,7 @@ OUTSIDE = [
     Case(4, 2, 3, outside=3, layers=12, fsdp=2, tied=True),
     Case(2, 2, 4, outside=1, cut=(2, 1, 1, 2), layers=7, fsdp=2),
     Case(8, 1, 9, outside=1, layers=9, dropout=0.3),
-    # Forward and backward sweeps hold every round; delayed messages; split backwards, on a V.
+    # Schedules that store every round; delayed messages; split backward passes, on a V.
     Case(3, 2, 7, outside=2, schedule="circular", layers=9, delayed=True, fsdp=2),
     Case(4, 1, 9, outside=1, schedule="gpipe", data=2, gather="step"),
     Case(2, 1, 5, outside=2, schedule="zb_h1", fsdp=2, remat="names", idle="compute"),
@@ -255,7 +257,7 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("case", keeping(OUTSIDE, 3, 12), ids=str)
-def test_layers_outside_the_ring(case: Case) -> None:
+def test_prologue_layers_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -264,7 +266,7 @@ NAMES += ("v_half", "v_min", "dualpipe_v", "delayed")
 
 
 def matrix() -> list[Case]:
-    """Every schedule x gather x remat x idle x stages; the other choices take turns."""
+    """Return every schedule x gather x remat x idle x stages; the other options alternate."""
     cases = []
     choices = itertools.product(
         NAMES,
@@ -275,7 +277,7 @@ def matrix() -> list[Case]:
     )
     for number, (name, gather, remat, idle, stages) in enumerate(choices):
         schedule = "circular" if name == "delayed" else name
-        turns = number // 2 + number // 8  # not in step with any of the choices above
+        turns = number // 2 + number // 8  # not aligned with any of the choices above
         repeats = SCHEDULES[schedule].repeats or (3 if gather == "window" else 1 + turns % 3)
         more = turns % 4
         cases.append(
@@ -310,18 +312,18 @@ def matrix() -> list[Case]:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", matrix()[::53], ids=str)
-def test_sample_of_the_matrix(case: Case) -> None:
+def test_config_matrix_sample(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", matrix(), ids=str)
-def test_whole_matrix(case: Case) -> None:
+def test_config_matrix(case: Case) -> None:
     check_gradients(case)
 
 
-def test_the_matrix_has_every_choice() -> None:
-    """The choices that take turns still meet every schedule."""
+def test_config_matrix_covers_every_option() -> None:
+    """The alternating options are still combined with every schedule."""
     cases = matrix()
     for schedule in SCHEDULES:
         mine = [case for case in cases if case.schedule == schedule]

@@ -1,4 +1,4 @@
-"""Every family in the engine against automatic differentiation of its plain loop."""
+"""Every model family in the engine against autodiff of the unpipelined model."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 20), ids=str)
-def test_a_family_in_the_engine_equals_its_plain_loop(case: Case) -> None:
+def test_model_families_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 def rows_together(case: Case, over: str) -> np.ndarray:
-    """Numbers of the rows that meet in a balance loss: one device's in a microbatch, or all's."""
+    """Return the indices of sequences that share a balance loss, one row per group."""
     devices = case.data * case.fsdp
     rows = np.arange(case.rows).reshape(devices, case.microbatches, -1)
     if over == "devices":
@@ -164,10 +164,8 @@ BALANCED = [
 
 
 @pytest.mark.parametrize(("over", "case"), BALANCED, ids=str)
-def test_a_balance_loss_over_rows_that_meet_equals_that_of_the_plain_loop(
-    over: Any, case: Case
-) -> None:
-    """Under any schedule: what it depends on is which rows meet."""
+def test_load_balance_scopes_match_unpipelined_model(over: Any, case: Case) -> None:
+    """The balance loss depends only on the sequences that share it, not on the schedule."""
     own = replace(GROUPED, num_dense_layers=1, load_balance_scope=over)
     check_gradients(replace(case, own=own), rows_together(case, over))
 
@@ -189,10 +187,10 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", FAMILIES_IN_MATRIX, ids=lambda each: str(each["own"])[:40])
 @pytest.mark.parametrize("number", range(0, len(matrix()), 53))
-def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
-    """Every schedule, gather, remat and idle mode; tensor 2, dropout, layers outside the ring.
+def test_config_matrix_sample(number: int, family: dict[str, Any]) -> None:
+    """Covers every schedule, gather, remat and idle mode, tensor 2, dropout and prologue layers.
 
-    Another sample for each family.
+    Each family uses a different sample.
     """
     case = matrix()[(number + FAMILIES_IN_MATRIX.index(family)) % len(matrix())]
     case = replace(case, **family)
@@ -202,8 +200,8 @@ def test_sample_of_the_matrix(number: int, family: dict[str, Any]) -> None:
     check_gradients(case)
 
 
-def test_every_family_but_llama_is_here() -> None:
-    """Llama is that of `test_executor`."""
+def test_every_family_except_llama_is_covered() -> None:
+    """Llama is covered by `test_engine`."""
     tried = {type(each["own"]) for each in FAMILIES_IN_MATRIX}
     assert tried == {each.section for name, each in FAMILIES.items() if name != "llama"}
     assert tried >= {type(case.own) for case in CASES}

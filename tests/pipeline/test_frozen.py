@@ -1,4 +1,4 @@
-"""Parameters that are not trained: no gradients, no accumulators, no reductions."""
+"""Frozen parameters have no gradients, accumulators or reductions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 4, 6), ids=str)
-def test_gradients_of_the_others_equal_the_plain_loop(case: Case) -> None:
+def test_trainable_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -56,11 +56,11 @@ KINDS = [
 
 
 @pytest.mark.parametrize("case", keeping(KINDS, 0), ids=str)
-def test_a_frozen_kind_hands_on_the_gradient_of_its_input(case: test_kinds.Case) -> None:
+def test_frozen_layer_types_propagate_input_gradients(case: test_kinds.Case) -> None:
     test_kinds.check(case)
 
 
-# What is predicted, and what the compiler makes of it.
+# Predictions against the compiled program.
 
 ATTENTION = ["layers.attention.*", "embedding"]
 PLANS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
@@ -83,7 +83,7 @@ PLANS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 ]
 
 
-def held_by(steps: Steps) -> int:
+def state_bytes(steps: Steps) -> int:
     """Bytes of the train state on one device."""
     shards = jax.tree.map(
         lambda leaf, placed: size_of(placed.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
@@ -101,22 +101,22 @@ def size_of(shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), PLANS)
-def test_buffers_and_state_are_predicted(
+def test_predicted_buffers_and_state_match_engine(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     config = config_of(model, mesh, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
     found, predicted = buffer_bytes(steps), buffers(sizes, steps.train_schedule)
     assert predicted == {name: found[name] for name in predicted}
-    assert state(sizes)["state"] == pytest.approx(held_by(steps), abs=64)
+    assert state(sizes)["state"] == pytest.approx(state_bytes(steps), abs=64)
     whole = Sizes(replace(config, model=replace(config.model, frozen=[])))
     assert predicted["gradients"] < buffers(whole, steps.train_schedule)["gradients"]
     trained = jax.tree.leaves(steps.abstract_saved["optimizer"]["mu"])
     assert sum(leaf.size for leaf in trained) == num_trained(sizes.model)
 
 
-def test_what_waits_for_weight_gradients_is_no_more_than_predicted() -> None:
-    """Of a layer that is frozen in part, less is deferred and kept; all else is exact."""
+def test_deferred_buffers_do_not_exceed_prediction() -> None:
+    """A partly frozen layer may defer and save less than predicted; other buffers match exactly."""
     mesh, pipeline = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}
     for remat in ("full", "names", "none"):
         config = config_of({"frozen": ["layers.mlp.*"]}, mesh, pipeline | {"remat": remat})
@@ -129,7 +129,7 @@ def test_what_waits_for_weight_gradients_is_no_more_than_predicted() -> None:
 
 
 def compiled_traffic(config: Any) -> tuple[dict[tuple[str, str], tuple[float, float]], float]:
-    """{(kind, axes): (number, bytes)} of a compiled step's collectives, and its operations."""
+    """Return {(kind, axes): (count, bytes)} of a compiled step's collectives, and its FLOPs."""
     steps = steps_of(config)
     text = steps.compile_train().as_text()
     profile, _ = profile_step(text, steps, config.pipeline.weight_gather)
@@ -140,8 +140,8 @@ def compiled_traffic(config: Any) -> tuple[dict[tuple[str, str], tuple[float, fl
     return found, profile.flops
 
 
-def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
-    """Counted in the compiled program: reductions over fsdp and data, and operations."""
+def test_frozen_weights_have_no_gradient_reductions_or_matmuls() -> None:
+    """Counts reductions over fsdp and data, and FLOPs, in the compiled program."""
     model, mesh, pipeline = PLANS[0]
     frozen = config_of(model | {"compute_dtype": "float32"}, mesh, pipeline)
     config = replace(frozen, model=replace(frozen.model, frozen=[]))
@@ -152,15 +152,15 @@ def test_nothing_is_reduced_or_multiplied_for_frozen_weights() -> None:
     mine = [param for (part, _), param in kind.params.items() if part == "attention"]
     layers = sizes.batch.microbatches * sum(sizes.layers.partition) // sizes.mesh.stages
     scattered = ("reduce-scatter", "fsdp")
-    # Each of four weights of each layer of each microbatch; a device sends its half.
+    # Four weights of each layer and microbatch; each device sends half of their bytes.
     assert before[scattered][0] - after[scattered][0] == 4 * layers
     sent = 4 * layers * sum(map(size, mine)) / 2
     assert before[scattered][1] - after[scattered][1] == pytest.approx(sent)
     summed = lambda found: sum(sent for (kind, axes), (_, sent) in found.items() if "data" in axes)  # noqa: E731
     shards = sum(sizes.layers.slots["layer"] * sizes.mesh.elements(param.dims) for param in mine)
     assert summed(before) - summed(after) == pytest.approx(4 * (shards + tables))
-    # Weights are gathered as before, and messages sent; tokens are looked up, and not once more
-    # for a gradient.
+    # Weight gathers and stage messages are unchanged. The embedding lookup remains, but token IDs
+    # are not gathered again for its gradient.
     assert before["collective-permute", "stage"] == after["collective-permute", "stage"]
     (times, sent), (fewer_times, less) = (each["all-gather", "fsdp"] for each in (before, after))
     ids = sizes.batch.microbatches * 4 * sizes.batch.tokens

@@ -1,4 +1,4 @@
-"""The ends of the network as values: heads ahead, norms of another kind, capped logits."""
+"""Multi-token prediction heads, layer norms and capped logits."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0), ids=str)
-def test_heads_ahead_equal_the_plain_loop(case: Case) -> None:
+def test_mtp_heads_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.parametrize("distance", [1, 3, 6])
-def test_further_targets_stay_in_their_segment_and_row(distance: int) -> None:
+def test_shifted_targets_stay_within_segment_and_sequence(distance: int) -> None:
     random = np.random.default_rng(2)
     rows, tokens = 5, 7
     inputs = {
@@ -57,7 +57,7 @@ def test_further_targets_stay_in_their_segment_and_row(distance: int) -> None:
                 assert targets[row, place] == inputs["targets"][row, later]
 
 
-def test_evaluation_is_that_of_the_ordinary_head() -> None:
+def test_evaluation_ignores_mtp_heads() -> None:
     case = Case(2, 1, 2, ahead=2)
     steps = steps_of(case, case.rows)
     batch = batch_of(case.rows)
@@ -72,13 +72,13 @@ def test_evaluation_is_that_of_the_ordinary_head() -> None:
 
 @pytest.fixture
 def other_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Models with layer norms and a cap, which no family has."""
+    """Give models layer norms and capped logits, a combination that no family has."""
 
     def changed(config: decoder.ModelConfig) -> decoder.Model:
         return with_layer_norms(describe(config), final_logit_softcapping=0.7, embed_scale=3.0)
 
     monkeypatch.setattr(decoder, "describe", changed)
-    test_engine._plain.cache_clear()  # decoders of one config count as the same
+    test_engine._plain.cache_clear()  # decoders with equal configs share a cache entry
     yield
     test_engine._plain.cache_clear()
 
@@ -95,12 +95,12 @@ def other_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ),
     ids=str,
 )
-def test_layer_norms_and_capped_logits_equal_the_plain_loop(case: Case) -> None:
+def test_layer_norms_and_logit_softcap_match_unpipelined_model(case: Case) -> None:
     check_gradients(replace(case, layers=4))
 
 
 @pytest.mark.usefixtures("other_ends")
-def test_norms_do_not_decay() -> None:
+def test_norm_parameters_have_no_weight_decay() -> None:
     parts = steps_of(Case(ahead=1), 2).param_layout
     targets = parts.trainable_params(OptimConfig()).items()
     names = {".".join(path): target.decay for path, target in targets}

@@ -1,7 +1,7 @@
-"""Layers of unlike kinds, and what layers return, against automatic differentiation.
+"""Heterogeneous layers and their losses and statistics, against automatic differentiation.
 
-A toy network without a model: two or three kinds of layers with other parameters and shapes, a loss
-of a layer, and statistics of each layer.
+The toy network has up to three layer types with different parameters and shapes, layer losses and
+per-layer statistics.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.catalog import make_schedule
 from maxpipe.schedule.table import balance_layers
 from tests.cases import TOLERANCE, keeping
+from tests.times import shared
 
 D, V, T = 6, 12, 5
 WEIGHTS = {"size": 0.7, "spread": 0.3}
@@ -40,7 +41,7 @@ LETTERS = {"w": "wide", "n": "narrow", "p": "plain"}
 
 
 def wide(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
-    """A loss of its target tokens, and a count of large hidden activations."""
+    """Return a loss over the target tokens, and a count of large hidden activations."""
     hidden = checkpoint_name(jnp.tanh(x @ params["into"]), "gate")
     if key is not None:
         keys = jax.vmap(lambda n: jax.random.fold_in(jax.random.fold_in(key, index), n))(
@@ -50,14 +51,14 @@ def wide(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
         hidden = jnp.where(keep, hidden, 0)
     mask = inputs["loss_mask"]
     size = (jnp.square(hidden).mean(-1) * mask).sum()
-    # NaN wherever an idle slot's rubbish, or a row that is not there, would come in.
+    # NaN if uninitialized data of an idle slot or a missing sequence reaches this layer.
     size = jnp.where(jnp.isfinite(x).all(), size, jnp.nan)
     large = (hidden > 0.2).astype(jnp.float32).sum((0, 1))
     return x + hidden @ params["out"], {"size": size}, {"large": large}
 
 
 def narrow(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
-    """Two losses; a number that differs by layer is read by index."""
+    """Return two losses; a per-layer constant is read by the layer index."""
     pace = jnp.linspace(0.5, 1.5, 16)[index]
     hidden = checkpoint_name(jnp.sin(pace * (x @ params["into"])) * params["gain"], "gate")
     mask = inputs["loss_mask"]
@@ -70,7 +71,7 @@ def narrow(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
 
 
 def plain(params: Any, x: Any, inputs: Any, index: Any, key: Any) -> Any:
-    """Neither losses nor statistics; reads the positions of its tokens."""
+    """Return no losses or statistics; read the token positions."""
     return x + params["shift"] * jnp.cos(0.3 * inputs["positions"])[..., None], {}, {}
 
 
@@ -79,7 +80,7 @@ LAYERS = {"wide": wide, "narrow": narrow, "plain": plain}
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run a pattern of layers, a letter for each."""
+    """One configuration of a layer pattern, with one letter per layer."""
 
     pattern: str
     stages: int = 1
@@ -96,7 +97,7 @@ class Case:
     dropout: bool = False
     cut: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained: a kind, or `kind.name`, or what is not in layers."""
+    """Frozen parameters: a layer type, `type.name`, or a parameter outside the layers."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -107,7 +108,7 @@ class Case:
         return 3 * self.microbatches * self.fsdp * self.data
 
     def trains(self, path: Any) -> bool:
-        """Whether the parameter at this place of the tree is trained."""
+        """Return True if the parameter at this tree path is trained."""
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         name = name.removeprefix("layers.").removeprefix("outside.")
         return not any(name == each or name.startswith(f"{each}.") for each in self.frozen)
@@ -125,7 +126,7 @@ def norm(params: Any, x: Any) -> Any:
     return x * params["scale"]
 
 
-@functools.cache
+@shared
 def parameters(kinds: tuple[str, ...]) -> Any:
     random = np.random.default_rng(3)
     draw = lambda *shape: (0.5 * random.standard_normal(shape)).astype(np.float32)  # noqa: E731
@@ -141,7 +142,7 @@ def parameters(kinds: tuple[str, ...]) -> Any:
 
 
 def objective(case: Case, params: Any, batch: Any, key: Any) -> Any:
-    """(sum, (cross entropy, losses, statistics)) over the batch, by the plain loop."""
+    """Return (total, (cross entropy, losses, statistics)) over the batch, without a pipeline."""
     x = params["embedding"][batch["tokens"]]
     losses, found, seen = dict.fromkeys(WEIGHTS, 0.0), {}, dict.fromkeys(case.kinds, 0)
     for index, kind in enumerate(case.kinds):
@@ -226,7 +227,7 @@ def engine_of(case: Case) -> tuple[Engine, Any]:
 
 
 def check(case: Case) -> None:
-    """Value, losses, statistics and every gradient leaf."""
+    """Compare loss, layer losses, statistics and every gradient leaf with the unpipelined model."""
     engine, schedule = engine_of(case)
     layout, mesh = engine.layout, engine.mesh
     key = jax.random.key(7) if case.dropout else None
@@ -279,7 +280,7 @@ CASES = [
     Case("npwnnwp", 2, 1, 5, schedule="zb_h1", remat="names", tensor=2, idle="compute"),
     Case("wwwnnnpp", 4, 1, 9, schedule="gpipe", fsdp=2, cut=(1, 3, 2, 2)),
     Case("wnwnwnwn", 4, 2, 8, schedule="circular", remat="chunk", idle="compute"),
-    # Layers in front of the ring: of kinds that are in it, too, and of one that is not.
+    # Prologue layers of types that the ring has too, and of one type that it does not have.
     Case("pwnwn", 2, 1, 5, outside=1, fsdp=2),
     Case("wpnwnnwn", 2, 2, 5, outside=2, schedule="v_half", remat="none", dropout=True),
     Case("wwnnnnn", 4, 1, 7, outside=2, schedule="1f1b", gather="step", data=2),
@@ -289,12 +290,12 @@ CASES = [
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_unlike_layers_equal_the_plain_loop(case: Case) -> None:
+def test_heterogeneous_layers_match_unpipelined_model(case: Case) -> None:
     check(case)
 
 
 def buffers(case: Case) -> dict[str, int]:
-    """Bytes of what the loop over ticks carries, by its name."""
+    """Return the bytes of each buffer that the loop over ticks carries, by name."""
     engine, schedule = engine_of(case)
     params = parameters(case.kinds)
     layers, _ = engine.layout.stack(params["layers"])
@@ -303,7 +304,7 @@ def buffers(case: Case) -> dict[str, int]:
     return {name: sizes(leaves) for name, leaves in shapes.items()}
 
 
-def test_memory_is_the_sum_of_what_each_kind_has() -> None:
+def test_buffer_bytes_are_sum_over_layer_types() -> None:
     one = Case("", 2, 1, 4, remat="none", schedule="zb_h1")
     both, wides, plains = (
         buffers(replace(one, pattern=pattern)) for pattern in ("wwpwwp", "wwww", "pp")
@@ -314,7 +315,7 @@ def test_memory_is_the_sum_of_what_each_kind_has() -> None:
     assert both["gradients"] == wides["gradients"] + ends
 
 
-def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
+def test_auxiliary_losses_do_not_depend_on_microbatch_count() -> None:
     values = []
     for count in (1, 2, 6):
         case = Case("wnwn", 2, 1, count)
@@ -350,13 +351,13 @@ def test_losses_do_not_depend_on_the_number_of_microbatches() -> None:
     ),
     ids=str,
 )
-def test_idle_slots_contribute_nothing(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever a buffer contains before something is written there: here NaN."""
+def test_idle_slots_do_not_affect_results(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buffers are filled with NaN before their first write."""
 
-    def rubbish(count: int, like: Any) -> Any:
+    def nan_slots(count: int, like: Any) -> Any:
         empty = slots.empty_slots(count, like)
         return jnp.full_like(empty, jnp.nan) if jnp.issubdtype(empty.dtype, jnp.floating) else empty
 
     for module in (program, prologue):
-        monkeypatch.setattr(module, "empty_slots", rubbish)
+        monkeypatch.setattr(module, "empty_slots", nan_slots)
     check(case)

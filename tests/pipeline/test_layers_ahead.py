@@ -1,4 +1,4 @@
-"""Heads ahead that are whole layers, in the engine, against the plain loop."""
+"""Multi-token prediction layers: gradients match the unpipelined model."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 7), ids=str)
-def test_layers_ahead_equal_the_plain_loop(case: Case) -> None:
+def test_mtp_layers_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("over", ["microbatch", "devices"])
-def test_their_balance_loss_is_over_the_rows_that_meet(over: Any) -> None:
+def test_mtp_layer_load_balance_scopes_match_unpipelined_model(over: Any) -> None:
     own = replace(GROUPED, num_dense_layers=1, load_balance_scope=over)
     case = layers(2, 1, 3, schedule="zb_h1", data=2, fsdp=2, layers=4, own=own)
     check_gradients(case, rows_together(case, over))
@@ -57,7 +57,7 @@ def test_their_balance_loss_is_over_the_rows_that_meet(over: Any) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("own", [None, BIASED], ids=["llama", "deepseek"])
 @pytest.mark.parametrize("number", range(11, len(matrix()), 61))
-def test_layers_ahead_in_a_sample_of_the_matrix(number: int, own: Any) -> None:
+def test_mtp_layers_in_config_matrix_sample(number: int, own: Any) -> None:
     case = replace(matrix()[number], ahead=1 + number % 2, form="layer", own=own)
     if own is not None:
         dense = min(own.num_dense_layers, case.layers - 1)

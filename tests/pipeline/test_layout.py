@@ -1,4 +1,4 @@
-"""Layouts: the cut of the layers into chunks, and the way there and back."""
+"""Layer layouts: partitioning of layers into chunks, stacking and unstacking."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from maxpipe.pipeline.layout import (
 from maxpipe.schedule.table import Ring, balance_layers
 
 
-def even(
+def even_layout(
     layers: int, stages: int, repeats: int, shape: str = "loop", outside: int = 0
 ) -> LayerLayout:
-    """`layers` of the ring are cut evenly."""
+    """Return a layout with `layers` ring layers partitioned evenly."""
     ring = Ring(stages, repeats, shape)  # type: ignore[arg-type]
     cut = balance_layers([1.0] * max(layers, ring.num_chunks), ring.num_chunks)
     return LayerLayout(ring, cut, outside)
@@ -28,12 +28,12 @@ def even(
 
 def layouts(layers: int, stages: int, repeats: int) -> st.SearchStrategy[LayerLayout]:
     numbers = (st.integers(1, layers), st.integers(1, stages), st.integers(1, repeats))
-    return st.builds(even, *numbers, st.sampled_from(["loop", "v"]), st.integers(0, 3))
+    return st.builds(even_layout, *numbers, st.sampled_from(["loop", "v"]), st.integers(0, 3))
 
 
 @given(layouts(40, 8, 4))
 @settings(max_examples=200)
-def test_chunks_are_even_and_in_network_order(layout: LayerLayout) -> None:
+def test_chunks_are_balanced_and_in_model_order(layout: LayerLayout) -> None:
     sizes, first = layout.chunk_sizes, layout.first_layer
     assert sizes.shape == first.shape == (layout.ring.num_repeats, layout.ring.num_stages)
     assert sizes.dtype == first.dtype == np.int32
@@ -42,7 +42,7 @@ def test_chunks_are_even_and_in_network_order(layout: LayerLayout) -> None:
         and sizes.max() - sizes.min() <= 1
     )
     assert sizes.max() == layout.max_layers_per_chunk
-    # Each chunk follows the one before it without a gap, wherever the ring has it.
+    # Each chunk starts where the previous one ends, on any stage.
     expected = layout.num_prologue_layers
     for chunk in range(layout.ring.num_chunks):
         stage, repeat = layout.ring.locate_chunk(chunk)
@@ -54,10 +54,10 @@ def test_chunks_are_even_and_in_network_order(layout: LayerLayout) -> None:
     assert layout.stacks[SINGLE_LAYER_TYPE].shape == layout.layer_at.shape
 
 
-# A smaller range: every new shape is compiled.
+# A smaller range, because every new shape is compiled.
 @given(layouts(9, 4, 3))
 @settings(max_examples=25)
-def test_stacking_is_undone_and_pads_with_zeros(layout: LayerLayout) -> None:
+def test_stack_pads_with_zeros_and_unstack_inverts_it(layout: LayerLayout) -> None:
     layers = 1.0 + np.arange(layout.num_layers * 2, dtype=np.float32).reshape(-1, 2)
     stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = np.asarray(stack.stack(jnp.asarray(layers)))
@@ -76,29 +76,29 @@ def test_stacking_is_undone_and_pads_with_zeros(layout: LayerLayout) -> None:
     np.testing.assert_array_equal(whole, layers)
 
 
-def test_nothing_reads_the_padding() -> None:
-    layout = even(5, 2, 2)
+def test_unstack_ignores_padding() -> None:
+    layout = even_layout(5, 2, 2)
     layers = jnp.arange(5.0)
     padding, stack = jnp.asarray(layout.layer_at < 0), layout.stacks[SINGLE_LAYER_TYPE]
     spoiled = jnp.where(padding, jnp.nan, stack.stack(layers))
     np.testing.assert_array_equal(stack.unstack(spoiled), layers)
 
 
-def test_an_uneven_cut_by_hand() -> None:
-    layout = even(6, 2, 2)
+def test_uneven_layer_partition_example() -> None:
+    layout = even_layout(6, 2, 2)
     assert layout.chunk_sizes.tolist() == [[2, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 2], [4, 5]]
     assert layout.layer_at.tolist() == [[[0, 1], [2, 3]], [[4, -1], [5, -1]]]
 
 
-def test_a_cut_on_a_v_by_hand() -> None:
+def test_layer_partition_on_v_ring_example() -> None:
     layout = LayerLayout(Ring(2, 2, "v"), (1, 2, 1, 1))
     assert layout.chunk_sizes.tolist() == [[1, 2], [1, 1]]
     assert layout.first_layer.tolist() == [[0, 1], [4, 3]]
     assert layout.layer_at.tolist() == [[[0, -1], [1, 2]], [[4, -1], [3, -1]]]
 
 
-def test_layers_in_front_of_the_ring_by_hand() -> None:
+def test_prologue_layers_example() -> None:
     layout = LayerLayout(Ring(2, 1), (2, 1), num_prologue_layers=2)
     assert layout.num_layers == 5 and layout.first_layer.tolist() == [[2, 4]]
     assert layout.layer_at.tolist() == [[[2, 3], [4, -1]]]
@@ -108,7 +108,7 @@ def test_layers_in_front_of_the_ring_by_hand() -> None:
     assert stack.unstack(stacked, jnp.arange(2.0)).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_kinds_have_stacks_of_their_own() -> None:
+def test_layer_types_have_separate_stacks() -> None:
     layout = LayerLayout(
         Ring(2, 1), (3, 2), num_prologue_layers=1, layer_types=("c", "a", "b", "a", "b", "b")
     )
@@ -134,8 +134,8 @@ def test_kinds_have_stacks_of_their_own() -> None:
 
 @given(layouts(12, 4, 3), st.data())
 @settings(max_examples=60)
-def test_every_layer_is_found_by_kind_and_place(layout: LayerLayout, data: st.DataObject) -> None:
-    """The engine's way to a layer: the table's kind, and its place in that kind's stack."""
+def test_layers_are_indexed_by_type_and_position(layout: LayerLayout, data: st.DataObject) -> None:
+    """The engine finds a layer by its type and its index in the stack of that type."""
     names = st.lists(st.sampled_from("abc"), min_size=layout.num_layers, max_size=layout.num_layers)
     layout = LayerLayout(
         layout.ring, layout.layer_partition, layout.num_prologue_layers, tuple(data.draw(names))
@@ -152,21 +152,21 @@ def test_every_layer_is_found_by_kind_and_place(layout: LayerLayout, data: st.Da
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int32])
-def test_types_survive(dtype: jnp.dtype) -> None:
-    layout = even(3, 2, 1)
+def test_stack_preserves_dtype(dtype: jnp.dtype) -> None:
+    layout = even_layout(3, 2, 1)
     stack = layout.stacks[SINGLE_LAYER_TYPE]
     stacked = stack.stack(jnp.arange(3, dtype=dtype))
     assert stacked.dtype == dtype and stack.unstack(stacked).dtype == dtype
 
 
 @given(st.integers(1, 10**6), st.integers(1, 64))
-def test_the_padded_vocabulary_is_the_next_multiple(size: int, shards: int) -> None:
+def test_padded_vocab_size_is_next_multiple_of_shards(size: int, shards: int) -> None:
     padded = padded_vocab_size(size, shards)
     assert padded % shards == 0 and size <= padded < size + shards
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_the_vocabulary_is_padded_at_its_end(dim: int) -> None:
+def test_pad_vocabulary_appends_zeros(dim: int) -> None:
     table = jnp.ones((3, 2))
     padded = np.asarray(pad_vocabulary(table, dim, 5))
     assert padded.shape == ((5, 2) if dim == 0 else (3, 5))

@@ -1,4 +1,4 @@
-"""The loss by blocks of tokens: values and gradients, what is in memory, and when it is chosen."""
+"""Loss by blocks of tokens: values, gradients and the automatic block size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GEMMA2, GRANITE, GROUPED, NEXT, V3
 
-# Of 16 tokens of a microbatch on a device, or 8 where context divides them.
+# A microbatch has 16 tokens on a device, or 8 if the context axis splits them.
 CASES = [
     Case(1, 1, 2, loss_block=5, fsdp=2, data=2),
     Case(2, 2, 3, loss_block=4, own=GEMMA2, tied=True, layers=7, fsdp=2, tensor=2),
@@ -35,13 +35,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 3, 12), ids=str)
-def test_a_loss_by_blocks_equals_the_plain_loop(case: Case) -> None:
+def test_blockwise_loss_matches_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.parametrize(("rows", "length"), [(1, 1), (2, 4), (3, 9)])
-def test_each_token_counts_once(rows: int, length: int) -> None:
-    """Whatever the block: sums see each token that counts once, and arrays stay in order."""
+def test_map_token_blocks_processes_each_token_once(rows: int, length: int) -> None:
+    """For any block size, sums count each unmasked token once and arrays keep their order."""
     tokens = rows * length
     sizes = sorted({0, 1, 2, 3, 5, 7, tokens // 2, tokens - 1, tokens, tokens + 1})
     random = np.random.default_rng(rows * 100 + length)
@@ -68,7 +68,7 @@ def test_each_token_counts_once(rows: int, length: int) -> None:
 
 
 @pytest.mark.parametrize(("size", "mode"), keeping([(3, "auto"), (8, "explicit")], 1))
-def test_evaluation_by_blocks(size: int, mode: str) -> None:
+def test_blockwise_evaluation_matches_full_logits(size: int, mode: str) -> None:
     case = Case(2, 1, 2, loss_block=size, data=2, shard_mode=mode)
     whole = replace(case, loss_block=0)
     batch, found = batch_of(case.rows), []
@@ -81,8 +81,8 @@ def test_evaluation_by_blocks(size: int, mode: str) -> None:
     assert found[0]["targets"] == found[1]["targets"]
 
 
-def test_small_runs_are_those_of_before() -> None:
-    """By rule nothing is by blocks there: it is the same program."""
+def test_small_models_compile_without_loss_blocks() -> None:
+    """The automatic rule selects no blocks there, so the program is the same as without blocks."""
     case = Case(2, 1, 2)
     texts = []
     for size in (-1, 0, 16, 8):
@@ -97,9 +97,9 @@ def test_small_runs_are_those_of_before() -> None:
 @pytest.mark.parametrize(
     ("setting", "tokens", "vocabulary", "wanted"),
     [
-        (-1, 8192, 128256 // 4, BLOCK_TOKENS),  # long rows
+        (-1, 8192, 128256 // 4, BLOCK_TOKENS),  # long sequences
         (-1, 4096, 128256, BLOCK_TOKENS),  # one stage
-        (-1, 2048, 128256, 0),  # a block is all
+        (-1, 2048, 128256, 0),  # one block holds all tokens
         (-1, 4096, 128256 // 4, 0),
         (-1, 8192, 50257 // 8, 0),  # a small vocabulary
         (0, 2**20, 2**20, 0),
@@ -107,5 +107,5 @@ def test_small_runs_are_those_of_before() -> None:
         (100, 100, 30, 0),
     ],
 )
-def test_blocks_by_rule(setting: int, tokens: int, vocabulary: int, wanted: int) -> None:
+def test_auto_loss_block_size(setting: int, tokens: int, vocabulary: int, wanted: int) -> None:
     assert loss_block(setting, tokens, vocabulary) == wanted

@@ -1,4 +1,4 @@
-"""Products in 8 bits: the same under every layout as in the plain loop."""
+"""8-bit matmuls: gradients match the unpipelined model on every layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CASES = [
     Case(2, 1, 3, low=ALL, context=2, remat="chunk"),
     Case(2, 1, 3, low=INT8, own=QWEN2, data=2, ahead=2, tied=True, dropout=0.3),
     Case(2, 3, 6, low=SAME, low_parts="mlp", fsdp=2, tensor=2, gather="window", remat="names"),
-    # Experts: through all, by group with a width that is divided, with room, and apart.
+    # Experts: grouped with sharded width, with capacity, and with expert parallelism.
     Case(2, 1, 3, low=INT8, own=GROUPED, tensor=2, fsdp=2, schedule="zb_h1"),
     Case(2, 1, 3, low=BLOCK, own=ROOM, tensor=2),
     Case(1, 1, 2, low=TENSOR, own=ROOM4, tensor=2, expert=2, layers=4),
@@ -39,17 +39,16 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Something smooth in place of rounding, which depends on scales as much.
+    """Replace rounding by a smooth function that depends on the scales in the same way.
 
-    A number beside the middle of two others is rounded to the one or the other, and sums in another
-    order decide which.
+    Rounding a value close to a midpoint depends on the order of summation, which differs by layout.
     """
 
     def wave(x: jax.Array, dtype: Any) -> jax.Array:
         return x * (1 + 0.3 * jnp.sin(3 * x / quantized_matmul.max_of_dtype(dtype)))
 
     monkeypatch.setattr(quantized_matmul, "_round_to_dtype", wave)
-    monkeypatch.setattr(quantized_matmul, "_next_power_of_two", lambda x: x)  # a step as well
+    monkeypatch.setattr(quantized_matmul, "_next_power_of_two", lambda x: x)  # also a step function
     monkeypatch.setattr(quantized_matmul, "QUANTIZATION_BLOCK", 4)
     jax.clear_caches()
     yield
@@ -57,5 +56,5 @@ def smooth(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 4), ids=str)
-def test_gradients_equal_the_plain_loop(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)

@@ -1,4 +1,4 @@
-"""Objectives by token and by segment, and what is read of rows, against plain logits."""
+"""Per-token and per-segment objectives, and outputs read per sequence, against full logits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COUNT = 3
 
 @dataclass(frozen=True)
 class Mixed(Objective):
-    """Of several tokens each at a temperature, beside the target."""
+    """Uses log-probabilities of several tokens at a temperature in addition to the target's."""
 
     report_names: ClassVar[tuple[str, ...]] = ("nats", "likely")
     temperature: float = 2.0
@@ -56,7 +56,7 @@ class Mixed(Objective):
 
 @dataclass(frozen=True)
 class Better(Objective):
-    """The first of two segments is to be likelier than the second."""
+    """Loss that makes the first of two segments more likely than the second."""
 
     segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = "pairs"
@@ -73,7 +73,7 @@ class Better(Objective):
 
 
 def batch_for(case: Case) -> dict[str, np.ndarray]:
-    """With arrays of both objectives; one row has no pair."""
+    """Return a batch with the arrays of both objectives; one sequence has no pair."""
     random, batch = np.random.default_rng(1), batch_of(case.rows, case=case)
     shape = (*batch["tokens"].shape, COUNT)
     pairs = np.ones((case.rows, 1), np.float32)
@@ -89,7 +89,7 @@ def batch_for(case: Case) -> dict[str, np.ndarray]:
 
 
 def plain(steps: Any, objective: Objective, batch: Any) -> tuple[Any, list[float], Any]:
-    """Parameters, means of the loss and reports, and gradients; row by row, in float64."""
+    """Return parameters, mean loss and reports, and gradients, summed in float64."""
     decoder = steps.param_layout.decoder
 
     def total(params: Any, row: Any) -> tuple[Array, Any]:
@@ -122,7 +122,7 @@ CASES = [
     "objective", keeping([Mixed(), Better()], 1), ids=lambda each: type(each).__name__
 )
 @pytest.mark.parametrize("case", keeping(CASES, 3), ids=str)
-def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Objective) -> None:
+def test_values_and_gradients_match_unpipelined_model(case: Case, objective: Objective) -> None:
     steps = steps_of(case, case.rows, objective=objective)
     parts, batch = steps.param_layout, batch_for(case)
     batch = {name: batch[name] for name in steps.abstract_batch()}
@@ -156,7 +156,7 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, objective: Objecti
     np.testing.assert_allclose(np.asarray(sums) / count, means, rtol=TOLERANCE)
 
 
-def test_a_step_reports_what_its_objective_does() -> None:
+def test_train_step_reports_objective_metrics() -> None:
     case = Case(2, 1, 2, sources=3)
     steps = steps_of(case, case.rows, objective=Mixed())
     batch = {name: batch_for(case)[name] for name in steps.abstract_batch()}
@@ -166,7 +166,7 @@ def test_a_step_reports_what_its_objective_does() -> None:
     assert metrics["train/nats"] > 0 and 0 < metrics["train/likely"] < COUNT
 
 
-def test_logits_are_computed_once_where_they_are_whole() -> None:
+def test_logits_are_computed_once_without_loss_blocks() -> None:
     counts = {}
     for blocks in (0, 5):
         for objective in (CrossEntropy(), Mixed(), Better()):
@@ -187,7 +187,7 @@ def test_logits_are_computed_once_where_they_are_whole() -> None:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("objective", [Mixed(), Better()], ids=lambda each: type(each).__name__)
-def test_explicit_types_give_the_same(objective: Objective) -> None:
+def test_explicit_shard_mode_matches_auto(objective: Objective) -> None:
     found = []
     for mode in ("auto", "explicit"):
         case = Case(2, 1, 2, fsdp=2, tensor=2, loss_block=5, shard_mode=mode)
@@ -208,8 +208,8 @@ ROWS = [
 
 
 @pytest.mark.parametrize("case", keeping(ROWS, 3), ids=str)
-def test_rows_have_what_logits_say(case: Case) -> None:
-    """Scores of tokens and of segments, and the likeliest tokens."""
+def test_read_outputs_match_logits(case: Case) -> None:
+    """Covers scores of tokens and segments, and the most likely tokens."""
     for objective in (Mixed(), Better()):
         steps = steps_of(case, case.rows, objective=objective)
         parts, engine = steps.param_layout, steps.engine

@@ -1,4 +1,4 @@
-"""Preferences under layouts and schedules: each pair as if it were alone."""
+"""Preference losses of packed pairs equal those of separate pairs, on every layout and schedule."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.pipeline.test_families import GROUPED
 TOKENS, MOST = 24, 3
 
 
-class Drawn:
-    """Random pairs: prompts, and two responses of other lengths to each."""
+class RandomPairs:
+    """Random preference pairs: a prompt with two responses of different lengths."""
 
     pad_id = 0
 
@@ -49,9 +49,9 @@ class Drawn:
         return str(document)
 
 
-def packed(case: Case) -> tuple[dict[str, np.ndarray], Drawn, list[int]]:
-    """A batch of rows, of which one is empty; all pairs, and which of them are in the batch."""
-    made = Drawn(4 * case.rows + 6, case.model.vocab_size)
+def packed_batch(case: Case) -> tuple[dict[str, np.ndarray], RandomPairs, list[int]]:
+    """Return a batch with one empty sequence, all pairs, and indices of the batch's pairs."""
+    made = RandomPairs(4 * case.rows + 6, case.model.vocab_size)
     order = np.arange(len(made.encoded))
     sequences = Packer("best_fit", TOKENS, max_pairs=MOST)(made, order)
     numbers = range(min(case.rows - 1, len(sequences)))
@@ -67,8 +67,8 @@ def packed(case: Case) -> tuple[dict[str, np.ndarray], Drawn, list[int]]:
     return batch, made, inside
 
 
-def alone(made: Drawn, inside: list[int]) -> dict[str, Any]:
-    """A batch in which each half of these pairs is a row of its own."""
+def unpacked_batch(made: RandomPairs, inside: list[int]) -> dict[str, Any]:
+    """Return a batch in which each half of every pair is a separate sequence."""
     tokens = 12
     rows = {name: [] for name in ("tokens", "targets", "mask", "segment_ids")}
     for document in inside:
@@ -85,16 +85,18 @@ def alone(made: Drawn, inside: list[int]) -> dict[str, Any]:
     return batch | {"positions": jnp.broadcast_to(jnp.arange(tokens), batch["tokens"].shape)}
 
 
-def sums_of(decoder: Any, params: Any, batch: dict[str, Any]) -> jax.Array:
-    """Log-probabilities of the responses `[pairs, 2]`, by the plain network."""
+def response_log_probs(decoder: Any, params: Any, batch: dict[str, Any]) -> jax.Array:
+    """Return the unpipelined model's log-probabilities of the responses, shape `[pairs, 2]`."""
     scores = jax.nn.log_softmax(decoder.run(params, batch).logits)
     picked = jnp.take_along_axis(scores, batch["targets"][..., None], -1)[..., 0]
     return (picked * batch["mask"]).sum(-1).reshape(-1, 2)
 
 
-def plain(steps: Any, objective: Preference, made: Drawn, inside: list[int]) -> tuple[Any, ...]:
-    """Parameters, the mean loss and reports, and gradients, of pairs whose halves are rows."""
-    batch = alone(made, inside)
+def plain(
+    steps: Any, objective: Preference, made: RandomPairs, inside: list[int]
+) -> tuple[Any, ...]:
+    """Return parameters, mean loss and reports, and gradients of the unpacked pairs."""
+    batch = unpacked_batch(made, inside)
     decoder = steps.param_layout.decoder
     one_each = type(objective)(**{**vars(objective), "most_pairs": 1})
 
@@ -104,7 +106,7 @@ def plain(steps: Any, objective: Preference, made: Drawn, inside: list[int]) -> 
             "reference": made.reference[inside],
             "response_tokens": batch["mask"].sum(-1).reshape(-1, 2),
         }
-        lost, reports = one_each((sums_of(decoder, params, batch),), inputs)
+        lost, reports = one_each((response_log_probs(decoder, params, batch),), inputs)
         return lost.mean(), [each.mean() for each in reports]
 
     params = jax.jit(decoder.init)(jax.random.key(0))
@@ -127,12 +129,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "objective"), keeping(CASES, 4), ids=str)
-def test_pairs_in_rows_equal_pairs_alone(case: Case, objective: Preference) -> None:
+def test_packed_pairs_match_unpacked_pairs(case: Case, objective: Preference) -> None:
     steps = steps_of(case, case.rows, objective=objective)
     parts = steps.param_layout
-    batch, made, inside = packed(case)
+    batch, made, inside = packed_batch(case)
     params, means, wanted = plain(steps, objective, made, inside)
-    # The reference comes from the documents as it does in a run.
+    # The batch has the same arrays as in training, with reference scores from the documents.
     assert {name: (each.shape, each.dtype) for name, each in batch.items()} == {
         name: (each.shape, each.dtype) for name, each in steps.abstract_batch().items()
     }
@@ -145,7 +147,7 @@ def test_pairs_in_rows_equal_pairs_alone(case: Case, objective: Preference) -> N
     placed = jax.device_put(batch, steps.batch_sharding)
     with jax.set_mesh(parts.mesh):
         loss, reports, found = jax.jit(whole)(params, placed)
-    # Rewards are small differences of sums.
+    # Rewards are small differences of large sums.
     named = [loss, *(reports[name] for name in objective.report_names)]
     np.testing.assert_allclose(named, means, rtol=TOLERANCE, atol=1e-6)
     leaves = jax.tree_util.tree_leaves_with_path(wanted)
@@ -154,11 +156,11 @@ def test_pairs_in_rows_equal_pairs_alone(case: Case, objective: Preference) -> N
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def test_segments_are_what_pairs_alone_say() -> None:
-    """What the reference pass finds, in each place of a row; and a digest that knows no layout."""
+def test_packed_reference_scores_match_unpacked_pairs() -> None:
+    """Reference scores at each pair's position match, and digests do not depend on layout."""
     case = Case(2, 1, 2, fsdp=2, context=2, length=TOKENS)
     steps = steps_of(case, case.rows, objective=LOSSES[0])
-    batch, made, inside = packed(case)
+    batch, made, inside = packed_batch(case)
     params = steps.init().params
     step = steps.compile_reader(LossHead.scores, case.rows, everywhere=True)
     (found,) = step(params, jax.device_put(batch, steps.batch_sharding))
@@ -167,8 +169,8 @@ def test_segments_are_what_pairs_alone_say() -> None:
     unpacked = jax.device_get(jax.jit(steps.param_layout.unstack)(params))
     is_half = np.repeat(batch["pairs"], 2, axis=1) > 0
     assert not found[~is_half].any()
-    decoder, rows = steps.param_layout.decoder, alone(made, inside)
-    wanted = jax.jit(partial(sums_of, decoder))(unpacked, rows)
+    decoder, rows = steps.param_layout.decoder, unpacked_batch(made, inside)
+    wanted = jax.jit(partial(response_log_probs, decoder))(unpacked, rows)
     np.testing.assert_allclose(found[is_half], wanted.ravel(), rtol=TOLERANCE)
     other = steps_of(Case(1, 1, 1, tensor=2, length=TOKENS), 1, objective=LOSSES[0])
     stack = jax.jit(other.param_layout.stack, out_shardings=other.state_sharding.params)
@@ -178,15 +180,15 @@ def test_segments_are_what_pairs_alone_say() -> None:
 
 
 @pytest.mark.layouts
-def test_losses_of_layers_count_by_token() -> None:
-    """A balance loss weighs as beside cross entropy, however many pairs there are."""
+def test_auxiliary_losses_are_weighted_by_token() -> None:
+    """The balance loss has the same weight as with cross entropy, for any number of pairs."""
     found = {}
     for objective in (LOSSES[0], CrossEntropy()):
         for weight in (0.0, 0.5):
             own = replace(GROUPED, num_experts=6, load_balance_loss_weight=weight)
             case = Case(2, 1, 2, own=own, length=TOKENS, layers=4)
             steps = steps_of(case, case.rows, objective=objective)
-            batch = {name: packed(case)[0][name] for name in steps.abstract_batch()}
+            batch = {name: packed_batch(case)[0][name] for name in steps.abstract_batch()}
             run = steps.engine.value_and_grad(steps.train_schedule)
             with jax.set_mesh(steps.param_layout.mesh):
                 placed = jax.device_put(batch, steps.batch_sharding)

@@ -1,9 +1,8 @@
-"""A layer in pieces: what each way of keeping keeps, and that the pieces are the whole."""
+"""Split VJP of a layer: saved activations of each remat policy, and equality with autodiff."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from maxpipe.pipeline.remat import (
     differentiate_layer,
 )
 from tests.cases import MODEL
+from tests.times import shared
 
 # Wide enough that matmuls dominate the operations.
 CONFIG = replace(MODEL, d_model=128, head_dim=16, d_mlp=256)
@@ -36,9 +36,9 @@ KEEPS = [
 ]
 
 
-@cache
+@shared
 def arguments() -> tuple[Any, jax.Array, Any, jax.Array]:
-    """Weights, input, constants and cotangent."""
+    """Return weights, input, constants and cotangent."""
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (ROWS, TOKENS, CONFIG.d_model)
     ids = jnp.broadcast_to(jnp.arange(TOKENS), (ROWS, TOKENS))
@@ -76,19 +76,19 @@ def name_of(keep: RematPolicy) -> str:
 
 
 class Run(NamedTuple):
-    """Results of the compiled pieces of a layer, and their numbers of operations."""
+    """Results and FLOP counts of the compiled functions of one layer."""
 
     output: jax.Array
     whole: Any
     """Gradients of weights and input."""
     halves: Any
-    """The same gradients by a split backward."""
+    """The same gradients computed by a split backward pass."""
     flops: dict[str, float]
 
 
-@cache
+@shared
 def run_pieces(keep: RematPolicy) -> Run:
-    """Each piece is compiled once for all tests."""
+    """Compile and run each function once for all tests."""
     weights, x, constants, cotangent = arguments()
     pieces, costs = pieces_of(keep), {}
 
@@ -103,9 +103,9 @@ def run_pieces(keep: RematPolicy) -> Run:
     return Run(output, whole, (run("weight_grad", later, constants), half_x), costs)
 
 
-@cache
+@shared
 def whole_layer() -> Any:
-    """Output, and gradients of weights and input, by automatic differentiation."""
+    """Return output, and gradients of weights and input, by automatic differentiation."""
     weights, x, constants, cotangent = arguments()
 
     @jax.jit
@@ -117,29 +117,29 @@ def whole_layer() -> Any:
 
 
 @pytest.mark.parametrize("keep", KEEPS, ids=name_of)
-def test_the_pieces_are_the_layer(keep: RematPolicy) -> None:
+def test_split_vjp_matches_autodiff(keep: RematPolicy) -> None:
     pieces = run_pieces(keep)
     for a, b in zip(
         jax.tree.leaves(whole_layer()), jax.tree.leaves((pieces.output, pieces.whole)), strict=True
     ):
         assert np.abs(a - b).max() <= 1e-5 * np.abs(a).max()
-    # The halves do the same operations: not close, equal.
+    # Both halves run the same operations, so the tolerance is tighter.
     for a, b in zip(jax.tree.leaves(pieces.whole), jax.tree.leaves(pieces.halves), strict=True):
         assert np.abs(a - b).max() <= 1e-6 * np.abs(a).max()
 
 
 @pytest.mark.parametrize("keep", [keep for keep in KEEPS if not keep.offloaded], ids=name_of)
-def test_a_split_backward_costs_no_more_than_a_whole_one(keep: RematPolicy) -> None:
-    """By the compiler's count of operations; what is offloaded is not traced on the host."""
+def test_split_backward_has_no_more_flops_than_full_backward(keep: RematPolicy) -> None:
+    """Compares compiler FLOP counts; policies with offloading are excluded."""
     costs = run_pieces(keep).flops
     assert costs["input_grad"] + costs["weight_grad"] <= 1.02 * costs["backward"]
-    # The second half reads no weight matrix: it needs no gather.
+    # The second half reads no weight matrix, so it needs no gather.
     matrices = {leaf.shape for leaf in jax.tree.leaves(arguments()[0]) if leaf.ndim > 1}
     assert not matrices & {leaf.shape for leaf in pieces_of(keep).deferred}
 
 
-def test_two_pullbacks_would_cost_half_as_much_again() -> None:
-    """What the cut saves: each of two plain pullbacks recomputes the layer."""
+def test_two_full_pullbacks_cost_more_than_one_backward() -> None:
+    """Each of two separate pullbacks recomputes the layer, which the split backward avoids."""
     weights, x, constants, cotangent = arguments()
 
     def inputs_only(weights: Any, x: jax.Array) -> jax.Array:
@@ -159,12 +159,12 @@ def test_saved_activations_of_each_mode() -> None:
     some = pieces_of(RematPolicy("names", ("gate", "up"))).saved
     assert sorted(leaf.shape for leaf in some) == sorted([row, *[(ROWS, TOKENS, 256)] * 2])
     assert not any(leaf.on_host for leaf in some)
-    # Every name of the schema stands for one activation of the layer.
+    # Every name in the schema refers to one activation of the layer.
     assert len(pieces_of(RematPolicy("names", ACTIVATIONS)).saved) == 1 + len(ACTIVATIONS)
     assert len(pieces_of(RematPolicy("none")).saved) > 1 + len(ACTIVATIONS)
 
 
-def test_offloaded_names_are_kept_on_the_host() -> None:
+def test_offloaded_names_are_saved_on_host() -> None:
     saved = pieces_of(RematPolicy("names", ("gate", "up"), offloaded=("up", "query"))).saved
     assert sorted(leaf.shape for leaf in saved if leaf.on_host) == [
         (ROWS, TOKENS, 8, 16),
@@ -173,12 +173,12 @@ def test_offloaded_names_are_kept_on_the_host() -> None:
     assert sum(not leaf.on_host for leaf in saved) == 2
 
 
-def test_keeping_names_saves_their_matmuls() -> None:
+def test_saved_names_are_not_recomputed() -> None:
     full, names, none = (
         run_pieces(keep).flops["backward"]
         for keep in (RematPolicy("full"), RematPolicy("names", ACTIVATIONS), RematPolicy("none"))
     )
-    # Gate and up of 128 x 256, query, key, value and output of 128 x 128 or half of it.
+    # Gate and up are 128 x 256; query, key, value and output are 128 x 128 or half of that.
     matmuls = 2 * ROWS * TOKENS * 128 * (2 * 256 + 128 + 2 * 64)
     assert full - names >= matmuls
     assert none < names
@@ -198,8 +198,8 @@ DERIVED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", DERIVED)
 @pytest.mark.parametrize("halves", [False, True])
-def test_what_follows_from_weights_is_never_kept(name: str, halves: bool) -> None:
-    """Where all shapes are alike: a slot keeps what follows from the input, and nothing else."""
+def test_values_derived_from_weights_are_never_saved(name: str, halves: bool) -> None:
+    """With equal shapes everywhere, slots save only values that depend on the input."""
 
     def layer(weights: Any, x: jax.Array, ids: jax.Array, *_: Any) -> Any:
         mixed = jnp.sin(x @ DERIVED[name](weights["w"], ids)) * jnp.cos(ids.astype(jnp.float32))

@@ -1,8 +1,7 @@
-"""Tokens split over tensor, gathered at once or in rings: equal to the plain loop, and how."""
+"""Sequence parallelism with all-gathers or collective matmuls: gradients, traffic and memory."""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import defaultdict
@@ -22,6 +21,7 @@ from maxpipe.plan.traffic import step_traffic
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GEMMA, GEMMA2, GROUPED, NEXT, QWEN2, QWEN3, ROOM, V2, V3
+from tests.times import shared
 
 ROOM4 = replace(ROOM, num_experts=4)
 CASES = [
@@ -46,25 +46,25 @@ CASES = [
     Case(2, 2, 5, split="ring", tensor=2, data=2, idle="compute", schedule="zb_v", gather="step"),
     Case(1, 2, 3, split="sequence", tensor=4, ahead=2, tied=True),
     Case(2, 2, 3, split="ring", tensor=2, ahead=2, form="layer", idle="compute", remat="names"),
-    # Windows and head norms, biases, experts, latents, states.
+    # Attention windows, head norms, biases, experts, latent attention and recurrent states.
     Case(2, 1, 3, split="ring", own=GEMMA, tied=True, layers=6, tensor=4, idle="compute"),
     Case(2, 2, 3, split="sequence", own=QWEN2, tensor=2, fsdp=2, schedule="zb_v", remat="names"),
     Case(2, 1, 5, split="ring", own=QWEN3, tensor=4, idle="compute", schedule="zb_h1"),
     Case(2, 2, 3, split="ring", own=V3, tensor=2, idle="compute", remat="names", schedule="zb_v"),
-    # With 16 features one rounding of the parameters moves the embedding's gradient by 3e-5.
+    # With d_model = 16, rounding the parameters changes the embedding's gradient by 3e-5.
     Case(2, 1, 3, split="sequence", own=V2, tensor=4, width=32),
     Case(2, 1, 3, split="sequence", own=GROUPED, tensor=2, fsdp=2, schedule="zb_h1"),
     Case(2, 1, 3, split="ring", own=ROOM, tensor=4, idle="compute"),
     Case(2, 1, 3, split="sequence", own=NEXT, epsilon=0.01, tensor=2, fsdp=2),
     Case(1, 1, 2, split="ring", own=GEMMA2, tied=True, tensor=2),
-    # Beside the other axes that split tokens and experts.
+    # Combined with the other axes that split tokens and experts.
     Case(2, 1, 3, split="ring", tensor=2, context=2, idle="compute", remat="names"),
     Case(1, 1, 2, split="sequence", own=ROOM4, tensor=2, expert=2, layers=4),
 ]
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 0, 12), ids=str)
-def test_gradients_equal_the_plain_loop(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
@@ -90,7 +90,7 @@ def config_of(split: str, **pipeline: Any) -> Any:
 
 
 class Compiled:
-    """What XLA makes of a train step on eight CPU devices."""
+    """Compiled train step on eight CPU devices."""
 
     def __init__(self, config: Any):
         self.config, self.sizes = config, Sizes(config)
@@ -99,7 +99,7 @@ class Compiled:
         self.text, self.temporary = compiled.as_text(), compiled.memory_analysis()
 
     def layers(self) -> dict[str, float]:
-        """Bytes that layers send along tensor, by kind of collective; sums over norms left out."""
+        """Return bytes sent by layers over the tensor axis per collective type, without norms."""
         found: dict[str, float] = defaultdict(float)
         average, _ = profile_step(self.text, self.steps, "iteration")
         for each in average.collectives:
@@ -110,25 +110,25 @@ class Compiled:
         return {kind: size for kind, size in found.items() if size}
 
     def carried(self) -> int:
-        """Bytes of float32 that the loop over ticks carries, whatever they are."""
+        """Return the total bytes of the float32 arrays that the loop over ticks carries."""
         loops = [line for line in self.text.splitlines() if re.search(r"= \(.*\) while\(", line)]
         shapes = re.findall(r"f32\[([\d,]+)\]", max(loops, key=len).split(" while(")[0])
         return sum(4 * math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
-@functools.cache
+@shared
 def compiled(split: str, **pipeline: Any) -> Compiled:
     return Compiled(config_of(split, **pipeline))
 
 
-def test_sums_become_gathers_and_scatters_and_these_rings() -> None:
+def test_sequence_parallel_replaces_all_reduces() -> None:
     kinds = {split: compiled(split).layers() for split in ("", "sequence", "ring")}
     assert kinds[""].keys() == {"all-reduce"}
     assert kinds["sequence"].keys() == {"all-gather", "reduce-scatter"}
     assert kinds["ring"].keys() == {"collective-permute"}
     sent = {split: sum(found.values()) for split, found in kinds.items()}
     assert sent["ring"] == pytest.approx(sent["sequence"])
-    # One sum serves the projections of an input, of which XLA makes one each.
+    # Projections of one input share a single sum; without sequence parallelism each has its own.
     assert sent["sequence"] < sent[""]
 
 
@@ -137,7 +137,7 @@ def test_sums_become_gathers_and_scatters_and_these_rings() -> None:
     keeping([{}, {"remat": "none"}, {"remat": "none", "schedule": "zb_h1"}], 0),
     ids=str,
 )
-def test_predicted_traffic_is_near_the_compilers(pipeline: dict[str, Any]) -> None:
+def test_predicted_traffic_is_close_to_compiled_program(pipeline: dict[str, Any]) -> None:
     found = compiled("ring", **pipeline)
     recomputed = CostModel(found.sizes, published_hardware()["v5p"]).recomputed
     predicted = step_traffic(found.sizes, found.steps.train_schedule, recomputed)["tensor", "ici"]
@@ -151,8 +151,8 @@ def test_predicted_traffic_is_near_the_compilers(pipeline: dict[str, Any]) -> No
     ),
     ids=str,
 )
-def test_what_waits_between_slots_is_split(pipeline: dict[str, Any]) -> None:
-    """The compiler carries what is predicted: messages and kept inputs have a device's tokens."""
+def test_sequence_parallel_splits_buffers_between_slots(pipeline: dict[str, Any]) -> None:
+    """Messages and saved inputs hold one device's tokens, as predicted."""
     whole, split = (compiled(each, **pipeline) for each in ("", "sequence"))
     table = split.steps.train_schedule
     names = ("inbox", "stash", "deferred", "sent")

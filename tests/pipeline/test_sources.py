@@ -1,4 +1,4 @@
-"""Losses of the sources of a mixture: sums over rows as the plain loop finds them, anywhere."""
+"""Per-source losses of a data mixture match the unpipelined model on every layout."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES = [
 
 
 def plain_sums(steps: Any, batch: Any) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Parameters, and nats and targets of each source, row by row."""
+    """Return parameters, and loss sum and target count of each source, summed by sequence."""
     params: Any = None
     nats, targets = np.zeros(steps.num_sources), np.zeros(steps.num_sources)
     decoder = replace(
@@ -49,7 +49,7 @@ def plain_sums(steps: Any, batch: Any) -> tuple[Any, np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize("case", keeping(CASES, 18), ids=str)
-def test_losses_by_source_equal_the_plain_loop(case: Case) -> None:
+def test_per_source_losses_match_unpipelined_model(case: Case) -> None:
     exact = replace(case, dropout=0.0, dtype="float32")
     lengths = np.arange(exact.model.vocab_size, dtype=np.int32) % 5
     steps = replace(steps_of(exact, case.rows), byte_lengths=lengths)
@@ -71,7 +71,7 @@ def test_losses_by_source_equal_the_plain_loop(case: Case) -> None:
     lengths = lengths[batch["targets"]] * batch["loss_mask"]
     wanted = [lengths[batch["source_ids"] == each].sum() for each in range(case.sources)]
     np.testing.assert_array_equal(evaluated["bytes"], wanted)
-    # They add up to the whole, and a source without a row has nothing.
+    # Sources add up to the total, and a source without sequences has zero loss and targets.
     whole = nats.sum() / targets.sum()
     np.testing.assert_allclose(metrics["train/loss"], whole, rtol=TOLERANCE)
     assert metrics[BY_SOURCE[0]][-1] == metrics[BY_SOURCE[1]][-1] == 0
@@ -81,11 +81,11 @@ GRADIENTS = [case for case in CASES if case.shard_mode == "auto" and case.dtype 
 
 
 @pytest.mark.parametrize("case", keeping(GRADIENTS, 17), ids=str)
-def test_gradients_are_the_same(case: Case) -> None:
+def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
-def test_without_a_mixture_there_is_nothing_of_it() -> None:
+def test_steps_without_mixture_have_no_source_arrays() -> None:
     case = Case(2, 1, 2)
     steps = steps_of(case, case.rows)
     assert "source_ids" not in steps.abstract_batch()
@@ -95,8 +95,8 @@ def test_without_a_mixture_there_is_nothing_of_it() -> None:
 
 
 @pytest.mark.layouts
-def test_the_step_costs_next_to_nothing_more() -> None:
-    """By the compiler's count of operations and memory."""
+def test_per_source_losses_add_little_compute_and_memory() -> None:
+    """Compares the compiler's FLOP count and memory."""
     case = Case(2, 2, 4, data=2)
     found = []
     for sources in (0, 4):

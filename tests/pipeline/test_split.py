@@ -1,4 +1,4 @@
-"""Cutting a program in two: what the second part is given, and what it repeats."""
+"""Splitting a jaxpr in two: values passed to the second half, and values it recomputes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def names_in(function: Any, *arguments: Any) -> list[str]:
     return [equation.primitive.name for equation in jax.make_jaxpr(function)(*arguments).eqns]
 
 
-def test_a_product_is_kept_and_cheap_work_behind_it_is_repeated() -> None:
+def test_split_saves_matmuls_and_recomputes_cheap_operations() -> None:
     x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
 
     def function(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -39,7 +39,7 @@ def test_a_product_is_kept_and_cheap_work_behind_it_is_repeated() -> None:
     assert "dot_general" not in names_in(lambda kept: halves.second(kept, []), kept)
 
 
-def test_work_that_only_the_second_part_needs_is_done_there() -> None:
+def test_split_defers_work_used_only_by_second_half() -> None:
     x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
 
     def function(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -51,11 +51,11 @@ def test_work_that_only_the_second_part_needs_is_done_there() -> None:
     assert sorted(aval.shape for aval in halves.saved) == [(4, 8), (8, 8)]
 
 
-def test_the_narrowest_place_is_cut() -> None:
+def test_split_saves_smallest_intermediate() -> None:
     x = jnp.ones((64, 64))
 
     def function(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        row = (x @ x).sum(axis=0)  # one row instead of the matrix
+        row = (x @ x).sum(axis=0)  # one row instead of the whole matrix
         wide = jnp.broadcast_to(row, (64, 64)) * 2.0
         return wide.sum(), jnp.tanh(wide)
 
@@ -63,7 +63,7 @@ def test_the_narrowest_place_is_cut() -> None:
     assert [aval.shape for aval in halves.saved] == [(64,)]
 
 
-def test_free_inputs_cost_nothing_and_are_not_kept() -> None:
+def test_split_does_not_save_free_inputs() -> None:
     x, ids = jnp.ones((4, 8)), jnp.arange(4.0)
 
     def function(x: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +77,7 @@ def test_free_inputs_cost_nothing_and_are_not_kept() -> None:
     assert total == 16
 
 
-def test_wrapping_calls_are_opened() -> None:
+def test_split_inlines_nested_calls() -> None:
     x = jnp.ones((4, 4))
 
     @jax.jit
@@ -92,7 +92,7 @@ def test_wrapping_calls_are_opened() -> None:
     np.testing.assert_allclose(halves.second(kept, [])[0], inner(x)[1], rtol=1e-6)
 
 
-def test_an_output_of_the_first_part_may_be_kept_as_well() -> None:
+def test_split_may_save_output_of_first_half() -> None:
     x = jnp.ones((4, 4))
     halves = halves_of(lambda x: (x @ x, jnp.sin(x @ x)), x, first=[0])
     (product,), kept = halves.first([x])
@@ -101,14 +101,14 @@ def test_an_output_of_the_first_part_may_be_kept_as_well() -> None:
     assert nothing.saved == () and nothing.second([], [])[0].tolist() == [1, 1, 1]
 
 
-def test_the_inputs_that_a_value_depends_on_are_found() -> None:
+def test_input_dependencies_of_values() -> None:
     inner = jax.jit(lambda x, y: (2 * x, jnp.broadcast_to(jnp.float32(3), x.shape), x + y))
     flat = FlatJaxpr(jax.make_jaxpr(lambda x, y: (*inner(x, y), y))(jnp.ones(4), jnp.ones(4)))
     x, y = flat.inputs
     assert [flat.input_dependencies(value) for value in flat.outputs] == [{x}, set(), {x, y}, {y}]
 
 
-def test_values_are_made_of_what_is_given() -> None:
+def test_run_computes_values_from_given_inputs() -> None:
     flat = FlatJaxpr(
         jax.make_jaxpr(lambda x, y: (3 * x, x + y, jnp.ones(4)))(jnp.ones(4), jnp.ones(4))
     )

@@ -1,4 +1,4 @@
-"""Figures measured on the devices at hand, and how plans come to use them."""
+"""Calibration on local devices, and plans that use the measured values."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32, d_mlp: int = 64)
     )
 
 
-# Some are too fast for what the layer moves through memory at the published rate, or take little
-# longer than that.
+# Some times are below, or only slightly above, the layer's memory traffic at the published rate.
 @pytest.mark.parametrize(
     ("kind", "contention", "forward"),
     [
@@ -60,7 +59,7 @@ def config_of(stages: int = 1, fsdp: int = 1, tokens: int = 32, d_mlp: int = 64)
         *itertools.product(["h100", "v5p"], [1.0], [3e-3, 1e-6, 1e-7, 3e-8, 1e-8, 1e-9]),
     ],
 )
-def test_the_cost_model_gives_back_what_was_measured(
+def test_fitted_cost_model_reproduces_measurements(
     kind: str, contention: float, forward: float
 ) -> None:
     sizes = Sizes(config_of(fsdp=NUM_DEVICES))
@@ -79,7 +78,7 @@ def test_the_cost_model_gives_back_what_was_measured(
         gather=latency + 2 * weights / rate,
         scatter=latency + 4 * weights / rate,
         exchange=latency + 0.5 * 2 * sizes.activations.hidden * (1 - 1 / NUM_DEVICES) / rate,
-        # Gathered at half of the rate.
+        # Gathered at half the rate.
         tokens=latency + 2 * 2 * sizes.activations.hidden * (1 - 1 / NUM_DEVICES) / rate,
         latency=latency,
         fresh=4e-9,
@@ -92,27 +91,27 @@ def test_the_cost_model_gives_back_what_was_measured(
     assert layer.forward == pytest.approx(found.forward_alone)
     assert model.contention == pytest.approx(contention)
     assert model.overlaps == (contention == 1)
-    # Devices with cores of their own keep their memory between steps.
+    # Devices that do not share cores keep their memory between steps.
     assert after.fresh_gb_per_second == pytest.approx(0.25 if contention > 1 else 0.0)
     assert after.input_grad_cost == pytest.approx(1.5)
     assert after.names_recomputed == pytest.approx(0.2)
     backward = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert backward == pytest.approx(0.8 * found.forward_alone)
-    # Two slots take longer than one.
+    # Two slots take longer than one combined slot.
     pipeline = dataclasses.replace(sizes.config.pipeline, weight_gather="step")
     still = Sizes(dataclasses.replace(sizes.config, pipeline=pipeline))
     slot = CostModel(still, after).most_common_layer.slot
     apart = slot("I") + slot("W") - slot("B")
     assert apart == pytest.approx(0.3 * found.forward_alone, rel=1e-3)
     assert (layer.accumulation > 0) == (contention > 1)
-    # Seven arrays, each with its own latency; two norms are whole.
+    # Seven arrays, each with its own latency; the two norms are not sharded.
     norms = 2 * sizes.config.model.d_model * (1 - 1 / NUM_DEVICES)
     assert layer.gather == pytest.approx(found.gather + 6 * latency - 2 * norms / rate)
     assert layer.scatter == pytest.approx(found.scatter + 6 * latency - 4 * norms / rate)
 
 
-def test_the_size_of_microbatches_counts_as_measured() -> None:
-    sizes = Sizes(config_of(tokens=256))  # two rows on each device
+def test_fitted_cost_depends_on_microbatch_size() -> None:
+    sizes = Sizes(config_of(tokens=256))  # two sequences on each device
     moved = CostModel(sizes, published_hardware()["cpu"]).most_common_layer.moved_bytes
     flat = Measurements(
         forward=4e-3,
@@ -128,7 +127,7 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
         exchange=1e-3,
         latency=1e-5,
     )
-    # As long as predicted for one row, 1.1 and 1.3 times that for two and four.
+    # The predicted time for one sequence, and 1.1 and 1.3 times that for two and four.
     before = fit_hardware(flat, sizes, published_hardware()["cpu"], NUM_DEVICES)
     timed = calibrate._sizes(sizes)
     assert [each.batch.microbatch_size for each in timed] == [1, 2, 4]
@@ -136,7 +135,7 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
         longer * calibrate._predict_row_seconds(each, before)
         for longer, each in zip((1.0, 1.1, 1.3), timed, strict=True)
     ]
-    # Fewer rows share the reading of weights.
+    # Fewer sequences share each read of the weights.
     assert taken[0] > 1.003 * taken[1] / 1.1
     of_rows = tuple(zip((moved / 2, moved, 2 * moved), taken, strict=True))
     found = dataclasses.replace(flat, by_size=of_rows)
@@ -146,14 +145,14 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     assert after.growth_above == pytest.approx((0.1 + 0.3 / 2) / 2)
     layer = CostModel(sizes, after).most_common_layer
     assert layer.size_factor == pytest.approx(1 + after.growth_above)
-    # At the size of the other figures these are what was measured.
+    # At the measured size, the fitted values reproduce the measurements.
     assert layer.forward == pytest.approx(found.forward_alone)
     weights = after.weight_grad_cost * layer.seconds + layer.accumulation
     assert weights == pytest.approx(found.weight_grad / 4)
     few = dataclasses.replace(sizes.config.train, batch_size=4)
     half = Sizes(dataclasses.replace(sizes.config, train=few))
     assert CostModel(half, after).most_common_layer.size_factor == pytest.approx(1.0)
-    # What is kept is in the measured figures, and is not counted by the memory's rate as well.
+    # Saved activations are part of the measured times, so the memory rate does not count them.
     kept = dataclasses.replace(sizes.config.pipeline, remat="none")
     none = CostModel(
         Sizes(dataclasses.replace(sizes.config, pipeline=kept)), after
@@ -162,8 +161,8 @@ def test_the_size_of_microbatches_counts_as_measured() -> None:
     assert backward == pytest.approx(found.none_recomputed / 4, rel=1e-3)
 
 
-def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products and attention have other forms on CPUs than on accelerators."""
+def test_timed_layers_use_axis_rules_of_train_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matmuls and attention have different implementations on CPUs and accelerators."""
     asked: list[AxisRules] = []
     decoder = calibrate.Decoder
     monkeypatch.setattr(
@@ -178,7 +177,7 @@ def test_a_layer_is_timed_as_runs_compute_it(monkeypatch: pytest.MonkeyPatch) ->
     assert timed.flattens_tokens
 
 
-def test_memory_is_as_fast_as_it_was_measured() -> None:
+def test_memory_rate_is_fitted_to_measurement() -> None:
     sizes, streamed = Sizes(config_of(fsdp=NUM_DEVICES)), 1 / 40e9
     found = Measurements(
         forward=12e-3,
@@ -195,12 +194,12 @@ def test_memory_is_as_fast_as_it_was_measured() -> None:
         streamed=streamed,
     )
     after = fit_hardware(found, sizes, published_hardware()["cpu"], NUM_DEVICES)
-    # Four devices at once have as much as one: what one takes counts four times.
+    # Four devices share the bandwidth of one, so the rate of one device counts four times.
     assert CostModel(sizes, after).contention == pytest.approx(4.0)
     assert after.memory_gb_per_second == pytest.approx(4 * 40)
 
 
-def test_small_temporary_memory_stays_with_the_process() -> None:
+def test_small_temporary_memory_is_not_charged_each_step() -> None:
     sizes, schedule = (
         Sizes(config_of(fsdp=NUM_DEVICES)),
         build_schedule(config_of(fsdp=NUM_DEVICES)),
@@ -216,7 +215,7 @@ def test_small_temporary_memory_stays_with_the_process() -> None:
         assert found == pytest.approx(share * held.temporary / 5e8)
 
 
-def test_split_tokens_travel_at_their_own_rate() -> None:
+def test_sequence_parallel_collectives_use_tokens_rate() -> None:
     config = config_of(tokens=32)
     mesh = dataclasses.replace(config.mesh, ici_data=1, ici_tensor=4, sequence_parallel=True)
     sizes = Sizes(dataclasses.replace(config, mesh=mesh))
@@ -232,8 +231,8 @@ def test_split_tokens_travel_at_their_own_rate() -> None:
     )
 
 
-def again(measure: Callable[[], T]) -> T:
-    """What the refusal of times that vary too much asks for: other tests run beside this one."""
+def retry(measure: Callable[[], T]) -> T:
+    """Retry measurements that are rejected because times vary while other tests run."""
     for _ in range(4):
         with contextlib.suppress(ConfigError):
             return measure()
@@ -241,29 +240,29 @@ def again(measure: Callable[[], T]) -> T:
 
 
 @pytest.mark.timing
-def test_pieces_are_measured_on_the_devices_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_on_local_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
-    # Weights' gradients are a difference, and have to be more than what scores vary by.
+    # Weight-gradient time is a difference, and must exceed the noise of attention scores.
     sizes = [Sizes(config_of(tokens=tokens, d_mlp=512)) for tokens in (32, 256)]
-    few, many = (again(partial(calibrate.measure, each, devices)) for each in sizes)
-    # Eight times the matmuls and 64 times the scores, and messages eight times as long.
+    few, many = (retry(partial(calibrate.measure, each, devices)) for each in sizes)
+    # 8 times the matmul FLOPs, 64 times the score FLOPs and 8 times the message bytes.
     assert many.forward > 4 * few.forward and many.forward_alone > 4 * few.forward_alone
     assert many.input_grad > 4 * few.input_grad
-    assert many.weight_grad > 2 * few.weight_grad  # adding it up takes the same for any length
-    # Virtual devices share cores, and nothing moves in no time.
+    assert many.weight_grad > 2 * few.weight_grad  # accumulation time does not depend on length
+    # Virtual devices share cores, and every transfer takes time.
     assert many.forward > many.forward_alone > 0
     moved = (many.hop, many.gather, many.scatter, many.exchange, many.tokens)
     assert min(*moved, many.latency, many.fresh, many.streamed) > 0
 
 
 @pytest.mark.timing
-def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a factor: what was measured is not the step that is predicted."""
+def test_calibrated_model_predicts_measured_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prediction is only within a factor of 3, because calibration times no whole steps."""
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.2)
     devices = jax.devices()[:NUM_DEVICES]
     config = config_of(fsdp=NUM_DEVICES, tokens=256)
-    after, found = again(lambda: calibrate.calibrate(config, published_hardware()["cpu"], devices))
+    after, found = retry(lambda: calibrate.calibrate(config, published_hardware()["cpu"], devices))
     assert after.shared_by > 0 and after.fresh_gb_per_second == pytest.approx(1e-9 / found.fresh)
     assert found.forward > found.forward_alone  # virtual devices share cores
     assert after.measured and after.bf16_tflops == published_hardware()["cpu"].bf16_tflops
@@ -272,7 +271,7 @@ def test_a_calibrated_model_predicts_the_step_it_measured(monkeypatch: pytest.Mo
     assert 1 / 3 < predicted / taken < 3
 
 
-def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_times_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "_layers", lambda *_: [2e-3, 3e-3, 4e-3, 4e-3, 5e-3, 5e-3, 5e-3])
     monkeypatch.setattr(calibrate, "NUM_STREAMED_PARAMS", 1000)
     monkeypatch.setattr(rerank, "PROGRAM_SECONDS", 0.0)
@@ -280,7 +279,7 @@ def test_times_below_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         calibrate.measure(Sizes(config_of()), jax.devices()[:1])
 
 
-def test_measured_figures_are_kept_and_used(
+def test_calibration_is_saved_and_used_by_plan(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = published_hardware()["cpu"]
@@ -295,7 +294,7 @@ def test_measured_figures_are_kept_and_used(
     assert "8 devices of CPU, measured today" in capsys.readouterr().out
 
 
-def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
+def test_calibration_file_of_earlier_release_is_loaded(home: Path) -> None:
     after = dataclasses.replace(
         published_hardware()["cpu"], names_recomputed=0.125, measured="today"
     )
@@ -317,7 +316,7 @@ def test_figures_of_an_earlier_release_are_read(home: Path) -> None:
         ("topology", "zz"),
     ],
 )
-def test_figures_with_which_nothing_can_be_planned(
+def test_out_of_range_hardware_values_are_rejected(
     figure: str, value: float | str, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = hardware.save_measured(published_hardware()["cpu"])
@@ -329,7 +328,7 @@ def test_figures_with_which_nothing_can_be_planned(
     known_hardware.cache_clear()
 
 
-def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
+def test_unwritable_folder_is_reported_before_timing(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hardware.measured_folder().parent.mkdir(parents=True)
@@ -340,7 +339,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_timed(
     assert "set HOME to a writable folder" in capsys.readouterr().err
 
 
-def test_without_a_home_folder_there_are_no_measured_figures(
+def test_published_values_are_used_without_home_folder(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hardware.save_measured(dataclasses.replace(published_hardware()["cpu"], memory_gib=3.0))
@@ -356,7 +355,7 @@ def test_without_a_home_folder_there_are_no_measured_figures(
     )
 
 
-def test_a_file_that_was_not_measured_is_refused(home: Path) -> None:
+def test_invalid_calibration_file_is_rejected(home: Path) -> None:
     hardware.measured_folder().mkdir(parents=True)
     (hardware.measured_folder() / "cpu.yml").write_text("speed: high\n")
     with pytest.raises(ConfigError, match="is not a valid calibration file"):

@@ -1,4 +1,4 @@
-"""`maxpipe plan` as it is typed."""
+"""The `maxpipe plan` command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN = ["plan", "configs/quickstart.yml", "--topology", "cpu:8"]
 SEARCH = [*RUN, "--search", "--fix", "mesh.ici_stage=4", "pipeline.schedule=zb_v"]
 
 
-def test_a_forecast_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_text_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(RUN) == 0
     text = capsys.readouterr().out
     assert main([*RUN, "--json"]) == 0
@@ -26,7 +26,7 @@ def test_a_forecast_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("gather", ["iteration", "window", "step"])
-def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_reports_prologue_layers(gather: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [*RUN, "model.num_layers=11", f"pipeline.weight_gather={gather}"]
     found = []
     for outside in (0, 3):
@@ -36,8 +36,8 @@ def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFi
     assert without["outside"] == {"layers": 0, "bytes": 0, "seconds": 0}
     assert sum(stage["layers"] for stage in values["stages"]) == 8
     assert values["outside"]["layers"] == values["layout"]["pipeline.prologue_layers"] == 3
-    # Of eight microbatches each of four stages runs two through three layers; in the ring each
-    # runs all through two.
+    # Each of four stages runs two of eight microbatches through three prologue layers, and all
+    # eight through two ring layers.
     share = values["outside"]["seconds"] / values["parts"]["layers"]
     assert share == pytest.approx(3 / 8, rel=0.01)
     assert 0 < values["outside"]["bytes"] < values["total_bytes"]
@@ -45,7 +45,7 @@ def test_layers_outside_the_ring_are_named(gather: str, capsys: pytest.CaptureFi
     assert "prologue on every stage: the first 3 layers, " in capsys.readouterr().out
 
 
-def test_a_search_writes_its_winner_and_draws_it(
+def test_search_writes_and_draws_best_layout(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     best, drawn = tmp_path / "best.yml", tmp_path / "best.svg"
@@ -60,7 +60,7 @@ def test_a_search_writes_its_winner_and_draws_it(
 
 
 @pytest.mark.long
-def test_a_search_runs_what_it_found(
+def test_search_measures_best_layouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maxpipe.plan.rerank.MEASURED_SECONDS", 0.0)
@@ -114,14 +114,14 @@ def test_a_search_runs_what_it_found(
         (["compile", *RUN[1:], "--xla", "a=1", "--save", "step"], "Leave out --xla or --save."),
     ],
 )
-def test_mistakes_are_explained(
+def test_invalid_arguments_are_rejected(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
     assert says in capsys.readouterr().err
 
 
-def test_layouts_of_one_kind_differ_only_in_keys_of_a_layout(tmp_path: Path) -> None:
+def test_search_changes_only_layout_keys(tmp_path: Path) -> None:
     best = tmp_path / "best.yml"
     assert main([*SEARCH, "--write", str(best)]) == 0
     given, found = load(["configs/quickstart.yml"]).config, load([str(best)]).config
@@ -129,7 +129,7 @@ def test_layouts_of_one_kind_differ_only_in_keys_of_a_layout(tmp_path: Path) -> 
         assert getattr(given, section) == getattr(found, section), section
 
 
-def test_a_bundled_model_needs_no_length(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bundled_model_does_not_require_train_steps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "llama3-8b", "--topology", "h100:1"]) == 0
     out = capsys.readouterr().out
     assert "\n8.03 B parameters, 8,192 tokens and 375.5 TFLOP per step" in out
@@ -140,23 +140,23 @@ def test_a_bundled_model_needs_no_length(capsys: pytest.CaptureFixture[str]) -> 
     assert error.startswith("default: train.steps = 0\n") and "Set train.steps=100," in error
 
 
-def test_without_a_name_the_devices_are_those_of_this_machine(
+def test_plan_without_topology_uses_local_devices(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from maxpipe.plan import topology
 
-    def at_hand(runtime: object, cpu_devices: int, count: int = 0) -> topology.Topology:
+    def fake_local_topology(runtime: object, cpu_devices: int, count: int = 0) -> topology.Topology:
         assert (cpu_devices, count) == (3, 0)
         return topology.parse_topology("cpu:1")
 
-    monkeypatch.setattr(topology, "local_topology", at_hand)
+    monkeypatch.setattr(topology, "local_topology", fake_local_topology)
     assert main(["plan", "tiny", "mesh.cpu_devices=3"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("1 device of CPU") and "\n1.05 M parameters" in out
     assert "GFLOP per step" in out and "0.00 " not in out.partition("memory of")[0]
 
 
-def test_a_search_shows_small_memory_in_mebibytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_prints_small_memory_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["tiny", "model.d_model=16", "model.d_mlp=16", "train.sequence_length=16"]
     assert main(["plan", *small, "--topology", "cpu:2", "--search"]) == 0
     assert " 0.0 GiB" not in (out := capsys.readouterr().out) and " MiB: " in out

@@ -1,4 +1,4 @@
-"""What is read from a compiled train step, on the CPU devices at hand."""
+"""Compile reports of train steps on the local CPU devices."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def report() -> CompileReport:
     return build_report(CONFIG, parse_topology("cpu:8"), steps, steps.compile_train())
 
 
-def test_operations_are_those_of_the_layers_and_the_head(report: CompileReport) -> None:
+def test_flops_are_sum_of_layers_and_head(report: CompileReport) -> None:
     sizes, model = Sizes(CONFIG), CONFIG.model
     matrices = sizes.params.layer_elements(sizes.layers.most_common, whole=True) - 2 * model.d_model
     matmuls = 2 * sizes.batch.tokens * matrices
     pairs = scored_pairs(CONFIG.train.sequence_length)
     forward = matmuls + 4 * sizes.batch.microbatch_size * pairs * model.num_heads * model.head_dim
     head = 2 * sizes.batch.tokens * sizes.params.head_elements(whole=True)
-    # Forward, recomputation, and a backward of twice as much, but for the last recomputed matmul.
+    # Forward, recomputation without its last matmul, and a backward pass of twice the FLOPs.
     layers = 4 * forward - 2 * sizes.batch.tokens * model.d_mlp * model.d_model
     per_stage = sum(sizes.layers.partition) / sizes.mesh.stages
     wanted = sizes.batch.microbatches * (per_stage * layers + 3 * head)
@@ -65,7 +65,7 @@ def test_operations_are_those_of_the_layers_and_the_head(report: CompileReport) 
     assert 1 < report.flops / report.model_flops < 1.7
 
 
-def test_collectives_are_named_by_their_axes(report: CompileReport) -> None:
+def test_collectives_are_labeled_by_mesh_axis(report: CompileReport) -> None:
     found = {(each.kind, each.axes) for each in report.collectives}
     assert ("collective-permute", "stage") in found
     assert ("all-gather", "fsdp") in found and ("reduce-scatter", "fsdp") in found
@@ -75,20 +75,20 @@ def test_collectives_are_named_by_their_axes(report: CompileReport) -> None:
     (gathers,) = [
         each for each in report.collectives if (each.kind, each.axes) == ("all-gather", "fsdp")
     ]
-    # Each layer of each microbatch, forward and backward; a device sends its half of the weights.
+    # Each layer and microbatch, forward and backward; a device sends its half of the weights.
     whole = sizes.params.layer_elements(sizes.layers.most_common, whole=True) * 4 / 2
     layers = sizes.batch.microbatches * sum(sizes.layers.partition) / sizes.mesh.stages
     assert gathers.total_bytes == pytest.approx(2 * layers * whole, rel=0.05)
 
 
-def test_traffic_between_slices_is_reported_by_its_axes() -> None:
-    """Devices of the mesh in another order than their ids, two slices of four."""
+def test_traffic_between_slices_is_labeled_dcn() -> None:
+    """Two slices of four devices, whose mesh order differs from their IDs."""
     order = [100000, 100002, 100001, 100003, 200000, 200002, 200001, 200003]
     placed = [SimpleNamespace(id=each, slice_index=each // 100000 - 1) for each in order]
     devices = np.array(placed).reshape(tuple({STAGE: 4, FSDP: 2}.get(axis, 1) for axis in AXES))
     common: dict[str, Any] = {"region": "", "count": 3.0, "num_bytes": 8.0, "is_async": True}
     found = [
-        # Stage 1 of the first slice to stage 2, which is the second slice's first.
+        # From stage 1, the last of the first slice, to stage 2, the first of the second slice.
         Collective("collective-permute", "a", "", group=(100001, 200000), **common),
         Collective("all-gather", "b", "", group=(0, 1), **common),
     ]
@@ -98,7 +98,7 @@ def test_traffic_between_slices_is_reported_by_its_axes() -> None:
     assert (gather.axes, gather.link) == ("fsdp", "ici")
 
 
-def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
+def test_weight_gathers_keep_tensor_shards() -> None:
     mesh = {"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}
     config = config_of({"compute_dtype": "float32"}, mesh, PIPELINE)
     steps = build_steps(config, jax.devices()[:8])
@@ -108,7 +108,7 @@ def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
         kind: sum(each.total_bytes for each in found if (each.kind, each.axes) == (kind, "fsdp"))
         for kind in ("all-gather", "reduce-scatter")
     }
-    # Half of each weight's tensor shard, twice gathered and once reduced, in float32.
+    # Half of each weight's tensor shard in float32, gathered twice and reduced once.
     layers = sizes.batch.microbatches * sum(sizes.layers.partition) / sizes.mesh.stages
     part = 4 * layers * sizes.params.layer_elements(sizes.layers.most_common, whole=True) / 2
     assert sent["all-gather"] == pytest.approx(2 * part, rel=0.1)
@@ -116,7 +116,7 @@ def test_tensor_shards_stay_apart_while_weights_are_gathered() -> None:
     assert not any(each.kind == "all-gather" and each.axes == "tensor" for each in found)
 
 
-def test_the_report_is_text_and_json(report: CompileReport) -> None:
+def test_report_as_text_and_json(report: CompileReport) -> None:
     values = json.loads(json.dumps(report.to_json()))
     for name in ("temp_bytes", "argument_bytes", "output_bytes", "flops", "collectives"):
         assert values[name]
@@ -130,11 +130,11 @@ def test_the_report_is_text_and_json(report: CompileReport) -> None:
     )  # as on a CPU
 
 
-def test_what_travels_to_the_host_is_reported_with_the_rate_that_hides_it(
+def test_report_states_bandwidth_that_hides_host_transfers(
     report: CompileReport,
 ) -> None:
     common: dict[str, Any] = {"region": "forward", "count": 10.0, "num_bytes": 2**30 / 20}
-    found = [  # both beside the same loop
+    found = [  # both overlap with the same loop
         HostTransfer(TO_HOST, "a", cycles_by_instruction={"loop": 3e6}, **common),
         HostTransfer(TO_HOST, "b", cycles_by_instruction={"loop": 3e6, "norm": 1e6}, **common),
     ]
@@ -147,8 +147,8 @@ def test_what_travels_to_the_host_is_reported_with_the_rate_that_hides_it(
     assert not report.unknown_loops
 
 
-def test_loops_of_attention_by_blocks_state_their_trips() -> None:
-    """The mean block of queries sees three of five: the causal half, and the rest of its own."""
+def test_blockwise_attention_loops_have_known_trip_counts() -> None:
+    """On average, a query block computes 3 of 5 key blocks, including its diagonal block."""
     tokens, found = 5 * 128, {}
     for name in ("blockwise", "xla"):
         model = {"compute_dtype": "float32", "attention": name}
@@ -163,7 +163,7 @@ def test_loops_of_attention_by_blocks_state_their_trips() -> None:
         2 * sizes.batch.microbatch_size * turns * config.model.num_heads * config.model.head_dim
     )
     pairs = {"blockwise": tokens**2 * 3 / 5, "xla": scored_pairs(tokens)}
-    # Forward, recomputation and backward: by blocks scores are computed once more.
+    # Forward, recomputation and backward; blockwise attention recomputes scores once more.
     products = {"blockwise": 2 + 2 + 5, "xla": 2 + 2 + 4}
     more = sum(
         sign * products[name] * pairs[name] for name, sign in (("blockwise", 1), ("xla", -1))
@@ -171,21 +171,21 @@ def test_loops_of_attention_by_blocks_state_their_trips() -> None:
     assert found["blockwise"] - found["xla"] == pytest.approx(product * more, rel=0.02)
 
 
-def test_kernels_are_said_to_be_assumed(report: CompileReport) -> None:
+def test_report_states_assumed_kernel_efficiency(report: CompileReport) -> None:
     text = format_compile_report(
         replace(report, cycles=3e9, kernel_flops=2e12, kernel_efficiency=0.5)
     )
     assert "kernels without an estimate: 2 TFLOP, assumed to run at 50% of the peak" in text
 
 
-def test_layers_count_by_their_windows() -> None:
+def test_window_shares_count_layers_per_window() -> None:
     config = config_of(
         {"family": "gemma3", "num_layers": 13, "tied_embeddings": True}, {}, PIPELINE
     )
     assert window_shares(describe(config.model)) == {1024: 11 / 13, 0: 2 / 13}
 
 
-def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: CompileReport) -> None:
+def test_reported_peak_memory_determines_fit(report: CompileReport) -> None:
     held = report.argument_bytes + report.output_bytes - report.alias_bytes
     assert not report.peak_bytes and report.working_bytes == report.temp_bytes  # as on CPUs
     stated = replace(report, peak_bytes=held + 1000, program_bytes=10)
@@ -195,7 +195,7 @@ def test_where_the_compiler_states_a_peak_it_is_what_must_fit(report: CompileRep
     assert tight.fits and not replace(tight, memory_bytes=held + 1009).fits
 
 
-def test_what_is_beside_the_step_must_fit_as_well(report: CompileReport) -> None:
+def test_memory_outside_step_counts_toward_fit(report: CompileReport) -> None:
     room = report.memory_bytes - report.total_bytes
     fits, too_much = (replace(report, beside_bytes=int(room) + more) for more in (0, 1))
     assert fits.fits and not too_much.fits
@@ -206,7 +206,7 @@ def test_what_is_beside_the_step_must_fit_as_well(report: CompileReport) -> None
     ("predicted", "expected"),
     [(92, "fits"), (93, "may not fit"), (100, "may not fit"), (101, "does not fit")],
 )
-def test_a_forecast_leaves_room(predicted: float, expected: str) -> None:
+def test_verdict_has_safety_margin(predicted: float, expected: str) -> None:
     assert verdict(predicted, 100) == expected
 
 
@@ -232,10 +232,10 @@ SHORT_MESSAGE = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries "
     "(57.86G) exceeds available HBM (15.75G)."
 )
-"""Of libtpu, for devices that are not there."""
+"""From libtpu, for ahead-of-time compilation."""
 
 
-def test_out_of_memory_without_a_list_is_reported_by_arithmetic() -> None:
+def test_out_of_memory_without_allocation_list_uses_prediction() -> None:
     assert parse_out_of_memory(SHORT_MESSAGE) == (57.86 * 2**30, 15.75 * 2**30)
     assert explain_out_of_memory(SHORT_MESSAGE, {}) == ""
     topology = parse_topology("v5e:4x4")
@@ -249,7 +249,7 @@ def test_out_of_memory_without_a_list_is_reported_by_arithmetic() -> None:
 
 
 class FakeSteps:
-    """Steps of a model too large to be traced in a test."""
+    """Stands in for steps of a model too large to be traced in a test."""
 
     param_layout = SimpleNamespace(mesh=SimpleNamespace(shape={"tensor": 1}))
 
@@ -257,7 +257,7 @@ class FakeSteps:
         return {}
 
 
-def test_out_of_memory_is_reported_in_words_of_the_config() -> None:
+def test_out_of_memory_report_names_config_keys() -> None:
     needed, there = parse_out_of_memory(MESSAGE) or (0.0, 0.0)
     assert (needed, there) == (120.5 * 2**30, 95.74 * 2**30)
     buffers: dict[str, Any] = {"stash": ((44, 8, 2048, 4096),), "inbox": ((3, 8, 2048, 4096),)}
@@ -267,12 +267,12 @@ def test_out_of_memory_is_reported_in_words_of_the_config() -> None:
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "zb_v"])
-def test_stages_do_one_kind_of_work_in_a_mixed_tick(name: str) -> None:
+def test_mixed_tick_runs_one_action_per_stage(name: str) -> None:
     schedule = make_schedule(name, stages=4, repeats=2 if name == "zb_v" else 1, microbatches=8)
     sizes = np.full((schedule.num_repeats, 4), 3)
     average = _layers_per_tick(schedule, sizes, average=True)
     busiest = _layers_per_tick(schedule, sizes, average=False)
     assert sum(average.values()) <= sum(busiest.values()) <= 3
-    # Each microbatch visits each chunk once with each kind.
+    # Each microbatch runs each chunk once per action kind.
     for turns in average.values():
         assert turns * schedule.num_ticks == pytest.approx(8 * 3 * schedule.num_repeats)

@@ -1,4 +1,4 @@
-"""Pictures of plans."""
+"""Drawings of plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.plan.test_search import STAGED, config_of
 V5P = published_hardware()["v5p"]
 
 
-def found(rows: int = 128, **pipeline: object) -> Candidate:
+def candidate(rows: int = 128, **pipeline: object) -> Candidate:
     sections = {"schedule": "interleaved", "repeats": 2, "microbatches": 16, **pipeline}
     return evaluate(config_of(STAGED, rows, **sections), V5P)
 
@@ -25,13 +25,13 @@ def texts(canvas: Canvas) -> str:
     return "\n".join(label.text for label in canvas.labels)
 
 
-def test_every_term_has_a_colour_of_its_own() -> None:
+def test_memory_terms_have_distinct_colours() -> None:
     assert COLOURS.keys() == TERMS.keys()
     assert len(set(COLOURS.values())) == len(COLOURS)
 
 
-def test_memory_and_timeline_are_drawn() -> None:
-    plan = found()
+def test_picture_shows_memory_and_timeline() -> None:
+    plan = candidate()
     drawn = texts(picture(plan, V5P))
     for name, _ in plan.memory.largest:
         assert TERMS[name].about in drawn
@@ -42,11 +42,13 @@ def test_memory_and_timeline_are_drawn() -> None:
     assert share == pytest.approx(plan.memory.total / V5P.memory_bytes, rel=0.01)
 
 
-def test_a_long_step_is_drawn_with_fewer_microbatches() -> None:
-    assert "drawn with only 8 microbatches" in texts(picture(found(2048, microbatches=256), V5P))
+def test_long_steps_are_drawn_with_fewer_microbatches() -> None:
+    assert "drawn with only 8 microbatches" in texts(
+        picture(candidate(2048, microbatches=256), V5P)
+    )
 
 
 @pytest.mark.parametrize(("name", "start"), [("plan.svg", b"<svg"), ("plan.png", b"\x89PNG")])
-def test_drawings_are_written_to_files(name: str, start: bytes, tmp_path: Path) -> None:
-    write(found(schedule="zb_v", remat="names"), V5P, tmp_path / name)
+def test_write_svg_and_png(name: str, start: bytes, tmp_path: Path) -> None:
+    write(candidate(schedule="zb_v", remat="names"), V5P, tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)

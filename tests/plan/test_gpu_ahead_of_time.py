@@ -1,4 +1,4 @@
-"""Train steps compiled for absent NVIDIA GPUs by jax's CUDA plugin."""
+"""Train steps compiled ahead of time for NVIDIA GPUs by jax's CUDA plugin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODEL = ("runtime.platform=auto", "train.batch_size=32")
 
 
 def compiled(*arguments: str) -> dict[str, Any]:
-    """Reported of quickstart in a process of its own, which writes nothing but the report."""
+    """Return the compile report of quickstart from a subprocess that prints nothing else."""
     command = [sys.executable, "-m", "maxpipe", "compile", "quickstart", *MODEL, *arguments]
     found = subprocess.run(
         [*command, "--json"], capture_output=True, text=True, timeout=500, env=dict(os.environ)
@@ -30,12 +30,12 @@ def compiled(*arguments: str) -> dict[str, Any]:
 
 
 def traffic(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    """By kind and axes; of some that wait and some that do not, those with the most bytes."""
+    """Return {(kind, axes): collective}, the one with the most bytes if there are several."""
     found = reversed(report["collectives"])
     return {(each["kind"], each["axes"]): each for each in found}
 
 
-def test_a_step_for_eight_gpus_is_reported() -> None:
+def test_compile_report_for_eight_gpus() -> None:
     found = compiled("--topology", "h100:8", "pipeline.weight_gather=iteration")
     assert (found["num_devices"], found["attention"]) == (8, "xla")
     assert found["peak_bytes"] == found["cycles"] == 0 and found["fits"]
@@ -49,7 +49,7 @@ def test_a_step_for_eight_gpus_is_reported() -> None:
     assert moved["reduce-scatter", "fsdp"]["flops_behind"] > 0
 
 
-def test_slices_are_joined_by_the_network() -> None:
+def test_traffic_between_gpu_hosts_is_labeled_dcn() -> None:
     sizes = ("mesh.ici_stage=1", "mesh.dcn_stage=2", "mesh.ici_fsdp=4")
     found = compiled("--topology", "b200:4", "--slices", "2", *sizes)
     moved = traffic(found)
@@ -58,12 +58,12 @@ def test_slices_are_joined_by_the_network() -> None:
 
 
 @pytest.mark.skipif(not has_cudnn(), reason=f"needs cuDNN: {INSTALL}")
-def test_fused_attention_is_compiled_on_several_devices_with_its_heads_divided() -> None:
-    """jax's own rule for the kernel fails there; a run would end with it at its first step."""
+def test_cudnn_attention_compiles_with_sharded_heads() -> None:
+    """jax's own partitioning rule for the kernel fails in this case, at the first step of a run."""
     sizes = ("mesh.ici_stage=2", "mesh.ici_fsdp=2", "mesh.ici_tensor=2")
     found = compiled("--topology", "h100:8", *sizes, "model.compute_dtype=bfloat16")
     assert found["attention"] == "cudnn"
-    # Two forwards, the second for the backward, of which the kernel does 2.5 times as much.
+    # Forward, recomputation, and a backward kernel with 2.5 times the FLOPs of the forward.
     model = {"pairs": 128 * 128 / 2, "width": 4 * 32, "rows": 32, "layers": 8}
     forward = 4 * math.prod(model.values()) / 8
     assert found["kernel_flops"] == pytest.approx(4.5 * forward)

@@ -1,4 +1,4 @@
-"""GPUs that are not here: what XLA is given of them, and what is refused; needs no plugin."""
+"""Target configs and errors for absent GPUs; does not need the CUDA plugin."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ GPUS = [kind for kind, hardware in published_hardware().items() if hardware.plat
 
 
 @pytest.mark.parametrize("kind", GPUS)
-def test_every_kind_of_gpu_has_a_card_that_is_known_by_its_name(kind: str) -> None:
+def test_every_gpu_type_has_spec_matching_device_kind(kind: str) -> None:
     hardware, card = published_hardware()[kind], GPU_SPECS[kind]
     assert re.fullmatch(hardware.device_kind, card.name, re.IGNORECASE)
     text = target_config(hardware)
     assert text.count("{") == text.count("}")
     assert f'device_description_str: "{card.name}"' in text
-    # Two operations of each float32 unit in a cycle are far below the peak of matrix units.
+    # Two FLOPs per float32 unit and cycle are far below the peak of the matrix units.
     assert 2 * card.cores * card.lanes * card.clock_ghz / 1e3 < hardware.bf16_tflops
 
 
-def test_a_target_config_is_text_of_the_fields_that_xla_reads() -> None:
+def test_target_config_has_fields_read_by_xla() -> None:
     text = target_config(published_hardware()["h100"])
     assert text.startswith("gpu_device_info { threads_per_block_limit: 1024 ")
     assert "core_count: 132 " in text and "shared_memory_per_block_optin: 232448 " in text
@@ -57,7 +57,7 @@ PINNED = 'jax-cuda12-plugin<=0.10.2,>=0.10.2; extra == "cuda12-local"'
         ),
     ],
 )
-def test_the_compiler_must_be_that_of_jax(
+def test_gpu_compiler_version_must_match_jax(
     present: Mapping[str, str], says: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
@@ -85,7 +85,7 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_without_the_compiler_the_way_to_get_it_is_named(absent: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_compiler_error_has_install_command(absent: pytest.MonkeyPatch) -> None:
     for of_it in (topology.prepare, topology.topology_devices):
         with pytest.raises(ConfigError) as caught:
             of_it(parse_topology("h100:8"))
@@ -93,7 +93,7 @@ def test_without_the_compiler_the_way_to_get_it_is_named(absent: pytest.MonkeyPa
         assert str(caught.value) == told
 
 
-def test_a_kind_of_gpu_without_a_card_is_refused(absent: pytest.MonkeyPatch) -> None:
+def test_gpu_type_without_spec_is_rejected(absent: pytest.MonkeyPatch) -> None:
     wanted = parse_topology("h100:8")
     wanted = replace(wanted, hardware=replace(wanted.hardware, topology="x100"))
     with pytest.raises(ConfigError, match="x100:8\n  must be a GPU type") as caught:
@@ -101,7 +101,7 @@ def test_a_kind_of_gpu_without_a_card_is_refused(absent: pytest.MonkeyPatch) -> 
     assert "Use one of these types" in str(caught.value)
 
 
-def test_a_step_for_absent_gpus_is_not_kept(
+def test_step_for_absent_gpus_cannot_be_saved(
     absent: pytest.MonkeyPatch, tmp_path: Path, devices: list[Any]
 ) -> None:
     absent.setattr(compiling, "topology_devices", lambda topology: devices[:1])

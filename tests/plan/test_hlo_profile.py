@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (lines of HLO are as long as XLA prints them)
-"""Reading optimized HLO text: costs, collectives, overlap, on text made by hand and by XLA."""
+"""Profiles of optimized HLO, handwritten or compiled: costs, collectives and overlap."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def small() -> Profile:
     )
 
 
-def test_cycles_follow_trips_and_shares(small: Profile):
+def test_cycles_are_weighted_by_trips_and_shares(small: Profile):
     regions = {
         name: sum(entry.cycles for entry in small.entries if entry.region == name)
         for name in {entry.region for entry in small.entries}
@@ -104,18 +104,18 @@ def test_cycles_follow_trips_and_shares(small: Profile):
     assert not small.unknown_loops
 
 
-def test_a_loop_of_unknown_trips_counts_once_and_is_named():
+def test_loop_with_unknown_trip_count_counts_once():
     found = profile_program(parse_hlo(SMALL))
     assert found.unknown_loops == ["jit(f)/while/body/forward/while"]
     assert found.cycles == 10 * (1000 + 107)
 
 
-def test_the_caller_overrules_what_the_text_says():
+def test_trip_counts_of_caller_override_hlo():
     found = profile_program(parse_hlo(SMALL), trips={"forward/while$": 1, "^jit.f./while$": 2})
     assert found.cycles == 2 * (1000 + 107)
 
 
-def test_collectives_move_what_a_ring_moves(small: Profile):
+def test_collective_bytes_follow_ring_algorithm(small: Profile):
     moved = {
         each.name: (each.kind, each.group, each.count, each.num_bytes) for each in small.collectives
     }
@@ -131,7 +131,7 @@ def test_collectives_move_what_a_ring_moves(small: Profile):
     assert {each.stride for each in small.collectives} == {1, 4}
 
 
-def test_what_stands_between_start_and_done(small: Profile):
+def test_async_collectives_list_overlapped_instructions(small: Profile):
     found = {each.name: each for each in small.collectives}
     assert (found["send"].is_async, found["send"].between) == (True, ("loop",))
     assert found["send"].cycles_between == 3 * 107
@@ -139,7 +139,7 @@ def test_what_stands_between_start_and_done(small: Profile):
     assert not found["gather"].is_async
 
 
-def test_copies_in_loops_are_listed(small: Profile):
+def test_profile_lists_copies_in_loops(small: Profile):
     assert [(each.instruction.name, each.num_bytes) for each in small.copies] == [
         ("turned", 30 * WEIGHT)
     ]
@@ -183,7 +183,7 @@ ENTRY %main (w: bf16[8,128], x: bf16[8,8]) -> bf16[32,128] {
 """
 
 
-def test_a_collective_in_several_tpu_fusions_counts_once():
+def test_collective_in_several_tpu_fusions_counts_once():
     (found,) = profile_program(parse_hlo(FUSED)).collectives
     assert (found.kind, found.name, found.count) == ("all-gather", "begin", 1)
     assert found.num_bytes == 3 * 8 * 128 * 2
@@ -225,7 +225,7 @@ ENTRY %main (x: bf16[16,8]) -> bf16[16,8] {
 """
 
 
-def test_collectives_that_the_hosts_carry_between_slices():
+def test_collectives_between_slices():
     whole, message = profile_program(parse_hlo(ACROSS)).collectives
     assert whole.between_slices and message.between_slices
     assert (whole.kind, whole.group) == ("all-reduce", (100000, 200000, 300000, 400000))
@@ -235,7 +235,7 @@ def test_collectives_that_the_hosts_carry_between_slices():
     assert message.between == ("work",) and message.cycles_between == 1000
 
 
-def test_an_all_reduce_that_keeps_a_slice_is_a_reduce_scatter():
+def test_all_reduce_followed_by_slice_is_reduce_scatter():
     (found,) = profile_program(parse_hlo(SCATTERED)).collectives
     assert (found.kind, found.num_bytes) == ("reduce-scatter", 32 * 128 * 4 * 3 / 4)
 
@@ -252,7 +252,7 @@ def test_an_all_reduce_that_keeps_a_slice_is_a_reduce_scatter():
         ("replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 4)),
     ],
 )
-def test_every_notation_of_groups(groups: str, expected: tuple[int, ...]):
+def test_replica_group_notations(groups: str, expected: tuple[int, ...]):
     text = (
         "HloModule m, num_partitions=8\n\nENTRY %main (x: f32[4]) -> f32[4] {\n"
         "  %x = f32[4]{0} parameter(0)\n"
@@ -262,7 +262,7 @@ def test_every_notation_of_groups(groups: str, expected: tuple[int, ...]):
     assert found.group == expected
 
 
-def test_bytes_of_printed_shapes():
+def test_array_bytes_of_hlo_shapes():
     assert array_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)S(1)}, /*index=1*/pred[5], f32[])") == [
         12,
         5,
@@ -273,12 +273,12 @@ def test_bytes_of_printed_shapes():
     assert array_bytes("token[]") == [0]
 
 
-def test_text_without_an_entry_is_refused():
+def test_parse_hlo_rejects_text_without_entry():
     with pytest.raises(ValueError, match="ENTRY"):
         parse_hlo("HloModule nothing")
 
 
-def test_a_program_compiled_for_cpu(devices: list[Any]):
+def test_profile_of_program_compiled_for_cpu(devices: list[Any]):
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -311,12 +311,12 @@ def test_a_program_compiled_for_cpu(devices: list[Any]):
     shard = 16 * 4 * 4
     assert found.bytes_moved("all-gather", group_size=2) == 5 * 3 * shard
     assert found.bytes_moved("collective-permute", group_size=4) == 5 * shard
-    # XLA for CPU may reduce by an all-reduce: twice the bytes of a reduce-scatter.
+    # XLA for CPU may use an all-reduce, which moves twice the bytes of a reduce-scatter.
     reduced = found.bytes_moved("reduce-scatter", "all-reduce", group_size=2)
     assert reduced in (5 * 3 * shard, 5 * 3 * 2 * shard)
 
 
-def test_a_kernel_counts_what_it_states() -> None:
+def test_kernel_flops_come_from_cost_estimate() -> None:
     text = SMALL.replace(
         "%more (p",
         """%kernel (x: f32[8,8]) -> f32[8,8] {
@@ -369,8 +369,8 @@ ENTRY %main (x: (s32[], bf16[4,512,128], s32[])) -> (s32[], bf16[4,512,128], s32
 """
 
 
-def test_what_stands_behind_a_kernel_is_read() -> None:
-    """Of a program compiled for TPU, cut short: line breaks in a kernel's metadata end nothing."""
+def test_instructions_after_kernel_metadata_are_parsed() -> None:
+    """Line breaks in kernel metadata do not end the instruction (shortened TPU program)."""
     module = parse_hlo(KERNELS)
     assert len(module.computations["layer"]) == 8
     kernel = module.computations["layer"]["splash_mha_fwd_segmented_residuals.1"]
@@ -378,8 +378,8 @@ def test_what_stands_behind_a_kernel_is_read() -> None:
     assert kernel.op_name.endswith("splash_mha_fwd_segmented_residuals/pallas_call")
     assert set(module.computations) == {"layer", "async", "more", "main"}
     found = profile_program(module)
-    assert found.cycles == 2.5 * 3415 and not found.unknown_loops  # as the loop's name states
-    assert found.flops == found.kernel_flops == 2.5 * 1000  # as the kernel's does, once
+    assert found.cycles == 2.5 * 3415 and not found.unknown_loops  # trip count from the loop's name
+    assert found.flops == found.kernel_flops == 2.5 * 1000  # from the kernel's name
     assert profile_program(module, trips={"/while$": 2}).flops == 2000
 
 
@@ -404,15 +404,15 @@ ENTRY %main (i: s32[], x: f32[8]) -> f32[8] {
 """
 
 
-def test_branches_for_windows_count_by_their_layers() -> None:
-    """Whatever their order."""
+def test_window_branches_are_weighted_by_layer_share() -> None:
+    """The order of the branches does not matter."""
     module = parse_hlo(CHOICE)
     assert profile_program(module, windows={0: 0.25, 512: 0.75}).flops == 0.25 * 100 + 0.75 * 10
     assert profile_program(module, windows={512: 1.0}).flops == 10
-    assert profile_program(module).flops == 55  # unknown: all alike
+    assert profile_program(module).flops == 55  # unknown shares: equal weights
 
 
-def test_a_collective_of_ragged_parts_sends_its_first_operand() -> None:
+def test_ragged_all_to_all_sends_first_operand() -> None:
     (found,) = profile_program(parse_hlo(KERNELS)).collectives
     assert (found.kind, found.is_async) == ("ragged-all-to-all", True)
     assert found.num_bytes == 4 * 512 * 128 * 2 * 3 / 4
@@ -435,7 +435,7 @@ ENTRY %main (x: f32[128,64], w: f32[32,64]) -> f32[128,256] {
 """
 
 
-def test_a_gpu_program_multiplies_by_cublas_and_says_which_collectives_wait() -> None:
+def test_gpu_program_cublas_flops_and_synchronous_collectives() -> None:
     found = profile_program(parse_hlo(GPU))
     assert found.flops == 2 * 128 * 64 * (128 + 256)
     assert found.kernel_flops == 0 and found.cycles == 0
@@ -464,7 +464,7 @@ ENTRY %main (x: bf16[256,1024]) -> bf16[1024,1024] {
 """
 
 
-def test_a_collective_of_a_sparse_core_travels_beside_other_work() -> None:
+def test_sparsecore_collective_overlaps_with_other_work() -> None:
     (found,) = profile_program(parse_hlo(SPARSE)).collectives
     assert (found.kind, found.group, found.is_async) == ("all-gather", (0, 1, 2, 3), True)
     assert found.num_bytes == 3 * 256 * 1024 * 2

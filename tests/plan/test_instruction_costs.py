@@ -1,5 +1,5 @@
 # ruff: noqa: E501  (lines of HLO are as long as XLA prints them)
-"""The largest entries of a program, on text made by hand."""
+"""Cost tables of the largest instructions in a handwritten HLO program."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def found() -> Profile:
     return profile_program(parse_hlo(PROGRAM), regions={"forward": "/forward/"})
 
 
-def test_entries_are_named_after_what_they_do(found: Profile) -> None:
+def test_instruction_kind_of_entries(found: Profile) -> None:
     kinds = {each.instruction.name: instruction_kind(each) for each in found.entries}
     assert kinds == {
-        "slice.1": "slice of a buffer",  # whose place is computed
+        "slice.1": "slice of a buffer",  # whose index is computed
         "norm.1": "elementwise",
         "matmul.1": "matmul",
         "sum.1": "reduction",
@@ -113,13 +113,13 @@ def test_entries_are_named_after_what_they_do(found: Profile) -> None:
     }
 
 
-def test_lines_have_cycles_times_executions_and_their_place(found: Profile) -> None:
+def test_profile_lines_have_total_cycles_and_location(found: Profile) -> None:
     listed = {each.name: each for each in profile_lines(found, V5P)}
     matmul, kernel = listed["matmul.1"], listed["kernel.1"]
     assert (matmul.location, matmul.count, matmul.cycles) == ("forward mlp", 10, 4000)
     assert matmul.flops == 10 * 2 * 256 * 512 * 128
     assert matmul.of_peak == pytest.approx(matmul.flops / PER_CYCLE / 4000)
-    # A kernel has no estimate: its operations at the rate that is assumed of it.
+    # Kernels have no cycle estimate, so their FLOPs run at the assumed efficiency.
     assert kernel.cycles == pytest.approx(10 * 229_500_000 / PER_CYCLE / V5P.kernel_efficiency)
     assert kernel.of_peak == pytest.approx(V5P.kernel_efficiency)
     assert listed["norm.1"].location == "forward mlp_norm"
@@ -131,7 +131,7 @@ def test_lines_have_cycles_times_executions_and_their_place(found: Profile) -> N
     assert list(listed) == sorted(listed, key=lambda name: -listed[name].cycles)
 
 
-def test_sums_by_kind_lose_nothing(found: Profile) -> None:
+def test_sum_by_kind_preserves_totals(found: Profile) -> None:
     listed = profile_lines(found, V5P)
     sums = sum_by_kind([*listed, *listed])
     assert sum(each.cycles for each in sums) == pytest.approx(2 * sum(e.cycles for e in listed))
@@ -140,7 +140,7 @@ def test_sums_by_kind_lose_nothing(found: Profile) -> None:
     assert (matmul.count, matmul.of_peak) == (20, pytest.approx(one.of_peak))
 
 
-def test_the_table_has_as_many_entries_as_are_asked_for(found: Profile) -> None:
+def test_table_lists_requested_number_of_entries(found: Profile) -> None:
     text = "\n".join(table(profile_lines(found, V5P), 2))
     sums, largest = text.split("largest entries:")
     assert "all-gather, synchronous" in sums and "forward attention" in sums and "mlp" not in sums
@@ -148,7 +148,7 @@ def test_the_table_has_as_many_entries_as_are_asked_for(found: Profile) -> None:
     assert len(largest.strip().splitlines()) == 1 + 2
 
 
-def test_without_estimates_there_are_none(found: Profile) -> None:
+def test_profile_lines_are_empty_without_cycle_estimates(found: Profile) -> None:
     without = parse_hlo(PROGRAM.replace("estimated_cycles", "no_cycles"))
     assert profile_lines(profile_program(without), V5P) == []
     assert "no cycle estimates" in table([], 5)[0]
@@ -156,9 +156,9 @@ def test_without_estimates_there_are_none(found: Profile) -> None:
     assert isinstance(line, ProfileLine)
 
 
-def test_what_goes_to_host_memory_is_found_with_the_work_beside_it(found: Profile) -> None:
+def test_host_transfers_list_overlapped_instructions(found: Profile) -> None:
     moved = {each.name: each for each in found.transfers}
-    assert set(moved) == {"out.1", "in.1"}  # what goes to fast memory is another matter
+    assert set(moved) == {"out.1", "in.1"}  # copies to on-chip memory are not host transfers
     out, back = moved["out.1"], moved["in.1"]
     assert (out.kind, back.kind) == (TO_HOST, FROM_HOST)
     assert out.num_bytes == back.num_bytes == 256 * 512 * 2

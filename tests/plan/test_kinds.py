@@ -1,4 +1,4 @@
-"""Layers of unlike kinds in counts, sizes and predictions: sums of what each kind really has."""
+"""Heterogeneous layers in counts, sizes and predictions, which are sums over layer types."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from maxpipe.plan.sizes import Sizes, build_schedule
 from tests.plan.test_memory import config_of
 
 PATTERN = ("wide",) * 3 + ("layer",) * 5 + ("wide",)
-"""A kind with four times the MLP beside the usual one."""
+"""Mixes the standard layer type with one whose MLP is four times as wide."""
 MESH, PIPELINE = {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}
 
 
 @dataclass(frozen=True)
 class Routed(GatedMLP):
-    """Of whose entries a token uses a quarter, while all are multiplied with it."""
+    """MLP of which each token needs a quarter of the weights, although all are multiplied."""
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """As those of the MLP."""
+        """Return the matmuls of the MLP."""
         return tuple(Matmul(name, needed=0.25) for name in ("gate", "up", "down"))
 
     @property
     def losses(self) -> Mapping[str, float]:
-        """A scalar."""
+        """Return the weight of one scalar loss."""
         return {"size": 0.1}
 
     @property
     def statistics(self) -> Mapping[str, Dims]:
-        """Fifteen numbers of each layer."""
+        """Return statistics with 15 values per layer."""
         return {"square": ((3, "embed"), (5, "mlp"))}
 
 
-def unlike(config: ModelConfig) -> Model:
-    """The config's model, some of whose layers have wider MLPs."""
+def heterogeneous_model(config: ModelConfig) -> Model:
+    """Return the config's model with wider MLPs in some layers."""
     plain = describe(replace(config, num_layers=len(PATTERN)))
     attention, mlp = plain.layer_types["layer"].branches
     wide = Branch("mlp", Routed(config.d_model, 4 * config.d_mlp, 1.0), mlp.pre_norm)
@@ -59,24 +59,24 @@ def unlike(config: ModelConfig) -> Model:
 @pytest.fixture
 def config(monkeypatch: pytest.MonkeyPatch) -> Config:
     models: dict[ModelConfig, Model] = {}
-    cached = lambda model: models.setdefault(model, unlike(model))  # noqa: E731
+    cached = lambda model: models.setdefault(model, heterogeneous_model(model))  # noqa: E731
     monkeypatch.setattr(sizes_module, "describe", cached)
     return config_of({"num_layers": len(PATTERN)}, MESH, PIPELINE)
 
 
-def only(kind: str, config: Config, layers: int) -> Model:
-    """The same with layers of one kind."""
-    model = unlike(config.model)
+def homogeneous_model(kind: str, config: Config, layers: int) -> Model:
+    """Return the same model with layers of one type."""
+    model = heterogeneous_model(config.model)
     return Model({kind: model.layer_types[kind]}, (kind,) * layers, model.ends)
 
 
 def test_counts_are_sums_over_layers(config: Config) -> None:
-    model = unlike(config.model)
+    model = heterogeneous_model(config.model)
     one = {name: count.layer_params(kind) for name, kind in model.layer_types.items()}
-    empty = count.num_params(only("layer", config, 1)) - one["layer"]
+    empty = count.num_params(homogeneous_model("layer", config, 1)) - one["layer"]
     assert count.num_params(model) == empty + 4 * one["wide"] + 5 * one["layer"]
     hidden = 3 * config.model.d_model * 4 * config.model.d_mlp
-    # Three quarters of a wide MLP are computed and not needed.
+    # Three quarters of a wide MLP are computed but not needed.
     wasted = 2 * 4 * 0.75 * hidden
     assert count.active_params(model) == count.num_params(model) - wasted / 2
     pairs = 2 * 2 * 9 * config.model.num_heads * config.model.head_dim * (32 - 16)
@@ -85,7 +85,7 @@ def test_counts_are_sums_over_layers(config: Config) -> None:
     assert sum(count.layer_costs(model, 32)) + head == needed + wasted + pairs
 
 
-def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Config) -> None:
+def test_attention_window_reduces_needed_but_not_computed_flops(config: Config) -> None:
     plain = describe(config.model)
     (kind,) = plain.layer_types.values()
     (scores,) = (each for each in kind.parts["attention"].operations if hasattr(each, "window"))
@@ -107,14 +107,14 @@ def test_a_window_makes_fewer_pairs_needed_and_none_fewer_computed(config: Confi
     model = Model({"layer": LayerType((branch,))}, ("layer",) * 2, plain.ends, {"window": window})
     full = replace(model, values={"window": (0.0, 0.0)})
     heads = 4 * config.model.num_heads * config.model.head_dim
-    # Of 32 queries the first see up to 8 keys, the others 8, where without a window it is half.
+    # Each of 32 queries attends to at most 8 keys; without a window the mean is half of 32.
     fewer = count.forward_flops_per_token(full, 32) - count.forward_flops_per_token(model, 32)
     assert fewer == heads * (16 - (8 - 8**2 / 64))
     assert count.layer_costs(model, 32) == count.layer_costs(full, 32)
 
 
-def test_the_cut_knows_what_layers_cost(config: Config) -> None:
-    costs = count.layer_costs(unlike(config.model), config.train.sequence_length)
+def test_layer_partition_is_balanced_by_cost(config: Config) -> None:
+    costs = count.layer_costs(heterogeneous_model(config.model), config.train.sequence_length)
     assert len({*costs}) == 2 and costs[0] > 2 * costs[3]
     assert Sizes(config).layers.partition == (3, 6)
     outside = replace(config.pipeline, prologue_layers=1)
@@ -124,7 +124,7 @@ def test_the_cut_knows_what_layers_cost(config: Config) -> None:
 
 @pytest.mark.parametrize("remat", ["full", "chunk", "names", "none"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, remat: str) -> None:
+def test_memory_is_sum_over_layer_types(config: Config, schedule: str, remat: str) -> None:
     pipeline = replace(config.pipeline, remat=remat, schedule=schedule, weight_gather="step")
     config = replace(config, pipeline=pipeline)
     sizes, table = Sizes(config), build_schedule(config)
@@ -151,16 +151,16 @@ def test_memory_is_the_sum_of_what_each_kind_has(config: Config, schedule: str, 
         + sizes.params.head_elements()
         + sizes.params.norm_elements
     )
-    # In float32, beside two moments.
+    # Two moments in float32.
     assert optimizer_bytes(sizes) == 2 * 4 * (parameters + tables)
     assert state(sizes)["state"] == 3 * 4 * (parameters + tables) + 12
-    # The layer at work is the larger one.
+    # Working memory is that of the larger layer type.
     working = predict_memory(sizes, table, platform="tpu").terms["layer"]
     mlp = 6 * 2 * sizes.activations.elements(((4 * config.model.d_mlp, "mlp"),))
     assert working >= 0.8 * 2 * sizes.params.layer_elements("wide", whole=True) + mlp
 
 
-def test_ticks_take_what_their_layers_take(config: Config) -> None:
+def test_tick_time_is_sum_of_layer_times(config: Config) -> None:
     hardware = published_hardware()["v5p"]
     model = CostModel(Sizes(config), hardware)
     wide, usual = model.layers["wide"].slot("F"), model.layers["layer"].slot("F")
@@ -172,7 +172,7 @@ def test_ticks_take_what_their_layers_take(config: Config) -> None:
 
 
 def _computing(config: Config, schedule: str, devices: str) -> tuple[float, float]:
-    """Seconds of layers of stages that skip where they idle, and of stages that compute there."""
+    """Return seconds of layers with `pipeline.idle` = skip and = compute."""
     found = []
     for idle in ("skip", "compute"):
         run = replace(config, pipeline=replace(config.pipeline, schedule=schedule, idle=idle))
@@ -183,12 +183,12 @@ def _computing(config: Config, schedule: str, devices: str) -> tuple[float, floa
     return found[0], found[1]
 
 
-def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
-    # Two stages: 4 microbatches are 5 turns of each stage, of which it needs 4.
+def test_idle_compute_slows_devices_that_share_cores() -> None:
+    # With two stages, 4 microbatches take 5 ticks, of which each stage needs 4.
     run = config_of({"num_layers": 8}, MESH, PIPELINE)
     skips, computes = _computing(run, "1f1b", "cpu")
     assert computes == pytest.approx(5 / 4 * skips)
-    skips, computes = _computing(run, "1f1b", "v5p")  # which the others wait for anyway
+    skips, computes = _computing(run, "1f1b", "v5p")  # other stages wait for the busy one anyway
     assert computes == pytest.approx(skips)
     # In a mixed tick, all stages run every action that any stage has. The two stages of zb_h1 share
     # one of their 8 forward ticks, and none of their ticks of I and W.
@@ -198,17 +198,17 @@ def test_stages_that_compute_where_they_idle_take_cores_from_others() -> None:
     assert computes == pytest.approx(7 * forward + 8 * backward + 8 * weights)
 
 
-def test_stages_that_compute_run_what_any_has_at_each_place(config: Config) -> None:
+def test_idle_compute_runs_every_layer_type_at_each_position(config: Config) -> None:
     model = CostModel(Sizes(config), published_hardware()["v5p"])
     assert model.sizes.layers.chunks == ({"wide": 3}, {"layer": 5, "wide": 1})
-    # The last chunk's wide layer is its last: where the first chunk has none.
+    # The wide layer of the last chunk is at its end, where the first chunk has none.
     hardware = replace(model.hardware, measured="now")
     model = CostModel(model.sizes, hardware)
     first, last, both = (
         sum(model.slots(action, layers) for action in "FB")
         for layers in ({"wide": 3}, {"layer": 5, "wide": 1}, {"wide": 4, "layer": 5})
     )
-    # Each stage alone in one of 5 turns.
+    # In the first and the last of 5 ticks, only one stage is busy.
     skips, computes = _computing(config, "1f1b", "v5p")
     assert skips == pytest.approx(first + last + 3 * max(first, last))
     assert computes == pytest.approx(first + last + 3 * both)

@@ -1,4 +1,4 @@
-"""Which layouts a search runs, given what ran before."""
+"""Choice of the next layout to measure, given earlier measurements."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ def candidates(request: pytest.FixtureRequest) -> list[Candidate]:
     devices, fixed = request.param
     found = best_layouts(config_of(rows=32), parse_topology(devices), fixed, keep=60).best
     assert len(found) == 60
-    return sorted(found, key=lambda each: each.cost.seconds)  # ties are in another order
+    return sorted(found, key=lambda each: each.cost.seconds)  # the search orders ties differently
 
 
 def slow(key: str, values: Container[Any], factor: float) -> Callable[[Candidate], float]:
-    """True seconds of a machine on which layouts with such a setting take longer than predicted."""
+    """Return true step times of a machine that is slow for layouts with this setting."""
     return lambda found: (
         found.cost.seconds * (factor if found.layout_keys.get(key) in values else 1.0)
     )
 
 
-def test_the_best_predicted_runs_first(candidates: list[Candidate]) -> None:
+def test_best_predicted_layout_runs_first(candidates: list[Candidate]) -> None:
     assert choose_next(candidates, {}) == 0
     mean, error = posterior_seconds(candidates, {})
     assert mean == pytest.approx([each.cost.seconds for each in candidates])
-    assert error == pytest.approx(error[0]) and error[0] > 1  # of layouts' times, not their order
+    assert (
+        error == pytest.approx(error[0]) and error[0] > 1
+    )  # of absolute times, not of their order
 
 
-def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Candidate]) -> None:
+def test_measurements_correct_predictions_of_similar_layouts(candidates: list[Candidate]) -> None:
     gather = candidates[0].config.pipeline.weight_gather
     takes = slow("pipeline.weight_gather", {gather}, 1.2)
     ran = {index: takes(candidates[index]) for index in range(0, 60, 3)}
@@ -56,16 +58,16 @@ def test_what_ran_is_believed_and_corrects_what_is_like_it(candidates: list[Cand
     assert np.square(off - off.mean()).sum() < 0.25 * np.square(before - before.mean()).sum()
 
 
-def test_a_machine_that_is_slow_throughout_changes_no_order(candidates: list[Candidate]) -> None:
+def test_uniform_slowdown_keeps_ranking(candidates: list[Candidate]) -> None:
     mean, _ = posterior_seconds(candidates, {0: 3.0 * candidates[0].cost.seconds})
     assert mean[0] == pytest.approx(mean.min(), rel=1e-3)
     assert mean == pytest.approx([3.0 * each.cost.seconds for each in candidates], rel=0.01)
 
 
-def test_a_search_leaves_what_proves_slow(
+def test_search_avoids_layouts_measured_slow(
     candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fastest of all is found in fewer runs than its predicted place says."""
+    """A fast layout is found in fewer runs than its predicted rank."""
     of_the_first = {each.layout_keys.get("mesh.ici_stage") for each in candidates[:8]}
     takes = slow("mesh.ici_stage", of_the_first, 1.2)
     truth = sorted(takes(each) for each in candidates)
@@ -79,7 +81,7 @@ def test_a_search_leaves_what_proves_slow(
     assert [each.seconds for each in ran] == sorted(each.seconds for each in ran)
 
 
-def test_what_does_not_fit_runs_once_and_comes_last(
+def test_layout_that_does_not_fit_runs_once_and_ranks_last(
     candidates: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[Candidate] = []
@@ -89,7 +91,7 @@ def test_what_does_not_fit_runs_once_and_comes_last(
         return None if len(tries) == 2 else found.cost.seconds
 
     monkeypatch.setattr(rerank, "_measure_step", measured)
-    # The smallest of them is tried in spite of all that failed before.
+    # All four layouts are tried, although one of them fails.
     ran = rerank.rerank_by_measurement(candidates[:4], 9, [], lambda _: None)
     assert len(ran) == len({id(each) for each in tries}) == 4
     assert [each.fits for each in ran] == [True, True, True, False] and ran[3].candidate is tries[1]

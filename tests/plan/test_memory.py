@@ -1,4 +1,4 @@
-"""Predicted memory against the engine's own buffers, and the model's own parameters."""
+"""Predicted memory against the engine's buffers, the parameters and the compiler."""
 
 from __future__ import annotations
 
@@ -171,19 +171,19 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 def check_buffers(config: Config, steps: Steps) -> None:
-    """What is predicted of each buffer is what the engine makes."""
+    """Check that the predicted size of each buffer equals the engine's."""
     found = buffer_bytes(steps)
     for name, size in buffers(Sizes(config), steps.train_schedule).items():
         assert size == found[name], name
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), thinned(CASES, 2))
-def test_buffers_and_state_are_those_of_the_engine(
+def test_predicted_buffers_and_state_match_engine(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     config = config_of(model, mesh, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
-    if "ici_tensor" not in mesh:  # how buffers lie along it is the compiler's choice
+    if "ici_tensor" not in mesh:  # the compiler chooses how buffers are sharded along tensor
         check_buffers(config, steps)
     shards = jax.tree.map(
         lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
@@ -194,7 +194,7 @@ def test_buffers_and_state_are_those_of_the_engine(
 
 
 @pytest.mark.parametrize("adapter", [{}, {"rank": 3}])
-def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[str, int]) -> None:
+def test_grpo_reference_memory_is_copy_of_trained_parameters(adapter: dict[str, int]) -> None:
     mesh = {"ici_stage": 2, "ici_fsdp": 2}
     sections = to_dict(config_of({}, mesh, {"microbatches": 2, "schedule": "1f1b"}))
     train = sections["train"] | {"objective": "grpo"}
@@ -225,8 +225,8 @@ def test_the_reference_of_rollouts_is_a_copy_of_what_is_trained(adapter: dict[st
         BIASED | {"compute_dtype": "float32"},
     ],
 )
-def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> None:
-    """Of each sequence in float32 how many of its tokens an expert gets, for the balance loss."""
+def test_experts_save_token_counts_beyond_prediction(model: dict[str, Any]) -> None:
+    """The balance loss saves float32 token counts per sequence and expert."""
     pipeline = {"microbatches": 6, "schedule": "zb_h1", "remat": "none"}
     config = config_of(model, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     steps, sizes = steps_of(config), Sizes(config)
@@ -241,7 +241,7 @@ def test_experts_keep_a_little_more_than_is_counted(model: dict[str, Any]) -> No
 
 
 def small_config(random: np.random.Generator) -> Config:
-    """Sizes out of a handful of numbers, so that many of them are the same."""
+    """Return a config with small random sizes, many of which coincide."""
     pick = lambda *values: values[random.integers(len(values))]  # noqa: E731
     stages, fsdp, heads = pick(1, 2, 4), pick(1, 2), pick(1, 2, 4)
     schedule = pick("interleaved", "1f1b", "gpipe", "circular", "zb_h1", "zb_v")
@@ -280,8 +280,8 @@ def small_config(random: np.random.Generator) -> Config:
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 4), pytest.param(4, 208, marks=pytest.mark.faults)]
 )
-def test_no_shape_is_taken_for_another(first: int, count: int) -> None:
-    """Whatever sizes coincide, each buffer holds what is predicted, and no weight is in a slot."""
+def test_buffers_if_shapes_coincide(first: int, count: int) -> None:
+    """Buffers match the prediction and slots hold no weights, even if sizes coincide."""
     for seed in range(first, first + count):
         config = small_config(np.random.default_rng(seed))
         try:
@@ -290,8 +290,8 @@ def test_no_shape_is_taken_for_another(first: int, count: int) -> None:
             raise AssertionError(f"seed {seed}: {config}") from error
 
 
-def test_activations_of_a_weights_shape() -> None:
-    """In the first example, cut so that a microbatch has the shape of attention's last weight."""
+def test_buffers_if_activations_have_weight_shape() -> None:
+    """Quickstart, resized so that a microbatch has the shape of attention's output weight."""
     text = (ROOT / "configs/quickstart.yml").read_text(encoding="utf-8")
     sections = yaml.safe_load(text)
     sections["train"] |= {"sequence_length": 32, "batch_size": 64}
@@ -303,8 +303,8 @@ def test_activations_of_a_weights_shape() -> None:
         check_buffers(config, steps_of(config))
 
 
-def test_parameters_are_those_of_the_model() -> None:
-    """Every name, shape and logical axis that the description declares, and no other."""
+def test_declared_parameters_match_initialized_model() -> None:
+    """Declared names, shapes and logical axes are exactly those of the initialized parameters."""
     decoder = steps_of(config_of({}, {}, {"microbatches": 1})).param_layout.decoder
     ((name, kind),) = describe(decoder.config).layer_types.items()
     drawn = jax.eval_shape(partial(decoder.init_layers, name), jax.random.key(0), jnp.arange(1))
@@ -318,8 +318,8 @@ def test_parameters_are_those_of_the_model() -> None:
     assert found == {name: (each.shape, each.axes) for name, each in kind.params.items()}
 
 
-def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
-    """Traced, with sizes of which no two are alike: each part shows in the sum."""
+def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
+    """Compare traced and predicted saved bytes, with distinct sizes for every dim."""
     pipeline = {"microbatches": 2, "remat": remat, "schedule": "zb_h1"}
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "d_mlp": 34}
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
@@ -363,27 +363,29 @@ def check_kept(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"attention": "blockwise", "family": "gemma2", "tied_embeddings": True},
     ],
 )
-def test_parts_keep_what_they_declare(changes: dict[str, Any], remat: str, tokens: int) -> None:
-    check_kept(changes, remat, tokens)
+def test_sublayers_save_declared_activations(
+    changes: dict[str, Any], remat: str, tokens: int
+) -> None:
+    check_saved_bytes(changes, remat, tokens)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
-def test_a_kernel_keeps_what_is_declared(remat: str) -> None:
-    check_kept({"attention": "cudnn", "head_dim": 16}, remat, 28)
+def test_cudnn_attention_saves_declared_activations(remat: str) -> None:
+    check_saved_bytes({"attention": "cudnn", "head_dim": 16}, remat, 28)
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_layer_norms_keep_what_they_declare(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layer_norms_save_declared_activations(remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (decoder_module, sizes_module):
         monkeypatch.setattr(module, "describe", lambda config: with_layer_norms(describe(config)))
-    check_kept({}, remat, 7)
+    check_saved_bytes({}, remat, 7)
     sizes = Sizes(config_of({}, {}, {"microbatches": 2}))
     assert sizes.params.norm_elements == 2 * MODEL["d_model"]
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize("backend", ["xla", "blockwise"])
-def test_sinks_keep_what_they_declare(
+def test_attention_sinks_save_declared_activations(
     backend: str, remat: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = Attention(20, 6, 2, 10, 1.0, backend, Rope(1e4), sinks=True)
@@ -391,7 +393,7 @@ def test_sinks_keep_what_they_declare(
         monkeypatch.setattr(
             module, "describe", lambda config: with_attention(describe(config), part)
         )
-    check_kept({}, remat, 7)
+    check_saved_bytes({}, remat, 7)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
@@ -405,7 +407,7 @@ def test_sinks_keep_what_they_declare(
         (0, 3 * QUERY_BLOCK, {"compute_dtype": "float32"}, "blockwise"),
     ],
 )
-def test_latent_attention_keeps_what_it_declares(
+def test_latent_attention_saves_declared_activations(
     q_lora_rank: int,
     tokens: int,
     changes: dict[str, Any],
@@ -419,7 +421,7 @@ def test_latent_attention_keeps_what_it_declares(
         monkeypatch.setattr(
             module, "describe", lambda config: with_attention(describe(config), part)
         )
-    check_kept(changes, remat, tokens)
+    check_saved_bytes(changes, remat, tokens)
 
 
 def attention_of(config: Config) -> Part:
@@ -427,16 +429,16 @@ def attention_of(config: Config) -> Part:
     return kind.parts["attention"]
 
 
-def test_a_fused_attention_holds_no_scores() -> None:
+def test_fused_attention_saves_no_scores() -> None:
     pipeline = {"microbatches": 2, "remat": "none"}
     plain, fused = (config_of({"attention": name}, {}, pipeline) for name in ("xla", "cudnn"))
     pairs, mask = (
         Sizes(each).activations.stored_scores(attention_of(each)) for each in (plain, fused)
     )
-    assert mask == Sizes(fused).batch.microbatch_size * 32**2  # for all heads
+    assert mask == Sizes(fused).batch.microbatch_size * 32**2  # shared by all heads
     assert pairs > mask
-    # Of each pair: whether it counts, its score in float32, its probability in bfloat16; of each
-    # query a second statistic.
+    # Per pair: a mask byte, a float32 score and a bfloat16 probability. Per query: one more
+    # statistic.
     kept = (
         Sizes(plain).activations.saved_bytes("layer")[0]
         - Sizes(fused).activations.saved_bytes("layer")[0]
@@ -450,12 +452,12 @@ def test_a_fused_attention_holds_no_scores() -> None:
         predict_memory(Sizes(each), build_schedule(each), platform="cuda").temporary
         for each in (plain, fused)
     ]
-    # More than the stash: the layer at work has scores too.
+    # More than the saved activations, because the running layer has scores too.
     assert needs[0] - needs[1] > layers * kept + 2 * (pairs - mask)
 
 
-def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
-    """By the TPU compiler; shards of it are added after a sum, for which it must be whole."""
+def test_gathered_accumulators_add_head_gradient_in_place() -> None:
+    """As in the TPU compiler: sharded accumulators first need the whole reduced gradient."""
     model, mesh = {"vocab_size": 4096, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
     logits = {}
     for gather in ("iteration", "step"):
@@ -468,8 +470,8 @@ def test_gathered_accumulators_take_the_heads_gradient_in_place() -> None:
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cpu", "gpu"])
-def test_logits_of_a_block_take_its_share(platform: str) -> None:
-    """Of long rows, on one stage; what is summed over blocks does not shrink with them."""
+def test_loss_blocks_reduce_logits_memory(platform: str) -> None:
+    """Long sequences on one stage. Sums over blocks do not shrink with the block size."""
     sizes = {"vocab_size": 2**17, "compute_dtype": "float32"}
     found = {}
     for block in (0, 1024, 2048, -1):
@@ -484,7 +486,7 @@ def test_logits_of_a_block_take_its_share(platform: str) -> None:
 
 
 def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
-    """By the GPU compiler, `benchmarks/gpu_ahead_of_time.md`."""
+    """As in the GPU compiler, see `benchmarks/gpu_ahead_of_time.md`."""
     model, mesh = {"vocab_size": 65536, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
     found = {}
     for gather in ("iteration", "step"):
@@ -494,7 +496,7 @@ def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
     pairs, matrix = 2 * 32 * 65536 // 2, 48 * 65536 // 2
     assert found["step"]["logits"] == (2 + 4) * pairs + WORKSPACE
     assert found["iteration"]["logits"] - found["step"]["logits"] == 2 * matrix
-    # Outputs of attention and of the MLP are gathered over their last dim.
+    # Output weights of attention and MLP are gathered over their last dim.
     params = sizes.model.layer_types["layer"].params
     last = [each.dims for each in params.values() if each.dims[-1][1] == "embed"]
     behind = [dims for dims in last if len(dims) > 1]
@@ -504,7 +506,7 @@ def test_gpus_keep_transposed_shards_and_the_logits_gradient() -> None:
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])
-def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: str) -> None:
+def test_window_with_every_chunk_holds_weights_like_step_gather(platform: str) -> None:
     found = []
     for gather in ("step", "window"):
         pipeline = {"microbatches": 4, "repeats": 2, "weight_gather": gather}
@@ -515,8 +517,8 @@ def test_visits_that_keep_every_chunk_hold_whole_weights_as_steps_do(platform: s
     assert found[0].terms["held"] == found[1].terms["held"] > 0
 
 
-def test_a_chunk_arrives_beside_the_window() -> None:
-    """By the TPU compiler: gathered weights stand in memory until their slot is free."""
+def test_window_memory_includes_arriving_chunk() -> None:
+    """As in the TPU compiler: gathered weights occupy memory until their slot is free."""
     pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "window", "group": 4}
     config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
     schedule = build_schedule(config)
@@ -525,7 +527,7 @@ def test_a_chunk_arrives_beside_the_window() -> None:
     )
     found = predict_memory(Sizes(config), schedule, platform="tpu").terms
     assert found["window"] > 2 * (schedule.weight_window.num_chunk_slots + 0.5) * chunk
-    assert not {"layer", "logits"} & found.keys()  # smaller, and not there at the same time
+    assert not {"layer", "logits"} & found.keys()  # smaller, and not live at the same time
 
 
 WORDS = {"vocab_size": 16384}
@@ -592,10 +594,10 @@ BLOCKED: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(BLOCKED, 1))
-def test_memory_by_blocks_is_near_the_compilers(
+def test_blockwise_attention_memory_is_close_to_compiler(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
-    """In rows of which plain attention's scores would take most of it."""
+    """Sequences are long enough that full attention scores would dominate memory."""
     config = config_of({"compute_dtype": "float32"} | model, mesh, pipeline, tokens=768)
     steps = steps_of(config)
     assert steps.param_layout.decoder.config.attention == "blockwise"
@@ -630,7 +632,7 @@ DIVIDED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(DIVIDED, 6))
-def test_memory_of_divided_rows_and_experts_is_near_the_compilers(
+def test_context_and_expert_parallel_memory_is_close_to_compiler(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:
     attention = pipeline.get("attention", "xla")
@@ -645,7 +647,7 @@ def test_memory_of_divided_rows_and_experts_is_near_the_compilers(
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(TEMPORARY, 8, 9, 12, 19))
-def test_memory_on_cpus_is_near_the_compilers(
+def test_cpu_memory_is_close_to_compiler(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     named = {"compute_dtype": "float32", "attention": "xla"}
@@ -656,8 +658,8 @@ def test_memory_on_cpus_is_near_the_compilers(
     assert predicted.temporary == pytest.approx(compiled.temp_size_in_bytes, rel=0.1)
 
 
-def test_loops_over_layers_ahead_have_known_trips() -> None:
-    """Their bound is data, so that XLA does not unroll them."""
+def test_mtp_layer_loops_have_known_trip_counts() -> None:
+    """Loop bounds are runtime values, so XLA does not unroll the loops."""
     pipeline = {"microbatches": 4}
     for heads, form in ((0, "layer"), (2, "projection"), (2, "layer")):
         config = config_of({"mtp_heads": heads, "mtp_kind": form}, {"ici_stage": 2}, pipeline)

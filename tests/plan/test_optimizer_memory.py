@@ -1,4 +1,4 @@
-"""What is said of the optimizer's state and traffic, against the arrays and the compiler."""
+"""Predicted optimizer state and memory against the arrays and the compiler."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def with_optim(place: int, shared: bool, changes: dict[str, Any]) -> Config:
 @pytest.mark.parametrize("changes", OPTIMIZERS, ids=lambda each: each["name"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("place", range(len(MESHES)))
-def test_state_is_what_the_arrays_take(place: int, shared: bool, changes: dict[str, Any]) -> None:
+def test_predicted_optimizer_state_matches_arrays(
+    place: int, shared: bool, changes: dict[str, Any]
+) -> None:
     config = with_optim(place, shared, changes)
     steps = steps_of(config)
 
@@ -51,16 +53,16 @@ def test_state_is_what_the_arrays_take(place: int, shared: bool, changes: dict[s
     assert optimizer_bytes(Sizes(config)) == found
     params = sum(map(size, jax.tree.leaves(steps.abstract_state.params)))
     assert state(Sizes(config))["state"] == params + found + 12
-    if shared:  # all but some vectors; of Adafactor's those that lack the divided dim
+    if shared:  # all except some vectors, and Adafactor arrays without the sharded dim
         whole = optimizer_bytes(Sizes(with_optim(place, False, changes)))
         is_factored = changes["name"] == "adafactor"
         assert found < whole * (0.8 if is_factored else 1.1 / config.mesh.ici_data)
 
 
 @pytest.mark.parametrize("name", keeping(["adamw", "muon"], 1))
-def test_arguments_of_the_compiled_step_fall_as_said(name: str) -> None:
-    """By the share of what devices along data divide, within 5%. The step that divides nothing is
-    compiled in `test_memory_of_updates_is_near_the_compilers`.
+def test_zero1_reduces_compiled_argument_bytes_as_predicted(name: str) -> None:
+    """ZeRO-1 reduces argument bytes by the predicted share, within 5%. The step without ZeRO-1 is
+    compiled in `test_optimizer_update_memory_is_close_to_compiler`.
     """
     config = config_of({"num_layers": 2}, {"ici_data": 2, "ici_fsdp": 2}, {"microbatches": 1})
     whole, divided = (
@@ -94,11 +96,11 @@ FEW_TOKENS: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]] = [
     ("gather", "model", "mesh", "changes"),
     keeping([(g, *case) for g in (None, "step") for case in FEW_TOKENS], 0, 1, 12, 13),
 )
-def test_memory_of_updates_is_near_the_compilers(
+def test_optimizer_update_memory_is_close_to_compiler(
     gather: str | None, model: dict[str, Any], mesh: dict[str, int], changes: dict[str, Any]
 ) -> None:
-    """With so few tokens that parameters and gradients are nearly all there is. Where nothing is
-    gathered all ways to do that take as much.
+    """With so few tokens, parameters and gradients dominate memory. Without fsdp, all weight gather
+    modes use the same memory.
     """
     gather = gather if gather and "ici_fsdp" not in mesh else "iteration"
     named = {"d_model": 256, "d_mlp": 1024, "num_layers": 8, "compute_dtype": "float32"}

@@ -1,4 +1,4 @@
-"""Layouts ranked again by the compiler."""
+"""Reranking of layouts by compiler reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def best() -> list[Candidate]:
 
 
 class FakeReport:
-    """What is read of a compiler's report."""
+    """Attributes read from a compile report."""
 
     total_bytes = 2**30
 
@@ -31,7 +31,7 @@ class FakeReport:
         self.seconds, self.fits = seconds, fits
 
 
-def test_what_fits_comes_first_and_the_fastest_in_front(
+def test_rerank_puts_fitting_layouts_first_by_speed(
     best: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predicted = [each.cost.seconds for each in best]
@@ -53,7 +53,7 @@ def test_what_fits_comes_first_and_the_fastest_in_front(
     assert format_ranking(checked).count("does not fit") == 2
 
 
-def test_without_the_compilers_cycles_the_forecast_stands(
+def test_rerank_uses_prediction_without_cycle_estimates(
     best: list[Candidate], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rerank, "compile_step", lambda *_: FakeReport(0.0))

@@ -1,4 +1,4 @@
-"""Layouts enumerated, pruned and ranked; forecasts of one layout. No jax."""
+"""Search over layouts and forecasts of single layouts, without jax."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ V5E = parse_topology("v5e:4x4")
 STAGED = {"ici_stage": 4, "ici_fsdp": 8}
 
 
-def test_candidates_are_legal_and_use_all_devices() -> None:
+def test_candidates_are_valid_and_use_all_devices() -> None:
     found = list(layouts(config_of(), 32, 1, {}))
     assert len(found) > 5000 and len(set(map(repr, found))) == len(found)
     for config in found[::97]:
@@ -64,7 +64,7 @@ def test_candidates_are_legal_and_use_all_devices() -> None:
 
 
 @pytest.mark.long
-def test_samples_of_meshes_find_nearly_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_search_finds_nearly_best_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed = {"pipeline.remat": "full"}
     whole = search(config_of(rows=64), V5E.hardware, num_devices=16, fixed=fixed, keep=3)
     assert whole.computed == whole.considered
@@ -74,7 +74,7 @@ def test_samples_of_meshes_find_nearly_the_best(monkeypatch: pytest.MonkeyPatch)
     assert some.best[0].cost.seconds <= 1.05 * whole.best[0].cost.seconds
 
 
-def test_slices_are_crossed_by_one_axis_only() -> None:
+def test_layouts_on_two_slices_use_all_devices() -> None:
     for config in list(layouts(config_of(), 32, 2, {}))[::97]:
         assert Sizes(config).mesh.num_slices == 2 and Sizes(config).mesh.num_devices == 32
 
@@ -89,7 +89,7 @@ def test_slices_are_crossed_by_one_axis_only() -> None:
         ("zb_v", 2, 0, "step"),
     ],
 )
-def test_short_tables_predict_long_ones(
+def test_short_schedules_predict_long_ones(
     schedule: str, repeats: int, group: int, gather: str
 ) -> None:
     config = config_of(
@@ -109,7 +109,7 @@ def test_short_tables_predict_long_ones(
     )
 
 
-def test_what_takes_longer_is_predicted_to_take_longer() -> None:
+def test_predicted_times_have_expected_order() -> None:
     hardware = published_hardware()["v5p"]
 
     def seconds(mesh: dict[str, int] = STAGED, **changes: Any) -> float:
@@ -118,7 +118,7 @@ def test_what_takes_longer_is_predicted_to_take_longer() -> None:
 
     assert seconds(remat="names") < seconds(remat="full") < seconds(remat="chunk")
     assert seconds(repeats=4) < seconds(repeats=2) < seconds(schedule="1f1b", repeats=1)
-    # Without microbatches to fill it, the bubble outweighs what deferring costs.
+    # With few microbatches, the bubble costs more than deferring weight gradients.
     held: Any = {"remat": "none", "weight_gather": "step", "microbatches": 4}
     assert seconds(schedule="zb_v", **held) < seconds(**held)
     # The same work over the slow network.
@@ -127,7 +127,7 @@ def test_what_takes_longer_is_predicted_to_take_longer() -> None:
 
 
 @pytest.mark.long
-def test_a_search_finds_something_at_least_as_fast() -> None:
+def test_search_finds_layout_at_least_as_fast_as_given() -> None:
     topology = parse_topology("v5p:2x4x4")
     given = config_of(STAGED, schedule="interleaved", repeats=2, microbatches=16)
     found = best_layouts(
@@ -148,8 +148,8 @@ def long_rows(rows: int) -> Config:
 @pytest.mark.parametrize(
     ("rows", "says"), [(16, "found no layout that fits"), (8, "found no valid layout")]
 )
-def test_rows_that_do_not_fit_a_device_are_divided(rows: int, says: str) -> None:
-    """Nothing fits otherwise, or there are fewer of them than devices."""
+def test_search_uses_context_parallelism_for_long_sequences(rows: int, says: str) -> None:
+    """Without context parallelism, no layout fits or there are fewer sequences than devices."""
     only = {"mesh.ici_tensor": 1, "mesh.ici_stage": 1}
     with pytest.raises(ConfigError, match=says):
         best_layouts(long_rows(rows), V5E, only | {"mesh.ici_context": 1})
@@ -159,7 +159,7 @@ def test_rows_that_do_not_fit_a_device_are_divided(rows: int, says: str) -> None
         assert each.cost.parts["exchange"] > 0
 
 
-def test_few_rows_are_divided_over_slices() -> None:
+def test_search_splits_sequences_over_slices() -> None:
     config = from_dict(
         {"model": ODD, "train": {"batch_size": 1, "sequence_length": 96, "steps": 1}}
     )
@@ -172,7 +172,7 @@ def test_few_rows_are_divided_over_slices() -> None:
 ODD: dict[str, Any] = LAYERS | {"num_layers": 2, "d_model": 96, "head_dim": 16, "d_mlp": 192}
 
 
-def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
+def search_small_model(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
     train = {"batch_size": rows, "sequence_length": 96, "steps": 1}
     config = from_dict({"model": ODD, "train": train})
     return best_layouts(config, topology, parse_fixed_keys(LoadedConfig(config, {}), texts)).best
@@ -189,29 +189,30 @@ def odd(rows: int, texts: list[str], topology: Topology) -> list[Candidate]:
         (parse_topology("v5e:2x2", 2), "mesh.dcn_context=2"),
     ],
 )
-def test_what_is_fixed_has_that_value_in_each_layout(topology: Topology, text: str) -> None:
+def test_search_respects_fixed_keys(topology: Topology, text: str) -> None:
     key, _, value = text.partition("=")
-    for each in odd(4 if "context" not in key else 1, [text], topology):
+    for each in search_small_model(4 if "context" not in key else 1, [text], topology):
         assert str(each.layout_keys[key]).lower() == value
         assert not check(each.config, {})
 
 
-def test_a_ring_over_stages_computes_where_a_stage_idles() -> None:
+def test_ring_attention_with_stages_requires_idle_compute() -> None:
     texts = ["mesh.context_attention=ring", "mesh.ici_context=2", "mesh.ici_stage=2"]
-    for each in odd(2, texts, parse_topology("v5e:2x2")):
+    for each in search_small_model(2, texts, parse_topology("v5e:2x2")):
         assert each.layout_keys["mesh.context_attention"] == "ring"
         assert each.layout_keys["pipeline.idle"] == "compute"
 
 
-def test_fewer_rows_than_devices_are_divided_over_any_number() -> None:
+def test_search_splits_sequences_over_non_power_of_two_devices() -> None:
     assert all(
-        each.config.mesh.ici_context % 3 == 0 for each in odd(1, [], parse_topology("cpu:6"))
+        each.config.mesh.ici_context % 3 == 0
+        for each in search_small_model(1, [], parse_topology("cpu:6"))
     )
 
 
-def test_no_layout_to_try_is_not_said_to_be_too_large() -> None:
+def test_error_without_valid_layout_does_not_mention_memory() -> None:
     with pytest.raises(ConfigError, match="found no valid layout on 5 devices") as error:
-        odd(1, [], parse_topology("cpu:5"))
+        search_small_model(1, [], parse_topology("cpu:5"))
     assert "fits" not in str(error.value)
 
 
@@ -221,7 +222,7 @@ def found_on_eight() -> SearchResult:
     return best_layouts(config_of(rows=32), parse_topology("v5p:2x2x2"), few)
 
 
-def test_short_rows_stay_whole(found_on_eight: SearchResult) -> None:
+def test_search_keeps_short_sequences_on_one_device(found_on_eight: SearchResult) -> None:
     assert all(each.config.mesh.ici_context == 1 for each in found_on_eight.best)
 
 
@@ -240,7 +241,7 @@ EXPERTS: dict[str, Any] = LAYERS | {
 }
 
 
-def test_experts_are_divided_where_gathering_them_takes_longer() -> None:
+def test_search_uses_expert_parallelism_if_gathers_are_slower() -> None:
     train = {"batch_size": 64, "sequence_length": 2048, "steps": 1}
     config, topology = from_dict({"model": EXPERTS, "train": train}), parse_topology("v5p:2x4x4")
     only = {"mesh.ici_tensor": 1, "mesh.ici_stage": 1}
@@ -250,13 +251,13 @@ def test_experts_are_divided_where_gathering_them_takes_longer() -> None:
     assert 64 % best.config.mesh.ici_expert == 0 and not check(best.config, {})
 
 
-def test_the_winner_can_be_loaded(found_on_eight: SearchResult, tmp_path: Path) -> None:
+def test_best_layout_config_round_trips(found_on_eight: SearchResult, tmp_path: Path) -> None:
     best = found_on_eight.best[0].config
     (tmp_path / "best.yml").write_text(to_yaml(best))
     assert load([str(tmp_path / "best.yml")]).config == best
 
 
-def test_what_does_not_fit_is_reported_what_would() -> None:
+def test_forecast_suggests_changes_that_fit() -> None:
     given = config_of(
         {"ici_stage": 4, "ici_fsdp": 4},
         schedule="interleaved",
@@ -284,26 +285,28 @@ def load_with(config: Config, overrides: list[str]) -> Config:
     return config
 
 
-def test_a_search_without_a_layout_that_fits_is_an_error() -> None:
+def test_search_without_fitting_layout_raises_config_error() -> None:
     with pytest.raises(ConfigError, match="found no layout that fits"):
         best_layouts(config_of(), parse_topology("v5e:1x1"), {})
 
 
-def test_a_mesh_of_another_size_is_refused() -> None:
+def test_mesh_size_must_match_topology() -> None:
     with pytest.raises(
         ConfigError, match="the mesh has 32 in 1 slice, but the topology is v5p:2x2x2"
     ):
         forecast_layout(LoadedConfig(config_of(STAGED), {}), parse_topology("v5p:2x2x2"))
 
 
-def test_planning_takes_no_jax() -> None:
+def test_planning_does_not_import_jax() -> None:
     code = "import sys, maxpipe.plan.report; print('jax' in sys.modules)"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "False"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "False"
 
 
-def test_ties_are_in_the_order_of_complexity() -> None:
-    """Of steps within 0.5% of the fastest that is left the one with the fewest stages is first."""
+def test_ties_are_ranked_by_simplicity() -> None:
+    """Among steps within 0.5% of the fastest remaining one, the fewest stages rank first."""
     staged, flat = (
         evaluate(config_of({"ici_stage": stages, "ici_fsdp": 16 // stages}), V5E.hardware)
         for stages in (2, 1)

@@ -1,4 +1,4 @@
-"""The arrays that `maxpipe plan --shardings` lists against those of the engine."""
+"""Arrays listed by `maxpipe plan --shardings` against those of the engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), CASES)
-def test_parameters_lie_where_the_engine_puts_them(
+def test_listed_parameter_shardings_match_engine(
     model: dict[str, Any], mesh: dict[str, int], pipeline: dict[str, Any]
 ) -> None:
     config = config_of(model, mesh, pipeline)
@@ -63,7 +63,7 @@ def test_parameters_lie_where_the_engine_puts_them(
 
     state_of = steps.abstract_state
     engine = rows_of(state_of.params, steps.state_sharding.params)
-    # The optimizer's trees are divided as the parameters are.
+    # Optimizer trees are sharded like the parameters.
     placed = steps.state_sharding.optimizer.trees
     for name, tree in state_of.optimizer.trees.items():
         assert rows_of(tree, placed[name]) == engine, name
@@ -75,12 +75,12 @@ def test_parameters_lie_where_the_engine_puts_them(
     for each in found.parameters:
         assert each.copies == math.prod(found.mesh[axis] for axis in each.replicated)
         assert len(each.axes) == len(each.shape)
-    scalars = 12  # steps and counters
+    scalars = 12  # step and counters
     assert found.state_bytes + scalars == state(Sizes(config))["state"]
 
 
 @pytest.mark.parametrize("mode", keeping(["auto", "explicit"], 1))
-def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
+def test_listed_shards_match_compiled_program(mode: str) -> None:
     _, mesh, pipeline = CASES[-1]
     moe = {"num_experts": 6, "num_dense_layers": 0}
     model = {"num_layers": 2, "family": "moe", "moe": moe}
@@ -107,12 +107,12 @@ def test_the_compiled_program_takes_and_gives_those_shards(mode: str) -> None:
     assert rows == pipeline["microbatches"] * stream.shard[0]
 
 
-def test_activations_are_split_over_rows_and_tensor() -> None:
+def test_activations_are_sharded_over_batch_and_tensor() -> None:
     config = config_of(*CASES[0], tokens=32)
     rows = {each.name: each for each in compute_shardings(config).activations}
     stream, gate = rows["residual stream"], rows["layer.gate"]
     assert stream.shape == (4, 32, 64) and stream.shard == (2, 32, 64)
-    # Along tensor both devices have the whole of it.
+    # The residual stream is replicated along tensor.
     assert (stream.replicated, stream.copies) == (("tensor",), 2)
     assert gate.spec == (("data", "fsdp", "expert"), ("context",), ("tensor",))
     assert (gate.shard, gate.num_bytes, gate.copies) == ((2, 32, 48), 2 * 2 * 32 * 48, 1)
@@ -122,11 +122,11 @@ def test_activations_are_split_over_rows_and_tensor() -> None:
 ARGUMENTS = ["plan", "tiny", "train.steps=1", "--topology", "cpu:4", "mesh.ici_fsdp=4"]
 
 
-def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shardings_command_prints_table_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--shardings"]) == 0
     page = capsys.readouterr().out
     assert "layers.layer.attention.query" in page and "fsdp 4" in page
-    # Axes of one device are left out.
+    # Axes with one device are omitted.
     assert not any(f"+{axis}" in page or f"{axis}+" in page for axis in MESH_AXES)
     assert main([*ARGUMENTS, "--shardings", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
@@ -137,14 +137,14 @@ def test_the_command_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) 
     assert values["state_bytes"] == 3 * total
 
 
-def test_norms_are_on_every_device() -> None:
+def test_norms_are_replicated() -> None:
     config = config_of(*CASES[0])
     page = format_shardings(compute_shardings(config)).splitlines()
     (line,) = (each for each in page if each.split()[:1] == ["final_norm.scale"])
     assert line.endswith("stage x fsdp x tensor: 8 devices")
 
 
-def test_options_that_have_no_effect_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shardings_rejects_options_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--shardings", "--search"]) == 2
     assert "--shardings" in capsys.readouterr().err
     assert main([*ARGUMENTS, "--shardings", "--draw", "plan.svg"]) == 2

@@ -1,4 +1,4 @@
-"""What calibration reads from steps."""
+"""Hardware values that calibration fits to step times."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def config_of() -> Config:
     )
 
 
-def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of made-up times: those that the model predicts with a cost of 0.2 for each doubling, and
-    of 0.3 for each further part of a ring."""
+def test_fit_split_costs_recovers_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Step times are predicted with a split cost of 0.2 per doubling and a ring cost of 0.3 per
+    additional ring step."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     costly = dataclasses.replace(
         published_hardware()["cpu"], split_cost=0.2, ring_cost=0.3, tick_us=0.0
@@ -39,50 +39,50 @@ def test_split_layers_take_what_their_steps_took(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
     built: list[Config] = []
 
-    def taken(runs: list[Config], seconds: float) -> list[float]:
+    def predicted_seconds(runs: list[Config], seconds: float) -> list[float]:
         built.extend(runs)
         return [predict_cost(Sizes(run), build_schedule(run), costly).seconds for run in runs]
 
-    monkeypatch.setattr(rerank, "median_seconds", taken)
+    monkeypatch.setattr(rerank, "median_seconds", predicted_seconds)
     cheap = dataclasses.replace(costly, split_cost=0.0, ring_cost=0.0)
     found = rerank.fit_split_costs(config, cheap, devices)
     assert (found.split_cost, found.ring_cost) == pytest.approx((0.2, 0.3))
-    # Two heads: two devices can have one each, four cannot.
+    # Two heads can be split over two devices, but not over four.
     assert {run.mesh.ici_tensor for run in built} == {2}
     assert [run.model.num_layers for run in built] == [2, 6] * 2
     assert [run.mesh.collective_matmul for run in built] == [False] * 2 + [True] * 2
-    # A model that cannot be split keeps the figure.
+    # A model that cannot be split leaves the costs unchanged.
     one = dataclasses.replace(config.model, num_heads=1, num_kv_heads=1)
     alone = dataclasses.replace(config, model=one)
     assert rerank.fit_split_costs(alone, costly, devices) == costly
 
 
-def test_rings_that_hide_all_their_work_keep_the_figure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a small model on devices whose links are slow beside their matrix units."""
+def test_ring_cost_is_unchanged_if_communication_dominates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model on devices whose links are slow compared with their matrix units."""
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(published_hardware()["h100"], link_gb_per_second=1e-6)
     monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)
     monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
 
-    def taken(runs: list[Config], seconds: float) -> list[float]:
+    def predicted_seconds(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [predict_cost(Sizes(run), build_schedule(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(rerank, "median_seconds", taken)
+    monkeypatch.setattr(rerank, "median_seconds", predicted_seconds)
     assert rerank.fit_split_costs(config, slow, devices).ring_cost == pytest.approx(slow.ring_cost)
 
 
-def test_ticks_take_what_is_left_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_tick_recovers_tick_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     config, devices = config_of(), jax.devices()[:NUM_DEVICES]
     slow = dataclasses.replace(published_hardware()["cpu"], tick_us=700.0)
     monkeypatch.setattr(rerank, "build_steps", lambda run, _: run)
     monkeypatch.setattr(rerank, "build_synthetic_step", lambda run: run)
 
-    def taken(runs: list[Config], seconds: float) -> list[float]:
+    def predicted_seconds(runs: list[Config], seconds: float) -> list[float]:
         del seconds
         return [predict_cost(Sizes(run), build_schedule(run), slow).seconds for run in runs]
 
-    monkeypatch.setattr(rerank, "median_seconds", taken)
+    monkeypatch.setattr(rerank, "median_seconds", predicted_seconds)
     assert rerank.measure_tick(config, published_hardware()["cpu"], devices) == pytest.approx(
         700e-6
     )

@@ -1,4 +1,4 @@
-"""Names of topologies: what they mean, and what is said of wrong ones."""
+"""Topology names: parsing and error messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from maxpipe.plan.topology import compiler_version_error, parse_topology
         ("h100:8", 4, 32, "cuda"),
     ],
 )
-def test_sizes(text: str, slices: int, devices: int, platform: str) -> None:
+def test_parse_topology_sizes(text: str, slices: int, devices: int, platform: str) -> None:
     found = parse_topology(text, slices)
     assert (found.num_devices, found.platform, found.name) == (devices, platform, text)
 
@@ -42,7 +42,7 @@ def test_sizes(text: str, slices: int, devices: int, platform: str) -> None:
         ("cpu:0", 1, "Write cpu:8."),
     ],
 )
-def test_mistakes_are_explained(text: str, slices: int, says: str) -> None:
+def test_parse_topology_rejects_invalid_names(text: str, slices: int, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_topology(text, slices)
     assert says in str(caught.value)
@@ -67,7 +67,7 @@ def test_mistakes_are_explained(text: str, slices: int, says: str) -> None:
         ("b200x99999", "b200:8"),
     ],
 )
-def test_what_was_meant_is_named_and_can_be_had(text: str, meant: str) -> None:
+def test_parse_topology_suggests_intended_topology(text: str, meant: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_topology(text)
     assert re.search(rf" {meant}[.?]$", str(caught.value))
@@ -75,7 +75,7 @@ def test_what_was_meant_is_named_and_can_be_had(text: str, meant: str) -> None:
 
 
 @given(st.text(alphabet="vhbtpu0123456789x:-*_ ", max_size=12))
-def test_any_text_is_explained_by_a_topology_that_exists(text: str) -> None:
+def test_suggested_topology_is_valid_for_any_input(text: str) -> None:
     try:
         parse_topology(text)
     except ConfigError as error:
@@ -85,7 +85,7 @@ def test_any_text_is_explained_by_a_topology_that_exists(text: str) -> None:
 
 
 @pytest.mark.parametrize(("libtpu", "fits"), [("0.0.42.1", True), ("0.0.52", False)])
-def test_a_compiler_that_does_not_fit_jax_is_named(
+def test_incompatible_libtpu_version_is_reported(
     libtpu: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"libtpu": libtpu, "jax": "0.10.2"}

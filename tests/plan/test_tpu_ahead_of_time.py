@@ -1,4 +1,4 @@
-"""Small programs compiled for eight absent TPUs: messages, copies and gathers overlap."""
+"""Small programs compiled ahead of time for TPUs: overlap, copies and memory."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ print(json.dumps(found))
 
 
 def run(program: str, *arguments: str) -> dict[str, Any]:
-    """The JSON that a program prints in a process of its own."""
+    """Run a program in a subprocess; return the JSON that it prints."""
     environment = os.environ | {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5p-16",
@@ -130,42 +130,44 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "PYTHONPATH": str(ROOT),
     }
-    ended = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    return json.loads(ended.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def compiled(mesh: dict[str, Any], tokens: int = 256, **pipeline: Any) -> dict[str, Any]:
-    """What the compiler made of a train step."""
+    """Return a profile of a train step compiled for eight TPUs."""
     return run(PROGRAM, json.dumps(pipeline), json.dumps(mesh), str(tokens))
 
 
 @pytest.fixture(scope="module")
 def by_iteration() -> dict[str, Any]:
-    # This group makes every buffer larger than four messages, the inbox too: it has five slots.
+    # With this group size, every buffer is larger than four messages; the inbox has five slots.
     mesh = {"ici_stage": 2, "ici_fsdp": 4}
     return compiled(mesh, weight_gather="iteration", repeats=2, group=6)
 
 
-def test_messages_travel_while_layers_compute(by_iteration: dict[str, Any]) -> None:
+def test_stage_messages_overlap_with_layers(by_iteration: dict[str, Any]) -> None:
     sends = [
         (is_async, cycles)
         for kind, region, is_async, cycles, *_ in by_iteration["collectives"]
         if kind == "collective-permute" and region == "send"
     ]
-    assert len(sends) == 2  # outputs of forwards, and of backwards
+    assert len(sends) == 2  # outputs of forward and backward passes
     assert all(is_async and cycles > 0 for is_async, cycles in sends), sends
 
 
-def test_kernels_of_attention_state_their_products(by_iteration: dict[str, Any]) -> None:
-    """`auto` takes splash here; what stands behind kernels is read, too."""
-    product = 2 * 256**2 * 4 * 128  # tokens, heads of 128: one block is the whole row
+def test_attention_kernels_have_flop_counts(by_iteration: dict[str, Any]) -> None:
+    """`auto` selects splash attention here; instructions after kernels are also parsed."""
+    product = (
+        2 * 256**2 * 4 * 128
+    )  # 256 tokens, 4 heads of 128; one block covers the whole sequence
     each = {"fwd": 2 * product, "dq": 3.5 * product, "dkv": 3.5 * product}
     found = sorted(
         (region, kind, flops)
@@ -179,14 +181,14 @@ def test_kernels_of_attention_state_their_products(by_iteration: dict[str, Any])
     assert by_iteration["cycles"]["backward"] > 1.5 * by_iteration["cycles"]["forward"]
 
 
-def test_no_buffer_is_copied_in_a_loop(by_iteration: dict[str, Any]) -> None:
-    """But for the gradients of two weights, which are scattered along their last dim."""
+def test_buffers_are_not_copied_in_loops(by_iteration: dict[str, Any]) -> None:
+    """Except the gradients of two weights, which are scattered along their last dim."""
     shapes = [each.split("{")[0] for each in by_iteration["copies"]]
     assert sorted(shapes) == ["f32[256,1024]", "f32[256,4,128]"]
     assert all(each.endswith("/backward/while/body/transpose") for each in by_iteration["copies"])
 
 
-def test_what_is_kept_on_the_host_travels_while_layers_compute() -> None:
+def test_offloaded_activations_overlap_with_layers() -> None:
     names = {"remat": "names", "saved_names": ["attention"], "offloaded_names": ["gate", "up"]}
     found = compiled({"ici_stage": 2, "ici_fsdp": 4}, weight_gather="step", **names)["transfers"]
     assert sorted(place for *place, _ in found) == 2 * [["from host", "backward"]] + 2 * [
@@ -195,7 +197,7 @@ def test_what_is_kept_on_the_host_travels_while_layers_compute() -> None:
     assert all(cycles > 0 for *_, cycles in found)
 
 
-def test_state_on_the_host_is_not_in_the_peak() -> None:
+def test_offloaded_state_is_not_in_peak_memory() -> None:
     found = run(STATE)
     here, away = found["here"], found["away"]
     state = away[2]
@@ -205,7 +207,7 @@ def test_state_on_the_host_is_not_in_the_peak() -> None:
 
 
 @pytest.mark.parametrize("rings", [False, True])
-def test_split_tokens_travel_behind_matmuls(rings: bool) -> None:
+def test_sequence_parallel_collectives_overlap_with_matmuls(rings: bool) -> None:
     tokens, width, tensor = 2048, 256, 4
     mesh = {"ici_stage": 2, "ici_tensor": tensor, "sequence_parallel": True}
     mesh |= {"collective_matmul": rings}
@@ -213,23 +215,25 @@ def test_split_tokens_travel_behind_matmuls(rings: bool) -> None:
     layers = [
         (kind, is_async, cycles)
         for kind, region, is_async, cycles, stride, sent in found["collectives"]
-        # A device's tokens at least: sums of norms' gradients are smaller.
+        # At least one device's tokens; reductions of norm gradients are smaller.
         if region in ("forward", "backward") and stride == 1 and sent >= 2 * tokens * width / tensor
     ]
     kinds = {kind for kind, *_ in layers}
     assert kinds == ({"collective-permute"} if rings else {"all-gather", "reduce-scatter"})
     if rings:
-        # Seven gathers and sums of a layer, or those that are left of them, of three hops each.
+        # At least seven gathers and reductions per layer, with three hops each.
         assert len(layers) >= 7 * (tensor - 1)
         assert all(is_async for _, is_async, _ in layers)
         assert sum(cycles > 0 for *_, cycles in layers) > 0.8 * len(layers)
 
 
-def test_the_compiler_refuses_by_the_peak() -> None:
+def test_compiler_rejects_by_peak_memory() -> None:
     found, there = run(SIZES), 15.75 * 2**30
     peak, total = found["8192"]
     scale = (17152 / 8192) ** 2
-    assert found["17024"][0] < there < found["17024"][1]  # the sum of all kinds would not fit
+    assert (
+        found["17024"][0] < there < found["17024"][1]
+    )  # total memory exceeds the limit, peak memory does not
     assert peak * scale > there and total > peak
     needed = parse_out_of_memory(found["17152"])
     assert needed == pytest.approx((peak * scale, there), rel=1e-3)

@@ -1,4 +1,4 @@
-"""Predicted bytes against those of the compiled program's collectives, axis by axis."""
+"""Predicted bytes per mesh axis against the collectives of the compiled program."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def config_of(model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, A
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    # Stages, contexts and shards of weights at once.
+    # Stage, context and fsdp axes combined.
     ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_context": 2}, {}),
     (BLOCKS, {"ici_context": 2, "context_attention": "all_gather"}, {"remat": "names"}),
     ({}, {"ici_fsdp": 4, "ici_data": 2}, {}),
-    # Rows of experts, and shards of weights over three axes and over two.
+    # Expert parallelism, with weights sharded over three axes and over two.
     (EXPERTS, {"ici_fsdp": 2, "ici_expert": 2, "ici_context": 2}, {}),
     ({}, {"ici_context": 4}, {"remat": "chunk"}),
     ({}, {"ici_context": 2, "ici_data": 2}, {"remat": "none", "weight_gather": "step"}),
@@ -84,14 +84,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
 ]
 
 _NUMBERS = 1100
-"""Bytes of losses, statistics and the gradient's norm, at most, in a step."""
+"""Most bytes of losses, statistics and the gradient norm in a step."""
 
 
 @pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 15), ids=str)
-def test_predicted_bytes_are_those_of_the_program(
+def test_predicted_traffic_matches_compiled_program(
     model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
 ) -> None:
-    """But for sums of losses, statistics and the gradient's norm."""
+    """Excludes reductions of losses, statistics and the gradient norm."""
     config = config_of(model, mesh, pipeline)
     count = math.prod(getattr(config.mesh, f"ici_{axis}") for axis in AXES)
     steps = build_steps(config, jax.devices()[:count])

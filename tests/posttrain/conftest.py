@@ -1,4 +1,4 @@
-"""Fixtures of runs that the tests of this folder share with tests/train."""
+"""Fixtures for training runs, shared with tests/train."""
 
 from tests.train.conftest import run, start, tiny
 

@@ -1,4 +1,4 @@
-"""Students and teachers, by the command: meshes, stored answers, stops, and what is refused."""
+"""Distillation by the command: meshes, stored logits, interrupts and rejected settings."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     forget_after,
     is_explained,
     losses,
-    pair,
     records,
     saved_digest,
     saved_steps,
+    start_pair,
+    wait_for_outputs,
 )
 
 STEPS, EVERY, COUNT = 6, 2, 7
@@ -52,17 +52,17 @@ TEACHER += ("eval.batches=0",)
 TAUGHT = ("train.objective=distill", f"distill.top_k={COUNT}", "distill.temperature=1.5")
 STAGED = ("mesh.cpu_devices=4", "mesh.ici_stage=2", "mesh.ici_fsdp=-1", "pipeline.microbatches=2")
 LAYOUT = "distill.teacher_layout=[mesh.ici_stage=2,pipeline.microbatches=4]"
-"""Of a teacher on two devices."""
+"""Layout of a teacher on two devices."""
 
 
-class Place:
-    """A folder with a teacher, and the arguments of runs there."""
+class Workspace:
+    """A folder with a trained teacher, and the arguments of runs in it."""
 
     def __init__(self, folder: Path, run: Run):
         self.folder, self._run = folder, run
 
     def keys(self, name: str, *more: object) -> tuple[object, ...]:
-        """Of a student that asks its teacher."""
+        """Return the arguments of a student with a live teacher."""
         teacher = f"distill.teacher={self.folder / 'runs' / 'teacher'}@9"
         return (self.folder / "run.yml", f"run.name={name}", *TAUGHT, teacher, *more)
 
@@ -73,7 +73,7 @@ class Place:
         return self._run("distill", "prepare", *self.keys("x", *more), "--out", out, code=code)
 
     def stored(self, out: Path) -> tuple[str, ...]:
-        """Overrides of a student that reads answers."""
+        """Return the overrides of a student that reads stored logits."""
         return "distill.teacher=", f"distill.teacher_logits={out}"
 
     def losses(self, name: str) -> dict[int, float]:
@@ -81,7 +81,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Place:
+def workspace(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Workspace:
     folder, words = tmp_path_factory.mktemp("distill"), random.Random(0)
     (folder / "text").mkdir()
     for number in range(20):
@@ -90,39 +90,39 @@ def place(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Place:
     config = CONFIG.replace("RUNS", str(folder / "runs")).replace("TEXT", str(folder / "text"))
     (folder / "run.yml").write_text(config)
     run("train", folder / "run.yml", *TEACHER)
-    return Place(folder, run)
+    return Workspace(folder, run)
 
 
 @pytest.fixture(scope="module")
-def asked(place: Place) -> Place:
-    """With a run, `asked`, whose teacher has two devices as stages, and the student two others."""
-    place.train("asked", *STAGED, "distill.teacher_devices=2", LAYOUT)
-    return place
+def live(workspace: Workspace) -> Workspace:
+    """A workspace with a run `live`: teacher and student have two devices each, as stages."""
+    workspace.train("live", *STAGED, "distill.teacher_devices=2", LAYOUT)
+    return workspace
 
 
 @pytest.fixture(scope="module")
-def answers(place: Place) -> Path:
-    """What the same teacher says of all rows."""
-    out = place.folder / "answers"
-    said = place.prepare(out, *STAGED, "distill.teacher_devices=2", LAYOUT)
-    assert f"wrote {out}: " in said and (out / MANIFEST).exists() and not (out / JOURNAL).exists()
+def stored_logits(workspace: Workspace) -> Path:
+    """The logits of the same teacher for every sequence."""
+    out = workspace.folder / "stored_logits"
+    output = workspace.prepare(out, *STAGED, "distill.teacher_devices=2", LAYOUT)
+    assert f"wrote {out}: " in output and (out / MANIFEST).exists() and not (out / JOURNAL).exists()
     return out
 
 
-def same(found: dict[int, float], wanted: dict[int, float]) -> None:
+def assert_close(found: dict[int, float], wanted: dict[int, float]) -> None:
     assert list(found) == list(wanted) == list(range(1, STEPS + 1))
     np.testing.assert_allclose(list(found.values()), list(wanted.values()), rtol=SAME)
 
 
 @pytest.mark.layouts
-def test_two_meshes_equal_one(asked: Place) -> None:
-    """Teacher and student on one device, and on two each, with unlike layouts."""
-    asked.train("one")
-    wanted = asked.losses("one")
-    same(asked.losses("asked"), wanted)
+def test_separate_teacher_mesh_matches_one_device(live: Workspace) -> None:
+    """Compare one device with two devices each for teacher and student, in different layouts."""
+    live.train("one")
+    wanted = live.losses("one")
+    assert_close(live.losses("live"), wanted)
     assert wanted[STEPS] < wanted[1]
-    record = records(asked.folder / "runs" / "asked")[STEPS]
-    batch = 8 * 24 * 4 * 5 + 8 * 4  # five arrays of tokens, and the numbers of rows
+    record = records(live.folder / "runs" / "live")[STEPS]
+    batch = 8 * 24 * 4 * 5 + 8 * 4  # five arrays of tokens, and the sequence indices
     assert record["distill/transfer_bytes"] == batch + 8 * 24 * COUNT * 8
     assert record["distill/teacher_wait_s"] <= record["perf/data_wait_s"]
     mean = (record["train/cross_entropy"] + record["train/divergence"]) / 2
@@ -130,41 +130,41 @@ def test_two_meshes_equal_one(asked: Place) -> None:
 
 
 @pytest.mark.layouts
-def test_teacher_and_student_take_turns_on_all_devices(asked: Place) -> None:
-    """Also where batches grow, and where all sizes are alike."""
-    asked.train(
+def test_teacher_and_student_share_all_devices(live: Workspace) -> None:
+    """Test a batch ramp, and batch size, sequence length and top_k of equal size, too."""
+    live.train(
         "turns", *STAGED, "distill.teacher_layout=[mesh.ici_stage=4,pipeline.microbatches=2]"
     )
-    same(asked.losses("turns"), asked.losses("asked"))
+    assert_close(live.losses("turns"), live.losses("live"))
     ramp = ("train.batch_ramp=[{batch_size: 4, steps: 2}]", "pipeline.microbatches=2")
-    asked.train("ramp", *ramp)
-    asked.train("ramp-staged", *ramp, *STAGED, "distill.teacher_devices=2", LAYOUT)
-    same(asked.losses("ramp-staged"), asked.losses("ramp"))
+    live.train("ramp", *ramp)
+    live.train("ramp-staged", *ramp, *STAGED, "distill.teacher_devices=2", LAYOUT)
+    assert_close(live.losses("ramp-staged"), live.losses("ramp"))
     alike = ("train.batch_size=8", "train.sequence_length=8", "distill.top_k=8")
-    asked.train("alike", *alike)
-    asked.train("alike-staged", *alike, *STAGED, "distill.teacher_devices=2", LAYOUT)
-    same(asked.losses("alike-staged"), asked.losses("alike"))
+    live.train("alike", *alike)
+    live.train("alike-staged", *alike, *STAGED, "distill.teacher_devices=2", LAYOUT)
+    assert_close(live.losses("alike-staged"), live.losses("alike"))
 
 
-def test_stored_answers_equal_asked_ones(asked: Place, answers: Path) -> None:
-    """Bit for bit, of a teacher with the same layout."""
+def test_stored_logits_match_live_teacher(live: Workspace, stored_logits: Path) -> None:
+    """Results are bitwise equal if the teacher has the same layout."""
     keys = (*STAGED, "mesh.cpu_devices=2", "eval.batches=0")
-    asked.train("stored", *keys, *asked.stored(answers))
-    assert asked.losses("stored") == asked.losses("asked")
+    live.train("stored", *keys, *live.stored(stored_logits))
+    assert live.losses("stored") == live.losses("live")
 
 
 @pytest.mark.layouts
-def test_batches_of_another_size_find_their_rows(asked: Place, answers: Path) -> None:
+def test_stored_logits_support_other_batch_sizes(live: Workspace, stored_logits: Path) -> None:
     more = ("train.batch_size=4", "distill.top_k=5")
-    asked.train("half", *more, *asked.stored(answers))
-    asked.train("half-asked", *more)
-    same(asked.losses("half"), asked.losses("half-asked"))
+    live.train("half", *more, *live.stored(stored_logits))
+    live.train("half-live", *more)
+    assert_close(live.losses("half"), live.losses("half-live"))
 
 
 @pytest.mark.long
-def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Start) -> None:
-    runs = asked.folder / "runs"
-    keys = asked.keys("killed", *STAGED, "distill.teacher_devices=2", LAYOUT)
+def test_resume_after_kill_is_bitwise_equal(live: Workspace, start: Start) -> None:
+    runs = live.folder / "runs"
+    keys = live.keys("killed", *STAGED, "distill.teacher_devices=2", LAYOUT)
     process = start("train", *keys)
     while not (runs / "killed" / "checkpoints" / str(EVERY)).exists():
         assert process.poll() is None, process.communicate()[0]
@@ -173,56 +173,56 @@ def test_a_student_that_was_killed_goes_on_bit_for_bit(asked: Place, start: Star
     process.communicate()
     forget_after(runs / "killed", EVERY)
     assert saved_steps(runs / "killed") == [EVERY]
-    asked.train("killed", *STAGED, "distill.teacher_devices=2", LAYOUT)
-    assert saved_digest(runs / "killed") == saved_digest(runs / "asked")
-    assert asked.losses("killed") == asked.losses("asked")
+    live.train("killed", *STAGED, "distill.teacher_devices=2", LAYOUT)
+    assert saved_digest(runs / "killed") == saved_digest(runs / "live")
+    assert live.losses("killed") == live.losses("live")
 
 
 @pytest.mark.long
-def test_another_teacher_is_refused(asked: Place) -> None:
-    """When a student goes on: one that has trained on, or an earlier step of it."""
-    runs = asked.folder / "runs"
-    shutil.copytree(runs / "asked", runs / "changed")
+def test_resume_with_another_teacher_is_rejected(live: Workspace) -> None:
+    """The other teacher is an earlier step of the same run."""
+    runs = live.folder / "runs"
+    shutil.copytree(runs / "live", runs / "changed")
     forget_after(runs / "changed", EVERY)
     other = f"distill.teacher={runs / 'teacher'}@2"
-    said = asked.train("changed", *STAGED, "distill.teacher_devices=2", LAYOUT, other, code=2)
-    is_explained(said)
-    assert "must be the teacher used for the checkpoint of step 2" in said
+    output = live.train("changed", *STAGED, "distill.teacher_devices=2", LAYOUT, other, code=2)
+    is_explained(output)
+    assert "must be the teacher used for the checkpoint of step 2" in output
 
 
 @pytest.mark.layouts
-def test_a_student_goes_on_with_its_teacher_in_another_form(asked: Place, run: Run) -> None:
-    """As a Hugging Face folder: a teacher is its parameters, wherever they are."""
-    runs, folder = asked.folder / "runs", asked.folder / "exported"
+def test_resume_accepts_teacher_in_hugging_face_format(live: Workspace, run: Run) -> None:
+    """A teacher is identified by its parameters, not by its path or format."""
+    runs, folder = live.folder / "runs", live.folder / "exported"
     run("export", f"{runs / 'teacher'}@9", folder)
-    shutil.copytree(runs / "asked", runs / "moved")
+    shutil.copytree(runs / "live", runs / "moved")
     forget_after(runs / "moved", EVERY)
     keys = (*STAGED, "distill.teacher_devices=2", LAYOUT, f"distill.teacher=hf:{folder}")
-    assert "must be the teacher" not in asked.train("moved", *keys)
-    assert asked.losses("moved") == asked.losses("asked")
-    run("export", runs / "moved", asked.folder / "student")
+    assert "must be the teacher" not in live.train("moved", *keys)
+    assert live.losses("moved") == live.losses("live")
+    run("export", runs / "moved", live.folder / "student")
 
 
 @pytest.mark.layouts
-def test_sources_of_a_mixture_find_their_rows(asked: Place) -> None:
-    """Under other shares than those that were prepared."""
-    text, out = asked.folder / "text", asked.folder / "mixed"
+def test_stored_logits_support_other_mixture_weights(live: Workspace) -> None:
+    """The logits were prepared with other mixture weights."""
+    text, out = live.folder / "text", live.folder / "mixed"
     for name in ("a", "b"):
-        (asked.folder / name).mkdir()
+        (live.folder / name).mkdir()
         for number in range(6):
             file = f"{number + 6 * (name == 'b')}.txt"
-            shutil.copy(text / file, asked.folder / name / file)
+            shutil.copy(text / file, live.folder / name / file)
     mixed = tuple(
         f"data.mixture.{name}.{key}={value}"
         for name in ("a", "b")
-        for key, value in {"source": "text", "path": asked.folder / name}.items()
+        for key, value in {"source": "text", "path": live.folder / name}.items()
     )
     mixed = ("data.path=", "data.source=corpus", *mixed)
-    asked.prepare(out, *mixed, "data.mixture.a.weight=1", "data.mixture.b.weight=1")
+    live.prepare(out, *mixed, "data.mixture.a.weight=1", "data.mixture.b.weight=1")
     shares = ("data.mixture.a.weight=1", "data.mixture.b.weight=3", "train.batch_size=4")
-    asked.train("mixed", *mixed, *shares)
-    asked.train("mixed-stored", *mixed, *shares, *asked.stored(out))
-    same(asked.losses("mixed-stored"), asked.losses("mixed"))
+    live.train("mixed", *mixed, *shares)
+    live.train("mixed-stored", *mixed, *shares, *live.stored(out))
+    assert_close(live.losses("mixed-stored"), live.losses("mixed"))
 
 
 REFUSED: list[tuple[tuple[str, ...], str]] = [
@@ -256,19 +256,21 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "text"), REFUSED, ids=[text[:24] for _, text in REFUSED])
-def test_what_does_not_fit_is_refused(place: Place, keys: tuple[str, ...], text: str) -> None:
+def test_invalid_distill_settings_are_rejected(
+    workspace: Workspace, keys: tuple[str, ...], text: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
-        loaded = load([str(each) for each in place.keys("refused", *keys)])
+        loaded = load([str(each) for each in workspace.keys("refused", *keys)])
         split_devices(loaded.config)
         open_teacher(loaded, ByteTokenizer())
     assert text in str(refused.value)
     is_explained(str(refused.value))
 
 
-def test_stored_answers_of_something_else_are_refused(
-    place: Place, answers: Path, tmp_path: Path
+def test_incompatible_stored_logits_are_rejected(
+    workspace: Workspace, stored_logits: Path, tmp_path: Path
 ) -> None:
-    found = read_manifest(str(answers))
+    found = read_manifest(str(stored_logits))
     for changes, text in (
         ({"temperature": 1.0}, "distill.temperature = 1.0"),
         ({"top_k": COUNT + 1}, "distill.top_k = 8"),
@@ -280,7 +282,7 @@ def test_stored_answers_of_something_else_are_refused(
         sizes = {"vocab_size": 259, "temperature": 1.5, "top_k": COUNT, "row_tokens": 24}
         given = {"sources": found["sources"], **sizes, **changes}
         with pytest.raises(ConfigError, match="(?s)" + text):
-            open_logits(str(answers), **given)  # type: ignore[arg-type]
+            open_logits(str(stored_logits), **given)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="logits.json is missing"):
         read_manifest(str(tmp_path))
 
@@ -290,12 +292,12 @@ def opened(folder: Path) -> LogitsReader:
     return open_logits(str(folder), read_manifest(str(folder))["sources"], **sizes)
 
 
-def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> None:
-    """Before the row with it is used, and by a pass over all files."""
-    draw, damaged = random.Random(1), answers
+def test_every_flipped_bit_is_detected(stored_logits: Path, tmp_path: Path, run: Run) -> None:
+    """Damage is detected before the sequence is used, and by `maxpipe data verify`."""
+    draw, damaged = random.Random(1), stored_logits
     for number in range(40):
         damaged = tmp_path / str(number)
-        shutil.copytree(answers, damaged)
+        shutil.copytree(stored_logits, damaged)
         file = draw.choice(sorted(damaged.iterdir()))
         raw = bytearray(file.read_bytes())
         raw[draw.randrange(len(raw))] ^= 1 << draw.randrange(8)
@@ -303,21 +305,21 @@ def test_every_flipped_bit_is_found(answers: Path, tmp_path: Path, run: Run) -> 
         with pytest.raises((StorageError, ConfigError)) as found:
             stored = opened(damaged)
             for sequence in range(read_manifest(str(damaged))["sources"][""]["sequences"]):
-                with contextlib.suppress(ConfigError):  # other rows than these were asked
+                with contextlib.suppress(ConfigError):  # the tokens do not match the stored digest
                     stored.read("", sequence, NOTHING)
         assert "is damaged" in str(found.value) and str(file) in str(found.value)
-    said = run("data", "verify", damaged, code=74)
-    assert "damaged" in said
-    assert "all checksums match" in run("data", "verify", answers)
+    output = run("data", "verify", damaged, code=74)
+    assert "damaged" in output
+    assert "all checksums match" in run("data", "verify", stored_logits)
 
 
 NOTHING = {name: np.zeros(24, np.int32) for name in ("tokens", "segment_ids")}
 
 
-def test_rows_that_have_changed_are_refused(answers: Path) -> None:
-    """Where names, sizes and edges of files are what they were, and a digest of the row is not."""
+def test_stored_logits_of_other_tokens_are_rejected(stored_logits: Path) -> None:
+    """File names and sizes are unchanged, but the digest of the sequence differs."""
     with pytest.raises(ConfigError, match="sequence 2 has different tokens"):
-        opened(answers).read("", 2, NOTHING)
+        opened(stored_logits).read("", 2, NOTHING)
 
 
 TEACHER_OF_STUDENTS = (
@@ -329,12 +331,12 @@ LIBRARY = ("data.source=corpus", "data.path=", "train.sequence_length=64", "chec
 
 
 @pytest.mark.layouts
-def test_a_student_learns_more_than_alone(place: Place, run: Run) -> None:
-    """In equal steps, of the quickstart's text, for three seeds; `benchmarks/distill.py` has more.
+def test_distillation_improves_student_loss(workspace: Workspace, run: Run) -> None:
+    """Compare the validation loss after equal numbers of steps, for three seeds.
 
-    By the cross entropy of documents that neither has seen.
+    `benchmarks/distill.py` has larger runs.
     """
-    file, runs = place.folder / "run.yml", place.folder / "runs"
+    file, runs = workspace.folder / "run.yml", workspace.folder / "runs"
     library = (*LIBRARY, "eval.batches=16", "eval.batch_size=32", "optim.learning_rate=5e-3")
     run("train", file, *library, *TEACHER_OF_STUDENTS)
     taught = ("train.objective=distill", f"distill.teacher={runs / 'taught-well'}")
@@ -356,55 +358,57 @@ ENDS = [stop, lambda process: process.kill()]
 
 @pytest.mark.long
 @pytest.mark.parametrize("end", ENDS, ids=["ctrl-c", "kill"])
-def test_preparing_goes_on_after_a_stop(
-    place: Place,
-    answers: Path,
+def test_prepare_resumes_after_interrupt(
+    workspace: Workspace,
+    stored_logits: Path,
     start: Start,
     tmp_path: Path,
     end: Callable[[object], None],
 ) -> None:
-    """With the same bytes; shards are small, so that some are done."""
-    out = tmp_path / "answers"
-    keys = place.keys("x", *STAGED, "distill.teacher_devices=2", LAYOUT)
+    """The result has the same bytes; shards are small, so some are complete at the interrupt."""
+    out = tmp_path / "stored_logits"
+    keys = workspace.keys("x", *STAGED, "distill.teacher_devices=2", LAYOUT)
     command = ("distill", "prepare", *keys, "--out", out, "--shard-bytes", 9000)
     process = start(*command)
     while not (out / "shard-00001.bin").exists():
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.01)
     end(process)
-    said, _ = process.communicate()
+    output, _ = process.communicate()
     if process.returncode == 130:
-        assert "Run the same command again" in said
+        assert "Run the same command again" in output
     assert not (out / MANIFEST).exists()
     with pytest.raises(ConfigError, match="the manifest is missing"):
         read_manifest(str(out))
     again = start(*command)
-    said = again.communicate()[0]
-    assert again.returncode == 0, said
+    output = again.communicate()[0]
+    assert again.returncode == 0, output
     assert sum(each["rows"] for each in read_manifest(str(out))["shards"]) > 0
-    assert content(out) == content(answers)
+    assert content(out) == content(stored_logits)
 
 
 def content(folder: Path) -> bytes:
-    """Records of all shards, joined."""
+    """Return the concatenated records of all shards."""
     return b"".join(each.read_bytes() for each in sorted(folder.glob("shard-*.bin")))
 
 
 @pytest.mark.layouts
 @pytest.mark.multihost
-def test_several_processes_read_stored_answers(asked: Place, answers: Path, start: Start) -> None:
-    """Each of them those of its rows."""
-    keys = asked.keys("pair", *STAGED, "mesh.cpu_devices=2", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
-    with pair(start, *keys, *asked.stored(answers)) as processes:
-        said = ends(processes)
-    assert [each.returncode for each in processes] == [0, 0], said
-    same(asked.losses("pair"), asked.losses("asked"))
+def test_two_processes_read_stored_logits(
+    live: Workspace, stored_logits: Path, start: Start
+) -> None:
+    """Each process reads the logits of its own sequences."""
+    keys = live.keys("pair", *STAGED, "mesh.cpu_devices=2", "mesh.ici_stage=2", "mesh.ici_fsdp=2")
+    with start_pair(start, *keys, *live.stored(stored_logits)) as processes:
+        outputs = wait_for_outputs(processes)
+    assert [each.returncode for each in processes] == [0, 0], outputs
+    assert_close(live.losses("pair"), live.losses("live"))
 
 
 SEVERAL: list[tuple[str, tuple[str, ...]]] = [
-    # The teacher's processes have all rows, the student's half of them: it sends rows it lacks.
+    # Each teacher process has all sequences and each student process half of them.
     ("rows-of-one", ("mesh.ici_fsdp=2", "distill.teacher_devices=2", LAYOUT)),
-    # The student's have all rows, the teacher's half of them: it tells every device.
+    # Each student process has all sequences and each teacher process half of them.
     (
         "rows-of-both",
         (STAGED[1], "mesh.ici_fsdp=1", "pipeline.microbatches=2", "distill.teacher_devices=2"),
@@ -416,16 +420,16 @@ SEVERAL: list[tuple[str, tuple[str, ...]]] = [
 @pytest.mark.long
 @pytest.mark.multihost
 @pytest.mark.parametrize(("name", "keys"), SEVERAL, ids=[name for name, _ in SEVERAL])
-def test_several_processes_ask(
-    asked: Place, start: Start, name: str, keys: tuple[str, ...]
+def test_two_processes_with_live_teacher_match_one(
+    live: Workspace, start: Start, name: str, keys: tuple[str, ...]
 ) -> None:
-    """Each gives the teacher its last devices; both meshes lie across them.
+    """Each process gives its last devices to the teacher, so both meshes span both processes.
 
-    As one process does under the same layout: under another one the last of the most likely tokens
-    may be another that is as likely.
+    The single-process run has the same layout: under another one, rounding could change the last of
+    the top-k tokens.
     """
-    asked.train(f"one-{name}", "mesh.cpu_devices=4", *keys)
-    with pair(start, *asked.keys(f"pair-{name}", "mesh.cpu_devices=2", *keys)) as processes:
-        said = ends(processes)
-    assert [each.returncode for each in processes] == [0, 0], said
-    same(asked.losses(f"pair-{name}"), asked.losses(f"one-{name}"))
+    live.train(f"one-{name}", "mesh.cpu_devices=4", *keys)
+    with start_pair(start, *live.keys(f"pair-{name}", "mesh.cpu_devices=2", *keys)) as processes:
+        outputs = wait_for_outputs(processes)
+    assert [each.returncode for each in processes] == [0, 0], outputs
+    assert_close(live.losses(f"pair-{name}"), live.losses(f"one-{name}"))

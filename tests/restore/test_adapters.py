@@ -1,4 +1,4 @@
-"""Runs with adapters: the base keeps its bits, and a run goes on anywhere."""
+"""Adapter training leaves the base weights unchanged, and resumes on other layouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 100
 
 
 @pytest.mark.layouts
-def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
+def test_base_is_unchanged_and_run_resumes_on_other_layout() -> None:
     steps = steps_of(HERE, ROWS, STEPS + 4)
     run, names = steps.compile_train(), trained(steps.param_layout.decoder.model)
     plain = steps_of(Case(2, 2, 2, fsdp=2, layers=5), ROWS)
@@ -43,7 +43,7 @@ def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
     saved = steps.to_saved(state)
     for tree in (saved["params"], *saved["optimizer"].values(), steps.abstract_saved["params"]):
         assert leaves_by_name(tree).keys() == names
-    # What was saved and the base are all that there is: bit for bit here, elsewhere alike.
+    # The saved state and the base restore the run: bitwise on this layout, closely on another.
     saved = jax.device_get(saved)
     again = steps.from_saved(saved, state.guard, base)
     assert not [name for name, same in same_bits(again, state).items() if not same]
@@ -58,8 +58,8 @@ def test_the_base_keeps_its_bits_and_a_run_goes_on_anywhere() -> None:
     np.testing.assert_allclose(found, wanted, rtol=TOLERANCE)
 
 
-def test_step_0_is_the_base() -> None:
-    """Bit for bit: factors add zeros, and lengths are the norms of the base."""
+def test_initial_adapter_model_equals_base() -> None:
+    """Equality is bitwise: LoRA factors add zero, and DoRA lengths equal the norms of the base."""
     plain, *adapted = (
         steps_of(Case(layers=2, adapter=each), ROWS).param_layout.decoder
         for each in (None, AdapterConfig(rank=2), AdapterConfig(rank=2, kind="dora"))
@@ -81,8 +81,8 @@ def test_step_0_is_the_base() -> None:
 
 
 @pytest.mark.long
-def test_the_page(tmp_path: Path) -> None:
-    """docs/adapters.md: an adapter learns what its base does not know."""
+def test_adapters_page_commands_run(tmp_path: Path) -> None:
+    """The commands in docs/adapters.md train an adapter that lowers the loss of its base."""
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     outputs = []

@@ -1,4 +1,4 @@
-"""Rewards that are built in, and the worth of expressions."""
+"""Built-in rewards, and evaluation of arithmetic expressions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from maxpipe.rewards.builtin import builtin_reward, evaluate_expression, number
 
 
-def test_exact_ignores_white_space_around() -> None:
+def test_exact_ignores_surrounding_whitespace() -> None:
     reward = builtin_reward("exact", "")
     assert reward(" 7\n", {"answer": "7"}) == 1
     assert reward("7", {"answer": 7}) == 1
@@ -17,7 +17,7 @@ def test_exact_ignores_white_space_around() -> None:
     assert builtin_reward("exact", "wanted")("a b", {"wanted": "a b", "answer": "c"}) == 1
 
 
-def test_regex_is_searched() -> None:
+def test_regex_matches_anywhere_in_completion() -> None:
     reward = builtin_reward("regex", "")
     assert reward("the answer is 42.", {"pattern": r"\b42\b"}) == 1
     assert reward("the answer is 420.", {"pattern": r"\b42\b"}) == 0
@@ -33,7 +33,7 @@ def test_regex_is_searched() -> None:
         ("-(-2)", Fraction(2)),
     ],
 )
-def test_expressions_are_exact(expression: str, wanted: Fraction) -> None:
+def test_expressions_are_evaluated_exactly(expression: str, wanted: Fraction) -> None:
     assert evaluate_expression(expression) == wanted
 
 
@@ -53,7 +53,7 @@ def test_expressions_are_exact(expression: str, wanted: Fraction) -> None:
         "1+",
     ],
 )
-def test_other_expressions_are_refused(expression: str) -> None:
+def test_invalid_expressions_are_rejected(expression: str) -> None:
     with pytest.raises(ValueError, match="expression"):
         evaluate_expression(expression)
 
@@ -70,12 +70,12 @@ def test_arithmetic_reads_prompt_or_expression() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "seven", "1/0", "1e5", "--1", "9" * 1001, "٣"])
-def test_texts_that_are_no_number(text: str) -> None:
+def test_non_numeric_strings_are_not_parsed(text: str) -> None:
     assert number(text) is None
 
 
 @pytest.mark.parametrize("pattern", ["(", "a{99999999999999}", "(" * 3000 + ")" * 3000])
-def test_patterns_that_are_none(pattern: str) -> None:
+def test_invalid_regex_patterns_are_rejected(pattern: str) -> None:
     with pytest.raises(
         ValueError, match="the record's `pattern` is not a valid regular expression"
     ):
@@ -91,6 +91,6 @@ def test_patterns_that_are_none(pattern: str) -> None:
         {"answer": True, "pattern": True},
     ],
 )
-def test_records_without_the_field(kind: str, record: dict[str, object]) -> None:
+def test_records_without_valid_field_are_rejected(kind: str, record: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="no string or number"):
         builtin_reward(kind, "")("", record)

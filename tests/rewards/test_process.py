@@ -1,4 +1,4 @@
-"""Rewards by a process of their own: what functions may do to it, and what is said of that."""
+"""Rewards computed in a worker process: failures of functions, and their error messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Opened = Callable[..., RewardFunction]
 
 @pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Opened]:
-    """`opened(body)`: the rewards of a function `reward(completion, record)` with this body."""
+    """Return `opened(body)`, which opens `reward(completion, record)` with this body."""
     every: list[RewardFunction] = []
 
     def make(body: str, before: str = "") -> RewardFunction:
@@ -35,7 +35,7 @@ def opened(tmp_path: Path) -> Iterator[Opened]:
         each.close()
 
 
-def refused(rewards: RewardFunction, completion: str = "7") -> str:
+def error_message(rewards: RewardFunction, completion: str = "7") -> str:
     with pytest.raises(ConfigError) as error:
         rewards.compute(completion, {"prompt": "3+4="}, "prompts.jsonl, line 3")
     text = str(error.value)
@@ -43,13 +43,13 @@ def refused(rewards: RewardFunction, completion: str = "7") -> str:
     return text
 
 
-def test_a_function_is_given_completion_and_record(opened: Opened) -> None:
+def test_function_receives_completion_and_record(opened: Opened) -> None:
     rewards = opened("print('said'); return len(completion) + record['more']")
     assert rewards.compute("abc", {"more": 0.5}, "line 1") == 3.5
     assert rewards.compute("", {"more": True}, "line 2") == 1
 
 
-def test_a_reward_file_imports_modules_of_its_folder(opened: Opened, tmp_path: Path) -> None:
+def test_reward_file_can_import_modules_from_its_folder(opened: Opened, tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("WORTH = 4")
     rewards = opened("import beside; return beside.WORTH")
     assert rewards.compute("", {}, "line 1") == 4
@@ -70,9 +70,9 @@ def test_a_reward_file_imports_modules_of_its_folder(opened: Opened, tmp_path: P
         ("import time; time.sleep(60)", "the code exceeded the time limit"),
     ],
 )
-def test_mistakes_of_a_reward_function_are_explained(opened: Opened, body: str, words: str) -> None:
+def test_reward_function_failures_are_reported(opened: Opened, body: str, words: str) -> None:
     start = time.monotonic()
-    text = refused(opened(body))
+    text = error_message(opened(body))
     assert f"for prompts.jsonl, line 3 and the completion '7', {words}." in text
     assert time.monotonic() - start < 30
 
@@ -85,12 +85,14 @@ def test_mistakes_of_a_reward_function_are_explained(opened: Opened, body: str, 
         ("def", "the code raised SyntaxError"),
     ],
 )
-def test_a_file_that_cannot_be_loaded(opened: Opened, before: str, words: str) -> None:
-    text = refused(opened("return 1", before))
+def test_reward_file_that_fails_to_load_is_reported(
+    opened: Opened, before: str, words: str
+) -> None:
+    text = error_message(opened("return 1", before))
     assert "cannot be loaded" in text and words in text
 
 
-def test_a_function_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_reward_function_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("reward = 3")
     config = GrpoConfig(reward_file=f"{path}:reward", allow_code=True)
@@ -101,14 +103,14 @@ def test_a_function_that_is_not_there(tmp_path: Path) -> None:
         RewardFunction(config).fingerprint()
 
 
-def test_a_fingerprint_is_of_the_content(opened: Opened) -> None:
+def test_fingerprint_depends_on_file_content(opened: Opened) -> None:
     first, second = opened("return 1").fingerprint(), opened("return 2").fingerprint()
     assert first != second and opened("return 1").fingerprint() == first
     assert RewardFunction(GrpoConfig(reward="regex")).fingerprint() == "regex"
 
 
-def test_built_in_rewards_run_there_too() -> None:
-    """A pattern may take for ever."""
+def test_builtin_rewards_run_in_worker_with_time_limit() -> None:
+    """Matching a pattern may take forever."""
     rewards = RewardFunction(GrpoConfig(reward="regex", reward_timeout_seconds=1))
     assert rewards.compute("abc", {"pattern": "b"}, "line 1") == 1
     with raises(ConfigError, "grpo.reward", "regex", names=["1 seconds", "line 2"]):
@@ -116,8 +118,8 @@ def test_built_in_rewards_run_there_too() -> None:
     rewards.close()
 
 
-def test_signals_of_the_terminal_do_not_reach_it(opened: Opened) -> None:
+def test_worker_has_own_process_group(opened: Opened) -> None:
     rewards = opened("import os; return os.getpgid(0)")
     group = int(rewards.compute("", {}, "line 1"))
     assert group != os.getpgid(0)
-    os.killpg(group, signal.SIGCONT)  # there it is
+    os.killpg(group, signal.SIGCONT)  # the group exists

@@ -1,4 +1,4 @@
-"""Cutting a list of layers into chunks."""
+"""Partitioning layers into chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def all_cuts(num_layers: int, num_chunks: int) -> list[tuple[int, ...]]:
     st.integers(0, 9),
 )
 @settings(max_examples=200, deadline=None)
-def test_the_balanced_cut_is_the_best_of_all(
+def test_balanced_partition_is_optimal(
     costs: list[int], num_chunks: int, first: int, last: int
 ) -> None:
     num_chunks = min(num_chunks, len(costs))
@@ -40,12 +40,12 @@ def test_the_balanced_cut_is_the_best_of_all(
     assert quality(cut) == min(map(quality, all_cuts(len(costs), num_chunks)))
 
 
-def test_a_dear_loss_head_takes_layers_from_the_last_chunk() -> None:
+def test_expensive_loss_head_reduces_layers_of_last_chunk() -> None:
     assert balance_layers([1.0] * 16, 4) == (4, 4, 4, 4)
     assert balance_layers([1.0] * 16, 4, last=2.0) == (5, 5, 4, 2)
-    # Two kinds of layers: the heavy ones are spread.
+    # Two layer types: the expensive layers are spread over chunks.
     assert balance_layers([3.0, 1.0, 1.0, 1.0, 3.0, 3.0], 4) == (1, 3, 1, 1)
 
 
-def test_like_layers_are_cut_evenly() -> None:
+def test_equal_layers_are_partitioned_evenly() -> None:
     assert balance_layers([2.0] * 14, 4) == (4, 4, 3, 3)

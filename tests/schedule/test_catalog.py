@@ -1,4 +1,4 @@
-"""Schedules by name: every size is legal or explained, and idle time has its closed form."""
+"""Schedules by name: valid and invalid sizes, and idle time in closed form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def all_sizes(name: str, all_stages: tuple[int, ...] = SMALL) -> list[dict[str, 
 
 
 def items(slots: SlotColumns) -> set[tuple[int, int, int]]:
-    """(stage, microbatch, repeat) of all work."""
+    """Return (stage, microbatch, repeat) of every active slot."""
     return {
         (stage, int(slots.microbatch[tick, stage]), int(slots.repeat[tick, stage]))
         for tick, stage in np.argwhere(slots.active).tolist()
@@ -42,20 +42,20 @@ def items(slots: SlotColumns) -> set[tuple[int, int, int]]:
 @every_stages
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_size_is_built_and_verified(name: str, stages: tuple[int, ...]) -> None:
-    # `build` verifies what it returns, and idle time against the closed form.
+    # `make_schedule` verifies the schedule and compares idle time with the closed form.
     for sizes in all_sizes(name, stages):
         schedule = make_schedule(name, **sizes)
         assert schedule.name == name and schedule.trains and not schedule.delayed
         assert schedule.num_microbatches == sizes["microbatches"]
         assert (schedule.num_stages, schedule.num_repeats) == (sizes["stages"], sizes["repeats"])
-        # A stage's actions take that many ticks at least, and no stage waits for ever.
+        # The tick count is at least the work of a stage, and no stage waits forever.
         work = sizes["microbatches"] * sizes["repeats"]
         assert (3 if schedule.mixed else 1) * work <= schedule.num_ticks
         assert schedule.num_ticks <= 3 * (work + schedule.ring.num_chunks) + schedule.num_stages
 
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
-def test_forward_only_tables_do_the_forwards_and_keep_nothing(shape: Literal["loop", "v"]) -> None:
+def test_forward_only_schedule_saves_no_activations(shape: Literal["loop", "v"]) -> None:
     for stages, repeats, microbatches in itertools.product(range(1, 6), (1, 2, 3), range(1, 12)):
         only = make_forward_schedule(Ring(stages, repeats, shape), microbatches)
         assert not only.trains and not only.mixed
@@ -66,13 +66,13 @@ def test_forward_only_tables_do_the_forwards_and_keep_nothing(shape: Literal["lo
         }
         assert items(only.forward) == wanted
         if microbatches >= stages and shape == "loop":
-            # The forwards follow each other without a gap.
+            # Forward passes run without gaps.
             assert only.num_ticks == microbatches * repeats + stages - 1
             assert only.idle_fraction() == pytest.approx((stages - 1) / only.num_ticks)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "circular", "1f1b", "interleaved", "breadth_first"])
-def test_typed_slots_idle_as_little_as_interleaved_1f1b(name: str) -> None:
+def test_typed_schedules_have_idle_fraction_of_interleaved_1f1b(name: str) -> None:
     for sizes in all_sizes(name):
         stages, work = sizes["stages"], sizes["microbatches"] * sizes["repeats"]
         if sizes["microbatches"] >= stages:
@@ -89,14 +89,14 @@ def test_delayed_messages_double_the_bubble(name: str, stages: tuple[int, ...]) 
         schedule = make_schedule(name, **sizes, delayed=True)
         assert schedule.delayed
         num_stages, repeats, microbatches = sizes.values()
-        # A repeat must be twice as long as the ring to hide that a round takes twice as long.
+        # Delay doubles a round, so only a repeat twice as long as the ring can hide it.
         if microbatches >= 2 * num_stages or (repeats == 1 and microbatches >= num_stages):
             bubble, work = 2 * (num_stages - 1), microbatches * repeats
             assert schedule.idle_fraction() == pytest.approx(bubble / (work + bubble))
         assert schedule.num_stash == microbatches * repeats
 
 
-def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
+def test_embedding_and_loss_are_at_first_and_last_chunk() -> None:
     schedule = make_schedule("interleaved", stages=3, repeats=2, microbatches=6)
     entered = schedule.embed_microbatch
     left = schedule.loss_microbatch
@@ -107,22 +107,22 @@ def test_the_edges_of_the_network_are_the_first_and_the_last_chunk() -> None:
         enter, leave, back = (
             int(np.flatnonzero(column == m)[0]) for column in (entered, left, returned)
         )
-        # Six chunks to the loss head, in whose tick the way back begins: five hops.
+        # Six chunks are five hops, and the backward pass starts in the tick of the loss head.
         assert leave - enter == 5 and back - leave == 5
 
 
-def test_in_a_v_the_network_ends_where_it_begins() -> None:
+def test_v_ring_ends_on_first_stage() -> None:
     schedule = make_schedule("zb_v", stages=3, repeats=2, microbatches=6)
     assert schedule.ring.last_stage == 0
     for m in range(6):
         (leave,) = np.flatnonzero(schedule.loss_microbatch == m)
-        # In mixed ticks the loss head comes at the start of the next one.
+        # With mixed ticks, the loss head runs at the start of the next tick.
         assert schedule.forward.microbatch[leave - 1, 0] == m
         assert schedule.forward.repeat[leave - 1, 0] == 1
 
 
 def depth_by_hand(schedule: Schedule) -> np.ndarray:
-    """Chunks on each stage between F and the end of B or W, counted tick by tick."""
+    """Return the chunks on each stage between F and the end of B or W, counted tick by tick."""
     live = np.zeros(schedule.num_stages, int)
     found = []
     last = schedule.kinds[-1][1]
@@ -134,7 +134,7 @@ def depth_by_hand(schedule: Schedule) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_stash_depth_counts_from_f_to_the_last_use(name: str) -> None:
+def test_stash_depth_counts_from_forward_to_last_use(name: str) -> None:
     repeats = SCHEDULES[name].repeats or 2
     schedule = make_schedule(name, stages=4, repeats=repeats, microbatches=7)
     assert np.array_equal(schedule.stash_depth(), depth_by_hand(schedule))
@@ -158,7 +158,7 @@ ILLEGAL: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "change", "key"), ILLEGAL)
-def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key: str) -> None:
+def test_invalid_sizes_raise_config_error(name: str, change: dict[str, Any], key: str) -> None:
     sizes: dict[str, Any] = {"stages": 4, "repeats": 1, "microbatches": 8} | change
     with pytest.raises(ConfigError) as caught:
         make_schedule(name, **sizes)
@@ -170,7 +170,7 @@ def test_illegal_sizes_are_config_errors(name: str, change: dict[str, Any], key:
 
 
 @pytest.mark.parametrize("shape", ["loop", "v"])
-def test_a_forward_sweep_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
+def test_forward_schedule_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
     for stages, repeats in ((1, 1), (1, 3), (2, 2), (3, 2), (4, 3)):
         ring = Ring(stages, repeats, shape)
         for microbatches in (1, 2, 3, 5, 8, 13):
@@ -183,11 +183,11 @@ def test_a_forward_sweep_runs_on_any_ring(shape: Literal["loop", "v"]) -> None:
                 assert schedule.num_ticks == microbatches * repeats + stages - 1
 
 
-def test_on_one_stage_a_v_is_a_loop() -> None:
+def test_v_ring_on_one_stage_is_loop() -> None:
     assert make_schedule("zb_v", stages=1, repeats=2, microbatches=3).ring.shape == "loop"
     assert make_schedule("zb_v", stages=2, repeats=2, microbatches=3).ring.shape == "v"
 
 
-def test_why_repeats_are_fixed_is_said() -> None:
+def test_repeats_rule_states_reason() -> None:
     assert "one chunk per stage" in repeats_rule("gpipe", SCHEDULES["gpipe"])
     assert "a V" in repeats_rule("zb_v", SCHEDULES["zb_v"])

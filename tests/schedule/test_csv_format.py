@@ -1,4 +1,4 @@
-"""Schedules as CSV: exact round trips, hand-written files, and every mistake explained."""
+"""Schedules as CSV: exact round trips, handwritten files and error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HANDWRITTEN = Path(__file__).parents[1] / "golden/handwritten.csv"
 
 
 def assert_same(one: Any, two: Any) -> None:
-    """Every field but the name and the group, which a file does not know."""
+    """Compare all fields except name and group, which the CSV file does not store."""
     for field in dataclasses.fields(one):
         a, b = getattr(one, field.name), getattr(two, field.name)
         if field.name in ("name", "group"):
@@ -46,9 +46,7 @@ def assert_same(one: Any, two: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_written_schedule_reads_back_exactly(
-    name: str, all_stages: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_csv_round_trip_is_exact(name: str, all_stages: tuple[int, ...], tmp_path: Path) -> None:
     spec, file = SCHEDULES[name], tmp_path / "schedule.csv"
     for stages in all_stages:
         for repeats in (spec.repeats,) if spec.repeats else (1, 2, 3):
@@ -65,18 +63,18 @@ def test_a_written_schedule_reads_back_exactly(
                     assert_same(make_schedule(f"file:{file}", **sizes), schedule)
 
 
-def test_a_file_can_be_delayed(tmp_path: Path) -> None:
+def test_csv_schedule_can_be_delayed(tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 4}
     file.write_text(to_csv(make_schedule("zb_v", **sizes)))
-    # A generated zero-bubble schedule has no delayed form, its actions in a file do.
+    # Generated zero-bubble schedules cannot be delayed, but the same actions in a file can.
     prompt, delayed = (
         make_schedule(f"file:{file}", **sizes, delayed=late) for late in (False, True)
     )
     assert delayed.delayed and delayed.num_ticks > prompt.num_ticks
 
 
-def test_the_notation_is_the_usual_one() -> None:
+def test_csv_uses_standard_notation() -> None:
     assert to_csv(make_schedule("gpipe", stages=2, microbatches=2)) == (
         "0F0,,0F1,,,,,0B0,,0B1\n"
         ",,1F0,,1F1,1B0,,1B1,,\n"
@@ -87,21 +85,21 @@ def test_the_notation_is_the_usual_one() -> None:
     )  # fmt: skip
 
 
-def test_a_handwritten_file_is_a_schedule() -> None:
+def test_handwritten_csv_is_valid_schedule() -> None:
     ring, orders = read_orders(HANDWRITTEN)
     assert (ring.num_stages, ring.num_repeats, ring.shape) == (2, 2, "v")
-    # B beside I and W is I and then W.
+    # In a file with I and W, a B is read as I followed by W.
     assert orders[0][7:9] == [Action("I", 0, 0), Action("W", 0, 0)]
     schedule = make_schedule(f"file:{HANDWRITTEN}", stages=2, repeats=2, microbatches=2)
     assert schedule.mixed and schedule.trains
     assert schedule.num_ticks == 14
-    # Its empty cells are for the reader: an action runs as soon as its order and inputs allow.
+    # Empty cells are ignored: an action runs as soon as its order and inputs allow.
     assert schedule.forward.microbatch[:, 0].tolist()[:4] == [0, 1, -1, 0]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("prefix", ["", "\ufeff", "\n , \n"])
-def test_blank_lines_spaces_and_what_spreadsheets_add_mean_nothing(
+def test_blank_lines_spaces_and_spreadsheet_artifacts_are_ignored(
     prefix: str, newline: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "schedule.csv"
@@ -111,8 +109,8 @@ def test_blank_lines_spaces_and_what_spreadsheets_add_mean_nothing(
     assert_same(schedule, make_schedule("gpipe", stages=2, microbatches=1))
 
 
-# (file, what the message says). Every message has four parts: where with line and cell, what is
-# given, the rule with its numbers, and what to do.
+# (file contents, parts of the message). Every message has four parts: the location with line and
+# cell, the given value, the rule with its numbers, and an action.
 WRONG: list[tuple[str, list[str]]] = [
     ("", ["FILE\n", "contains no actions", "Write one line per stage"]),
     (" ,,\n\n", ["FILE\n", "contains no actions"]),
@@ -168,8 +166,8 @@ WRONG: list[tuple[str, list[str]]] = [
 ]
 
 
-def explained(file: Path, **sizes: Any) -> str:
-    """The message; four parts, whatever is wrong."""
+def error_message(file: Path, **sizes: Any) -> str:
+    """Return the error message and check that it has all four parts."""
     defaults: dict[str, Any] = {"stages": 2, "repeats": 1, "microbatches": 1}
     with pytest.raises(ConfigError) as caught:
         make_schedule(f"file:{file}", **defaults | sizes)
@@ -184,28 +182,28 @@ def explained(file: Path, **sizes: Any) -> str:
 
 
 @pytest.mark.parametrize(("text", "parts"), WRONG, ids=lambda value: repr(value)[:40])
-def test_a_mistake_in_a_file_is_explained(text: str, parts: list[str], tmp_path: Path) -> None:
+def test_invalid_csv_is_rejected(text: str, parts: list[str], tmp_path: Path) -> None:
     file = tmp_path / "schedule.csv"
     file.write_text(text, encoding="utf-8")
     sizes = {}
     if any("wait for each other" in part for part in parts):
         sizes = {"stages": 1 + text.count("\n"), "microbatches": 1 + text.count("0F1")}
-    message = explained(file, **sizes)
+    message = error_message(file, **sizes)
     for part in parts:
         assert part in message
 
 
-def test_what_is_not_a_text_file_is_explained(tmp_path: Path) -> None:
-    assert "FILE\n  cannot be read: No such file" in explained(tmp_path / "nothing.csv")
-    assert "cannot be read: Is a directory." in explained(tmp_path)
+def test_unreadable_schedule_file_is_rejected(tmp_path: Path) -> None:
+    assert "FILE\n  cannot be read: No such file" in error_message(tmp_path / "nothing.csv")
+    assert "cannot be read: Is a directory." in error_message(tmp_path)
     binary = tmp_path / "picture.png"
     binary.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    message = explained(binary)
+    message = error_message(binary)
     assert message.startswith("pipeline.schedule = file:FILE\n")
     assert (
         "the file is not UTF-8 text" in message and "maxpipe schedule interleaved --csv" in message
     )
-    assert "it is not a path" in explained(Path("a\0b"))
+    assert "it is not a path" in error_message(Path("a\0b"))
 
 
 @pytest.mark.parametrize(
@@ -216,13 +214,13 @@ def test_what_is_not_a_text_file_is_explained(tmp_path: Path) -> None:
         ({"microbatches": 3}, "pipeline.microbatches = 3\n  must be 2"),
     ],
 )
-def test_sizes_must_agree_with_the_file(sizes: dict[str, int], message: str) -> None:
+def test_config_sizes_must_match_csv(sizes: dict[str, int], message: str) -> None:
     fitting = {"stages": 2, "repeats": 2, "microbatches": 2}
-    assert explained(HANDWRITTEN, **fitting | sizes).startswith(message)
+    assert error_message(HANDWRITTEN, **fitting | sizes).startswith(message)
 
 
-def test_no_edit_of_a_file_ends_without_explanation(tmp_path: Path) -> None:
-    """Either it is still a schedule, or a mistake of the file: never a bug of ours."""
+def test_randomly_edited_csv_is_valid_or_rejected(tmp_path: Path) -> None:
+    """An edited file is either still valid or raises ConfigError, never ScheduleError."""
     rng, file = random.Random(0), tmp_path / "schedule.csv"
     sizes: dict[str, Any] = {"stages": 3, "repeats": 2, "microbatches": 3}
     outcomes: dict[type, int] = {}

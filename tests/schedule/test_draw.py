@@ -1,4 +1,4 @@
-"""Drawings: one golden file per schedule, and blocks that fit a width."""
+"""Text timelines: golden files for every schedule, line wrapping and comparison tables."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAWN: dict[str, dict[str, Any]] = {
 
 
 def cells(drawing: str) -> dict[str, list[str]]:
-    """Row title -> cells of all blocks, one after the other."""
+    """Return {row title: cells of all blocks in order}."""
     rows: dict[str, list[str]] = {}
     stage = ""
     for line in drawing.splitlines()[2:]:
@@ -44,27 +44,27 @@ def cells(drawing: str) -> dict[str, list[str]]:
     return rows
 
 
-def test_every_schedule_is_drawn() -> None:
+def test_every_schedule_has_golden_timeline() -> None:
     assert set(DRAWN) == set(SCHEDULES)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_drawing_is_the_golden_one(name: str, golden: Golden) -> None:
+def test_timeline_matches_golden(name: str, golden: Golden) -> None:
     golden(f"schedule-{name}.txt", draw.draw_timeline(make_schedule(name, **DRAWN[name])) + "\n")
 
 
-def test_forward_only_tables_have_no_backward_rows(golden: Golden) -> None:
+def test_forward_only_timeline_has_no_backward_rows(golden: Golden) -> None:
     schedule = make_forward_schedule(Ring(3, 2), 5)
     golden("schedule-forward-only.txt", draw.draw_timeline(schedule) + "\n")
 
 
 @pytest.mark.parametrize("width", [1, 20, 40, 79, 200])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_blocks_fit_the_width_and_lose_nothing(name: str, width: int) -> None:
+def test_timeline_blocks_fit_width_and_keep_all_cells(name: str, width: int) -> None:
     schedule = make_schedule(name, **DRAWN[name])
     whole, cut = draw.draw_timeline(schedule), draw.draw_timeline(schedule, width=width)
     assert cells(cut) == cells(whole)
-    if width > 1:  # one column does not fit: a block has at least one tick
+    if width > 1:  # width 1 cannot fit, because a block has at least one tick
         assert all(len(line) <= width for line in cut.splitlines()[2:])
     ticks = [line.split()[1:] for line in cut.splitlines() if line.startswith("tick")]
     assert len(ticks) == len(cut.split("\n\n")) - 1
@@ -72,7 +72,7 @@ def test_blocks_fit_the_width_and_lose_nothing(name: str, width: int) -> None:
     assert {len(block) for block in ticks[:-1]} <= {len(ticks[0])}
 
 
-def test_the_summary_counts_what_the_table_needs() -> None:
+def test_summary_states_ticks_idle_time_and_buffers() -> None:
     schedule = make_schedule("interleaved", stages=4, repeats=2, microbatches=8)
     first, second = draw.summary(schedule).splitlines()
     assert first == "interleaved: 4 stages x 2 repeats, 8 microbatches in groups of 4"
@@ -91,14 +91,14 @@ def test_the_summary_counts_what_the_table_needs() -> None:
     assert "no saved chunks" in draw.summary(make_forward_schedule(Ring(2, 1), 2))
 
 
-def test_rows_stay_aligned_with_many_stages() -> None:
+def test_timeline_rows_are_aligned_with_many_stages() -> None:
     drawing = draw.draw_timeline(make_schedule("1f1b", stages=101, microbatches=1))
     rows = [line for line in drawing.splitlines()[3:] if not line.startswith("kept")]
     assert {line.rstrip()[-3:].strip() for line in rows} <= {"200", ".", "0"}
     assert len({line.index(" . ") for line in rows if " . " in line}) <= 2
 
 
-def test_a_mark_in_mixed_ticks_is_on_the_stage() -> None:
+def test_mark_in_mixed_tick_is_on_stage_row() -> None:
     schedule = make_schedule("zb_v", stages=3, repeats=2, microbatches=6)
     drawing = draw.draw_timeline(schedule, mark=(20, 1, "W"))
     (line,) = (line for line in drawing.splitlines() if "[" in line)
@@ -107,7 +107,7 @@ def test_a_mark_in_mixed_ticks_is_on_the_stage() -> None:
 
 @pytest.mark.parametrize("tick", [0, 15, 16, 25])
 @pytest.mark.parametrize("kind", ["F", "B"])
-def test_a_mark_shows_one_block_with_one_cell_in_brackets(tick: int, kind: str) -> None:
+def test_mark_draws_one_block_with_bracketed_cell(tick: int, kind: str) -> None:
     schedule = make_schedule("interleaved", stages=4, repeats=2, microbatches=8)
     drawing = draw.draw_timeline(schedule, mark=(tick, 2, kind))
     (bracketed,) = re.findall(r"\[\S+\]", drawing)
@@ -117,13 +117,13 @@ def test_a_mark_shows_one_block_with_one_cell_in_brackets(tick: int, kind: str) 
     assert row[rows["tick"].index(str(tick))] == bracketed
 
 
-def test_many_repeats_run_out_of_letters() -> None:
+def test_timeline_uses_numbers_after_26_repeats() -> None:
     drawing = draw.draw_timeline(make_schedule("1f1b", stages=1, repeats=28, microbatches=1))
     row = cells(drawing)["stage  0 F"]
     assert row[0] == "0a" and row[25:28] == ["0z", "0/26", "0/27"]
 
 
-def test_a_comparison_has_a_line_for_each_schedule(golden: Golden) -> None:
+def test_comparison_table_has_line_for_each_schedule(golden: Golden) -> None:
     schedules = [
         make_schedule(name, stages=4, repeats=spec.repeats or 3, microbatches=8)
         for name, spec in SCHEDULES.items()
@@ -132,7 +132,7 @@ def test_a_comparison_has_a_line_for_each_schedule(golden: Golden) -> None:
     golden("schedule-comparison.txt", table + "\n")
     rows = {line.split()[0]: line.split() for line in table.splitlines()[3 : 3 + len(schedules)]}
     assert list(rows) == list(SCHEDULES)
-    # Chunks are a third of a stage: 15 of them are its layers 5 times.
+    # With 3 chunks per stage, 15 saved chunks are 5 times the layers of a stage.
     assert rows["1f1b"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "2", "48"]
     assert "at 1:1:1.5" in table
     assert "at 1:1:1.5" not in draw.comparison_table(schedules, Costs())
@@ -140,7 +140,7 @@ def test_a_comparison_has_a_line_for_each_schedule(golden: Golden) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3])
-def test_the_compared_messages_are_those_between_stages(name: str, stages: int) -> None:
+def test_comparison_counts_messages_between_stages(name: str, stages: int) -> None:
     repeats = SCHEDULES[name].repeats or 3
     schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=6)
     sent = [0] * stages
@@ -155,11 +155,11 @@ def test_the_compared_messages_are_those_between_stages(name: str, stages: int) 
     assert float(row[-1]) == pytest.approx(visits / repeats if visits else 1, rel=1e-3)
 
 
-def test_gathers_fall_with_longer_groups() -> None:
+def test_gather_count_decreases_with_group_size() -> None:
     gathers = {}
     for group in (4, 8, 16):
         schedule = make_schedule("interleaved", stages=4, repeats=4, microbatches=16, group=group)
         line = draw.comparison_table([schedule], Costs()).splitlines()[3]
         gathers[group] = float(line.split()[-1])
-    # Twice for each group, less what a forward and a backward that follow each other share.
+    # Two gathers per group, minus those shared by adjacent forward and backward passes.
     assert all(0.75 * 32 / group <= found <= 32 / group for group, found in gathers.items())

@@ -1,4 +1,4 @@
-"""Pictures and traces: everything is in them, in its place, in the same way each time."""
+"""SVG and PNG images and Perfetto traces: complete, correctly placed and deterministic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def num_slots(schedule: Schedule) -> int:
 
 
 def slot_boxes(text: str) -> dict[str, tuple[float, float, float, float]]:
-    """What a box says under the pointer -> x, y, width, height."""
+    """Return {tooltip of a box: (x, y, width, height)}."""
     found = {}
     for box in ElementTree.fromstring(text).iter(f"{SVG}rect"):
         title = box.find(f"{SVG}title")
@@ -49,14 +49,14 @@ def slot_boxes(text: str) -> dict[str, tuple[float, float, float, float]]:
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
-def test_the_picture_is_the_golden_one(name: str, golden: Golden) -> None:
+def test_svg_matches_golden(name: str, golden: Golden) -> None:
     schedule = make_schedule(name, stages=2, repeats=2, microbatches=3)
     golden(f"schedule-{name}.svg", pictures.svg(schedule, UNEQUAL))
 
 
 @pytest.mark.parametrize("costs", [Costs(), UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_slot_is_a_box_that_overlaps_no_other(name: str, costs: Costs) -> None:
+def test_svg_has_one_box_per_slot_without_overlap(name: str, costs: Costs) -> None:
     schedule = small(name)
     text = pictures.svg(schedule, costs)
     assert text == pictures.svg(schedule, costs)
@@ -74,7 +74,7 @@ def test_every_slot_is_a_box_that_overlaps_no_other(name: str, costs: Costs) -> 
             assert end < start
 
 
-def test_boxes_are_as_wide_as_their_slots_are_long() -> None:
+def test_svg_box_width_is_proportional_to_slot_cost() -> None:
     boxes = slot_boxes(pictures.svg(small("zb_h1"), Costs(2.0, 3.0, 1.0)))
     widths: dict[str, set[float]] = {}
     for title, (_, _, width, _) in boxes.items():
@@ -82,13 +82,13 @@ def test_boxes_are_as_wide_as_their_slots_are_long() -> None:
     forward, backward, weight = (
         widths[name].pop() for name in ("forward", "input gradient", "weight gradient")
     )
-    assert not any(widths.values()), "slots of one kind are of one width"
+    assert not any(widths.values()), "slots of one kind have equal width"
     assert (forward + 1.5) / 2 == pytest.approx((backward + 1.5) / 3, abs=0.01)
-    # This one has a line, drawn half outside of the box.
+    # This box has an outline, half of which is drawn outside.
     assert weight + 1 + 1.5 == pytest.approx((forward + 1.5) / 2, abs=0.02)
 
 
-def test_microbatches_axis_legend_and_summary_are_written() -> None:
+def test_svg_has_microbatches_axis_legend_and_summary() -> None:
     schedule = small("zb_v")
     texts = [
         text.text or ""
@@ -105,7 +105,7 @@ def test_microbatches_axis_legend_and_summary_are_written() -> None:
     assert [str(depth) for depth in schedule.stash_depth().max(axis=0)] == texts[-3:]
 
 
-def test_what_is_odd_is_drawn_too(tmp_path: Path) -> None:
+def test_svg_edge_cases(tmp_path: Path) -> None:
     file = tmp_path / "a&b<c>.csv"
     file.write_text("0F0,0B0\n")
     named = pictures.svg(make_schedule(f"file:{file}", stages=1, microbatches=1))
@@ -115,18 +115,18 @@ def test_what_is_odd_is_drawn_too(tmp_path: Path) -> None:
     assert '"ph": "C"' not in pictures.perfetto_trace(only)
     many = pictures.svg(make_schedule("1f1b", stages=1, repeats=12, microbatches=1))
     assert "repeat 7, and so on" in many and "repeat 8<" not in many
-    # However long, a picture has an end; numbers without room are left out.
+    # Image width is bounded for any number of ticks; labels that do not fit are omitted.
     long = make_schedule("1f1b", stages=1, repeats=2, microbatches=1000)
     for costs in (Costs(), Costs(1.0, 1.0, 1000.0)):
         picture = ElementTree.fromstring(pictures.svg(long, costs))
         assert float(picture.attrib["width"]) < 20_000
-    # All ticks of a schedule may be shorter than a unit of time, or much longer.
+    # All ticks may be much shorter or much longer than one time unit.
     for cost in (1e-6, 1e6):
         boxes = slot_boxes(pictures.svg(small("gpipe"), Costs(cost, cost, cost)))
         assert min(width for _, _, width, _ in boxes.values()) > 10
 
 
-def test_depths_are_drawn_to_scale() -> None:
+def test_svg_stash_depths_are_to_scale() -> None:
     schedule = small("circular")
     areas = list(ElementTree.fromstring(pictures.svg(schedule)).iter(f"{SVG}polygon"))
     assert len(areas) == 3
@@ -141,9 +141,9 @@ def test_depths_are_drawn_to_scale() -> None:
 
 
 @pytest.mark.parametrize("name", ["interleaved", "zb_v"])
-def test_the_png_shows_what_the_svg_shows(name: str, tmp_path: Path) -> None:
+def test_png_matches_svg(name: str, tmp_path: Path) -> None:
     schedule = small(name)
-    path = tmp_path / "drawing"  # any name will do
+    path = tmp_path / "drawing"  # works with any file name
     pictures.png(schedule, path, UNEQUAL)
     text = pictures.svg(schedule, UNEQUAL)
     root = ElementTree.fromstring(text)
@@ -162,7 +162,7 @@ def test_the_png_shows_what_the_svg_shows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("costs", [Costs(), UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> None:
+def test_perfetto_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> None:
     schedule = small(name)
     trace = json.loads(pictures.perfetto_trace(schedule, costs))
     by_phase: dict[str, list[dict[str, Any]]] = {}
@@ -188,7 +188,7 @@ def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> 
         assert slots.microbatch[args["tick"], event["tid"]] == args["microbatch"]
         price = {"F": costs.forward, "B": costs.backward, "I": costs.input, "W": costs.weight}
         assert event["dur"] == 1000 * price[kind]
-    # Each arrow goes from inside of a slot to the begin of another stage's, later.
+    # Each arrow goes from inside a slot to the later start of a slot on another stage.
     starts, ends = ({e["id"]: e for e in by_phase[phase]} for phase in "sf")
     assert starts.keys() == ends.keys() and len(starts) == num_messages(schedule)
     for number, start in starts.items():
@@ -207,14 +207,14 @@ def test_the_trace_has_every_slot_message_and_depth(name: str, costs: Costs) -> 
 
 
 def num_messages(schedule: Schedule) -> int:
-    """Over all stages: between neighbours in the network that are on different stages."""
+    """Return the number of messages between consecutive chunks on different stages."""
     ring = schedule.ring
     homes = [ring.locate_chunk(chunk)[0] for chunk in range(ring.num_chunks)]
     hops = sum(one != two for one, two in pairwise(homes))
     return 2 * hops * schedule.num_microbatches
 
 
-def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
+def test_drawing_without_png_does_not_import_pillow_or_jax() -> None:
     code = (
         "import sys\n"
         "from maxpipe.schedule import catalog, pictures\n"
@@ -222,11 +222,13 @@ def test_without_a_file_nothing_of_pillow_or_jax_is_loaded() -> None:
         "pictures.svg(drawn), pictures.perfetto_trace(drawn)\n"
         "print([name for name in ('jax', 'PIL') if name in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"
 
 
-def test_compared_schedules_are_drawn_below_each_other(
+def test_compare_svg_stacks_schedules_vertically(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "both.svg"
@@ -244,7 +246,7 @@ def test_compared_schedules_are_drawn_below_each_other(
 
 
 @pytest.mark.parametrize("ending", ["svg", "png", "csv", "json"])
-def test_out_writes_what_the_ending_says(tmp_path: Path, ending: str) -> None:
+def test_out_format_follows_file_extension(tmp_path: Path, ending: str) -> None:
     kind = {"json": "perfetto"}.get(ending, ending)
     one, other = tmp_path / f"a.{ending}", tmp_path / "b"
     assert main(["schedule", "zb_v", "--out", str(one), f"--{kind}", str(other)]) == 2

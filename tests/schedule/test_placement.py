@@ -1,4 +1,4 @@
-"""Placement: actions in the ticks, and values in the buffers, that the closed forms say."""
+"""Placement: action ticks and buffer sizes follow the closed forms."""
 
 from __future__ import annotations
 
@@ -43,25 +43,25 @@ def check_closed_forms(schedule: Schedule, group: int) -> None:
     work = schedule.num_microbatches * repeats
     assert schedule.group == group
     assert schedule.num_ticks == work + (repeats - 1) * group + 2 * stages - 2
-    # Every stage keeps fewer chunks than the one before it: 2 less for each hop.
+    # Every stage saves 2 chunks fewer than the previous stage.
     for stage, depth in enumerate(schedule.stash_depth().max(axis=0)):
         assert depth == min(work, (repeats - 1) * group + 2 * (stages - 1 - stage) + 1)
     assert schedule.num_stash == schedule.stash_depth().max()
     if stages > 1:
-        # A message waits at the ring's seam only. One of each direction arrives in a tick.
+        # Messages wait only from last to first stage. One per direction arrives in each tick.
         assert schedule.num_inbox == max(2, group - stages + 1 if repeats > 1 else 1)
     assert schedule.num_deferred == 1 and not schedule.weight.active.any()
     assert schedule.idle_fraction() == pytest.approx((stages - 1) / (work + stages - 1), rel=1e-12)
 
 
 @pytest.mark.parametrize(("stages", "repeats", "group"), SMALL)
-def test_interleaved_has_the_closed_forms(stages: int, repeats: int, group: int) -> None:
+def test_interleaved_sizes_match_closed_forms(stages: int, repeats: int, group: int) -> None:
     for num_groups in GROUPS:
         check_closed_forms(interleaved(stages, repeats, group, num_groups), group)
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 3), (8, 2)])
-def test_1f1b_and_breadth_first_are_the_two_ends(stages: int, repeats: int) -> None:
+def test_1f1b_and_breadth_first_have_extreme_group_sizes(stages: int, repeats: int) -> None:
     for num_groups in (1, 2, 4):
         sizes: dict[str, Any] = {
             "stages": stages,
@@ -73,7 +73,7 @@ def test_1f1b_and_breadth_first_are_the_two_ends(stages: int, repeats: int) -> N
 
 
 @pytest.mark.parametrize(("stages", "repeats", "group"), SMALL)
-def test_every_action_stands_where_the_formula_says(stages: int, repeats: int, group: int) -> None:
+def test_interleaved_action_ticks_match_closed_form(stages: int, repeats: int, group: int) -> None:
     for num_groups in GROUPS:
         schedule = interleaved(stages, repeats, group, num_groups)
         delay = (repeats - 1) * group + stages - 1
@@ -96,7 +96,7 @@ def test_every_action_stands_where_the_formula_says(stages: int, repeats: int, g
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved"])
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2), (8, 3)])
-def test_memory_is_independent_of_the_microbatches(name: str, stages: int, repeats: int) -> None:
+def test_memory_does_not_depend_on_microbatch_count(name: str, stages: int, repeats: int) -> None:
     sizes = {
         (schedule.num_stash, schedule.num_inbox)
         for num_groups in (2, 3, 8)
@@ -120,7 +120,7 @@ def test_forward_then_backward_saves_every_chunk(
     schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
     assert schedule.num_stash == microbatches * repeats
     assert (schedule.stash_depth().max(axis=0) == microbatches * repeats).all()
-    # No stage turns back before it has done all its forwards.
+    # No stage starts its backward passes before it has run all its forward passes.
     last_forward = max(ticks_of(schedule.forward).values())
     assert min(ticks_of(schedule.backward).values()) >= last_forward - (stages - 1)
 
@@ -129,12 +129,12 @@ def test_forward_then_backward_saves_every_chunk(
 
 
 def orders(*lines: str) -> list[list[Action]]:
-    """`F0 I0 W0` and so on, one line per stage of a ring without repeats."""
+    """Parse lines such as `F0 I0 W0`, one per stage of a ring without repeats."""
     return [[Action(a[0], int(a[1:]), 0) for a in line.split()] for line in lines]  # type: ignore[arg-type]
 
 
-def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
-    """By tick, what each stage does."""
+def actions_by_tick(*lines: str, delayed: bool = False) -> list[list[str]]:
+    """Return the actions of each stage by tick."""
     count = 1 + max(action.microbatch for order in orders(*lines) for action in order)
     ring = Ring(len(lines), 1)
     schedule = place_orders(
@@ -153,21 +153,21 @@ def placed(*lines: str, delayed: bool = False) -> list[list[str]]:
     ]
 
 
-def test_a_typed_tick_has_a_forward_and_then_a_backward() -> None:
-    # F, the loss head and B of the last stage are in one tick; each hop takes the next.
-    assert placed("F0 B0", "F0 B0") == [["F0", ""], ["", "F0B0"], ["B0", ""]]
-    assert placed("F0 F1 B0 B1", "F0 B0 F1 B1") == [
+def test_typed_tick_has_forward_then_backward() -> None:
+    # F, loss head and B of the last stage share a tick; each hop takes one more tick.
+    assert actions_by_tick("F0 B0", "F0 B0") == [["F0", ""], ["", "F0B0"], ["B0", ""]]
+    assert actions_by_tick("F0 F1 B0 B1", "F0 B0 F1 B1") == [
         ["F0", ""],
         ["F1", "F0B0"],
         ["B0", "F1B1"],
         ["B1", ""],
     ]
-    # An order that wants B before the next F has both in one tick where inputs allow.
-    assert placed("F0 B0 F1 B1") == [["F0B0"], ["F1B1"]]
+    # An order with B before the next F has both in one tick if inputs allow.
+    assert actions_by_tick("F0 B0 F1 B1") == [["F0B0"], ["F1B1"]]
 
 
-def test_a_mixed_tick_has_one_action() -> None:
-    assert placed("F0 I0 W0", "F0 I0 W0") == [
+def test_mixed_tick_has_one_action() -> None:
+    assert actions_by_tick("F0 I0 W0", "F0 I0 W0") == [
         ["F0", ""],
         ["", "F0"],
         ["", "I0"],
@@ -177,7 +177,7 @@ def test_a_mixed_tick_has_one_action() -> None:
 
 
 def test_delayed_messages_take_two_ticks() -> None:
-    assert placed("F0 B0", "F0 B0", delayed=True) == [
+    assert actions_by_tick("F0 B0", "F0 B0", delayed=True) == [
         ["F0", ""],
         ["", ""],
         ["", "F0B0"],
@@ -186,7 +186,7 @@ def test_delayed_messages_take_two_ticks() -> None:
     ]
 
 
-def test_an_action_runs_as_early_as_order_and_inputs_allow() -> None:
+def test_actions_run_as_early_as_order_and_inputs_allow() -> None:
     for name, spec in SCHEDULES.items():
         schedule = make_schedule(name, stages=3, repeats=spec.repeats or 2, microbatches=5)
         at = {
@@ -228,21 +228,19 @@ def test_an_action_runs_as_early_as_order_and_inputs_allow() -> None:
     ],
 )
 @pytest.mark.parametrize("delayed", [False, True])
-def test_orders_that_wait_for_each_other_are_refused(
-    lines: list[str], stuck: str, delayed: bool
-) -> None:
+def test_deadlocked_orders_are_rejected(lines: list[str], stuck: str, delayed: bool) -> None:
     with pytest.raises(OrderError) as caught:
-        placed(*lines, delayed=delayed)
+        actions_by_tick(*lines, delayed=delayed)
     assert isinstance(caught.value, ConfigError)
     (problem,) = caught.value.problems
     assert problem.where == "by hand"
     assert f"the stages wait for each other: {stuck}" in problem.rule
 
 
-# Chunks gathered by visit.
+# Weight prefetch window.
 
 
-def test_up_to_two_repeats_need_no_visits() -> None:
+def test_up_to_two_repeats_need_no_weight_window() -> None:
     for repeats in (1, 2):
         visits = make_schedule(
             "interleaved", stages=3, repeats=repeats, microbatches=6
@@ -254,13 +252,11 @@ def test_up_to_two_repeats_need_no_visits() -> None:
 @pytest.mark.parametrize(
     ("stages", "repeats", "group"), [(2, 3, 2), (3, 4, 5), (4, 8, 8), (8, 3, 8)]
 )
-def test_a_chunk_is_gathered_and_reduced_once_per_visit(
-    stages: int, repeats: int, group: int
-) -> None:
+def test_window_gathers_and_reduces_once_per_repeat(stages: int, repeats: int, group: int) -> None:
     for num_groups in GROUPS:
         schedule = interleaved(stages, repeats, group, num_groups)
         visits = schedule.weight_window
-        # F and B visit each chunk once for each group.
+        # F and B run each chunk once per group.
         assert len(visits.gather_tick) <= 2 * num_groups * repeats
         assert len(visits.reduce_tick) == num_groups * repeats
         for stage in range(stages):
@@ -272,26 +268,26 @@ def test_a_chunk_is_gathered_and_reduced_once_per_visit(
                 )
             ]
             assert len(runs) == 2 * num_groups * repeats
-        # This chunk and the next, of F and of B: never all the stage's chunks.
+        # Holds the current and next chunk of F and of B, never all chunks of the stage.
         assert 2 <= visits.num_chunk_slots <= 4
         assert 1 <= visits.num_gradient_slots <= 3
         assert (np.diff(visits.gather_tick) >= 0).all()
         assert (visits.reduce_tick <= schedule.num_ticks).all()
 
 
-def test_forward_only_visits_reduce_nothing() -> None:
+def test_forward_only_window_has_no_reductions() -> None:
     visits = make_forward_schedule(Ring(2, 4), 6).weight_window
     # Three groups of two microbatches; a chunk is gathered again for each.
     assert len(visits.gather_tick) == 3 * 4 and visits.num_chunk_slots == 2
     assert not visits.reduce_tick.size and visits.num_gradient_slots == 0
 
 
-# Layers outside the ring.
+# Prologue layers.
 
 
-def test_rounds_by_hand() -> None:
+def test_prologue_rounds_example() -> None:
     outside = make_schedule("1f1b", stages=2, microbatches=3).prologue
-    # Microbatches 0, 1, 2 enter in ticks 0, 1, 2 and are back in ticks 2, 3, 4.
+    # Microbatches 0, 1, 2 enter the ring in ticks 0, 1, 2 and return in ticks 2, 3, 4.
     assert outside.forward.tolist() == [0, IDLE, 1, IDLE, IDLE]
     assert outside.forward_slot.tolist() == [0, 0, 1, 0, 0]
     assert outside.backward.tolist() == [IDLE, IDLE, IDLE, 0, 1]
@@ -300,7 +296,7 @@ def test_rounds_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(name: str) -> None:
+def test_prologue_round_spans_first_to_last_microbatch(name: str) -> None:
     stages, microbatches = 3, 7
     repeats = SCHEDULES[name].repeats or 2
     schedule = make_schedule(name, stages=stages, repeats=repeats, microbatches=microbatches)
@@ -317,11 +313,11 @@ def test_a_round_goes_with_its_first_microbatch_and_comes_back_with_its_last(nam
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2), (8, 3)])
-def test_rounds_kept_at_once(stages: int, repeats: int) -> None:
+def test_prologue_rounds_in_flight(stages: int, repeats: int) -> None:
     sizes: dict[str, Any] = {"stages": stages, "repeats": repeats}
     for rounds in (4, 8):
         outside = make_schedule("1f1b", microbatches=rounds * stages, **sizes).prologue
-        # A round is away for (2R+1)*P - 2 ticks, and every P*R ticks another one goes.
+        # A round is in the ring for (2R+1)*P - 2 ticks, and a new round starts every P*R ticks.
         away = (2 * repeats + 1) * stages - 2
         assert outside.num_slots == -(-away // (stages * repeats)) <= 3
         sweep = make_schedule("circular", microbatches=rounds * stages, **sizes).prologue

@@ -1,4 +1,4 @@
-"""The verifier accepts every valid table and names the cell that spoils one."""
+"""The verifier accepts valid schedules and marks the bad cell of corrupted ones."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Cell = tuple[int, int]
 # Valid tables.
 
 
-def named(rng: Random) -> Schedule:
-    """A schedule by its name, of any legal sizes."""
+def generated_schedule(rng: Random) -> Schedule:
+    """Return a named schedule with random valid sizes."""
     name = rng.choice(sorted(SCHEDULES))
     spec = SCHEDULES[name]
     stages, microbatches = rng.randint(1, 6), rng.randint(1, 10)
@@ -49,11 +49,11 @@ def named(rng: Random) -> Schedule:
 
 
 def any_order(rng: Random) -> Schedule:
-    """Orders that no generator makes: at random, whatever has its inputs."""
+    """Return a schedule with random action orders that no generator produces."""
     ring = Ring(rng.randint(1, 4), rng.randint(1, 4), rng.choice(["loop", "v"]))
     microbatches, mixed = rng.randint(1, 5), rng.random() < 0.5
     kinds: tuple[ActionKind, ...] = ("F", "I", "W") if mixed else ("F", "B")
-    # An eager kind runs as soon as it can, a lazy one late: shapes differ a lot between tables.
+    # Random eagerness per action kind gives very different schedules.
     eager = {kind: rng.choice([0.05, 1.0, 20.0]) for kind in kinds}
     orders: Orders = [[] for _ in range(ring.num_stages)]
     done: set[tuple[ActionKind, int, int]] = set()
@@ -89,9 +89,9 @@ def any_order(rng: Random) -> Schedule:
 
 @cache
 def valid(number: int) -> Schedule:
-    """A random table; most come from generators."""
+    """Return a random schedule; two thirds come from generators."""
     rng = Random(number)
-    return any_order(rng) if number % 3 == 0 else named(rng)
+    return any_order(rng) if number % 3 == 0 else generated_schedule(rng)
 
 
 def test_valid_tables_are_accepted() -> None:
@@ -105,12 +105,12 @@ def test_valid_tables_are_accepted() -> None:
         found.append((schedule.mixed, schedule.delayed, schedule.ring.shape, schedule.trains))
         visits = schedule.weight_window.num_chunk_slots > 0
         assert visits == (schedule.num_repeats > 2)
-    # Every combination occurred, but for mixed ticks without a backward.
+    # Every combination occurs except mixed ticks without a backward pass.
     assert len(set(found)) == 2 * 2 * (2 + 1)
 
 
-# Corruptions. Each is only made where the valid table shows that it changes a value which is
-# read, or the set of actions; its docstring says why. None means: nothing to corrupt here.
+# Corruptions. Each one changes a value that is read, or the set of actions, as its docstring
+# describes. It returns None if the schedule has nothing to corrupt in this way.
 
 
 FIELDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
@@ -121,8 +121,10 @@ def slots_of(schedule: Schedule, kind: ActionKind) -> SlotColumns:
     return getattr(schedule, FIELDS[kind])
 
 
-def edited(schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell, int]) -> Schedule:
-    """The table with these cells of one column replaced."""
+def with_cells(
+    schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell, int]
+) -> Schedule:
+    """Return the schedule with these cells of one column replaced."""
     array = getattr(slots_of(schedule, kind), column).copy()
     for cell, value in changes.items():
         array[cell] = value
@@ -130,8 +132,8 @@ def edited(schedule: Schedule, kind: ActionKind, column: str, changes: dict[Cell
     return dataclasses.replace(schedule, **{FIELDS[kind]: slots})
 
 
-def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
-    """The table with one arrival stored in another slot of the inbox."""
+def with_arrival_slot(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
+    """Return the schedule with one arrival stored in another inbox slot."""
     arrivals = list(schedule.arrivals)
     column = arrivals[way].slot.copy()
     column[cell] = slot
@@ -139,16 +141,16 @@ def rerouted(schedule: Schedule, way: int, cell: Cell, slot: int) -> Schedule:
     return dataclasses.replace(schedule, arrivals=tuple(arrivals))
 
 
-def rescheduled(schedule: Schedule, column: str, index: Any, value: int) -> Schedule:
-    """The table with one entry of its visits replaced."""
+def with_window_entry(schedule: Schedule, column: str, index: Any, value: int) -> Schedule:
+    """Return the schedule with one entry of its weight window replaced."""
     array = getattr(schedule.weight_window, column).copy()
     array[index] = value
     visits = dataclasses.replace(schedule.weight_window, **{column: array})
     return dataclasses.replace(schedule, weight_window=visits)
 
 
-def rounded(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
-    """The table with one entry of its rounds outside the ring replaced."""
+def with_prologue_entry(schedule: Schedule, column: str, tick: int, value: int) -> Schedule:
+    """Return the schedule with one entry of its prologue rounds replaced."""
     array = getattr(schedule.prologue, column).copy()
     array[tick] = value
     outside = dataclasses.replace(schedule.prologue, **{column: array})
@@ -160,7 +162,7 @@ def active_cells(schedule: Schedule, kind: ActionKind) -> list[Cell]:
 
 
 def item(schedule: Schedule, kind: ActionKind, cell: Cell) -> tuple[int, int]:
-    """(microbatch, repeat) of a cell."""
+    """Return (microbatch, repeat) of a cell."""
     slots = slots_of(schedule, kind)
     return int(slots.microbatch[cell]), int(slots.repeat[cell])
 
@@ -169,17 +171,17 @@ class Message(NamedTuple):
     """A value in an inbox, from its arrival until it is read."""
 
     kind: ActionKind
-    """Of sender and reader; the reader of what the loss head sends is B or I."""
+    """Action kind of sender and reader. The reader of the loss head's output is B or I."""
     sent: int
     way: int
-    """Which of the schedule's arrivals brings it."""
+    """Index in the schedule's arrivals."""
     written: Cell
     read: int
     slot: int
 
 
 def messages(schedule: Schedule) -> Iterator[Message]:
-    """Every message that is read."""
+    """Yield every message that is read."""
     ring = schedule.ring
     backward: ActionKind = "I" if schedule.mixed else "B"
     ticks: dict[tuple[ActionKind, int, int, int], int] = {
@@ -211,7 +213,7 @@ def messages(schedule: Schedule) -> Iterator[Message]:
 
 
 Corruption = Callable[[Schedule, Random], Schedule | None]
-"""A wrong table made from a valid one, or None."""
+"""Makes a corrupted schedule from a valid one, or None."""
 CORRUPTIONS: list[Corruption] = []
 
 
@@ -220,13 +222,13 @@ def corruption(corrupt: Corruption) -> Corruption:
     return corrupt
 
 
-def another(rng: Random, size: int, value: int) -> int | None:
-    """An index below `size` that is not `value`."""
+def other_index(rng: Random, size: int, value: int) -> int | None:
+    """Return an index below `size` other than `value`."""
     return None if size < 2 else (value + rng.randint(1, size - 1)) % size
 
 
 def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[ActionKind, Cell]:
-    """An action of one of these kinds, or of any."""
+    """Return an action of one of these kinds, or of any kind if none is given."""
     own: list[ActionKind] = [kind for kind, _ in schedule.kinds if not kinds or kind in kinds]
     kind = rng.choice(own) if own else "F"
     return kind, rng.choice(active_cells(schedule, kind))
@@ -234,60 +236,60 @@ def pick(schedule: Schedule, rng: Random, *kinds: str) -> tuple[ActionKind, Cell
 
 @corruption
 def other_microbatch(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Some action runs twice and another one never."""
+    """One action runs twice and another one never runs."""
     kind, cell = pick(schedule, rng)
-    value = another(rng, schedule.num_microbatches, item(schedule, kind, cell)[0])
-    return None if value is None else edited(schedule, kind, "microbatch", {cell: value})
+    value = other_index(rng, schedule.num_microbatches, item(schedule, kind, cell)[0])
+    return None if value is None else with_cells(schedule, kind, "microbatch", {cell: value})
 
 
 @corruption
 def other_repeat(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Some action runs twice and another one never."""
+    """One action runs twice and another one never runs."""
     kind, cell = pick(schedule, rng)
-    value = another(rng, schedule.num_repeats, item(schedule, kind, cell)[1])
-    return None if value is None else edited(schedule, kind, "repeat", {cell: value})
+    value = other_index(rng, schedule.num_repeats, item(schedule, kind, cell)[1])
+    return None if value is None else with_cells(schedule, kind, "repeat", {cell: value})
 
 
 @corruption
 def dropped_action(schedule: Schedule, rng: Random) -> Schedule | None:
     """An action never runs."""
     kind, cell = pick(schedule, rng)
-    return edited(schedule, kind, "microbatch", {cell: IDLE})
+    return with_cells(schedule, kind, "microbatch", {cell: IDLE})
 
 
 @corruption
 def doubled_action(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An idle slot runs what its stage runs in another tick anyway."""
+    """An idle slot repeats an action that its stage also runs in another tick."""
     kind, cell = pick(schedule, rng)
     idle = np.flatnonzero(~slots_of(schedule, kind).active[:, cell[1]])
     if not len(idle):
         return None
-    return moved(schedule, kind, cell, (rng.choice(idle.tolist()), cell[1]), leave=True)
+    return move_action(schedule, kind, cell, (rng.choice(idle.tolist()), cell[1]), leave=True)
 
 
-def moved(
+def move_action(
     schedule: Schedule, kind: ActionKind, start: Cell, end: Cell, *, leave: bool = False
 ) -> Schedule:
     for column in ("microbatch", "repeat", *BUFFERS):
         value = int(getattr(slots_of(schedule, kind), column)[start])
-        schedule = edited(schedule, kind, column, {end: value})
-    return schedule if leave else edited(schedule, kind, "microbatch", {start: IDLE})
+        schedule = with_cells(schedule, kind, column, {end: value})
+    return schedule if leave else with_cells(schedule, kind, "microbatch", {start: IDLE})
 
 
 @corruption
 def two_actions_in_a_tick(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An action moves to where its stage already does something else."""
+    """An action moves to a tick in which its stage already runs another action."""
     if not schedule.mixed:
         return None
     kind, cell = pick(schedule, rng)
     others: list[ActionKind] = [other for other, _ in schedule.kinds if other != kind]
     ticks = [k for other in others for k, p in active_cells(schedule, other) if p == cell[1]]
-    return moved(schedule, kind, cell, (rng.choice(ticks), cell[1]))
+    return move_action(schedule, kind, cell, (rng.choice(ticks), cell[1]))
 
 
 @corruption
 def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An action runs in an idle slot, and what it sends is stored where it is never read."""
+    """An action moves to an idle slot, so its message is stored where nothing reads it."""
     sent = [message for message in messages(schedule) if schedule.arrivals[message.way].direction]
     if not sent:
         return None
@@ -304,22 +306,22 @@ def moved_action(schedule: Schedule, rng: Random) -> Schedule | None:
         and way.slot[tick + late, message.written[1]] == message.slot
     ):
         return None
-    return moved(schedule, message.kind, (message.sent, stage), (tick, stage))
+    return move_action(schedule, message.kind, (message.sent, stage), (tick, stage))
 
 
 @corruption
 def swapped_names(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Two actions of one stage trade names but not buffers: each finds the other's."""
+    """Two actions of one stage swap names but not buffers, so each reads the other's values."""
     kind, cell = pick(schedule, rng)
     others = [c for c in active_cells(schedule, kind) if c[1] == cell[1] and c != cell]
     if not others or not schedule.trains:
         return None
-    return traded(schedule, kind, cell, rng.choice(others), ("microbatch", "repeat"))
+    return swap_cells(schedule, kind, cell, rng.choice(others), ("microbatch", "repeat"))
 
 
 @corruption
 def swapped_stages(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Two stages trade different work: each now runs something twice."""
+    """Two stages swap different actions, so each runs one action twice."""
     kind, cell = pick(schedule, rng)
     own = item(schedule, kind, cell)
     others = [
@@ -330,62 +332,62 @@ def swapped_stages(schedule: Schedule, rng: Random) -> Schedule | None:
     if not others:
         return None
     columns = ("microbatch", "repeat", *BUFFERS)
-    return traded(schedule, kind, cell, rng.choice(others), columns)
+    return swap_cells(schedule, kind, cell, rng.choice(others), columns)
 
 
-def traded(
+def swap_cells(
     schedule: Schedule, kind: ActionKind, one: Cell, two: Cell, columns: tuple[str, ...]
 ) -> Schedule:
     for column in columns:
         array = getattr(slots_of(schedule, kind), column)
         changes = {one: int(array[two]), two: int(array[one])}
-        schedule = edited(schedule, kind, column, changes)
+        schedule = with_cells(schedule, kind, column, changes)
     return schedule
 
 
 @corruption
 def other_stash(schedule: Schedule, rng: Random) -> Schedule | None:
-    """F and B disagree on the slot: each value is written once, so no other slot has it."""
+    """F and B use different slots; each value is written once, so no other slot holds it."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
-    value = another(rng, schedule.num_stash, int(slots_of(schedule, kind).stash[cell]))
-    return None if value is None else edited(schedule, kind, "stash", {cell: value})
+    value = other_index(rng, schedule.num_stash, int(slots_of(schedule, kind).stash[cell]))
+    return None if value is None else with_cells(schedule, kind, "stash", {cell: value})
 
 
 @corruption
 def other_deferred(schedule: Schedule, rng: Random) -> Schedule | None:
-    """I and W disagree on the slot."""
+    """I and W use different slots."""
     if not schedule.mixed:
         return None
     kind, cell = pick(schedule, rng, "I", "W")
-    value = another(rng, schedule.num_deferred, int(slots_of(schedule, kind).deferred[cell]))
-    return None if value is None else edited(schedule, kind, "deferred", {cell: value})
+    value = other_index(rng, schedule.num_deferred, int(slots_of(schedule, kind).deferred[cell]))
+    return None if value is None else with_cells(schedule, kind, "deferred", {cell: value})
 
 
 @corruption
 def other_inbox(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Reads a slot that does not have the message. The network's first chunk reads none."""
+    """An action reads a slot without its message; the model's first chunk reads no message."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
     if kind == "F" and schedule.ring.previous_chunk(cell[1], item(schedule, kind, cell)[1]) is None:
         return None
-    value = another(rng, schedule.num_inbox, int(slots_of(schedule, kind).inbox[cell]))
-    return None if value is None else edited(schedule, kind, "inbox", {cell: value})
+    value = other_index(rng, schedule.num_inbox, int(slots_of(schedule, kind).inbox[cell]))
+    return None if value is None else with_cells(schedule, kind, "inbox", {cell: value})
 
 
 @corruption
 def lost_message(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A message that is read later goes to another slot."""
+    """A message that is read later is stored in another slot."""
     found = list(messages(schedule))
     if schedule.num_inbox < 2 or not found:
         return None
     message = rng.choice(found)
-    slot = another(rng, schedule.num_inbox, message.slot)
+    slot = other_index(rng, schedule.num_inbox, message.slot)
     assert slot is not None
-    return rerouted(schedule, message.way, message.written, slot)
+    return with_arrival_slot(schedule, message.way, message.written, slot)
 
 
 @corruption
 def overwritten_message(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Something unexpected lands on a message that is stored and read later."""
+    """An arrival overwrites a stored message before it is read."""
     found = list(messages(schedule))
     waited_for = {(message.way, message.written) for message in found}
     targets = [
@@ -395,12 +397,12 @@ def overwritten_message(schedule: Schedule, rng: Random) -> Schedule | None:
         for way in range(len(schedule.arrivals))
         if (way, (tick, message.written[1])) not in waited_for
     ]
-    return rerouted(schedule, *rng.choice(targets)) if targets else None
+    return with_arrival_slot(schedule, *rng.choice(targets)) if targets else None
 
 
 @corruption
 def missing_way(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Nothing arrives from one direction."""
+    """No messages arrive from one direction."""
     ways = {message.way for message in messages(schedule)}
     if not ways:
         return None
@@ -411,19 +413,19 @@ def missing_way(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_kind_of_ticks(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Typed slots read as mixed ones, or the reverse."""
+    """Typed slots are treated as mixed ones, or the reverse."""
     return dataclasses.replace(schedule, mixed=not schedule.mixed)
 
 
 @corruption
 def other_training(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A backward that never runs, or is not there."""
+    """The schedule declares a backward pass that it lacks, or omits one that it has."""
     return dataclasses.replace(schedule, trains=not schedule.trains)
 
 
 @corruption
 def other_delay(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Messages come a tick late for who needs them at once, or early into another slot."""
+    """Messages arrive a tick too late for an immediate reader, or too early in another slot."""
     moving = [m for m in messages(schedule) if schedule.arrivals[m.way].direction]
     if schedule.delayed:
         matters = any(
@@ -438,7 +440,7 @@ def other_delay(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_ring(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A loop read as a V, or the reverse; with two repeats and more, on two stages and more."""
+    """A loop is treated as a V, or the reverse; needs at least two repeats and two stages."""
     ring = schedule.ring
     if ring.num_stages == 1 or ring.num_repeats == 1:
         return None
@@ -448,7 +450,7 @@ def other_ring(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def wrong_size(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A buffer is declared larger or smaller than what it needs."""
+    """A buffer is declared larger or smaller than required."""
     name = rng.choice(["num_inbox", "num_stash", "num_deferred", "num_microbatches"])
     size = getattr(schedule, name) + rng.choice([-1, 1, 5])
     return dataclasses.replace(schedule, **{name: size})
@@ -456,7 +458,7 @@ def wrong_size(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def wrong_window_size(schedule: Schedule, rng: Random) -> Schedule | None:
-    """The window has more or fewer chunks than the gathers and reductions use."""
+    """The window has more or fewer chunk slots than the gathers and reductions use."""
     name = rng.choice(["num_chunk_slots", "num_gradient_slots"])
     size = getattr(schedule.weight_window, name)
     if not size:
@@ -467,7 +469,7 @@ def wrong_window_size(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
-    """An index outside its buffer, which is illegal even where nothing uses it."""
+    """An index is outside its buffer, which is invalid even if nothing uses it."""
     kind, _ = rng.choice(schedule.kinds)
     cell = (rng.randrange(schedule.num_ticks), rng.randrange(schedule.num_stages))
     visits = schedule.weight_window
@@ -484,15 +486,15 @@ def out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     low, high = bounds.get(column, (0, schedule.num_inbox))
     value = rng.choice([low - 1, high])
     if column != "arrival":
-        return edited(schedule, kind, column, {cell: value})
+        return with_cells(schedule, kind, column, {cell: value})
     if not schedule.arrivals:
         return None
-    return rerouted(schedule, rng.randrange(len(schedule.arrivals)), cell, value)
+    return with_arrival_slot(schedule, rng.randrange(len(schedule.arrivals)), cell, value)
 
 
 @corruption
 def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A gather or reduction at a time, of a chunk, or in a slot that there is not."""
+    """A gather or reduction has a tick, chunk or slot that does not exist."""
     visits, last = schedule.weight_window, schedule.num_ticks - 1
     bounds = {
         "gather_tick": last,
@@ -507,58 +509,58 @@ def visit_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
     if not array.size:
         return None
     index = tuple(rng.randrange(size) for size in array.shape)
-    return rescheduled(schedule, column, index, rng.choice([-1, bounds[column] + 1]))
+    return with_window_entry(schedule, column, index, rng.choice([-1, bounds[column] + 1]))
 
 
 def ends(schedule: Schedule) -> list[str]:
-    """Where rounds go: only training has a way back."""
+    """Return the directions of prologue rounds; only training has a backward direction."""
     return ["forward", "backward"] if schedule.trains else ["forward"]
 
 
 @corruption
 def other_round(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A round goes too early, too late, twice, or never."""
+    """A prologue round runs too early, too late, twice or never."""
     column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
     rounds = -(-schedule.num_microbatches // schedule.num_stages)
     old = int(getattr(schedule.prologue, column)[tick])
     value = rng.choice([number for number in range(IDLE, rounds) if number != old])
-    return rounded(schedule, column, tick, value)
+    return with_prologue_entry(schedule, column, tick, value)
 
 
 @corruption
 def other_slot_of_a_round(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A microbatch enters out of another round's slot, or comes back to it."""
+    """A microbatch reads from another round's slot, or returns to it."""
     column = rng.choice(ends(schedule))
     passing = schedule.embed_microbatch
     if column == "backward":
         passing = schedule.embed_grad_microbatch
     tick = rng.choice(np.flatnonzero(passing != IDLE).tolist())
     old = int(getattr(schedule.prologue, f"{column}_slot")[tick])
-    value = another(rng, schedule.prologue.num_slots, old)
-    return None if value is None else rounded(schedule, f"{column}_slot", tick, value)
+    value = other_index(rng, schedule.prologue.num_slots, old)
+    return None if value is None else with_prologue_entry(schedule, f"{column}_slot", tick, value)
 
 
 @corruption
 def round_out_of_range(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A round or a slot that there is not."""
+    """A prologue round or slot does not exist."""
     rounds = -(-schedule.num_microbatches // schedule.num_stages)
     column, tick = rng.choice(ends(schedule)), rng.randrange(schedule.num_ticks)
     if rng.random() < 0.5:
-        return rounded(schedule, column, tick, rng.choice([IDLE - 1, rounds]))
+        return with_prologue_entry(schedule, column, tick, rng.choice([IDLE - 1, rounds]))
     value = rng.choice([-1, schedule.prologue.num_slots])
-    return rounded(schedule, f"{column}_slot", tick, value)
+    return with_prologue_entry(schedule, f"{column}_slot", tick, value)
 
 
 @corruption
 def wrong_number_of_rounds(schedule: Schedule, rng: Random) -> Schedule | None:
-    """More or fewer slots than the rounds need."""
+    """The prologue has more or fewer slots than its rounds need."""
     size = schedule.prologue.num_slots + rng.choice([-1, 1])
     outside = dataclasses.replace(schedule.prologue, num_slots=size)
     return dataclasses.replace(schedule, prologue=outside)
 
 
-# Of the window: weights are wrong where the table says another chunk than was gathered last, and
-# gradients where they are reduced as another chunk's, or never.
+# Weight window: weights are wrong if the schedule uses a chunk other than the last one gathered.
+# Gradients are wrong if they are reduced as another chunk's, or never.
 
 
 def weights_are_wrong(schedule: Schedule) -> bool:
@@ -593,19 +595,19 @@ def gradients_are_wrong(schedule: Schedule) -> bool:
 
 @corruption
 def other_window(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Uses the weights of another chunk."""
+    """An action uses the weights of another chunk."""
     kind, cell = pick(schedule, rng, "F", "B", "I")
-    value = another(
+    value = other_index(
         rng, schedule.weight_window.num_chunk_slots, int(slots_of(schedule, kind).window[cell])
     )
-    wrong = None if value is None else edited(schedule, kind, "window", {cell: value})
+    wrong = None if value is None else with_cells(schedule, kind, "window", {cell: value})
     return wrong if wrong and weights_are_wrong(wrong) else None
 
 
 def other_event(
     schedule: Schedule, rng: Random, event: str, num_slots: int, num_ticks: int
 ) -> Schedule | None:
-    """Gathers or reductions (`event`) with one entry changed."""
+    """Change one entry of the gathers or reductions, as named by `event`."""
     shape = getattr(schedule.weight_window, f"{event}_repeat").shape
     if 0 in shape:
         return None
@@ -614,13 +616,13 @@ def other_event(
     if rng.random() < 0.3:
         name, size, index = "tick", num_ticks, index[0]
     column = f"{event}_{name}"
-    value = another(rng, size, int(getattr(schedule.weight_window, column)[index]))
-    return None if value is None else rescheduled(schedule, column, index, value)
+    value = other_index(rng, size, int(getattr(schedule.weight_window, column)[index]))
+    return None if value is None else with_window_entry(schedule, column, index, value)
 
 
 @corruption
 def other_gather(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Weights are gathered at another time, of another chunk, or to another slot."""
+    """Weights are gathered at another tick, from another chunk, or into another slot."""
     slots, ticks = schedule.weight_window.num_chunk_slots, schedule.num_ticks
     wrong = other_event(schedule, rng, "gather", slots, ticks)
     return wrong if wrong and weights_are_wrong(wrong) else None
@@ -628,26 +630,26 @@ def other_gather(schedule: Schedule, rng: Random) -> Schedule | None:
 
 @corruption
 def other_gradient(schedule: Schedule, rng: Random) -> Schedule | None:
-    """A gradient is added to another chunk's."""
+    """A gradient is added to that of another chunk."""
     kind, cell = pick(schedule, rng, "B", "W")
     old = int(slots_of(schedule, kind).gradient[cell])
-    value = another(rng, schedule.weight_window.num_gradient_slots, old)
-    wrong = None if value is None else edited(schedule, kind, "gradient", {cell: value})
+    value = other_index(rng, schedule.weight_window.num_gradient_slots, old)
+    wrong = None if value is None else with_cells(schedule, kind, "gradient", {cell: value})
     return wrong if wrong and gradients_are_wrong(wrong) else None
 
 
 @corruption
 def other_reduction(schedule: Schedule, rng: Random) -> Schedule | None:
-    """Gradients are reduced before they are complete, as another chunk's, or from elsewhere."""
+    """Gradients are reduced too early, as another chunk's, or from another slot."""
     slots, ticks = schedule.weight_window.num_gradient_slots, schedule.num_ticks + 1
     wrong = other_event(schedule, rng, "reduce", slots, ticks)
     return wrong if wrong and gradients_are_wrong(wrong) else None
 
 
 def marked_cell(message: str) -> tuple[int, int, str]:
-    """(tick, stage, kind) of the one cell in brackets, read off the drawing.
+    """Return (tick, stage, kind) of the one bracketed cell in the drawing.
 
-    Where ticks are mixed and nothing runs in the cell, the kind is empty.
+    The kind is empty if ticks are mixed and the cell is idle.
     """
     lines = message.splitlines()
     (header,) = (line.split()[1:] for line in lines if line.startswith("tick "))
@@ -665,8 +667,8 @@ def marked_cell(message: str) -> tuple[int, int, str]:
     return found[0]
 
 
-def refuses(wrong: Schedule) -> ScheduleError:
-    """The error, whose message marks the cell that it blames."""
+def check_rejected(wrong: Schedule) -> ScheduleError:
+    """Verify a corrupted schedule; return the error, whose message marks the bad cell."""
     with pytest.raises(ScheduleError) as caught:
         verify(wrong)
     error = caught.value
@@ -678,7 +680,7 @@ def refuses(wrong: Schedule) -> ScheduleError:
 
 
 @pytest.mark.parametrize("corrupt", CORRUPTIONS, ids=lambda corrupt: corrupt.__name__)
-def test_wrong_tables_are_refused_with_the_bad_cell_marked(corrupt: Corruption) -> None:
+def test_corrupted_tables_are_rejected_with_bad_cell_marked(corrupt: Corruption) -> None:
     rng = Random(corrupt.__name__)
     found = 0
     for _ in range(100 * PER_CORRUPTION):
@@ -686,7 +688,7 @@ def test_wrong_tables_are_refused_with_the_bad_cell_marked(corrupt: Corruption) 
         wrong = corrupt(valid(number), rng)
         if wrong is not None:
             try:
-                refuses(wrong)
+                check_rejected(wrong)
             except pytest.fail.Exception as error:
                 raise AssertionError(f"table {number} is accepted") from error
             found += 1
@@ -695,14 +697,14 @@ def test_wrong_tables_are_refused_with_the_bad_cell_marked(corrupt: Corruption) 
     assert found == PER_CORRUPTION, "too few tables have anything to corrupt"
 
 
-def test_there_are_a_thousand_corruptions() -> None:
+def test_corruptions_number_at_least_one_thousand() -> None:
     assert len(CORRUPTIONS) * PER_CORRUPTION >= 1000
 
 
-def test_the_message_names_slot_reason_and_grid() -> None:
+def test_error_has_slot_reason_and_grid() -> None:
     schedule = make_schedule("interleaved", stages=3, repeats=2, microbatches=4, group=4)
     slot = (int(schedule.forward.inbox[2, 2]) + 1) % schedule.num_inbox
-    error = refuses(edited(schedule, "F", "inbox", {(2, 2): slot}))
+    error = check_rejected(with_cells(schedule, "F", "inbox", {(2, 2): slot}))
     first, *rest = str(error).splitlines()
     assert first == (
         "schedule interleaved: F slot of stage 2 in tick 2: needs output 1 of 0 but finds nothing."
@@ -710,19 +712,19 @@ def test_the_message_names_slot_reason_and_grid() -> None:
     assert any(line.startswith("stage  2 F") and "[0a]" in line for line in rest)
 
 
-def test_an_overwritten_chunk_is_blamed_on_the_forward_that_does_it() -> None:
+def test_error_marks_forward_that_overwrites_saved_chunk() -> None:
     schedule = make_schedule("1f1b", stages=2, microbatches=4)
     taken = int(schedule.forward.stash[0, 0])
-    error = refuses(edited(schedule, "F", "stash", {(1, 0): taken}))
+    error = check_rejected(with_cells(schedule, "F", "stash", {(1, 0): taken}))
     assert "needs nothing but finds activations 0 of 0" in str(error)
     assert marked_cell(str(error)) == (1, 0, "F")
 
 
-def test_an_overwritten_message_is_blamed_on_what_overwrites_it() -> None:
+def test_error_marks_arrival_that_overwrites_message() -> None:
     schedule = make_schedule("circular", stages=2, repeats=2, microbatches=4)
     message = next(m for m in messages(schedule) if m.kind == "F" and m.read > m.written[0] + 2)
     tick, stage = message.written[0] + 1, message.written[1]
-    error = refuses(rerouted(schedule, message.way, (tick, stage), message.slot))
+    error = check_rejected(with_arrival_slot(schedule, message.way, (tick, stage), message.slot))
     assert "overwrites output 1 of 0 in the inbox before it is read" in str(error)
     assert (error.tick, error.stage) == (tick, stage)
 
@@ -737,7 +739,7 @@ def test_idle_time_is_compared_with_the_closed_form() -> None:
         verify(schedule, idle=found + 0.0011)
 
 
-def test_verifying_takes_no_jax_and_milliseconds() -> None:
+def test_verify_is_fast_and_does_not_import_jax() -> None:
     code = (
         "import sys, time\n"
         "from maxpipe.schedule.catalog import make_schedule, verify\n"
@@ -748,5 +750,7 @@ def test_verifying_takes_no_jax_and_milliseconds() -> None:
         "    times.append(time.perf_counter() - start)\n"
         "print('jax' in sys.modules, min(times) < 0.1)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == ["False", "True"]
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.split() == ["False", "True"]

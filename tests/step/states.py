@@ -1,4 +1,4 @@
-"""Train states in tests: some steps further, and compared bit for bit."""
+"""Helpers that advance train states and compare them bitwise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 8
 
 
 def trained_on(steps: Steps, run: Any, state: Any, first: int, last: int) -> tuple[Any, list[Any]]:
-    """The state after these steps, and the losses."""
+    """Train from step `first` to `last`; return the state and the losses."""
     found = []
     for step in range(first, last):
         batch = jax.device_put(batch_of(ROWS, step), steps.batch_sharding)

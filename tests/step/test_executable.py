@@ -1,4 +1,4 @@
-"""Compiled programs on disk: who may have written them, and what they were made of."""
+"""Compiled executables on disk: permissions, checksums and provenance."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def loaded(folder: Path, facts: dict[str, str] = FACTS) -> Any:
     return load(folder, facts, *trees, jax.devices()[:1])
 
 
-def test_what_was_saved_runs(folder: Path) -> None:
+def test_saved_executable_runs(folder: Path) -> None:
     assert loaded(folder)(jnp.ones(3)).tolist() == [2, 2, 2]
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / PROGRAM).stat().st_mode & 0o777 == 0o600
@@ -43,27 +43,27 @@ def refused(folder: Path, kind: type[MaxpipeError], facts: dict[str, str] = FACT
     return message
 
 
-def test_another_origin_is_named(folder: Path) -> None:
+def test_changed_provenance_is_rejected(folder: Path) -> None:
     message = refused(folder, ConfigError, FACTS | {"mesh.ici_stage": "2"})
     assert "was compiled for mesh.ici_stage = 1, but this run has 2." in message
     assert "has None" in refused(folder, ConfigError, {"program": "abc", "model.d_model": "16"})
 
 
-def test_several_cpu_devices_do_not_load_programs(folder: Path) -> None:
+def test_load_on_several_cpu_devices_is_rejected(folder: Path) -> None:
     trees = jax.tree.structure(((0,), {})), jax.tree.structure(0)
     with pytest.raises(ConfigError, match="cannot be used by 2 CPU devices"):
         load(folder, FACTS, *trees, jax.devices()[:2])
 
 
 @pytest.mark.parametrize("name", ["", PROGRAM, PROVENANCE])
-def test_what_others_can_write_is_not_opened(folder: Path, name: str) -> None:
+def test_files_writable_by_others_are_rejected(folder: Path, name: str) -> None:
     os.chmod(folder / name, 0o777)
     with pytest.raises(StorageError, match="can be written by other users"):
         loaded(folder)
 
 
 @pytest.mark.parametrize("name", [PROGRAM, PROVENANCE])
-def test_damage_is_found(folder: Path, name: str) -> None:
+def test_damaged_files_are_rejected(folder: Path, name: str) -> None:
     content = bytearray((folder / name).read_bytes())
     content[len(content) // 2] ^= 1
     (folder / name).write_bytes(content)
@@ -71,11 +71,11 @@ def test_damage_is_found(folder: Path, name: str) -> None:
         loaded(folder)
 
 
-def test_a_digest_of_another_program_is_damage(folder: Path) -> None:
+def test_digest_mismatch_is_rejected(folder: Path) -> None:
     record = json.loads((folder / PROVENANCE).read_text())
     (folder / PROVENANCE).write_text(json.dumps(record | {"sha256": "0" * 64}))
     assert "is damaged" in refused(folder, StorageError)
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder_is_rejected(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in refused(tmp_path / "none", StorageError)

@@ -1,4 +1,4 @@
-"""Copies on several devices, compared after one of them was changed."""
+"""Comparison of replicas on several devices after one was changed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPECS = {
 
 
 def flipped(array: jax.Array, device: int, index: int, bit: int) -> jax.Array:
-    """The array with one bit of one entry of one device's shard turned over."""
+    """Return the array with one bit flipped in one entry of one device's shard."""
     shards = []
     for shard in array.addressable_shards:
         data = np.array(shard.data)
@@ -36,7 +36,7 @@ def flipped(array: jax.Array, device: int, index: int, bit: int) -> jax.Array:
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    """Four copies of arrays that are split over two devices, eight of others."""
+    """A mesh with four replicas of arrays sharded over fsdp, and eight of unsharded arrays."""
     return build_mesh(MeshConfig(ici_data=4, ici_fsdp=2), jax.devices())
 
 
@@ -60,14 +60,14 @@ def check(mesh: Mesh, tree: dict[str, jax.Array]) -> ReplicaCheck:
     return ReplicaCheck(mesh, tree, {name: leaf.sharding for name, leaf in tree.items()})
 
 
-def test_equal_copies_have_no_differences(check: ReplicaCheck, tree: Any) -> None:
+def test_equal_replicas_have_no_differences(check: ReplicaCheck, tree: Any) -> None:
     assert check.differences(tree) == []
 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("device", [0, 3, 7])
 @pytest.mark.fault("N5")
-def test_one_bit_names_array_and_device(
+def test_flipped_bit_is_reported_with_array_and_device(
     name: str, device: int, check: ReplicaCheck, tree: Any
 ) -> None:
     size, width = tree[name].addressable_shards[0].data.size, 8 * tree[name].dtype.itemsize
@@ -77,7 +77,7 @@ def test_one_bit_names_array_and_device(
         assert found.other.id != device
 
 
-def test_every_difference_is_named(check: ReplicaCheck, tree: Any) -> None:
+def test_every_difference_is_reported(check: ReplicaCheck, tree: Any) -> None:
     wrong = tree | {
         "whole": flipped(flipped(tree["whole"], 2, 1, 4), 5, 3, 30),
         "split": flipped(tree["split"], 6, 2, 9),
@@ -94,7 +94,7 @@ def test_every_difference_is_named(check: ReplicaCheck, tree: Any) -> None:
     assert message[2].endswith(".")
 
 
-def test_digest_depends_on_every_entry_and_its_place() -> None:
+def test_digest_depends_on_every_entry_and_its_position() -> None:
     random = np.random.default_rng(1)
     values = random.normal(size=(4, 3, 2)).astype(np.float32)
     number = int(digest(jnp.asarray(values)))

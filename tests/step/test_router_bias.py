@@ -1,8 +1,7 @@
-"""Biases of experts that follow loads: by plain arithmetic, and the same in every layout."""
+"""Router biases that follow expert loads, compared with plain arithmetic and across layouts."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from maxpipe.models.moe import MoeConfig
 from maxpipe.models.spec import Follows
 from maxpipe.step.step import balance_step
 from tests.cases import Case, batch_of, keeping, steps_of
+from tests.times import shared
 
 RATE = 0.03
 OWN = MoeConfig(
@@ -37,7 +37,7 @@ ROWS, STEPS = 16, 3
 
 
 def biases(saved: Any) -> np.ndarray:
-    """Of the layers with experts, and of those behind the network."""
+    """Return the router biases of all expert layers, multi-token prediction layers last."""
     params = saved["params"]
     layers = params["layers"]["experts"]
     # The only type of layers has no name.
@@ -45,9 +45,9 @@ def biases(saved: Any) -> np.ndarray:
     return np.concatenate([np.asarray(each["router_bias"]) for each in parts])
 
 
-@functools.cache
+@shared
 def run(number: int) -> tuple[list[Any], Any]:
-    """What is saved after each step of a case, and the steps."""
+    """Return the saved state before each step and after the last, and the `Steps` of a case."""
     case = CASES[number]
     assert case.rows == ROWS
     steps = steps_of(case, ROWS)
@@ -57,21 +57,21 @@ def run(number: int) -> tuple[list[Any], Any]:
         found.append(jax.device_get(steps.to_saved(state)))
         state, metrics = train(state, jax.device_put(batch, steps.batch_sharding))
         assert metrics["train/skipped"] == 0
-    # A step whose loss is not a number moves nothing.
+    # A step with a NaN loss changes no bias.
     before = jax.device_get(steps.to_saved(state))
     bad = batches[-1] | {"loss_mask": np.full_like(batches[-1]["loss_mask"], np.nan)}
     state, metrics = train(state, jax.device_put(bad, steps.batch_sharding))
     assert metrics["train/skipped"] == 1
     after = jax.device_get(steps.to_saved(state))
     np.testing.assert_array_equal(biases(after), biases(before))
-    # What is saved and restored goes on.
+    # Saving and restoring keeps the biases.
     restored = steps.to_saved(steps.from_saved(after))
     np.testing.assert_array_equal(biases(restored), biases(after))
     return [*found, before], steps
 
 
 @pytest.mark.parametrize("number", keeping(range(len(CASES)), 0))
-def test_each_step_moves_biases_by_the_loads_of_its_batch(number: int) -> None:
+def test_router_biases_follow_loads_of_each_batch(number: int) -> None:
     case, (saved, steps) = CASES[number], run(number)
     decoder, parts = steps.param_layout.decoder, steps.param_layout
     plain, num_layers = jax.jit(decoder.run), case.layers - case.own.num_dense_layers
@@ -91,20 +91,20 @@ def test_each_step_moves_biases_by_the_loads_of_its_batch(number: int) -> None:
 
 
 def num_counted(batch: Any, num_layers: int) -> int:
-    """Target tokens that these layers have, and those that a head has beside them."""
+    """Return the number of target tokens of these layers and of the multi-token prediction head."""
     ids, mask = batch["segment_ids"], batch["loss_mask"]
     further = mask[:, 1:] * (ids[:, 1:] == ids[:, :-1])
     return int(num_layers * mask.sum() + further.sum())
 
 
 @pytest.mark.layouts
-def test_layouts_give_the_same_biases() -> None:
+def test_router_biases_match_across_layouts() -> None:
     (one, _), (other, _) = run(1), run(2)
     np.testing.assert_array_equal(biases(one[-1]), biases(other[-1]))
 
 
 @pytest.mark.layouts
-def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
+def test_frozen_router_biases_are_unchanged_and_float32() -> None:
     own = replace(OWN, dispatch="dense")
     case = Case(own=own, layers=3, dtype="bfloat16", frozen=("*router_bias",), **AHEAD)
     steps = steps_of(case, case.rows)
@@ -121,7 +121,7 @@ def test_frozen_biases_stay_and_are_float32_whatever_the_types() -> None:
     assert types == {"bfloat16", "float32"}
 
 
-def test_an_expert_with_the_mean_load_stays() -> None:
+def test_expert_with_mean_load_keeps_its_bias() -> None:
     loads = jnp.asarray([[1.0, 2, 3], [0, 0, 0]])
     found = balance_step(jnp.zeros((2, 3)), loads, Follows("load", 0.5))
     np.testing.assert_array_equal(found, [[0.5, 0, -0.5], [0, 0, 0]])

@@ -1,4 +1,4 @@
-"""The stacked form of the parameters, and the way to network order and back."""
+"""Stacked parameters, and their conversion to network order and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from maxpipe.step.state import ParamLayout
 from tests.cases import keeping
 
 KEY = jax.random.key(11)
-# Five layers and 37 tokens: neither divides its shards.
+# Neither the 5 layers nor the vocabulary of 37 is divisible by the number of shards.
 SMALL = ModelConfig(
     num_layers=5,
     d_model=16,
@@ -45,7 +45,7 @@ MESHES = {
     "one outside": ({"ici_stage": 4, "ici_fsdp": 2}, 1, 1),
     "two outside, padded": ({"ici_stage": 2, "ici_fsdp": 2, "ici_tensor": 2}, 1, 2),
 }
-"""Sizes of the mesh, repeats, and layers outside the ring."""
+"""Mesh sizes, repeats, and prologue layers."""
 
 
 def make_mesh(sizes: dict[str, Any]) -> Mesh:
@@ -92,14 +92,14 @@ def network() -> dict[str, Any]:
 
 @cache
 def drawn_stacked(name: str) -> tuple[ParamLayout, Any]:
-    """The partition of this name, and its parameters as a run starts with them."""
+    """Return the layout of this name, and its initialized stacked parameters."""
     partition = make_partition(*MESHES[name])
     draw = jax.jit(partition.init, out_shardings=partition.shardings(partition.specs))
     return partition, draw(KEY)
 
 
 @pytest.mark.parametrize("name", keeping(MESHES, 5))
-def test_init_has_the_bits_of_the_plain_model(name: str, network: dict[str, Any]) -> None:
+def test_init_is_bitwise_equal_to_unstacked_model(name: str, network: dict[str, Any]) -> None:
     partition, stacked = drawn_stacked(name)
 
     def there_and_back(stacked: Any) -> tuple[Any, ...]:
@@ -110,7 +110,7 @@ def test_init_has_the_bits_of_the_plain_model(name: str, network: dict[str, Any]
     plain, again, saved, restored = jax.jit(there_and_back, out_shardings=places)(stacked)
     assert_same_bits(plain, network)
     assert_same_bits(again, stacked)
-    # The only kind of layers has no name in checkpoints.
+    # A model with one layer type saves it without the type name.
     assert_same_bits(saved, network | {"layers": network["layers"]["layer"]})
     assert_same_bits(restored, stacked)
 
@@ -118,7 +118,7 @@ def test_init_has_the_bits_of_the_plain_model(name: str, network: dict[str, Any]
 @pytest.mark.parametrize(
     "name", keeping(["stages, fsdp, tensor", "four stages, fsdp", "two outside, padded"], 2)
 )
-def test_padding_is_zero_and_shapes_divide_their_shards(name: str) -> None:
+def test_padding_is_zero_and_shapes_are_divisible(name: str) -> None:
     partition, stacked = drawn_stacked(name)
     layout, shape = partition.layout, partition.mesh.shape
     unused = layout.layer_at < 0
@@ -137,7 +137,7 @@ def test_padding_is_zero_and_shapes_divide_their_shards(name: str) -> None:
         assert leaf.sharding.spec == spec
 
 
-def test_tied_embeddings_go_there_and_back(network: dict[str, Any]) -> None:
+def test_tied_embeddings_round_trip(network: dict[str, Any]) -> None:
     partition = make_partition({"ici_stage": 2}, tied_embeddings=True)
     plain = {name: leaf for name, leaf in network.items() if name != "head"}
     stacked = jax.jit(partition.stack)(plain)
@@ -145,7 +145,7 @@ def test_tied_embeddings_go_there_and_back(network: dict[str, Any]) -> None:
     assert_same_bits(jax.jit(partition.unstack)(stacked), plain)
 
 
-def test_every_stage_holds_the_layers_outside(network: dict[str, Any]) -> None:
+def test_prologue_layers_are_replicated_over_stages(network: dict[str, Any]) -> None:
     partition, stacked = drawn_stacked("two outside, padded")
     first = jax.tree.map(lambda leaf: leaf[:2], network["layers"])
     assert_same_bits(stacked["outside"], first)
@@ -158,7 +158,7 @@ def test_every_stage_holds_the_layers_outside(network: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("outside", [0, 1])
-def test_stacking_works_on_shapes_alone(outside: int) -> None:
+def test_stacking_works_on_abstract_arrays(outside: int) -> None:
     partition = make_partition({"ici_stage": 2}, 2, outside)
     abstract = jax.eval_shape(partition.init, KEY)
     back = jax.eval_shape(partition.unstack, abstract)
@@ -169,13 +169,13 @@ def test_stacking_works_on_shapes_alone(outside: int) -> None:
     assert jax.tree.structure(back) == jax.tree.structure(wanted)
 
 
-# Its sharding.
+# Sharding.
 
-# Weights are divided over what divides the batch or its tokens, but for `data`.
+# Weights are sharded over every axis that shards the batch or its tokens, except `data`.
 GATHERED = ("fsdp", "expert", "context")
 
 
-def test_specs_of_the_stacked_form() -> None:
+def test_stacked_partition_specs() -> None:
     specs = named_leaves(make_partition({"ici_stage": 2}).specs)
     assert specs["embedding"] == PartitionSpec(("stage", "tensor"), GATHERED)
     assert specs["head"] == PartitionSpec(GATHERED, ("stage", "tensor"))
@@ -188,7 +188,7 @@ def test_specs_of_the_stacked_form() -> None:
     assert not [name for name in specs if name.startswith("outside")]
 
 
-def test_layers_outside_lie_like_other_layers_on_every_stage() -> None:
+def test_prologue_layers_have_specs_of_other_layers() -> None:
     specs = make_partition({"ici_stage": 2}, 2, 1).specs
     in_ring, outside = named_leaves(specs["layers"]), named_leaves(specs["outside"])
     assert {name: PartitionSpec(None, *spec[3:]) for name, spec in in_ring.items()} == outside
@@ -197,7 +197,7 @@ def test_layers_outside_lie_like_other_layers_on_every_stage() -> None:
 @pytest.mark.parametrize(("num_layers", "on"), [(4, "stage"), (5, None)])
 @pytest.mark.parametrize(("vocab_size", "split"), [(40, ("stage", "tensor")), (37, None)])
 @pytest.mark.parametrize("outside", [0, 1])
-def test_specs_of_the_network_form_split_what_divides(
+def test_saved_partition_specs_shard_divisible_dims(
     num_layers: int,
     on: str | None,
     vocab_size: int,
@@ -215,13 +215,13 @@ def test_specs_of_the_network_form_split_what_divides(
     assert specs["head"] == PartitionSpec(GATHERED, split)
     assert specs["layers.mlp.gate"] == PartitionSpec(on, GATHERED, "tensor")
     assert specs["layers.attention_norm.scale"] == PartitionSpec(on, None)
-    # Every array can really be placed like that.
+    # Every array can be placed with its spec.
     shapes = jax.eval_shape(lambda key: partition.to_saved(partition.init(key)), KEY)
     shardings = partition.shardings(partition.saved_specs)
     jax.tree.map(lambda sharding, leaf: sharding.shard_shape(leaf.shape), shardings, shapes)
 
 
-def test_a_conflict_names_the_parameter() -> None:
+def test_axis_rule_conflict_names_parameter() -> None:
     partition = make_partition({}, rules={"head_dim": ["tensor"]})
     with pytest.raises(
         ConfigError, match=r"layers\.layer\.attention\.(key|out|query|value) has dims"
@@ -229,7 +229,7 @@ def test_a_conflict_names_the_parameter() -> None:
         _ = partition.specs
 
 
-def test_all_but_norm_scales_decay() -> None:
+def test_all_parameters_except_norm_scales_have_weight_decay() -> None:
     targets = make_partition({}, 1, 1).trainable_params(OptimConfig())
     decayed = {".".join(path): each.decay for path, each in targets.items()}
     assert {name for name, decays in decayed.items() if not decays} == {
@@ -242,7 +242,7 @@ def test_all_but_norm_scales_decay() -> None:
 
 
 @pytest.mark.parametrize("outside", keeping([0, 1], 1))
-def test_moments_are_stacked_like_their_parameters(network: dict[str, Any], outside: int) -> None:
+def test_moments_are_stacked_like_parameters(network: dict[str, Any], outside: int) -> None:
     partition = make_partition({"ici_stage": 2}, 2, outside)
     stack, unstack = jax.jit(partition.stack), jax.jit(partition.unstack)
     stacked = stack(network)

@@ -1,8 +1,7 @@
-"""Whole steps: loss curves under every layout, memory, and what is gathered when."""
+"""Train steps: loss curves across layouts, memory, and collectives of weights."""
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from dataclasses import replace
@@ -25,6 +24,7 @@ from tests.cases import (
     steps_of,
     with_rare,
 )
+from tests.times import shared
 
 ROWS = 24
 
@@ -76,9 +76,7 @@ RARE_CURVES = [
 
 @pytest.mark.parametrize("case", with_rare(keeping(CURVES, 12), RARE_CURVES), ids=str)
 @pytest.mark.fault("D5")
-def test_loss_curve_is_the_same_under_every_layout(
-    case: Case, unsharded_curve: list[float]
-) -> None:
+def test_loss_curve_matches_across_layouts(case: Case, unsharded_curve: list[float]) -> None:
     case = replace(case, layers=8, dropout=0.1)
     np.testing.assert_allclose(loss_curve(case), unsharded_curve, rtol=TOLERANCE)
     assert unsharded_curve[-1] < unsharded_curve[0]
@@ -93,8 +91,8 @@ IN_BFLOAT16 = [
 
 @pytest.mark.parametrize("case", with_rare(IN_BFLOAT16[:1], IN_BFLOAT16[1:]), ids=str)
 @pytest.mark.layouts
-def test_bfloat16_follows_float32(case: Case) -> None:
-    """Eight bits of mantissa: losses agree to about one part in a hundred."""
+def test_bfloat16_losses_are_close_to_float32(case: Case) -> None:
+    """bfloat16 has an 8-bit significand: losses agree to about 1%."""
     case = replace(case, layers=8)
     wide, narrow = (loss_curve(replace(case, dtype=d), 3) for d in ("float32", "bfloat16"))
     np.testing.assert_allclose(narrow, wide, rtol=2e-2)
@@ -113,10 +111,10 @@ POISONED = [
 
 
 @pytest.mark.parametrize("case", with_rare(keeping(POISONED[::2], 2), POISONED[1::2]), ids=str)
-def test_idle_slots_and_padding_never_reach_the_result(
+def test_idle_slots_and_padding_do_not_affect_gradients(
     case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN in everything that an idle slot may touch changes nothing: padding and all buffers."""
+    """NaNs in padding and in empty buffers leave the gradients unchanged."""
     steps = steps_of(case, rows=20 if case.microbatches == 5 else 16)
     parts = steps.param_layout
     batch = jax.device_put(batch_of(steps.shape[0]), steps.batch_sharding)
@@ -149,33 +147,33 @@ def nan_of(empty: jax.Array) -> jax.Array:
     return mark_varying(full)
 
 
-@functools.cache
+@shared
 def compiled(case: Case, rows: int) -> Any:
-    """The train step; several tests look at the same program."""
+    """Return the compiled train step, shared by several tests."""
     return steps_of(case, rows).compile_train()
 
 
 @pytest.mark.parametrize("outside", keeping([0, 4], 0))
-def test_size_and_memory_do_not_depend_on_microbatches(outside: int) -> None:
+def test_program_size_and_memory_are_independent_of_microbatches(outside: int) -> None:
     few, many = (
         compiled(Case(4, 2, count, fsdp=2, layers=8 + outside, outside=outside), rows=2 * count)
         for count in (8, 32)
     )
     assert few.as_text().count(" = ") == many.as_text().count(" = ")
     few, many = (each.memory_analysis().temp_size_in_bytes for each in (few, many))
-    # What may grow is the batch: five arrays of 4-byte entries. Two saved chunks more for
-    # each microbatch, as a forward-then-backward schedule keeps, would be far more.
+    # Only the batch may grow: five arrays of 4-byte entries. Two more saved activations per
+    # microbatch, as in a forward-then-backward schedule, would take far more.
     assert many - few < (32 - 8) * 2 * TOKENS * 4 * 5
 
 
 MATRICES = 7
-"""Weights of a layer that are sharded over fsdp."""
+"""Number of weights of a layer that are sharded over fsdp."""
 
 
 def collectives(text: str, kind: str) -> tuple[int, int]:
-    """How many of these collectives of weights stand in and outside of the loop over ticks.
+    """Return the numbers of weight collectives inside and outside the loop over ticks.
 
-    The embedding stays divided: tokens and activations travel, under a scope of their own.
+    The embedding is never gathered; collectives of its activations are in a separate scope.
     """
     lines = [line for line in text.splitlines() if f" {kind}(" in line and "/embed" not in line]
     inside = [line for line in lines if "/while/" in line]
@@ -184,8 +182,8 @@ def collectives(text: str, kind: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("gather", ["iteration", "step"])
 @pytest.mark.parametrize("schedule", keeping(["interleaved", "zb_v"], 1))
-def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> None:
-    """`step` has no gather and no reduction of weights inside the loop over ticks."""
+def test_weight_gather_mode_determines_collectives(gather: str, schedule: str) -> None:
+    """In mode `step`, no weights are gathered or reduced inside the loop over ticks."""
     case = Case(4, 2, 8, schedule, fsdp=2, layers=8, gather=gather)
     text = compiled(case, rows=16).as_text()
     each = 0 if gather == "step" else 1
@@ -201,8 +199,8 @@ def test_weights_are_gathered_when_the_mode_says(gather: str, schedule: str) -> 
     [pytest.param("iteration", "iteration", marks=pytest.mark.matrix), ("window", "step")],
 )
 @pytest.mark.layouts
-def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> None:
-    """`window` has no visits of these layers to wait for: they are gathered once per step."""
+def test_prologue_layers_are_gathered_once_per_step_or_iteration(gather: str, mode: str) -> None:
+    """In mode `window`, prologue layers are gathered once per step."""
     case = Case(2, 3, 4, outside=2, fsdp=2, layers=8, gather=gather)
     cases = (case, replace(case, outside=0))
     with_outside, without = (compiled(each, rows=8).as_text() for each in cases)
@@ -213,17 +211,19 @@ def test_layers_outside_are_gathered_like_the_others(gather: str, mode: str) -> 
 
 
 @pytest.mark.parametrize("stages, repeats, group", keeping([(2, 3, 8), (4, 4, 4), (4, 3, 8)], 0))
-def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: int) -> None:
-    """At most 2 * M / N gathers and M / N reductions of each weight per step, none in a tick."""
+def test_weight_window_gathers_at_most_twice_per_group(
+    stages: int, repeats: int, group: int
+) -> None:
+    """Per step and weight: at most 2 * M / N gathers and M / N reductions, none inside a tick."""
     case = Case(stages, repeats, 8, group=group, fsdp=2, layers=stages * repeats, gather="window")
     steps = steps_of(case, rows=16)
     visits = steps.train_schedule.weight_window
-    # A group's last chunk forward is its first one backward: that gather serves both.
+    # The last forward chunk of a group is its first backward chunk, so they share one gather.
     assert len(visits.gather_tick) <= (2 * repeats - 1) * 8 // group
     assert len(visits.reduce_tick) == repeats * 8 // group
     text = steps.compile_train().as_text()
-    # One gather of each weight in the loop over visits, one reduction in the loop over what is
-    # due, and one in the copy of that loop after the last tick.
+    # Each weight is gathered once in the loop over windows, and reduced once in the loop over due
+    # reductions and once in the copy of that loop after the last tick.
     names = [
         re.search(r'op_name="([^"]*)"', line)
         for line in text.splitlines()
@@ -250,16 +250,17 @@ def test_visits_gather_twice_for_each_group(stages: int, repeats: int, group: in
         3,
     ),
 )
-def test_buffers_are_as_large_as_predicted(remat: str, outside: int, schedule: str) -> None:
-    """What the loop over ticks carries, from shapes alone, against the compiled program.
+def test_buffer_sizes_match_prediction(remat: str, outside: int, schedule: str) -> None:
+    """Compare the predicted buffers of the loop over ticks with the compiled program.
 
-    The compiled loop carries weights and batch as well: more saved chunks tell them apart.
+    The compiled loop also carries weights and batch, so the test compares two schedules with
+    different numbers of saved activations.
     """
 
     def sizes(microbatches: int, group: int) -> tuple[int, int]:
         case = Case(4, 2, microbatches, schedule, group, fsdp=2, remat=remat)
         case = replace(case, layers=8 + outside, outside=outside)
-        # The same rows in each microbatch; the batch itself is not counted.
+        # The microbatch size is constant; the batch itself is not counted.
         steps = steps_of(case, rows=16 * microbatches)
         predicted = buffer_bytes(steps)
         assert (predicted["outside"] > 0) == (outside > 0)
@@ -276,11 +277,11 @@ def test_buffers_are_as_large_as_predicted(remat: str, outside: int, schedule: s
 
 
 SIZES = {"interleaved": ((8, 4), (8, 8)), "zb_v": ((2, 0), (4, 0))}
-"""Microbatches and group of two tables that keep different numbers of chunks."""
+"""Microbatches and group size of two schedules that save different numbers of activations."""
 
 
 def carried_bytes(text: str) -> int:
-    """Bytes of the arrays that the loop over ticks carries, read from the compiled program."""
+    """Return the bytes of the arrays carried by the loop over ticks in compiled HLO."""
     loops = re.findall(r"= \((.*?)\) while\(", text)
     sizes = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2}
     totals = []

@@ -1,4 +1,4 @@
-"""Numbers of what layers return, as their parts declare them."""
+"""Metrics computed from layer losses and statistics, as declared by the model parts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Reporting(GatedMLP):
 
 @pytest.fixture
 def model() -> Model:
-    """Five layers, of which three report."""
+    """A model of five layers, of which three report metrics."""
     plain = describe(MODEL)
     attention, mlp = plain.layer_types["layer"].branches
     part = Reporting(MODEL.d_model, MODEL.d_mlp, 1.0)
@@ -45,7 +45,7 @@ def model() -> Model:
     return Model(kinds, ("plain", "wide", "wide", "plain", "narrow"), plain.ends)
 
 
-def test_numbers_are_those_of_the_declarations(model: Model) -> None:
+def test_layer_metrics_follow_declared_summaries(model: Model) -> None:
     wide = np.array([[1.0, 2.0, 3.0], [4.0, 4.0, 1.0]])
     narrow = np.array([[5.0, 10.0]])
     statistics = {"wide": {"load": jnp.asarray(wide)}, "narrow": {"load": jnp.asarray(narrow)}}
@@ -57,17 +57,17 @@ def test_numbers_are_those_of_the_declarations(model: Model) -> None:
     )
 
 
-def test_a_layer_without_any_tokens_counts_as_nothing(model: Model) -> None:
+def test_layer_without_tokens_contributes_zero(model: Model) -> None:
     statistics = {"wide": {"load": jnp.zeros((2, 3))}, "narrow": {"load": jnp.ones((1, 4))}}
     found = compute_layer_metrics(model, {"size": jnp.float32(0)}, statistics)
     assert (float(found["group/most"]), float(found["group/least"])) == (1.0, 0.0)
 
 
-def test_a_model_whose_layers_return_nothing_has_none() -> None:
+def test_model_without_layer_statistics_has_no_metrics() -> None:
     assert compute_layer_metrics(describe(MODEL), {}, {}) == {}
 
 
-def test_the_list_of_all_numbers_names_families(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summaries_list_families_of_each_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = list(summaries())
     for name in ("gemma3", "llama"):
         family = replace(FAMILIES[name], metric_parts=(Reporting,))

@@ -1,4 +1,4 @@
-"""What TensorBoard finds in a run's event files, read back as TensorBoard reads them."""
+"""A run's event files as read by TensorBoard, and `maxpipe board`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> EventAccumulator:
     return accumulator
 
 
-def test_custom_charts_begin_with_the_loss(found: EventAccumulator) -> None:
+def test_custom_charts_begin_with_loss(found: EventAccumulator) -> None:
     (event,) = found.Tensors("custom_scalars__config__")
     layout: Any = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])  # pyright: ignore
     first, *others = layout.category[0].chart
@@ -55,7 +55,7 @@ def test_custom_charts_begin_with_the_loss(found: EventAccumulator) -> None:
     assert found.PluginTagToContent("custom_scalars")
 
 
-def test_settings_are_those_of_the_run(found: EventAccumulator) -> None:
+def test_hyperparameters_match_run(found: EventAccumulator) -> None:
     data = found.PluginTagToContent("hparams")
     content: Any = plugin_data_pb2.HParamsPluginData.FromString(  # pyright: ignore
         data["_hparams_/session_start_info"]
@@ -65,7 +65,7 @@ def test_settings_are_those_of_the_run(found: EventAccumulator) -> None:
     assert values["a.b"].string_value == "c"
 
 
-def test_the_timeline_is_a_picture(found: EventAccumulator) -> None:
+def test_timeline_is_png_image(found: EventAccumulator) -> None:
     assert "run/timeline" in found.PluginTagToContent("images")
     (event,) = found.Tensors("run/timeline")
     width, height, png = event.tensor_proto.string_val
@@ -74,12 +74,12 @@ def test_the_timeline_is_a_picture(found: EventAccumulator) -> None:
         assert image.width >= int(width) > 100 and image.height >= int(height) > 50
 
 
-def test_all_numbers_are_there(found: EventAccumulator) -> None:
+def test_all_metrics_are_scalars(found: EventAccumulator) -> None:
     assert sorted(found.Tags()["scalars"]) == sorted(metric.tag for metric in METRICS)
 
 
-def test_runs_have_their_own_names(tmp_path: Path, found: EventAccumulator) -> None:
-    """As TensorBoard sees them; one that begins later is shown, too."""
+def test_linked_runs_keep_their_names(tmp_path: Path, found: EventAccumulator) -> None:
+    """TensorBoard shows all linked runs, including those that start later."""
     runs, links = tmp_path / "runs", tmp_path / "links"
     links.mkdir()
     (runs / "no-run").mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_runs_have_their_own_names(tmp_path: Path, found: EventAccumulator) -> N
 
 
 @pytest.mark.parametrize("folder", ["nowhere", "file"])
-def test_a_folder_that_is_none_is_explained(
+def test_board_rejects_path_that_is_not_folder(
     folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -105,8 +105,8 @@ def test_a_folder_that_is_none_is_explained(
     assert "is not a folder of runs." in capsys.readouterr().err
 
 
-def test_ctrl_c_is_for_the_command_alone(tmp_path: Path) -> None:
-    """The terminal tells the whole group; TensorBoard would answer with a traceback."""
+def test_ctrl_c_is_not_passed_to_tensorboard(tmp_path: Path) -> None:
+    """The terminal signals the whole process group; TensorBoard would print a traceback."""
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "__init__.py").touch()
     (tmp_path / "tensorboard" / "main.py").write_text(
@@ -125,12 +125,12 @@ def test_ctrl_c_is_for_the_command_alone(tmp_path: Path) -> None:
     while process.stdout.readline() != "up\n":
         assert process.poll() is None
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (0, "")
+    _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (0, "")
 
 
 class FakeDevice:
-    """Tells of its memory as GPUs and TPUs do, or as CPUs do."""
+    """Reports memory statistics like GPUs and TPUs, or none like CPUs."""
 
     def __init__(self, peak: int | None):
         self._peak = peak
@@ -140,7 +140,7 @@ class FakeDevice:
 
 
 @pytest.mark.parametrize(("peaks", "most"), [([3, 7, 5], 7.0), ([None, None], None)])
-def test_memory_is_reported_where_the_device_does(
+def test_device_memory_is_reported_if_available(
     peaks: list[int | None], most: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jax, "local_devices", lambda: [FakeDevice(peak) for peak in peaks])
@@ -149,14 +149,14 @@ def test_memory_is_reported_where_the_device_does(
     assert 2**20 < found["memory/host_bytes"] < 2**40
 
 
-def test_sharding_shows_what_a_device_holds() -> None:
+def test_sharding_table_shows_shape_per_device() -> None:
     mesh = jax.make_mesh((2, 1), ("fsdp", "tensor"), devices=jax.devices()[:2])
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", "tensor"))
     params = {"a": {"b": jax.ShapeDtypeStruct((6, 5), "float32", sharding=split)}}
     assert tensorboard.sharding_table(params)[1:] == [("a.b", "6 x 5", "3 x 5", "fsdp 2, -")]
 
 
-def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
+def test_memory_image_has_bar_for_each_use() -> None:
     program = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((512, 256 * 2), "float32"))
     drawn = tensorboard.draw_memory(program.compile())
     texts = [label.text for label in drawn.labels]
@@ -170,7 +170,7 @@ def test_memory_of_the_step_is_a_bar_for_each_use() -> None:
     ("name", "stages", "repeats", "microbatches"),
     [("1f1b", 1, 1, 1), ("interleaved", 4, 2, 8), ("zb_h1", 8, 1, 32), ("1f1b", 64, 1, 128)],
 )
-def test_the_timeline_is_legible_in_the_list(
+def test_timeline_is_legible_at_list_width(
     name: str, stages: int, repeats: int, microbatches: int
 ) -> None:
     drawn = draw_overview(
@@ -181,7 +181,7 @@ def test_the_timeline_is_legible_in_the_list(
 
 
 def assert_legible(drawn: Canvas) -> None:
-    """All words have 11 pixels or more at a width of 300; numbers of microbatches may not."""
+    """Assert that at a width of 300 pixels all labels but numbers are at least 11 pixels high."""
     words = [label for label in drawn.labels if not label.text.isdigit()]
     assert words and all(300 / drawn.width * label.size >= 11 for label in words)
     assert all(label.x + text_width(label.text, label.size) <= drawn.width for label in words)
@@ -189,7 +189,7 @@ def assert_legible(drawn: Canvas) -> None:
 
 
 def layouts(folder: Path) -> list[tuple[int, list[str]]]:
-    """(step, titles of the charts) of each layout in a run's event files."""
+    """Return (step, chart titles) of each layout in a run's event files."""
     reader = EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
     return [
@@ -203,8 +203,8 @@ def layout_of(event: Any) -> Any:
     return layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])  # pyright: ignore
 
 
-def test_charts_without_data_are_not_in_the_layout(tmp_path: Path) -> None:
-    """A chart is added with its first number, also after a resume; the newest layout counts."""
+def test_charts_without_data_are_not_in_layout(tmp_path: Path) -> None:
+    """A chart is added with its first value, even after a resume; the newest layout applies."""
     writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
     writer.write(1, {"train/lr": 1.0, "train/entropy": 1.0})
     writer.write(2, {"train/lr": 1.0})
@@ -220,12 +220,12 @@ def test_charts_without_data_are_not_in_the_layout(tmp_path: Path) -> None:
     assert layouts(tmp_path)[-2:] == [(3, ["loss", "learning rate"]), (4, both)]
 
 
-def test_nothing_is_made_without_tensorboard(tmp_path: Path) -> None:
+def test_no_summary_is_built_without_tensorboard(tmp_path: Path) -> None:
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
-    writer.show(lambda: pytest.fail("was asked"))
+    writer.show(lambda: pytest.fail("the summary was built"))
 
 
-def test_a_run_is_named_as_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_board_accepts_run_name_or_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs" / "mine" / "checkpoints").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     shown: list[Path] = []
@@ -243,13 +243,13 @@ def test_a_run_is_named_as_everywhere(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class Ended:
-    """A process that is over."""
+    """A process that has exited."""
 
     def terminate(self) -> None: ...
 
 
 @pytest.mark.parametrize("port", ["-1", "70000", "9" * 400, "x"])
-def test_a_port_outside_the_range_is_an_error(
+def test_board_rejects_invalid_port(
     port: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["board", str(tmp_path), f"--port={port}"]) == 2

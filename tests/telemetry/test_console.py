@@ -25,7 +25,7 @@ class _Terminal(io.StringIO):
         return True
 
 
-def test_plain_lines(monkeypatch: pytest.MonkeyPatch):
+def test_plain_output_lines(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
     monkeypatch.setattr(module.time, "monotonic", lambda: now)
     stream = io.StringIO()
@@ -50,8 +50,8 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
-def test_each_text_is_one_write():
-    """Another thread, which prints why the process ends, would cut a line in two."""
+def test_each_message_is_one_write():
+    """Otherwise, output of another thread could be printed in the middle of a line."""
 
     class Writes(io.StringIO):
         def __init__(self):
@@ -70,7 +70,7 @@ def test_each_text_is_one_write():
     assert len(list(filter(None, stream.texts))) == 2
 
 
-def test_a_stage_that_fails_says_so():
+def test_failed_stage_is_reported():
     stream = io.StringIO()
     with (
         pytest.raises(RuntimeError, match="boom"),
@@ -106,7 +106,7 @@ def test_live_view_shows_metrics_stage_and_progress(monkeypatch: pytest.MonkeyPa
         assert re.search(text, shown)
 
 
-def test_dumb_terminals_get_plain_lines(monkeypatch: pytest.MonkeyPatch):
+def test_dumb_terminal_uses_plain_output(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TERM", "dumb")
     stream = _Terminal()
     with Console("auto", stream=stream) as console:
@@ -125,7 +125,7 @@ def test_only_warnings_of_other_processes_are_shown():
     assert stream.getvalue() == "[process 3] warning: disk is slow\n"
 
 
-def test_library_chatter_stays_off_the_console():
+def test_library_info_messages_are_not_printed():
     from absl import logging as absl_logging
 
     stream = io.StringIO()
@@ -140,7 +140,7 @@ def test_library_chatter_stays_off_the_console():
     assert root.handlers == handlers
 
 
-def test_a_vanished_terminal_does_not_end_the_run():
+def test_closed_terminal_does_not_end_run():
     class Gone(io.StringIO):
         def write(self, _: str) -> int:
             raise OSError(errno.EIO, "Input/output error")
@@ -158,5 +158,5 @@ def test_a_vanished_terminal_does_not_end_the_run():
     ("seconds", "text"),
     [(0.04, "0.0s"), (59.96, "1m00s"), (62, "1m02s"), (3600, "1h00m"), (90_000, "1d01h")],
 )
-def test_durations(seconds: float, text: str):
+def test_duration_format(seconds: float, text: str):
     assert module.duration(seconds) == text

@@ -1,4 +1,4 @@
-"""Curves of runs: what is drawn, and what is refused."""
+"""Curves of metrics, and invalid arguments of `maxpipe curves`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_curves_are_what_runs_have_written(runs: Path) -> None:
+def test_read_returns_recorded_metrics(runs: Path) -> None:
     found = read(runs / "runs/one", ["train/loss", "eval/loss", "eval/other"])
     assert found == {
         "train/loss": [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30))],
@@ -38,21 +38,21 @@ def test_curves_are_what_runs_have_written(runs: Path) -> None:
     }
 
 
-def test_tags_that_end_alike_share_a_panel(runs: Path) -> None:
+def test_tags_with_same_suffix_share_panel(runs: Path) -> None:
     tags = ["train/loss", "eval/loss", "eval/sums/accuracy"]
     canvas = draw_curves({name: read(runs / "runs" / name, tags) for name in ("one", "two")})
     titles = [label.text for label in canvas.labels if label.bold]
     assert titles == ["loss", "accuracy"]
     names = {label.text for label in canvas.labels if "  " in label.text}
     assert {"one  train/loss", "two  eval/loss"} <= names
-    # Two lines, and two points alone in each panel.
+    # There are two lines, and two single points in each panel.
     assert [len(curve.points) for curve in canvas.curves].count(1) == 4
     assert len(canvas.curves) == 2 + 2 + 2
     assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) -> None:
+def test_curves_command_writes_image(suffix: str, runs: Path, capsys: Capture) -> None:
     assert main(["curves", "one", "runs/two", "--out", f"loss.{suffix}"]) == 0
     assert capsys.readouterr().out == f"wrote loss.{suffix}\n"
     assert main(["curves", "one", "runs/two", f"--{suffix}", "again"]) == 0
@@ -72,16 +72,16 @@ def test_the_command_writes_a_picture(suffix: str, runs: Path, capsys: Capture) 
         (["one", "--out", "no/a.svg"], 74, "cannot be written"),
     ],
 )
-def test_curves_that_cannot_be_drawn_are_explained(
+def test_curves_command_rejects_invalid_arguments(
     arguments: list[str], code: int, words: str, runs: Path, capsys: Capture
 ) -> None:
     assert main(["curves", *arguments]) == code
-    said = capsys.readouterr().err
-    assert words in said and "Traceback" not in said
+    err = capsys.readouterr().err
+    assert words in err and "Traceback" not in err
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.33, 0.34), (-5, 120), (2.0, 2.0001), (0, 7e6)])
-def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+def test_ticks_are_round_and_within_range(low: float, high: float) -> None:
     found = _ticks(low, high)
     assert 2 <= len(found) <= 7 and all(low <= each <= high for each in found)
     assert all(re.fullmatch(r"-?[\d.]{1,7}(e\+\d+)?", f"{each:g}") for each in found)
@@ -91,7 +91,7 @@ ODD_VALUES = ["NaN", "Infinity", "-1e400", "1e308", "9" * 400, "true", '"1"', "[
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_odd_numbers_in_records_are_left_out_with_a_warning(
+def test_invalid_numbers_in_records_are_skipped_with_warning(
     suffix: str, runs: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = runs / "runs/one/metrics.jsonl"
@@ -102,7 +102,7 @@ def test_odd_numbers_in_records_are_left_out_with_a_warning(
     found = read(runs / "runs/one", ["train/loss"])["train/loss"]
     assert found == [(10, 0.1), (20, 0.05), (30, pytest.approx(1 / 30)), (48, 1e-320)]
     assert "train/loss has 8 records that cannot be plotted" in caplog.text
-    # Numbers of 400 and 5000 digits, and the torn line of `runs`.
+    # Numbers of 400 and 5000 digits, and the incomplete line of `runs`.
     assert "skipped 4 lines that are not valid JSON" in caplog.text
     assert main(["curves", "one", "--out", f"odd.{suffix}"]) == 0
     assert "Traceback" not in capsys.readouterr().err
@@ -111,7 +111,7 @@ def test_odd_numbers_in_records_are_left_out_with_a_warning(
 @pytest.mark.parametrize(
     "values", [(-1e300, 1e300), (0, 1e-322), (1e300, 1e300), (1, 1 + 2**-52), (0, 5e-324)]
 )
-def test_extreme_values_have_an_axis(values: tuple[float, float]) -> None:
+def test_extreme_values_have_axis(values: tuple[float, float]) -> None:
     canvas = draw_curves({"one": {"train/loss": list(enumerate(values))}})
     assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
     assert len(canvas.labels) < 20

@@ -1,4 +1,4 @@
-"""Time by cause, from records made by hand: every second is counted once."""
+"""Goodput of hand-written event records: every second is attributed to one cause."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIDNIGHT = datetime(2026, 3, 1, 23, 59, 30, tzinfo=UTC)
 
 
 class Ledger:
-    """Writes records as a run does."""
+    """Writes event records like a run."""
 
     def __init__(self, folder: Path):
         self.folder, self.now, self.begun = folder, MIDNIGHT, MIDNIGHT
@@ -40,7 +40,7 @@ def killed_once(tmp_path: Path) -> Path:
     ledger.write("time", 100, step=10, seconds={"step": 80, "loop": 5, "data": 15})
     ledger.write("checkpoint", 5, step=10)
     ledger.write("time", 105, step=20, seconds={"step": 90, "data": 5, "eval": 10, "save": 5})
-    ledger.write("gc", 7)  # a record of another kind, then a kill
+    ledger.write("gc", 7)  # a record of another type, then a kill
     ledger.write("begin", 60)
     ledger.write("start", 10, step=15, seconds={"start": 4, "restore": 6})
     ledger.write("time", 50, step=20, seconds={"step": 45, "data": 5})
@@ -49,7 +49,7 @@ def killed_once(tmp_path: Path) -> Path:
 
 
 @pytest.mark.fault("F20")
-def test_every_second_has_a_cause(killed_once: Path) -> None:
+def test_every_second_is_counted_once(killed_once: Path) -> None:
     found = goodput.read_goodput(killed_once)
     assert found.seconds == pytest.approx(
         {
@@ -72,7 +72,7 @@ def test_every_second_has_a_cause(killed_once: Path) -> None:
 
 
 @pytest.mark.fault("F20")
-def test_a_clock_that_was_set_back_takes_no_time_away(killed_once: Path) -> None:
+def test_clock_set_back_does_not_reduce_total_time(killed_once: Path) -> None:
     lines = (killed_once / "events.jsonl").read_text().splitlines()
     second = next(place for place, line in enumerate(lines) if place and '"begin"' in line)
     for place in range(second, len(lines)):
@@ -84,7 +84,7 @@ def test_a_clock_that_was_set_back_takes_no_time_away(killed_once: Path) -> None
     assert "down" not in found.seconds and found.total == pytest.approx(298)
 
 
-def test_a_finished_run_that_is_started_again_does_no_step_again(tmp_path: Path) -> None:
+def test_restarted_finished_run_redoes_no_step(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.write("begin")
     ledger.write("start", 4, step=0, seconds={"start": 4})
@@ -100,7 +100,7 @@ def test_a_finished_run_that_is_started_again_does_no_step_again(tmp_path: Path)
 
 
 @pytest.mark.parametrize("event", ["rollback", "roll_back"], ids=["now", "earlier release"])
-def test_steps_before_a_rollback_do_not_count(tmp_path: Path, event: str) -> None:
+def test_steps_undone_by_rollback_are_redone(tmp_path: Path, event: str) -> None:
     ledger = Ledger(tmp_path)
     ledger.write("begin")
     ledger.write("start", step=0, seconds={})
@@ -110,7 +110,9 @@ def test_steps_before_a_rollback_do_not_count(tmp_path: Path, event: str) -> Non
     assert goodput.read_goodput(tmp_path).seconds == pytest.approx({"productive": 15, "redone": 5})
 
 
-def test_the_command(killed_once: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_goodput_command_prints_text_and_json(
+    killed_once: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["goodput", str(killed_once)]) == 0
     text = capsys.readouterr().out
     assert text.startswith("5m58s in 2 attempts, 48.9% of the time spent on productive steps")
@@ -119,12 +121,12 @@ def test_the_command(killed_once: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert json.loads(capsys.readouterr().out)["productive_share"] == pytest.approx(175 / 358)
 
 
-def test_a_folder_without_records(tmp_path: Path) -> None:
+def test_folder_without_events_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must contain the file events.jsonl"):
         goodput.read_goodput(tmp_path)
 
 
-def test_half_a_record_is_left_out(killed_once: Path) -> None:
+def test_incomplete_record_is_skipped(killed_once: Path) -> None:
     with (killed_once / "events.jsonl").open("a") as file:
         file.write('{"time": "2026-03')
     assert goodput.read_goodput(killed_once).total == pytest.approx(358)
@@ -132,7 +134,7 @@ def test_half_a_record_is_left_out(killed_once: Path) -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "1e308", "-1e400", "9" * 400, "9" * 5000, "1e11"])
 @pytest.mark.parametrize("key", ["uptime", "step", "seconds", "to"])
-def test_odd_numbers_in_events_are_no_records(key: str, number: str, killed_once: Path) -> None:
+def test_records_with_invalid_numbers_are_skipped(key: str, number: str, killed_once: Path) -> None:
     before = goodput.read_goodput(killed_once)
     value = f'{{"step": {number}}}' if key == "seconds" else number
     event = "rollback" if key == "to" else "time"

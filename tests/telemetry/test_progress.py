@@ -1,4 +1,4 @@
-"""Progress of commands in a log file."""
+"""Progress messages of commands in a log file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from maxpipe.telemetry import console
 
 
-def test_a_log_gets_the_phase_and_the_elapsed_time(
+def test_log_shows_phase_and_elapsed_time(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(console, "_PHASE_SECONDS", 0.05)
@@ -26,7 +26,7 @@ def test_a_log_gets_the_phase_and_the_elapsed_time(
     assert capsys.readouterr().err == ""
 
 
-def test_a_short_phase_prints_nothing(capsys: pytest.CaptureFixture[str]):
+def test_short_phase_prints_nothing(capsys: pytest.CaptureFixture[str]):
     with console.PhaseProgress("compile"):
         pass
     assert capsys.readouterr() == ("", "")

@@ -21,7 +21,7 @@ def _records(path: Path) -> list[dict[str, object]]:
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch):
-    """Call it with True or False: every write fails after ten bytes, or works again."""
+    """`full_disk(True)`: every write fails after ten bytes. `full_disk(False)`: writes succeed."""
     write = os.pwrite
 
     def failing(descriptor: int, data: bytes, offset: int) -> int:
@@ -35,7 +35,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch):
 # --- metrics.jsonl -----------------------------------------------------------
 
 
-def test_one_object_per_step_with_all_tags(tmp_path: Path):
+def test_one_json_object_per_step_with_all_tags(tmp_path: Path):
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
     writer.write(10, {"train/loss": 2.5})
     writer.write(20, {"train/loss": 2.25, "perf/step_s": 0.5})
@@ -52,7 +52,7 @@ def test_one_object_per_step_with_all_tags(tmp_path: Path):
     ]
 
 
-def test_a_step_written_again_shorter_leaves_no_rest(tmp_path: Path):
+def test_shorter_record_replaces_longer_record_of_step(tmp_path: Path):
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
     writer.write(1, {"train/loss": 1.23456789012345})
     writer.write(1, {"train/loss": 1.0})
@@ -60,7 +60,7 @@ def test_a_step_written_again_shorter_leaves_no_rest(tmp_path: Path):
     assert {tag: record[tag] for tag in record if tag != "time"} == {"step": 1, "train/loss": 1.0}
 
 
-def test_resume_drops_later_steps_and_torn_lines(tmp_path: Path):
+def test_resume_drops_later_steps_and_incomplete_lines(tmp_path: Path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 10, "a": 1.0}\n{"step": 20, "a": 2.0}\n{"step": 30}\n{"step": 4')
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=20)
@@ -71,14 +71,14 @@ def test_resume_drops_later_steps_and_torn_lines(tmp_path: Path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_start_from_nothing_drops_the_records_of_a_run_that_never_saved(tmp_path: Path):
+def test_start_without_checkpoint_drops_old_records(tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     MetricWriter(tmp_path, tensorboard=False, resume_step=0)
     assert (tmp_path / "metrics.jsonl").read_text() == ""
 
 
 @pytest.mark.fault("O1")
-def test_full_disk_loses_records_not_the_run(tmp_path: Path, full_disk, caplog):
+def test_full_disk_loses_records_but_does_not_end_run(tmp_path: Path, full_disk, caplog):
     writer = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
     writer.write(1, {"train/loss": 1.0})
     full_disk(True)
@@ -95,7 +95,7 @@ def test_full_disk_loses_records_not_the_run(tmp_path: Path, full_disk, caplog):
 
 
 @pytest.mark.fault("O1")
-def test_a_warning_returns_after_a_minute(tmp_path: Path, full_disk, caplog, monkeypatch):
+def test_warning_is_repeated_after_one_minute(tmp_path: Path, full_disk, caplog, monkeypatch):
     now = 1000.0
     monkeypatch.setattr(writers.time, "monotonic", lambda: now)
     writer = MetricWriter(tmp_path, tensorboard=False, resume_step=0)
@@ -108,7 +108,7 @@ def test_a_warning_returns_after_a_minute(tmp_path: Path, full_disk, caplog, mon
     assert len(caplog.records) == 2
 
 
-def test_a_removed_run_folder_is_survived(tmp_path: Path, caplog):
+def test_removed_run_folder_does_not_end_run(tmp_path: Path, caplog):
     (tmp_path / "run").mkdir()
     writer = MetricWriter(tmp_path / "run", tensorboard=True, resume_step=0)
     (tmp_path / "run").rename(tmp_path / "moved")
@@ -118,7 +118,7 @@ def test_a_removed_run_folder_is_survived(tmp_path: Path, caplog):
     assert not (tmp_path / "run").exists()
 
 
-def test_nothing_is_written_to_a_folder_that_is_not_the_runs(tmp_path: Path):
+def test_nothing_is_written_to_folder_of_other_run(tmp_path: Path):
     held = True
     every = {"tensorboard": True, "resume_step": 0, "ours": lambda: held}
     events, writer = EventLog(tmp_path, ours=lambda: held), MetricWriter(tmp_path, **every)
@@ -177,7 +177,7 @@ def test_tensorboard_reads_scalars_and_text(tmp_path: Path):
     assert read.SummaryMetadata("config").plugin_data.plugin_name == "text"
 
 
-def test_tensorboard_forgets_steps_that_are_made_again(tmp_path: Path):
+def test_tensorboard_discards_steps_after_resume_step(tmp_path: Path):
     before = MetricWriter(tmp_path, tensorboard=True, resume_step=0)
     for step in (10, 20, 30):
         before.write(step, {"train/loss": float(step)})
@@ -189,7 +189,7 @@ def test_tensorboard_forgets_steps_that_are_made_again(tmp_path: Path):
 # --- events.jsonl ------------------------------------------------------------
 
 
-def test_events_are_kept_over_restarts(tmp_path: Path):
+def test_events_are_kept_across_restarts(tmp_path: Path):
     EventLog(tmp_path).write("start", step=0)
     with (tmp_path / "events.jsonl").open("a") as file:
         file.write('{"torn')
@@ -202,7 +202,7 @@ def test_events_are_kept_over_restarts(tmp_path: Path):
     assert (last["where"], last["seconds"], last["parts"]) == (str(tmp_path), None, [1, None])
 
 
-def test_importing_telemetry_is_cheap():
+def test_importing_telemetry_loads_no_heavy_modules():
     code = (
         "import sys, maxpipe.telemetry.console, maxpipe.telemetry.writers; "
         "print([m for m in ('jax', 'tensorboard', 'rich', 'numpy', 'absl') if m in sys.modules])"

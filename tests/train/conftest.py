@@ -1,4 +1,4 @@
-"""Real runs of the command in processes of their own, small enough to be done in seconds."""
+"""Fixtures that run the command in subprocesses, on models that train in seconds."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start() -> Callable[..., subprocess.Popen[str]]:
-    """`start(*arguments)`: the command in a process, with both its outputs in one pipe.
+    """`start(*arguments)`: start the command in a subprocess, with stdout and stderr in one pipe.
 
-    Python in that process begins with `modules/sitecustomize.py`, where `modules` is given.
+    With `modules`, Python runs `modules/sitecustomize.py` at startup.
     """
 
     def popen(*arguments: object, modules: Path | None = None) -> subprocess.Popen[str]:
@@ -71,10 +71,10 @@ def start() -> Callable[..., subprocess.Popen[str]]:
 def run(
     next_server: Callable[[], ForkServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., str]:
-    """`run(*arguments, code=0)`: the output of the command, which must exit with `code`.
+    """`run(*arguments, code=0)`: return the output of the command, which must exit with `code`.
 
-    A command and the next one have different hash seeds. With `file_bytes`, no file of the
-    command may become larger.
+    Successive commands have different hash seeds. `file_bytes` limits the size of every file that
+    the command writes.
     """
     path = tmp_path_factory.mktemp("output") / "output.txt"
 
@@ -91,9 +91,11 @@ def run(
 
 
 @pytest.fixture(scope="session")
-def unbroken(tiny: Path, run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through; its output is in `output.txt`. Not to be changed."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(
+    tiny: Path, run: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a completed run, with its output in `output.txt`. Read-only for tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     output = run("train", tiny, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
     return folder / "run"
@@ -101,7 +103,7 @@ def unbroken(tiny: Path, run: Callable[..., str], tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The library that spoils calls; see `storage_faults.c`."""
+    """The compiled fault-injection library; see `storage_faults.c`."""
     if (compiler := shutil.which("cc") or shutil.which("gcc")) is None:
         pytest.skip("needs a C compiler")
     library = tmp_path_factory.mktemp("shim") / "storage_faults.so"

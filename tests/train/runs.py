@@ -1,4 +1,4 @@
-"""Real runs of the command: starting several processes, and reading what they leave."""
+"""Helpers that start runs of several processes and read their output files."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SAME = 1e-5  # float32, relative
 
 
 @contextmanager
-def together_at(
+def start_processes(
     start: Start, *arguments: object, count: int, second: Sequence[object] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """All processes of a run; `second` are overrides of process 1. None outlives the block."""
+    """Start all processes of a run, with overrides `second` for process 1; kill them on exit."""
     address = f"127.0.0.1:{free_port()}"
     shared = (*arguments, f"runtime.num_processes={count}", f"runtime.coordinator={address}")
     processes = [
@@ -44,16 +44,16 @@ def together_at(
             process.communicate()
 
 
-pair = partial(together_at, count=2)
+start_pair = partial(start_processes, count=2)
 
 
-def ends(processes: list[subprocess.Popen[str]]) -> list[str]:
-    """What each process has printed when it is over."""
+def wait_for_outputs(processes: list[subprocess.Popen[str]]) -> list[str]:
+    """Wait for all processes to exit; return their outputs."""
     return [process.communicate(timeout=240)[0] for process in processes]
 
 
 def wait_for(process: subprocess.Popen[str], beginning: str) -> list[str]:
-    """Reads lines up to one with this beginning; they are returned."""
+    """Read lines up to the first one that starts with `beginning`; return them."""
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -67,20 +67,20 @@ def wait_for(process: subprocess.Popen[str], beginning: str) -> list[str]:
 
 
 def write_module(folder: Path, text: str) -> Path:
-    """What the command's Python runs before anything else, to be found in the folder."""
+    """Write code that Python runs at startup if the folder is on its path; return the folder."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(text)
     return folder
 
 
-def preloaded(shim: Path, root: Path, log: Path, plan: str = "") -> dict[str, str]:
-    """The environment of a command whose calls below `root` are spoiled; see `storage_faults.c`."""
+def shim_environment(shim: Path, root: Path, log: Path, plan: str = "") -> dict[str, str]:
+    """Return variables that inject faults into calls below `root`; see `storage_faults.c`."""
     found = {"LD_PRELOAD": str(shim), "STORAGE_FAULTS_ROOT": str(root)}
     return found | {"STORAGE_FAULTS_LOG": str(log)} | ({"STORAGE_FAULTS": plan} if plan else {})
 
 
 def records(folder: Path) -> dict[int, dict[str, Any]]:
-    """The lines of metrics.jsonl by step, of which each is there once and in order; no times."""
+    """Return the records of metrics.jsonl by step, without times; check that steps increase."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps))
@@ -93,13 +93,13 @@ def losses(folder: Path, tag: str = "train/loss") -> dict[int, float]:
 
 
 def ledger(folder: Path, *kinds: str) -> list[dict[str, Any]]:
-    """The records of events.jsonl, of these kinds if any are named."""
+    """Return the records of events.jsonl, optionally of these kinds only."""
     lines = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [line for line in lines if line["event"] in kinds or not kinds]
 
 
 def events(folder: Path, *kinds: str) -> list[tuple[str, int]]:
-    """Kind and step of the same."""
+    """Return kind and step of the records of events.jsonl."""
     return [(line["event"], line["step"]) for line in ledger(folder, *kinds)]
 
 
@@ -109,26 +109,26 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def saved(folder: Path, step: int | None = None) -> Any:
-    """A checkpoint, by default the newest."""
+    """Restore a checkpoint, by default the newest."""
     with open_run(folder) as checkpoints:
         return checkpoints.restore(checkpoints.steps()[-1] if step is None else step)
 
 
 def saved_digest(folder: Path, step: int | None = None) -> str:
-    """Of all that a checkpoint holds of the run's state and its place in the data."""
+    """Return a digest of a checkpoint's state and data position."""
     found = saved(folder, step)
     return tree_digest(found.state) + json.dumps(found.metadata.data, sort_keys=True)
 
 
 def forget_after(folder: Path, step: int) -> None:
-    """Take the checkpoints after `step` away."""
+    """Delete the checkpoints after `step`."""
     for each in (folder / "checkpoints").iterdir():
         if int(each.name) > step:
             shutil.rmtree(each)
 
 
 def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Size and time of change of everything below a folder, and of the folder itself."""
+    """Return size and modification time of a folder and everything below it."""
     found = [folder, *folder.rglob("*")]
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
 
@@ -137,7 +137,7 @@ def state_of(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def is_explained(output: str) -> None:
-    """An error in four parts, last in the output: where and what, rule, action."""
+    """Assert that the output ends with an error of three lines: location, rule, action."""
     assert "Traceback" not in output and "this is a bug" not in output
     *_, where, rule, action = output.rstrip("\n").splitlines()
     assert not where.startswith(" ")

@@ -1,9 +1,9 @@
-"""Runs whose storage fails, many in one process: real saves, resumes and prunes, without a model.
+"""Injects storage faults into real saves, resumes and prunes, many runs in one process.
 
     LD_PRELOAD=... STORAGE_FAULTS_ROOT=FOLDER python storage_driver.py FOLDER FIRST COUNT
 
-runs the faults number FIRST to FIRST + COUNT - 1 below FOLDER, and prints one JSON line for each,
-in which `wrong` says what must never happen. The number of a fault is the seed of what it is.
+runs the faults with indices FIRST to FIRST + COUNT - 1 below FOLDER and prints one JSON line for
+each, in which `wrong` lists violated invariants. The index of a fault is its random seed.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ACTIONS = {
 }
 PHASES = ("save", "restore", "prune")
 Calls = dict[tuple[str, str], int]
-"""How many calls of a kind there are in a phase that is not disturbed."""
+"""Number of calls by phase and kind, counted without faults."""
 
 
-# A run: what it computes at each step depends on every bit of the step before.
+# A run, in which every step depends on every bit of the previous step.
 
 
 def initial() -> Tree:
@@ -73,7 +73,7 @@ def advance(state: Tree, step: int) -> Tree:
 
 
 def expected() -> dict[int, str]:
-    """Digests of the unbroken run, by step."""
+    """Return the digests of the uninterrupted run by step."""
     state, found = initial(), {}
     for step in range(1, STEPS + 1):
         state = advance(state, step)
@@ -89,7 +89,7 @@ def abstract() -> Tree:
 
 
 def train(run_dir: Path, config: CheckpointConfig = CONFIG) -> str:
-    """Start or resume the run, and end it; the digest of its last state."""
+    """Start or resume the run and train to its end; return the digest of the final state."""
     with RunLock(run_dir) as lock, CheckpointManager(run_dir, config, locks=[lock]) as checkpoints:
         found = checkpoints.restore_newest(abstract())
         state = initial() if found is None else jax.tree.map(np.asarray, found.state)
@@ -118,29 +118,29 @@ class Case:
         self.number, self.phase = number, PHASES[number % len(PHASES)]
         kind = chance.choice([kind for kind in ACTIONS if calls[self.phase, kind]])
         first = chance.randint(1, calls[self.phase, kind])
-        count = chance.choice([1, 1, 1, 3, 0])  # once, a few times, from then on
+        count = chance.choice([1, 1, 1, 3, 0])  # once, three times, all later calls
         self.plan = f"{kind} {chance.choice(ACTIONS[kind])} {first} {count} {number}"
         self.run_dir = folder / f"case-{number}" / "run"
         if self.phase != "save":
             shutil.copytree(template, self.run_dir)
 
-    def run(self, unbroken: dict[int, str]) -> dict[str, Any]:
-        """What happened, as JSON."""
+    def run(self, uninterrupted: dict[int, str]) -> dict[str, Any]:
+        """Inject the fault, resume without faults, and return the result as JSON values."""
         shim = ctypes.CDLL(None)
         assert shim.storage_faults_arm(self.plan.encode()) == 0
         code, words = self.attempt()
         done = shim.storage_faults_done()
         shim.storage_faults_arm(b"")
-        wrong = list(self._broken(code, unbroken))
+        wrong = list(self._violations(code, uninterrupted))
         if code == 70:
             wrong.append(f"a traceback: {words}")
-        # What could not be removed names this process, which would be dead by now.
+        # A lock that could not be removed names this process, which still runs.
         (self.run_dir / LOCK).unlink(missing_ok=True)
         code_after, words_after = attempt(lambda: train(self.run_dir))
         if code_after != 0:
-            wrong.append(f"no way on: {words_after}")
+            wrong.append(f"the run cannot resume: {words_after}")
         else:
-            wrong += (f"after it: {each}" for each in self._broken(0, unbroken))
+            wrong += (f"after resuming: {each}" for each in self._violations(0, uninterrupted))
         if not wrong:
             shutil.rmtree(self.run_dir.parent)
         return {
@@ -159,34 +159,34 @@ class Case:
             return attempt(lambda: main(arguments))
         return attempt(lambda: train(self.run_dir))
 
-    def _broken(self, code: int, unbroken: dict[int, str]) -> Iterator[str]:
-        """Violated invariants of the folder's content."""
+    def _violations(self, code: int, uninterrupted: dict[int, str]) -> Iterator[str]:
+        """Yield the violated invariants of the run folder."""
         if code == 0 and self.phase != "prune":
-            yield from self._other_bits(STEPS, unbroken)
+            yield from self._other_bits(STEPS, uninterrupted)
         folder = self.run_dir / CHECKPOINTS_FOLDER
         for path in folder.glob("*.*") if folder.is_dir() else ():
             step, _, kind = path.name.partition(".")
-            if kind.startswith("corrupt") and is_good(path, int(step), unbroken):
-                yield f"a good checkpoint is {path.name}"
+            if kind.startswith("corrupt") and is_good(path, int(step), uninterrupted):
+                yield f"a good checkpoint was renamed {path.name}"
         if self.phase == "prune":
-            kept = [step for step in (2, 4) if is_good(folder / str(step), step, unbroken)]
+            kept = [step for step in (2, 4) if is_good(folder / str(step), step, uninterrupted)]
             if 4 not in kept:
                 yield "the newest good checkpoint was deleted"
 
-    def _other_bits(self, step: int, unbroken: dict[int, str]) -> Iterator[str]:
-        if not is_good(self.run_dir / CHECKPOINTS_FOLDER / str(step), step, unbroken):
-            yield f"exit 0, and step {step} is not that of the unbroken run"
+    def _other_bits(self, step: int, uninterrupted: dict[int, str]) -> Iterator[str]:
+        if not is_good(self.run_dir / CHECKPOINTS_FOLDER / str(step), step, uninterrupted):
+            yield f"exit code 0, but step {step} differs from the uninterrupted run"
 
 
-def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
-    """Whether it restores, without faults, to what the unbroken run has."""
+def is_good(path: Path, step: int, uninterrupted: dict[int, str]) -> bool:
+    """Return True if the checkpoint restores to the state of the uninterrupted run."""
     if not path.is_dir():
         return False
     run_dir = path.parent.parent / "looked at"
     shutil.copytree(path, run_dir / CHECKPOINTS_FOLDER / str(step))
     try:
         with open_run(run_dir) as checkpoints:
-            return tree_digest(checkpoints.restore(step).state) == unbroken[step]
+            return tree_digest(checkpoints.restore(step).state) == uninterrupted[step]
     except MaxpipeError:
         return False
     finally:
@@ -194,39 +194,39 @@ def is_good(path: Path, step: int, unbroken: dict[int, str]) -> bool:
 
 
 def attempt(what: Any) -> tuple[int, str]:
-    """Exit code and last words, as the command would have them."""
-    heard = io.StringIO()
+    """Return the exit code and the output, as the command would."""
+    stream = io.StringIO()
     try:
-        with contextlib.redirect_stdout(heard), contextlib.redirect_stderr(heard):
+        with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
             result = what()
     except MaxpipeError as error:
-        told = str(error)
-        explained = len(told.splitlines()) >= 3
-        return (int(error.exit_code), told) if explained else (70, f"not explained: {told}")
+        message = str(error)
+        explained = len(message.splitlines()) >= 3
+        return (int(error.exit_code), message) if explained else (70, f"not explained: {message}")
     except Exception:
         return 70, traceback.format_exc()
-    return (result if isinstance(result, int) else 0), heard.getvalue()
+    return (result if isinstance(result, int) else 0), stream.getvalue()
 
 
-def hurry() -> None:
-    """Attempts again without the pauses between them."""
+def shorten_pauses() -> None:
+    """Shorten the pauses between retries."""
     manager._FIRST_PAUSE_SECONDS = storage.PAUSE_SECONDS = 0.01
 
 
-def begin(folder: Path, first: int, count: int) -> None:
+def run_cases(folder: Path, first: int, count: int) -> None:
     logging.getLogger("maxpipe").setLevel(logging.ERROR)
     logging.getLogger("absl").setLevel(logging.CRITICAL)
-    hurry()
-    unbroken = expected()
+    shorten_pauses()
+    uninterrupted = expected()
     whole = folder / "template" / "run"
-    assert train(whole, CheckpointConfig(every=EVERY, keep=10)) == unbroken[STEPS]
+    assert train(whole, CheckpointConfig(every=EVERY, keep=10)) == uninterrupted[STEPS]
     shutil.rmtree(whole / CHECKPOINTS_FOLDER / str(STEPS))
-    calls = counted(folder, whole)
+    calls = count_calls(folder, whole)
     for number in range(first, first + count):
-        print(json.dumps(Case(number, folder, whole, calls).run(unbroken)), flush=True)
+        print(json.dumps(Case(number, folder, whole, calls).run(uninterrupted)), flush=True)
 
 
-def counted(folder: Path, template: Path) -> Calls:
+def count_calls(folder: Path, template: Path) -> Calls:
     shim, calls = ctypes.CDLL(None), {(phase, kind): 1 for phase in PHASES for kind in ACTIONS}
     for number, phase in enumerate(PHASES):
         for kind in ACTIONS:
@@ -240,4 +240,4 @@ def counted(folder: Path, template: Path) -> Calls:
 
 
 if __name__ == "__main__":
-    begin(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    run_cases(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,4 +1,4 @@
-"""A backend of attention is checked on hardware that a run has not met, and refused if wrong."""
+"""Numerical check of the attention backend before the first step on new hardware."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from maxpipe.train.attention_check import (
 )
 from tests.cases import MODEL
 from tests.cudnn import forward, put_in_place
-from tests.train.runs import Run, Start, ends, ledger, write_module
+from tests.train.runs import Run, Start, ledger, wait_for_outputs, write_module
 
 LATENT = DeepseekConfig(kv_lora_rank=6, qk_rope_head_dim=2, v_head_dim=6, num_experts=4, d_expert=8)
 FAMILIES: list[dict[str, Any]] = [
@@ -46,7 +46,7 @@ def model_of(backend: str, **changes: Any) -> Model:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("changes", FAMILIES, ids=lambda each: each.get("family", "llama"))
-def test_blocks_pass(changes: dict[str, Any], dtype: str) -> None:
+def test_blockwise_attention_passes(changes: dict[str, Any], dtype: str) -> None:
     found = check_attention(model_of("blockwise", **changes), dtype, TOKENS)
     assert found is not None and found.ok, found
     assert found.backend == "blockwise"
@@ -54,7 +54,7 @@ def test_blocks_pass(changes: dict[str, Any], dtype: str) -> None:
         assert 0 < found.result < 1e-5 and 0 < found.gradients < 1e-5
 
 
-def test_plain_attention_is_held_against_nothing() -> None:
+def test_xla_backend_is_not_checked() -> None:
     for backend in ("xla", "auto"):
         assert check_attention(model_of(backend), "float32", TOKENS) is None
         assert check_description(model_of(backend), "float32", TOKENS) == ""
@@ -83,15 +83,15 @@ def without_window(query: Any, key: Any, value: Any, mask: Any) -> Any:
 @pytest.mark.parametrize(
     "wrong", [shifted, without_gradient_of_keys, not_a_number, across_documents, without_window]
 )
-def test_what_is_wrong_is_found(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A result, a gradient alone, a NaN, a mask."""
+def test_wrong_backend_fails_check(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test errors in results, in gradients alone, in masks, and NaNs."""
     monkeypatch.setitem(BACKENDS, "blockwise", wrong)  # type: ignore[arg-type]
     found = check_attention(model_of("blockwise", **FAMILIES[1]), "float32", TOKENS)
     assert found is not None and not found.ok
     assert "is allowed" in str(found)
 
 
-def test_rounding_of_bfloat16_is_no_mistake_and_a_mistake_no_rounding(
+def test_error_beyond_bfloat16_rounding_fails_check(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def coarse(query: Any, key: Any, value: Any, mask: Any) -> Any:
@@ -102,10 +102,10 @@ def test_rounding_of_bfloat16_is_no_mistake_and_a_mistake_no_rounding(
     assert found is not None and not found.ok
 
 
-def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Documents of the slice choose each in turn: one that is wrong is found, whichever it is.
+def test_every_cudnn_kernel_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check selects every kernel in turn, so an error in any of them is detected.
 
-    Each kernel is wrong by another factor, so that one check shows which documents reach which.
+    Each kernel has an error of a different factor, so one check shows which kernels ran.
     """
     put_in_place(monkeypatch)
     model = model_of("cudnn")
@@ -136,16 +136,16 @@ def test_each_kernel_of_a_gpu_is_checked(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [each.result for each in deviations] == pytest.approx([0.25, 0.5, 0.75], rel=1e-3)
 
 
-def test_what_is_checked_names_all_on_which_it_depends() -> None:
-    said = {
+def test_check_description_includes_all_dependencies() -> None:
+    descriptions = {
         check_description(model_of("blockwise", **changes), dtype, tokens)
         for changes in FAMILIES
         for dtype in ("float32", "bfloat16")
         for tokens in (100, 200)
     }
-    assert len(said) == 4 * 2 * 2
-    assert all(jax.__version__ in each and "blockwise" in each for each in said)
-    # Longer rows have the same slice.
+    assert len(descriptions) == 4 * 2 * 2
+    assert all(jax.__version__ in each and "blockwise" in each for each in descriptions)
+    # Longer sequences are checked on the same slice.
     first, second = (check_description(model_of("blockwise"), "float32", n) for n in (512, 4096))
     assert first == second
 
@@ -157,8 +157,8 @@ SMALL = (
 
 
 @pytest.mark.long
-def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
-    """Not again where the run's folder says that this hardware passed."""
+def test_run_checks_attention_once(tiny: Path, tmp_path: Path, run: Run) -> None:
+    """The check is not repeated if the run folder records that this hardware passed."""
     given = (tiny, f"run.dir={tmp_path}", *SMALL)
     line = "blockwise has errors of "
     output = run("train", *given)
@@ -166,7 +166,7 @@ def test_a_run_checks_once(tiny: Path, tmp_path: Path, run: Run) -> None:
     checked = list(ledger(tmp_path / "run", "attention_checked"))
     assert len(checked) == 1 and checked[0]["gradients"] < 1e-5
     assert line not in run("train", *given, "train.steps=6")
-    # A finished run is the same run with another backend.
+    # The backend of a finished run may change.
     assert "all 6 steps are done" in run("train", *given, "train.steps=6", "model.attention=auto")
 
 
@@ -178,13 +178,11 @@ attention.BACKENDS["blockwise"] = lambda *given: 1.01 * right(*given)
 
 
 @pytest.mark.long
-def test_a_run_with_a_wrong_backend_does_not_start(
-    tiny: Path, tmp_path: Path, start: Start
-) -> None:
+def test_run_with_wrong_backend_does_not_start(tiny: Path, tmp_path: Path, start: Start) -> None:
     modules = write_module(tmp_path / "modules", BROKEN)
     given = (tiny, f"run.dir={tmp_path}", *SMALL)
     process = start("train", *given, modules=modules)
-    (output,) = ends([process])
+    (output,) = wait_for_outputs([process])
     assert process.returncode == 2, output
     assert "model.attention" in output and "blockwise has errors of 1.0e-02 in results" in output
     assert "Set model.attention=xla." in output and "Traceback" not in output

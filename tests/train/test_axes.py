@@ -1,8 +1,7 @@
-"""Loss curves of one config with sequences and experts over several devices, by any method."""
+"""Loss curves with sequences and experts sharded over several devices, by every method."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +11,7 @@ from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.moe import MoeConfig
 from tests.cases import TOLERANCE, Case, keeping
 from tests.step.test_step import loss_curve
+from tests.times import shared
 
 MODELS = {
     "dense": Case(layers=4, length=24, width=48, dropout=0.1),
@@ -33,9 +33,8 @@ MODELS = {
         ),
     ),
 }
-"""What is trained; every other thing is how. Those with experts see few tokens: of two experts that
-are nearly equal for one, rounding chooses another one, whatever the layout, and some thousand
-tokens later one is."""
+"""Models to train. Those with experts see few tokens: within some thousand tokens, rounding changes
+the choice between two experts with nearly equal scores, under any layout."""
 ROWS = 20
 
 
@@ -43,7 +42,7 @@ def _curve(case: Case) -> list[float]:
     return loss_curve(case, num_steps=4, rows=ROWS)
 
 
-@functools.cache
+@shared
 def _one_device(model: str) -> list[float]:
     return _curve(MODELS[model])
 
@@ -54,7 +53,7 @@ PAIRS = [
     ("dense", Case(2, 1, 5, tensor=2)),
     ("dense", Case(2, 1, 5, context=2)),
     ("experts", Case(2, 1, 5, expert=2)),
-    # By every method, across slices, and in the odd sizes.
+    # Every method, several slices, and odd sizes.
     ("dense", Case(2, 1, 5, context=2, attends="all_gather", across=("context",))),
     ("dense", Case(2, 1, 5, context=2, attends="ring", idle="compute")),
     ("dense", Case(2, 2, 5, context=3, remat="names")),
@@ -77,7 +76,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("model", "case"), keeping(PAIRS, 8), ids=str)
-def test_loss_curve_is_that_of_one_device(model: str, case: Case) -> None:
+def test_loss_curve_matches_one_device(model: str, case: Case) -> None:
     trained = MODELS[model]
     named = ("layers", "length", "width", "own", "dropout")
     case = replace(case, **{name: getattr(trained, name) for name in named})

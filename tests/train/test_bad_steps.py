@@ -1,4 +1,4 @@
-"""Runs whose numbers go wrong: what they do, what they write, and where they end."""
+"""Runs with bad steps: their actions, records and final state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from maxpipe.train import run, set_up
 from maxpipe.train.loop import train
 from tests.errors import assert_error
 from tests.step.test_replicas import flipped
-from tests.train.runs import Run, Start, ends, ledger, pair, saved, saved_steps
+from tests.train.runs import Run, Start, ledger, saved, saved_steps, start_pair, wait_for_outputs
 
 STEPS = 24
 
@@ -42,11 +42,11 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 class Crash(Exception):
-    """The process dies here."""
+    """Simulates the death of the process."""
 
 
-class Here:
-    """Trains in this process, on eight devices, from batches some of which are spoiled."""
+class FaultyTrainer:
+    """Trains in this process, on eight devices, with some batches replaced by bad ones."""
 
     def __init__(self, tiny: Path, folder: Path):
         self.folder = folder / "run"
@@ -74,7 +74,7 @@ class Here:
 
 
 class CompiledOnce(Steps):
-    """The steps of all runs of this file, whose guards differ on the host only."""
+    """Steps shared by all runs of this file; their guards differ on the host only."""
 
     def compile_train(self) -> Any:
         return self._train
@@ -106,10 +106,10 @@ def steps_once() -> Callable[..., Steps]:
 
 
 @pytest.fixture
-def here(
+def trainer(
     tiny: Path, tmp_path: Path, steps_once: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
-) -> Here:
-    runs = Here(tiny, tmp_path)
+) -> FaultyTrainer:
+    runs = FaultyTrainer(tiny, tmp_path)
     monkeypatch.setattr(set_up, "steps_from_config", steps_once)
     monkeypatch.setattr(Loader, "batch", runs.spoil(Loader.batch))
     monkeypatch.setattr(runtime, "_prepare", lambda config, cpu_devices: None)
@@ -124,10 +124,10 @@ def is_explained(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("every", [0, 2, 3])
-def test_the_last_step_is_saved_with_its_evaluation(
-    every: int, here: Here, monkeypatch: pytest.MonkeyPatch
+def test_last_checkpoint_includes_final_evaluation_metrics(
+    every: int, trainer: FaultyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though it is a periodic save, too, which would be made before the evaluation at the end."""
+    """The last step is also a periodic save, which would precede the final evaluation."""
 
     def evaluate(training: run.Run, step: int) -> dict[str, float]:
         metrics = {"eval/loss": 1.0 + step, "eval/nats_per_byte": 1.0}
@@ -135,8 +135,8 @@ def test_the_last_step_is_saved_with_its_evaluation(
         return metrics
 
     monkeypatch.setattr(run.Run, "evaluate", evaluate)
-    here.train("train.steps=4", "checkpoint.every=2", f"eval.every={every}")
-    folder = open_run(here.folder).durable
+    trainer.train("train.steps=4", "checkpoint.every=2", f"eval.every={every}")
+    folder = open_run(trainer.folder).durable
     metrics = {step: folder.read_metadata(step).metrics or {} for step in folder.steps()}
     evaluated = {step: found["eval/loss"] for step, found in metrics.items() if found}
     assert evaluated == ({2: 3.0, 4: 5.0} if every == 2 else {4: 5.0})
@@ -146,90 +146,92 @@ def test_the_last_step_is_saved_with_its_evaluation(
 
 
 @pytest.mark.fault("N1")
-def test_a_bad_step_stops_the_run_and_its_batch_is_named(here: Here) -> None:
-    here.bad, short = {9}, "train.steps=12"
+def test_bad_step_stops_run_and_logs_its_batch(trainer: FaultyTrainer) -> None:
+    trainer.bad, short = {9}, "train.steps=12"
     with pytest.raises(DivergenceError) as caught:
-        here.train(short)
+        trainer.train(short)
     is_explained(caught.value)
     assert caught.value.exit_code == 2
-    assert f"{here.folder}: step 10: loss " in str(caught.value)
+    assert f"{trainer.folder}: step 10: loss " in str(caught.value)
     assert "guard.bad_steps=skip" in str(caught.value)
-    (event,) = ledger(here.folder, "bad_step")
+    (event,) = ledger(trainer.folder, "bad_step")
     assert (event["step"], event["batch"], event["action"]) == (10, 9, "stop")
     assert event["loss"] is None and len(event["sequences"]) == 8 and event["documents"]
-    assert saved_steps(here.folder) == [4, 8]
-    # Started again it comes to the same step; with the batch left out it goes on.
+    assert saved_steps(trainer.folder) == [4, 8]
+    # A second start stops at the same step; with the step skipped, the run continues.
     with pytest.raises(DivergenceError):
-        here.train(short)
-    here.train(short, "guard.bad_steps=skip")
-    assert [each["step"] for each in ledger(here.folder, "start")] == [0, 8, 8]
-    assert recorded(here.folder)[12]["train/skipped"] == 1
+        trainer.train(short)
+    trainer.train(short, "guard.bad_steps=skip")
+    assert [each["step"] for each in ledger(trainer.folder, "start")] == [0, 8, 8]
+    assert recorded(trainer.folder)[12]["train/skipped"] == 1
 
 
 @pytest.mark.fault("N1")
-def test_skipped_steps_are_left_out_and_counted(here: Here) -> None:
-    here.bad = {3, 9, 10, 13}
-    here.train("guard.bad_steps=skip", "guard.max_bad_steps=2", "train.steps=14")
-    found = recorded(here.folder)
+def test_skipped_steps_are_counted(trainer: FaultyTrainer) -> None:
+    trainer.bad = {3, 9, 10, 13}
+    trainer.train("guard.bad_steps=skip", "guard.max_bad_steps=2", "train.steps=14")
+    found = recorded(trainer.folder)
     assert [found[step]["train/skipped"] for step in (3, 4, 9, 10, 11, 13, 14)] == [
         *(0, 1, 1, 2, 3, 3, 4)
     ]
     assert {step for step, each in found.items() if each["train/loss"] is None} == {4, 10, 11, 14}
-    skipped = ledger(here.folder, "bad_step")
+    skipped = ledger(trainer.folder, "bad_step")
     assert [(each["step"], each["action"]) for each in skipped] == [
         (step, "skip") for step in (4, 10, 11, 14)
     ]
-    data = saved(here.folder).metadata.data
+    data = saved(trainer.folder).metadata.data
     assert data["step"] == 14 and data["guard"]["skipped"] == 4
 
 
-def test_a_run_with_skips_resumes_as_it_would_have_gone_on(
-    here: Here, tiny: Path, tmp_path: Path
+def test_resume_keeps_count_of_consecutive_bad_steps(
+    trainer: FaultyTrainer, tiny: Path, tmp_path: Path
 ) -> None:
-    """Interrupted between two bad steps in a row, which together are too many."""
-    here.bad = {3, 7, 8}
+    """The run is interrupted between two consecutive bad steps, which together exceed the limit."""
+    trainer.bad = {3, 7, 8}
     limits = ("guard.bad_steps=skip", "guard.max_bad_steps=1")
     with pytest.raises(DivergenceError, match="makes 2 bad steps in a row"):
-        here.train(*limits)
-    here.crash = 8
-    here.folder = tmp_path / "again" / "run"
+        trainer.train(*limits)
+    trainer.crash = 8
+    trainer.folder = tmp_path / "again" / "run"
     with pytest.raises(Crash):
-        here.train(*limits, f"run.dir={tmp_path / 'again'}")
-    here.crash = None
+        trainer.train(*limits, f"run.dir={tmp_path / 'again'}")
+    trainer.crash = None
     with pytest.raises(DivergenceError, match="makes 2 bad steps in a row"):
-        here.train(*limits, f"run.dir={tmp_path / 'again'}")
-    assert [each["step"] for each in ledger(here.folder, "bad_step")] == [4, 8, 9]
-    assert tree_digest(saved(here.folder, 8).state) == tree_digest(saved(tmp_path / "run", 8).state)
-    assert saved(here.folder, 8).metadata.data == saved(tmp_path / "run", 8).metadata.data
+        trainer.train(*limits, f"run.dir={tmp_path / 'again'}")
+    assert [each["step"] for each in ledger(trainer.folder, "bad_step")] == [4, 8, 9]
+    assert tree_digest(saved(trainer.folder, 8).state) == tree_digest(
+        saved(tmp_path / "run", 8).state
+    )
+    assert saved(trainer.folder, 8).metadata.data == saved(tmp_path / "run", 8).metadata.data
 
 
 @pytest.mark.fault("N2")
-def test_too_many_bad_steps_stop_the_run_with_finite_parameters(here: Here) -> None:
-    here.bad = set(range(6, 100))
+def test_too_many_bad_steps_stop_run_with_finite_parameters(trainer: FaultyTrainer) -> None:
+    trainer.bad = set(range(6, 100))
     with pytest.raises(DivergenceError) as caught:
-        here.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=3")
+        trainer.train("guard.bad_steps=skip", "guard.max_bad_steps=3", "checkpoint.every=3")
     is_explained(caught.value)
     assert "step 10: " in str(caught.value) and "allows 3" in str(caught.value)
-    actions = [each["action"] for each in ledger(here.folder, "bad_step")]
+    actions = [each["action"] for each in ledger(trainer.folder, "bad_step")]
     assert actions == ["skip", "skip", "skip", "stop"]
-    last = saved(here.folder, 9)
+    last = saved(trainer.folder, 9)
     assert all(np.isfinite(array).all() for _, array in iter_named_arrays(last.state))
-    good = saved(here.folder, 6).state
+    good = saved(trainer.folder, 6).state
     assert tree_digest(last.state["params"]) == tree_digest(good["params"])
     assert tree_digest(last.state["optimizer"]) == tree_digest(good["optimizer"])
 
 
-# --- going back ------------------------------------------------------------------------------
+# --- rollback --------------------------------------------------------------------------------
 
 BACK = ("guard.bad_steps=rollback",)
 
 
 @pytest.mark.fault("N3")
-def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Here) -> None:
-    here.bad, last = {9, 17}, 17
-    here.train(*BACK, f"train.steps={last}")
-    rolled = ledger(here.folder, "bad_step", "rollback")
-    # Batches 8 and 9 are left out, so that step 17 takes batch 18; 16 and 17 are 15 and 16's.
+def test_rollback_restores_checkpoint_and_skips_bad_batch(trainer: FaultyTrainer) -> None:
+    trainer.bad, last = {9, 17}, 17
+    trainer.train(*BACK, f"train.steps={last}")
+    rolled = ledger(trainer.folder, "bad_step", "rollback")
+    # Batches 8 and 9 are skipped, so step n uses batch n + 1 until the second rollback.
     assert [(each["event"], each["step"], each.get("to")) for each in rolled] == [
         ("bad_step", 10, None),
         ("rollback", 10, 8),
@@ -237,12 +239,12 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
         ("rollback", 16, 12),
     ]
     assert [each["batch"] for each in rolled if "batch" in each] == [9, 17]
-    found = recorded(here.folder)
+    found = recorded(trainer.folder)
     assert list(found) == list(range(1, last + 1))
     assert all(np.isfinite(each["train/loss"]) for each in found.values())
-    spent = goodput.read_goodput(here.folder).seconds
+    spent = goodput.read_goodput(trainer.folder).seconds
     assert spent["redone"] > 0 and spent["restore"] > 0
-    data = saved(here.folder).metadata.data
+    data = saved(trainer.folder).metadata.data
     assert data["step"] == last + 2 + 4
     assert data["guard"] == {
         **{"skipped": 0, "spikes": 0, "recent": [[], []]},
@@ -251,53 +253,53 @@ def test_a_run_goes_back_to_its_checkpoint_and_on_behind_the_bad_batch(here: Her
 
 
 @pytest.mark.long
-def test_a_run_that_went_back_resumes_bit_for_bit(here: Here, tmp_path: Path) -> None:
-    """It dies before its first save after going back, after that save, and before another."""
-    here.bad = {9, 17}
+def test_resume_after_rollback_is_bitwise_equal(trainer: FaultyTrainer, tmp_path: Path) -> None:
+    """The run crashes before and after its first save after a rollback, and again later."""
+    trainer.bad = {9, 17}
     for crash in (11, 14, 20):
-        here.crash = crash
+        trainer.crash = crash
         with pytest.raises(Crash):
-            here.train(*BACK)
-    here.crash = None
-    here.train(*BACK)
-    assert [each["to"] for each in ledger(here.folder, "rollback")] == [8, 8, 12, 12]
-    unbroken = tmp_path / "unbroken"
-    here.train(*BACK, f"run.dir={unbroken}")
-    found, wanted = saved(here.folder), saved(unbroken / "run")
+            trainer.train(*BACK)
+    trainer.crash = None
+    trainer.train(*BACK)
+    assert [each["to"] for each in ledger(trainer.folder, "rollback")] == [8, 8, 12, 12]
+    uninterrupted = tmp_path / "uninterrupted"
+    trainer.train(*BACK, f"run.dir={uninterrupted}")
+    found, wanted = saved(trainer.folder), saved(uninterrupted / "run")
     assert tree_digest(found.state) == tree_digest(wanted.state)
     assert found.metadata.data == wanted.metadata.data
 
 
-def test_a_run_asked_to_stop_at_a_bad_step_goes_back_first(
-    here: Here, monkeypatch: pytest.MonkeyPatch
+def test_stop_request_at_bad_step_rolls_back_before_saving(
+    trainer: FaultyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here.bad = {9}
+    trainer.bad = {9}
     asked = iter([False] * 10 + [True] * 2)
     monkeypatch.setattr(ControlChannel, "should_stop", lambda self: next(asked))
     with pytest.raises(Preemption, match="stopped after step 8 of 24"):
-        here.train(*BACK)
-    assert saved_steps(here.folder) == [4, 8]
-    assert saved(here.folder, 8).metadata.data["step"] == 8
+        trainer.train(*BACK)
+    assert saved_steps(trainer.folder) == [4, 8]
+    assert saved(trainer.folder, 8).metadata.data["step"] == 8
 
 
-def test_a_run_without_checkpoints_goes_back_to_its_start(here: Here) -> None:
-    here.bad = {2}
-    here.train(*BACK, "checkpoint.every=0", "train.steps=6")
-    assert [each["to"] for each in ledger(here.folder, "rollback")] == [0]
-    assert saved(here.folder).metadata.data["step"] == 6 + 3
-    assert int(saved(here.folder).state["step"]) == 6
+def test_rollback_without_checkpoints_restarts_from_step_0(trainer: FaultyTrainer) -> None:
+    trainer.bad = {2}
+    trainer.train(*BACK, "checkpoint.every=0", "train.steps=6")
+    assert [each["to"] for each in ledger(trainer.folder, "rollback")] == [0]
+    assert saved(trainer.folder).metadata.data["step"] == 6 + 3
+    assert int(saved(trainer.folder).state["step"]) == 6
 
 
 @pytest.mark.fault("N3")
-def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
-    here.bad = set(range(5, 100))
+def test_run_stops_after_max_rollbacks(trainer: FaultyTrainer) -> None:
+    trainer.bad = set(range(5, 100))
     with pytest.raises(DivergenceError) as caught:
-        here.train(*BACK, "guard.max_rollbacks=2")
+        trainer.train(*BACK, "guard.max_rollbacks=2")
     is_explained(caught.value)
-    facts = ["rollback 3", "guard.max_rollbacks allows 2"]
-    assert_error(caught.value, here.folder, names=facts, suggests="guard.max_rollbacks=5")
-    assert [each["to"] for each in ledger(here.folder, "rollback")] == [4, 4]
-    batches = [each["batch"] for each in ledger(here.folder, "bad_step")]
+    facts = ["rollback number 3", "guard.max_rollbacks allows 2"]
+    assert_error(caught.value, trainer.folder, names=facts, suggests="guard.max_rollbacks=5")
+    assert [each["to"] for each in ledger(trainer.folder, "rollback")] == [4, 4]
+    batches = [each["batch"] for each in ledger(trainer.folder, "bad_step")]
     assert batches == [5, 6, 7]
 
 
@@ -305,8 +307,8 @@ def test_a_run_goes_back_so_often_and_then_stops(here: Here) -> None:
 
 
 @pytest.mark.fault("N5")
-def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
-    here: Here, monkeypatch: pytest.MonkeyPatch
+def test_replica_mismatch_stops_run_before_saving(
+    trainer: FaultyTrainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_train = CompiledOnce.compile_train
 
@@ -323,28 +325,28 @@ def test_a_copy_that_differs_stops_the_run_before_anything_is_saved(
         step.memory_analysis = run.memory_analysis  # type: ignore[attr-defined]
         return step
 
-    here.train("guard.replica_check_every=3", "train.steps=4")
+    trainer.train("guard.replica_check_every=3", "train.steps=4")
     monkeypatch.setattr(CompiledOnce, "compile_train", faulty)
     with pytest.raises(ReplicaError) as caught:
-        here.train("guard.replica_check_every=100")
+        trainer.train("guard.replica_check_every=100")
     is_explained(caught.value)
     assert caught.value.exit_code == 74
     assert "step 12: params." in str(caught.value)
-    (event,) = ledger(here.folder, "replicas_differ")
+    (event,) = ledger(trainer.folder, "replicas_differ")
     assert event["step"] == 12
     assert any(
         "params.final_norm.scale on device 5 (cpu, process 0)" in name for name in event["arrays"]
     )
-    assert saved_steps(here.folder) == [4, 8]
+    assert saved_steps(trainer.folder) == [4, 8]
 
 
-# --- as its user sees it ---------------------------------------------------------------------
+# --- the command -----------------------------------------------------------------------------
 
 ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
 @pytest.mark.long
-def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_diverging_run_stops_with_finite_checkpoint(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (*ALONE, "optim.learning_rate=1e30", "checkpoint.every=1", "eval.batches=0")
     arguments += ("guard.bad_steps=skip", "guard.max_bad_steps=2", f"run.dir={tmp_path}")
     output = run("train", tiny, *arguments, code=2)
@@ -360,8 +362,8 @@ def test_parameters_that_grow_without_bounds(tiny: Path, run: Run, tmp_path: Pat
 
 @pytest.mark.long
 @pytest.mark.fault("N3")
-def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: Path) -> None:
-    """Documents of three letters and a short one of any characters: its batches are named."""
+def test_garbage_document_triggers_spike_rollback(tiny: Path, run: Run, tmp_path: Path) -> None:
+    """One short document of random characters among documents of three letters."""
     chance = random.Random(0)
     documents = ["".join(chance.choices("ab ", k=300)) for _ in range(20)]
     documents[7] = "".join(chr(chance.randint(0x4E00, 0x9FFF)) for _ in range(9))
@@ -385,18 +387,20 @@ def test_garbage_among_the_documents_is_a_spike(tiny: Path, run: Run, tmp_path: 
 @pytest.mark.multihost
 @pytest.mark.fault("N4")
 @pytest.mark.faults
-def test_two_processes_decide_alike(start: Start, tiny: Path, tmp_path: Path) -> None:
-    """Both go back, and then stop, at the same steps."""
+def test_two_processes_roll_back_and_stop_at_same_step(
+    start: Start, tiny: Path, tmp_path: Path
+) -> None:
+    """Both processes roll back once and then stop."""
     arguments = (tiny, "mesh.ici_stage=4", "mesh.ici_fsdp=2", "optim.learning_rate=1e30")
     arguments += ("guard.bad_steps=rollback", "guard.max_rollbacks=1", "checkpoint.every=4")
-    with pair(start, *arguments, "eval.batches=0", f"run.dir={tmp_path}") as processes:
-        outputs = ends(processes)
+    with start_pair(start, *arguments, "eval.batches=0", f"run.dir={tmp_path}") as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [2, 2], outputs
     for output in outputs:
         assert "Traceback" not in output
-        assert "requires roll back 2; guard.max_rollbacks allows 1" in output
+        assert "requires rollback number 2; guard.max_rollbacks allows 1" in output
     assert len({output.splitlines()[-3] for output in outputs}) == 1
     (back,) = ledger(tmp_path / "run", "rollback")
     bad = ledger(tmp_path / "run", "bad_step")
     assert bad[0]["step"] == back["step"]
-    assert [each["action"] for each in bad] == ["rollback", "stop"], "the last is recorded, too"
+    assert [each["action"] for each in bad] == ["rollback", "stop"], "the stop is recorded"

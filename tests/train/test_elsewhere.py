@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are not in their folder: in another one, or in a bucket."""
+"""Runs that save checkpoints in another folder or in a bucket (`checkpoint.dir`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1
 
 
 @dataclass
-class Elsewhere:
-    """The value of checkpoint.dir, and how a bit of the arrays of a step is turned."""
+class CheckpointDir:
+    """The value of checkpoint.dir, and a function that flips a bit in an array of a step."""
 
     dir: str
     flip: Callable[[int], None]
@@ -36,15 +36,15 @@ def flipped(content: bytes) -> bytes:
 
 
 @pytest.fixture(params=["folder", "bucket"])
-def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
+def checkpoint_dir(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointDir:
     if request.param == "folder":
-        folder = tmp_path / "elsewhere"
+        folder = tmp_path / "checkpoint_dir"
 
         def flip_file(step: int) -> None:
             path = min((folder / "run" / "checkpoints" / str(step) / "state").glob("**/d/*"))
             path.write_bytes(flipped(path.read_bytes()))
 
-        return Elsewhere(str(folder), flip_file)
+        return CheckpointDir(str(folder), flip_file)
     bucket: Bucket = request.getfixturevalue("bucket")
     bucket.objects.clear()
 
@@ -53,23 +53,28 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> Elsewhere:
         name = min(name for name in bucket.objects if name.startswith(begin) and "/d/" in name)
         bucket.objects[name] = flipped(bucket.objects[name])
 
-    return Elsewhere("gs://bucket/all", flip_object)
+    return CheckpointDir("gs://bucket/all", flip_object)
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through, with its checkpoints. Not to be changed."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run, with its checkpoints. Read-only for tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *ARGUMENTS)
     return folder / "run"
 
 
 @pytest.mark.faults
 @pytest.mark.fault("F11", "F15")
-def test_killed_run_goes_on_alone_and_without_what_is_damaged(
-    elsewhere: Elsewhere, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_separate_checkpoint_dir_survives_kill_and_corruption(
+    checkpoint_dir: CheckpointDir,
+    uninterrupted: Path,
+    tiny: Path,
+    start: Start,
+    run: Run,
+    tmp_path: Path,
 ):
-    arguments = ("train", tiny, *ARGUMENTS, f"checkpoint.dir={elsewhere.dir}")
+    arguments = ("train", tiny, *ARGUMENTS, f"checkpoint.dir={checkpoint_dir.dir}")
     folder = tmp_path / "runs" / "run"
     with start(*arguments, f"run.dir={folder.parent}") as process:
         wait_for(process, "step 9/")
@@ -77,36 +82,36 @@ def test_killed_run_goes_on_alone_and_without_what_is_damaged(
         second = run(*arguments, f"run.dir={tmp_path / 'others'}", code=74)
         process.kill()
     where, rule, action = second.splitlines()[-3:]
-    assert where == f"{elsewhere.dir}/run: is in use by another run"
+    assert where == f"{checkpoint_dir.dir}/run: is in use by another run"
     assert f"process {process.pid}," in rule and "run.name" in action
-    assert "4" in elsewhere.names() and newest_step(folder, elsewhere.dir) in (4, 8)
+    assert "4" in checkpoint_dir.names() and newest_step(folder, checkpoint_dir.dir) in (4, 8)
 
     output = run(*arguments, f"run.dir={folder.parent}")
-    assert f"{elsewhere.dir}/run/lock.json was left by run run on host" in output
-    # The save of step 8 may have been under way.
+    assert f"{checkpoint_dir.dir}/run/lock.json was left by run run on host" in output
+    # The save of step 8 may have been in progress.
     assert any(f"resuming {folder} after step {step}" in output for step in (4, 8))
-    assert elsewhere.names() == {"4", "8", "12"} and not (folder / "checkpoints").exists()
-    assert newest_step(folder, elsewhere.dir) == STEPS
-    assert saved_digest(folder) == saved_digest(unbroken)
+    assert checkpoint_dir.names() == {"4", "8", "12"} and not (folder / "checkpoints").exists()
+    assert newest_step(folder, checkpoint_dir.dir) == STEPS
+    assert saved_digest(folder) == saved_digest(uninterrupted)
 
-    elsewhere.flip(12)
+    checkpoint_dir.flip(12)
     assert "12  damaged: state/" in run("checkpoints", "verify", folder, code=74)
     output = run(*arguments, f"run.dir={folder.parent}")
     assert "12 is skipped, renamed 12.corrupt" in output
     assert ledger(folder, "start")[-1]["step"] == 8
-    assert elsewhere.names() == {"4", "8", "12", "12.corrupt"}
-    assert saved_digest(folder) == saved_digest(unbroken)
+    assert checkpoint_dir.names() == {"4", "8", "12", "12.corrupt"}
+    assert saved_digest(folder) == saved_digest(uninterrupted)
 
-    source = f"{elsewhere.dir}/run"
+    source = f"{checkpoint_dir.dir}/run"
     new = (f"run.dir={tmp_path}", "run.name=new", f"checkpoint.restore_from={source}")
     assert f"starting from {source} after step 12" in run("train", tiny, *ARGUMENTS, *new)
-    assert saved_digest(tmp_path / "new") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "new") == saved_digest(uninterrupted)
 
 
 @pytest.mark.long
 @pytest.mark.fault("L6")
-def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Path):
-    """It was not mounted, perhaps."""
+def test_missing_checkpoint_dir_does_not_start_new_run(tiny: Path, run: Run, tmp_path: Path):
+    """For example, the file system is not mounted."""
     place, run_dir = tmp_path / "place", tmp_path / "runs" / "run"
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}", f"checkpoint.dir={place}")
     run(*arguments)
@@ -123,14 +128,14 @@ def test_a_place_that_is_gone_is_no_new_start(tiny: Path, run: Run, tmp_path: Pa
 
 @pytest.mark.long
 @pytest.mark.fault("L6")
-def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp_path: Path):
-    """Neither the folder, nor what is in it; and the suggested actions work."""
+def test_missing_checkpoints_do_not_start_new_run(tiny: Path, run: Run, tmp_path: Path):
+    """Test a missing and an empty folder; the suggested actions work."""
     run_dir = tmp_path / "runs" / "run"
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
     run(*arguments)
     before = (run_dir / "metrics.jsonl").read_bytes()
     (run_dir / "checkpoints").rename(tmp_path / "away")
-    for _ in range(2):  # the first start does not make the folder
+    for _ in range(2):  # the first start does not create the folder
         where, rule, action = run(*arguments, code=74).splitlines()[-3:]
         assert where == f"{run_dir}/checkpoints: is missing"
         assert f"has records up to step {STEPS}. No file was changed." in rule
@@ -150,8 +155,10 @@ def test_checkpoints_that_are_missing_are_no_new_start(tiny: Path, run: Run, tmp
 
 
 @pytest.mark.long
-def test_moving_the_place_is_no_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
-    run_dir = Path(shutil.copytree(unbroken, tmp_path / "runs" / "run"))
+def test_changed_checkpoint_dir_does_not_start_new_run(
+    uninterrupted: Path, tiny: Path, run: Run, tmp_path: Path
+):
+    run_dir = Path(shutil.copytree(uninterrupted, tmp_path / "runs" / "run"))
     arguments = ("train", tiny, *ARGUMENTS, f"run.dir={run_dir.parent}")
     arguments += (f"checkpoint.dir={tmp_path / 'new'}",)
     output = run(*arguments, code=2)

@@ -1,4 +1,4 @@
-"""A train step of a model whose layers return losses and statistics, and its saved form."""
+"""Train steps of models whose layers return losses and statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN = MoeConfig(num_experts=5, num_dense_layers=2, d_expert=12)
 
 
 @pytest.mark.layouts
-def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
+def test_step_returns_layer_metrics_and_saves_by_layer_type() -> None:
     case = Case(2, 1, 3, own=OWN, layers=5, outside=1)
     steps, batch = steps_of(case, case.rows), batch_of(case.rows, case=case)
     decoder, parts = steps.param_layout.decoder, steps.param_layout
@@ -42,8 +42,8 @@ def test_a_step_tells_what_layers_returned_and_saves_them_by_kind() -> None:
 
 
 @pytest.mark.layouts
-def test_padding_takes_no_room_of_other_tokens_between_devices() -> None:
-    """Rows are half padding, in front: the other half fits whichever experts it goes to."""
+def test_padding_uses_no_all_to_all_capacity() -> None:
+    """The first half of each sequence is padding, so the rest fits whichever experts it uses."""
     own = MoeConfig(num_experts=4, num_dense_layers=1, d_expert=12, dispatch="grouped")
     losses = []
     for factor in (0.0, 1.0):

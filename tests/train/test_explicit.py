@@ -1,4 +1,4 @@
-"""Types that carry shardings: the same numbers, under every layout."""
+"""Explicit sharding gives the same results as automatic sharding, across layouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RARE_CASES = [
 
 
 def run(case: Case, num_steps: int = 4) -> tuple[Steps, Any, list[dict[str, float]]]:
-    """What a run ends with, and what it reports in each step."""
+    """Train; return the steps, the final state and the metrics of each step."""
     steps = steps_of(case, ROWS, num_steps)
     step, state, found = steps.compile_train(), steps.init(), []
     for number in range(num_steps):
@@ -42,7 +42,7 @@ def run(case: Case, num_steps: int = 4) -> tuple[Steps, Any, list[dict[str, floa
 
 
 @pytest.mark.parametrize("case", with_rare(CASES, RARE_CASES), ids=str)
-def test_results_are_those_of_automatic_axes(case: Case) -> None:
+def test_explicit_sharding_matches_auto_sharding(case: Case) -> None:
     auto, auto_state, wanted = run(case)
     steps, state, found = run(replace(case, shard_mode="explicit"))
     for mine, other in zip(found, wanted, strict=True):
@@ -54,7 +54,7 @@ def test_results_are_those_of_automatic_axes(case: Case) -> None:
     for axis, size in mesh.shape.items():
         explicit = size > 1 and axis != "tensor"
         assert (types[axis] == AxisType.Explicit) == explicit, axis
-    # Saved in one mode, restored in the other, evaluated in both.
+    # Save in one mode, restore in the other, and evaluate in both.
     saved, other = steps.to_saved(state), auto.to_saved(auto_state)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), saved, other)
     for there, tree in ((auto, saved), (steps, other)):

@@ -1,4 +1,4 @@
-"""Faults that take long to show: real runs that are killed, hang and go on. `make test-faults`."""
+"""Slow fault tests: real runs that are killed, hang and resume. Run with `make test-faults`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     forget_after,
     ledger,
     losses,
-    preloaded,
     saved_digest,
     saved_steps,
-    together_at,
+    shim_environment,
+    start_processes,
     wait_for,
+    wait_for_outputs,
     write_module,
 )
 
@@ -45,23 +45,23 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run in one process, never stopped. Not to be changed."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run in one process. Read-only for tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *QUICK)
     return folder / "run"
 
 
 @pytest.fixture
 def own_text(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of the documents, for one process alone."""
+    """A copy of the documents for one process."""
     path = yaml.safe_load(tiny.read_text())["data"]["path"]
     return Path(shutil.copytree(path, tmp_path / "text"))
 
 
 @pytest.mark.fault("F1", "F2", "F4")
-def test_twenty_kills_at_random_times(
-    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_resume_after_twenty_random_kills_is_bitwise_equal(
+    uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     chance = random.Random(7)
     arguments = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=2")
@@ -71,85 +71,87 @@ def test_twenty_kills_at_random_times(
             process.kill()
             process.communicate()
     run(*arguments)
-    assert losses(tmp_path / "run") == losses(unbroken)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.fault("D1", "D3")
-def test_what_is_watched_does_not_change_the_bits(
-    unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+def test_logging_eval_and_checkpoint_settings_keep_results_bitwise(
+    uninterrupted: Path, tiny: Path, run: Run, tmp_path: Path
 ) -> None:
-    """Run again; and with other logging, evaluation and checkpoints."""
+    """Repeat the run, then change its logging, evaluation and checkpoints."""
     other = ("eval.batches=4", "eval.every=5", "log.every=7", "checkpoint.every=0")
     for number, keys in enumerate([(), other]):
         run("train", tiny, f"run.dir={tmp_path / str(number)}", *QUICK, *keys)
-        assert saved_digest(tmp_path / str(number) / "run") == saved_digest(unbroken)
+        assert saved_digest(tmp_path / str(number) / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.fault("D2")
 @pytest.mark.parametrize("count", [2, 4])
-def test_two_and_four_processes_train_like_one(
-    count: int, unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+def test_two_and_four_processes_match_one_process(
+    count: int, uninterrupted: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
     every = (tiny, f"run.dir={tmp_path}", *QUICK, f"mesh.cpu_devices={4 // count}")
-    with together_at(start, *every, count=count) as processes:
-        outputs = ends(processes)
+    with start_processes(start, *every, count=count) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0] * count, outputs
-    assert losses(tmp_path / "run") == losses(unbroken)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.fault("D2")
-def test_memory_shared_by_one_process_changes_last_bits_only(
-    unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+def test_in_process_collectives_match_gloo(
+    uninterrupted: Path, tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     run("train", tiny, f"run.dir={tmp_path}", *QUICK, "runtime.cpu_collectives=auto")
-    assert losses(tmp_path / "run") == pytest.approx(losses(unbroken), rel=SAME)
+    assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), rel=SAME)
 
 
 @pytest.mark.fault("D4", "D7")
-def test_a_run_goes_on_with_other_numbers_of_processes(
-    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_resume_with_other_process_counts_is_bitwise_equal(
+    uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """One, four, two, one: no sample twice, none left out, as the losses tell."""
+    """Process counts 1, 4, 2, 1: equal losses show that no sample is repeated or lost."""
     every = (tiny, f"run.dir={tmp_path}", *QUICK)
     run("train", *every, "train.steps=24")
     for step, count in ((20, 4), (12, 2)):
         forget_after(tmp_path / "run", step)
-        with together_at(start, *every, f"mesh.cpu_devices={4 // count}", count=count) as processes:
-            outputs = ends(processes)
+        with start_processes(
+            start, *every, f"mesh.cpu_devices={4 // count}", count=count
+        ) as processes:
+            outputs = wait_for_outputs(processes)
         assert [process.returncode for process in processes] == [0] * count, outputs
     forget_after(tmp_path / "run", 8)
     run("train", *every)
-    assert losses(tmp_path / "run") == losses(unbroken)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.fault("F3", "F19")
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_among_saves(
-    victim: int, unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+def test_kill_of_one_process_during_saves(
+    victim: int, uninterrupted: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
-    """Every step saves: the kill comes while one is written, and half of it is not a checkpoint."""
+    """Every step saves, so the kill interrupts a save; a partial save is not a checkpoint."""
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "checkpoint.every=1")
-    with together_at(start, *every, count=2) as processes:
+    with start_processes(start, *every, count=2) as processes:
         wait_for(processes[0], "step 7/")
         begin = time.monotonic()
         processes[victim].kill()
-        outputs = ends(processes)
+        outputs = wait_for_outputs(processes)
         assert time.monotonic() - begin < 10
     assert processes[1 - victim].returncode == 71, outputs
     named = "process 1 (" if victim else "process 0"
     assert named in outputs[1 - victim] and "disconnected" in outputs[1 - victim]
     assert saved_steps(tmp_path / "run")[-1] >= 5
-    with together_at(start, *every, count=2) as processes:
-        outputs = ends(processes)
+    with start_processes(start, *every, count=2) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 def modules_that_wait(tmp_path: Path, text: Path) -> Path:
-    """For a command that finds no end in opening these texts, once there is a file `waits`."""
+    """Return modules with which opening these texts hangs once a file `waits` exists."""
     waits = f"""
 import os, time
 true = os.open
@@ -163,16 +165,16 @@ os.open = waits
 
 
 @pytest.mark.fault("F9")
-def test_a_reader_that_hangs_in_one_process(
+def test_hanging_reader_in_one_process_stops_run(
     tiny: Path, start: Start, own_text: Path, tmp_path: Path
 ) -> None:
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "train.steps=4000")
     every += ("runtime.stall_timeout_seconds=20", "checkpoint.every=0")
     begin = partial(start, modules=modules_that_wait(tmp_path, own_text))
-    with together_at(begin, *every, second=[f"data.path={own_text}"], count=2) as processes:
+    with start_processes(begin, *every, second=[f"data.path={own_text}"], count=2) as processes:
         wait_for(processes[0], "step 3/")
         (tmp_path / "waits").touch()
-        outputs = ends(processes)
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [71, 71], outputs
     for rank, output in enumerate(outputs):
         assert "most recent call first" in output and f"process {rank} on " in output
@@ -183,10 +185,10 @@ def test_a_reader_that_hangs_in_one_process(
 
 @pytest.mark.fault("F8")
 @pytest.mark.parametrize("signals", [1, 2])
-def test_asked_to_stop_while_data_does_not_come(
+def test_stop_request_while_data_reader_hangs(
     signals: int, tiny: Path, start: Start, own_text: Path, tmp_path: Path
 ) -> None:
-    """The time to stop ends, or a second request comes; what was saved stays."""
+    """The grace period expires, or a second request arrives; saved checkpoints are kept."""
     every = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "train.steps=4000", "checkpoint.every=2")
     every += (f"data.path={own_text}", "runtime.stop_grace_seconds=4")
     with start(*every, modules=modules_that_wait(tmp_path, own_text)) as process:
@@ -197,7 +199,7 @@ def test_asked_to_stop_while_data_does_not_come(
             process.send_signal(signal.SIGTERM)
             time.sleep(1.5)
         begin = time.monotonic()
-        (output,) = ends([process])
+        (output,) = wait_for_outputs([process])
         assert time.monotonic() - begin < 15
     assert process.returncode == 75
     assert ("second stop request" if signals == 2 else "time limit for saving") in output
@@ -206,8 +208,8 @@ def test_asked_to_stop_while_data_does_not_come(
 
 
 @pytest.mark.fault("F7", "F10")
-def test_the_launcher_starts_again_after_a_kill(
-    unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+def test_launcher_restarts_after_kill(
+    uninterrupted: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=2")
     with start("launch", "local", "--processes", "4", *every) as launcher:
@@ -216,14 +218,14 @@ def test_the_launcher_starts_again_after_a_kill(
             ["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True, check=True
         )
         os.kill(int(found.stdout.split()[2]), signal.SIGKILL)
-        (output,) = ends([launcher])
+        (output,) = wait_for_outputs([launcher])
     assert launcher.returncode == 0, output
-    assert losses(tmp_path / "run") == losses(unbroken)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.fault("S1")
-def test_a_process_that_reads_slowly_is_named(tiny: Path, start: Start, tmp_path: Path) -> None:
+def test_slow_reading_process_is_reported(tiny: Path, start: Start, tmp_path: Path) -> None:
     slow = """
 import sys, time
 from maxpipe.data.loader import Batches
@@ -236,18 +238,18 @@ if "runtime.process_id=1" in sys.orig_argv:
 """
     begin = partial(start, modules=write_module(tmp_path / "modules", slow))
     every = (tiny, f"run.dir={tmp_path}", *QUICK, "mesh.cpu_devices=2", "train.steps=50")
-    with together_at(begin, *every, count=2) as processes:
-        outputs = ends(processes)
+    with start_processes(begin, *every, count=2) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert re.search(r"process 1 \(.*\) delays the other processes: \d\d+ ms", outputs[0])
     assert not re.search(r"process 0 \(.*\) delays the other processes", outputs[0])
 
 
 @pytest.mark.fault("F18")
-def test_slow_storage_is_not_waited_for(
-    unbroken: Path, tiny: Path, start: Start, tmp_path: Path
+def test_training_does_not_wait_for_slow_storage(
+    uninterrupted: Path, tiny: Path, start: Start, tmp_path: Path
 ) -> None:
-    """What is made sure of on the disk takes its time, and fails once."""
+    """Every fsync is slow, and one fails."""
     slow = f"""
 import itertools, os, time
 true, calls = os.fsync, itertools.count(1)
@@ -262,21 +264,21 @@ os.fsync = fsync
 """
     arguments = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=8")
     with start(*arguments, modules=write_module(tmp_path / "modules", slow)) as process:
-        (output,) = ends([process])
+        (output,) = wait_for_outputs([process])
     assert process.returncode == 0, output
     records = ledger(tmp_path / "run")
-    told = [(each["event"], each["step"]) for each in records if "step" in each]
-    assert told.index(("checkpoint", 8)) > told.index(("time", 10))
-    assert [step for event, step in told if event == "checkpoint_failed"] == [16]
-    assert [step for event, step in told if event == "checkpoint"][-1] == 24
+    event_steps = [(each["event"], each["step"]) for each in records if "step" in each]
+    assert event_steps.index(("checkpoint", 8)) > event_steps.index(("time", 10))
+    assert [step for event, step in event_steps if event == "checkpoint_failed"] == [16]
+    assert [step for event, step in event_steps if event == "checkpoint"][-1] == 24
     saves = [each for each in records if each["event"] == "checkpoint"]
     assert all(each["seconds"] > 1.4 > each["blocking_seconds"] for each in saves), saves
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.fault("F20")
-def test_a_clock_that_is_set_back_past_midnight(
-    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_clock_set_back_past_midnight(
+    uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     clock = f"""
 import datetime, os, time
@@ -296,7 +298,7 @@ time.time, time.time_ns, datetime.datetime = now, lambda: int(now() * 1e9), Cloc
     arguments = ("train", tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.keep=2")
     begin = time.monotonic()
     with start(*arguments, modules=modules) as process:
-        (output,) = ends([process])
+        (output,) = wait_for_outputs([process])
     seconds = time.monotonic() - begin
     assert process.returncode == 0, output
     times = [record["time"] for record in ledger(tmp_path / "run")]
@@ -307,14 +309,14 @@ time.time, time.time_ns, datetime.datetime = now, lambda: int(now() * 1e9), Cloc
     assert saved_steps(tmp_path / "run") == [20, 24]
     forget_after(tmp_path / "run", 20)
     run(*arguments)
-    assert losses(tmp_path / "run") == losses(unbroken)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
     assert goodput.read_goodput(tmp_path / "run").total > found.total
 
 
 @pytest.mark.fault("O1")
-def test_metrics_that_cannot_be_written_for_a_while(
-    unbroken: Path,
+def test_training_continues_while_metrics_cannot_be_written(
+    uninterrupted: Path,
     tiny: Path,
     start: Start,
     shim: Path,
@@ -325,12 +327,12 @@ def test_metrics_that_cannot_be_written_for_a_while(
     metrics = tmp_path / "run" / "metrics.jsonl"
     plan = "write enospc 5 6 0 /metrics.jsonl"
     with monkeypatch.context() as patch:
-        for name, value in preloaded(shim, tmp_path, tmp_path / "log", plan).items():
+        for name, value in shim_environment(shim, tmp_path, tmp_path / "log", plan).items():
             patch.setenv(name, value)
         with start("train", tiny, f"run.dir={tmp_path}", *QUICK, "checkpoint.every=1") as process:
-            (output,) = ends([process])
+            (output,) = wait_for_outputs([process])
     assert process.returncode == 0, output
     assert output.count(f"cannot write {metrics}: No space left on device") == 1
-    lost = len(losses(unbroken)) - len(losses(tmp_path / "run"))
+    lost = len(losses(uninterrupted)) - len(losses(tmp_path / "run"))
     assert lost == len((tmp_path / "log").read_text().splitlines()) == 6
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)

@@ -1,4 +1,4 @@
-"""Runs in which some parameters are not trained."""
+"""Runs with frozen parameters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, frozen=
 
 
 @pytest.mark.layouts
-def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
+def test_frozen_parameters_are_unchanged_and_have_no_optimizer_state() -> None:
     steps = steps_of(HERE, ROWS)
     run, names = steps.compile_train(), trained(steps.param_layout.decoder.model)
     begun = steps.to_saved(steps.init())
@@ -35,9 +35,9 @@ def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
         *steps.abstract_saved["optimizer"].values(),
     ):
         assert leaves_by_name(tree).keys() == names
-    # Frozen parameters that decay would have moved: they would lose a part of each entry.
+    # Weight decay does not change frozen parameters, either.
     assert steps.replica_check.differences(state) == []
-    # What was saved is all that there is: here the run goes on bit for bit, elsewhere alike.
+    # The saved state is complete: resuming is bitwise equal here and close in another layout.
     again = steps.from_saved(jax.device_get(saved), state.guard)
     assert all(same_bits(again, state).values())
     others = steps_of(ELSEWHERE, ROWS)
@@ -54,7 +54,9 @@ def test_frozen_parameters_keep_their_bits_and_have_no_state() -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_resume_with_other_frozen_parameters_is_rejected(
+    tiny: Path, run: Run, tmp_path: Path
+) -> None:
     frozen = "model.frozen=[layers.*,head]"
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=0", "log.every=1")
     output = run("train", *arguments, "train.steps=4", frozen)
@@ -63,7 +65,7 @@ def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: 
     assert "layers" in state["params"]
     for tree in state["optimizer"].values():
         assert leaves_by_name(tree).keys() == {"embedding", "final_norm.scale"}
-    # Other patterns that freeze the same, on another layout.
+    # Other patterns for the same parameters, in another layout.
     same = "model.frozen=[head,layers.mlp*,layers.attention*]"
     output = run("train", *arguments, "train.steps=6", same, "mesh.ici_stage=2", "mesh.ici_data=2")
     assert "after step 4" in output
@@ -77,7 +79,7 @@ def test_a_run_goes_on_with_what_it_has_trained(tiny: Path, run: Run, tmp_path: 
     assert losses(tmp_path / "next")[1] < losses(tmp_path / "run")[1]
 
 
-def test_patterns_are_those_of_checkpoints_and_of_kinds() -> None:
+def test_frozen_patterns_match_checkpoint_names() -> None:
     model = HERE.model
     names = set(declared(describe(model)))
     assert {"embedding", "final_norm.scale", "head", "layers.attention.query"} < names

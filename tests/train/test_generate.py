@@ -1,4 +1,4 @@
-"""`maxpipe generate` on a run that was trained in four stages, as its user sees it."""
+"""`maxpipe generate` on a run that was trained with four pipeline stages."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.train.runs import SAME, Run, Start, is_explained, saved, state_of, wa
 
 
 def lines_of(output: str) -> list[dict[str, Any]]:
-    """The JSON lines of a command's output."""
+    """Return the parsed JSON lines of a command's output."""
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def best_tokens(
     folder: Path, prompts: list[bytes], count: int
 ) -> list[tuple[list[int], list[float]]]:
-    """The best tokens behind each prompt, each by a forward pass over all before it."""
+    """Decode greedily with a full forward pass per token; return tokens and log-probabilities."""
     import jax
     import jax.numpy as jnp
 
@@ -53,40 +53,40 @@ def best_tokens(
     return found
 
 
-def test_generate_follows_the_checkpoint(unbroken: Path, run: Run, tmp_path: Path):
-    """Prompts of unlike lengths, on one device, from a run that was trained in four stages."""
+def test_generate_matches_reference_decoding(uninterrupted: Path, run: Run, tmp_path: Path):
+    """Prompts of different lengths, on one device, from a run trained with four stages."""
     prompts = [b"the", b"a", b"no hid"]
     (tmp_path / "prompts.txt").write_bytes(b"\n\n".join(prompts) + b"\n")
-    before = state_of(unbroken.parent)
+    before = state_of(uninterrupted.parent)
     given = ("--prompts", tmp_path / "prompts.txt", "--max-tokens", 7, "--temperature", 0)
-    with RunLock(unbroken):
-        output = run("generate", unbroken, *given, "--json", "--logprobs")
-    assert set(before) == set(state_of(unbroken.parent))
+    with RunLock(uninterrupted):
+        output = run("generate", uninterrupted, *given, "--json", "--logprobs")
+    assert set(before) == set(state_of(uninterrupted.parent))
     found = lines_of(output)
     assert [each["prompt"].encode() for each in found] == prompts
-    for each, (wanted, nats) in zip(found, best_tokens(unbroken, prompts, 7), strict=True):
+    for each, (wanted, nats) in zip(found, best_tokens(uninterrupted, prompts, 7), strict=True):
         assert each["tokens"] == wanted and each["finish_reason"] == "length"
         assert each["text"] == bytes(wanted).decode()
         assert each["logprobs"] == pytest.approx(nats, rel=SAME)
 
 
 @pytest.mark.faults
-def test_generate_gives_the_same_on_every_mesh(unbroken: Path, run: Run):
-    """One by one, and side by side over data and tensor."""
+def test_generate_is_equal_on_every_mesh(uninterrupted: Path, run: Run):
+    """Compare batch size 1 with a batch sharded over data and tensor."""
     prompts = ("--prompt", "sand", "--prompt", "", "--prompt=-- the")
     options = (*prompts, "--seed", 3, "--top-k", 20, "--max-tokens", 9, "--json")
-    one = run("generate", f"{unbroken}@12", *options, "--batch-size", 1)
+    one = run("generate", f"{uninterrupted}@12", *options, "--batch-size", 1)
     mesh = ("mesh.cpu_devices=4", "mesh.ici_data=2", "mesh.ici_tensor=2")
     whole = "mesh.axis_rules={kv_heads: []}"
-    assert lines_of(one) == lines_of(run("generate", f"{unbroken}@12", *options, *mesh, whole))
+    assert lines_of(one) == lines_of(run("generate", f"{uninterrupted}@12", *options, *mesh, whole))
     assert len({each["text"] for each in lines_of(one)}) == 3
 
 
 @pytest.mark.long
-def test_generate_ends_at_the_first_interrupt(unbroken: Path, start: Start):
-    """What was generated is printed, and no device computes when Python ends."""
+def test_generate_stops_at_first_interrupt(uninterrupted: Path, start: Start):
+    """The text generated so far is printed, and no device computes when Python exits."""
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
-    process = start("generate", unbroken, "--prompt", "the", *long)
+    process = start("generate", uninterrupted, "--prompt", "the", *long)
     assert process.stdout is not None
     output = wait_for(process, "restoring")[-1] + process.stdout.read(3)
     process.send_signal(signal.SIGINT)
@@ -97,23 +97,23 @@ def test_generate_ends_at_the_first_interrupt(unbroken: Path, start: Start):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("after", [0.0, 2.0, 4.0])
-def test_generate_keeps_rows_that_are_interrupted(unbroken: Path, start: Start, after: float):
+def test_generate_prints_interrupted_completions(uninterrupted: Path, start: Start, after: float):
     prompts = ("--prompt", "the", "--prompt", "a", "--json")
     long = ("--max-tokens", 100_000, "train.sequence_length=110000")
-    process = start("generate", unbroken, *prompts, *long)
+    process = start("generate", uninterrupted, *prompts, *long)
     wait_for(process, "restoring")
     time.sleep(after)
     process.send_signal(signal.SIGINT)
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
-    if after:  # else the parameters were not there yet
+    if after:  # after 0 s, the parameters may not be restored yet
         assert [each["finish_reason"] for each in lines_of(output)] == ["interrupted"] * 2
 
 
 @pytest.mark.long
-def test_generate_asks_for_prompts(unbroken: Path):
-    """A prompt a line; a mistake in one does not end it, nor a reader that has seen enough."""
-    command = [sys.executable, "-m", "maxpipe", "generate", str(unbroken), "--interactive"]
+def test_generate_interactive_reads_prompts_from_stdin(uninterrupted: Path):
+    """One prompt per line; an invalid prompt or a closed stdout does not make the command fail."""
+    command = [sys.executable, "-m", "maxpipe", "generate", str(uninterrupted), "--interactive"]
     given = b"the\n\xff\n\n" + b"x" * 16 + b"\nand\n"
     environment = os.environ | FAST_COMPILE | {"PYTHONPATH": str(ROOT)}
     options = ["--json", "--max-tokens", "3", "--stop", "e"]
@@ -164,12 +164,12 @@ GENERATE_MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", GENERATE_MISTAKES)
-def test_generate_explains_mistakes(
-    arguments: str, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_generate_rejects_invalid_arguments(
+    arguments: str, uninterrupted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "EMPTY").write_text("\n \n")
     (tmp_path / "LINES.jsonl").write_text('{"prompt": "x"}\n{"prompt": 3}\n')
-    given = [word.format(unbroken) for word in arguments.split()]
+    given = [word.format(uninterrupted) for word in arguments.split()]
     named = {"EMPTY": str(tmp_path / "EMPTY"), "LINES": str(tmp_path / "LINES.jsonl")}
     assert main(["generate", *(named.get(word, word) for word in given)]) == 2
     output = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Rewarded completions: gradients against a plain loop of the paper's formula, and real runs."""
+"""GRPO steps: loss and gradients compared with a plain loop over the paper's formula."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIP, HIGH, KL = 0.1, 0.3, 0.4
 
 
 def drawn_for(case: Case) -> list[RewardedCompletion]:
-    """Completions of all lengths behind prompts of other lengths."""
+    """Return completions of various lengths for prompts of various lengths."""
     random, found = np.random.default_rng(3), []
     for row in range(case.rows):
         prompt = random.integers(0, case.model.vocab_size, 1 + row % 3, np.int32)
@@ -37,9 +37,9 @@ def drawn_for(case: Case) -> list[RewardedCompletion]:
 def plain(
     steps: Any, params: Tree, drawn: Sequence[RewardedCompletion], batch: Any, config: GrpoConfig
 ) -> jax.Array:
-    """The loss that the papers write, completion by completion and token by token."""
+    """Return the loss of the papers, computed one completion and one token at a time."""
     rows = [[*each.prompt.ids, *each.tokens] for each in drawn]
-    # One forward pass of all: attention is causal, so that no token sees the zeros after a row.
+    # One forward pass for all: attention is causal, so no token attends to the padding after it.
     longest = max(map(len, rows))
     ids = jnp.asarray([row + [0] * (longest - len(row)) for row in rows], jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(longest), ids.shape)
@@ -70,8 +70,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("case", "average"), keeping(CASES, 0), ids=str)
-def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> None:
-    """Where half of the tokens were drawn by other weights."""
+def test_loss_and_gradients_match_reference_loop(case: Case, average: Any) -> None:
+    """Half of the tokens were sampled with other weights."""
     config = GrpoConfig(
         clip_ratio=CLIP, clip_ratio_high=HIGH, kl_coef=KL, temperature=0.7, loss_aggregation=average
     )
@@ -106,8 +106,8 @@ def test_value_and_gradients_equal_the_plain_loop(case: Case, average: Any) -> N
         assert error < TOLERANCE, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
-def test_scores_of_the_same_weights_make_no_difference() -> None:
-    """Log-probabilities of a step are those of a forward alone: a ratio of 1, up to rounding."""
+def test_precomputed_logprobs_of_same_weights_give_same_loss() -> None:
+    """A step and a forward pass have equal log-probabilities: the ratio is 1, up to rounding."""
     case = Case(2, 1, 2, fsdp=2, layers=2)
     steps = steps_of(case, case.rows, objective=policy_of(GrpoConfig(kl_coef=KL)))
     batch = assemble_batch(drawn_for(case), case.tokens, 0, "token")

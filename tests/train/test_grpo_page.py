@@ -1,4 +1,4 @@
-"""docs/grpo.md: a model that is often wrong learns to add from rewards alone."""
+"""Commands and code of docs/grpo.md: a model learns addition from rewards alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "grpo.md"
 
 
 @pytest.mark.long
-def test_the_reward_rises_as_the_page_says(tmp_path: Path) -> None:
+def test_documented_run_increases_reward(tmp_path: Path) -> None:
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     output = ""
@@ -40,7 +40,7 @@ def test_the_reward_rises_as_the_page_says(tmp_path: Path) -> None:
     assert len(last) == 16 and sum(each["reward"] for each in last) > 8
 
 
-def test_the_function_of_the_page_works(tmp_path: Path) -> None:
+def test_documented_reward_function_works(tmp_path: Path) -> None:
     [block] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     (tmp_path / "rewards.py").write_text(block)
     from maxpipe.config.sections.grpo import GrpoConfig

@@ -1,4 +1,4 @@
-"""Real runs of `train.objective=grpo`: resumed, stopped, under other layouts, and refused."""
+"""Real runs with `train.objective=grpo`: resume, stop, layouts and rejected settings."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     forget_after,
     is_explained,
     ledger,
-    pair,
     records,
     saved_digest,
     saved_steps,
+    start_pair,
     wait_for,
+    wait_for_outputs,
 )
 
 CONFIG = """
@@ -49,8 +49,8 @@ def reward(completion, record):
 UPDATES, GROUP = 2, 4
 
 
-def written(folder: Path, body: str = "pass") -> Path:
-    """The config of a run, and the files that it names, in a folder."""
+def write_run_files(folder: Path, body: str = "pass") -> Path:
+    """Write the config of a run and the files that it names; return the config path."""
     lines = [json.dumps({"prompt": "a" * number}) for number in range(1, 8)]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     (folder / "mine.py").write_text(REWARD.format(body=body))
@@ -61,13 +61,13 @@ def written(folder: Path, body: str = "pass") -> Path:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written(tmp_path_factory.mktemp("grpo"))
+    return write_run_files(tmp_path_factory.mktemp("grpo"))
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(config: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run. Read-only for tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     (folder / "output.txt").write_text(run("train", config, f"run.dir={folder}"))
     return folder / "run"
 
@@ -78,24 +78,24 @@ def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def learned(folder: Path) -> dict[int, dict[str, float]]:
-    """Numbers of each step that do not depend on the machine."""
+    """Return the metrics of each step that do not depend on the machine."""
     return {
         step: {tag: value for tag, value in found.items() if tag.startswith(("train/", "rollout/"))}
         for step, found in records(folder).items()
     }
 
 
-def test_a_run_says_what_it_has_drawn(whole: Path) -> None:
-    found = learned(whole)
+def test_run_logs_rollout_metrics_and_samples(uninterrupted: Path) -> None:
+    found = learned(uninterrupted)
     for step, each in found.items():
         assert 0 < each["rollout/reward"] < 1.1 and 1 <= each["rollout/tokens"] <= 6
         assert each["rollout/flat_groups"] < 1 and each["train/entropy"] > 0
-        # The first step of a rollout is of the weights that have drawn it.
+        # The first step of a rollout has the weights that sampled it.
         assert step % UPDATES == 0 or each["train/clipped"] == 0
     assert abs(found[1]["train/kl"]) < 1e-8 < found[6]["train/kl"]
     assert any(each["train/clipped"] > 0 for each in found.values())
-    assert saved_steps(whole) == [2, 4, 6]
-    drawn, output = samples(whole), (whole.parent / "output.txt").read_text()
+    assert saved_steps(uninterrupted) == [2, 4, 6]
+    drawn, output = samples(uninterrupted), (uninterrupted.parent / "output.txt").read_text()
     assert [*drawn] == [2, 4, 6]
     for step, group in drawn.items():
         assert len(group) == GROUP and len({each["prompt"] for each in group}) == 1
@@ -105,23 +105,25 @@ def test_a_run_says_what_it_has_drawn(whole: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_resumed_run_repeats_bit_for_bit(
-    whole: Path, config: Path, run: Run, tmp_path: Path
+def test_resume_is_bitwise_equal(
+    uninterrupted: Path, config: Path, run: Run, tmp_path: Path
 ) -> None:
-    """The reference, which no checkpoint has, included."""
-    copy = Path(shutil.copytree(whole, tmp_path / "run"))
+    """Includes the reference model, which is not part of any checkpoint."""
+    copy = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     forget_after(copy, 2)
     run("train", config, f"run.dir={tmp_path}")
-    assert saved_digest(copy) == saved_digest(whole)
-    assert learned(copy) == learned(whole) and samples(copy) == samples(whole)
+    assert saved_digest(copy) == saved_digest(uninterrupted)
+    assert learned(copy) == learned(uninterrupted) and samples(copy) == samples(uninterrupted)
 
 
 @pytest.mark.layouts
-def test_one_device_learns_the_same(whole: Path, config: Path, run: Run, tmp_path: Path) -> None:
+def test_one_device_matches_sharded_run(
+    uninterrupted: Path, config: Path, run: Run, tmp_path: Path
+) -> None:
     one = "mesh.cpu_devices=1 mesh.ici_stage=1 mesh.ici_fsdp=1 pipeline.microbatches=1"
     run("train", config, f"run.dir={tmp_path}", *one.split())
-    found, wanted = learned(tmp_path / "run"), learned(whole)
-    assert samples(tmp_path / "run") == samples(whole)
+    found, wanted = learned(tmp_path / "run"), learned(uninterrupted)
+    assert samples(tmp_path / "run") == samples(uninterrupted)
     for step, each in wanted.items():
         for tag, value in each.items():
             np.testing.assert_allclose(found[step][tag], value, rtol=SAME, atol=1e-6, err_msg=tag)
@@ -138,17 +140,19 @@ REFUSED = [
     ("changes", "words"),
     [REFUSED[0], *(pytest.param(*each, marks=pytest.mark.long) for each in REFUSED[1:])],
 )
-def test_what_a_run_cannot_change(
-    whole: Path, config: Path, run: Run, changes: str, words: str
+def test_resume_rejects_incompatible_grpo_settings(
+    uninterrupted: Path, config: Path, run: Run, changes: str, words: str
 ) -> None:
-    output = run("train", config, f"run.dir={whole.parent}", *changes.split(), code=2)
+    output = run("train", config, f"run.dir={uninterrupted.parent}", *changes.split(), code=2)
     is_explained(output)
-    assert words in output and saved_steps(whole) == [2, 4, 6]
+    assert words in output and saved_steps(uninterrupted) == [2, 4, 6]
 
 
-def test_another_reward_is_noticed(whole: Path, run: Run, tmp_path: Path) -> None:
-    shutil.copytree(whole, tmp_path / "run")
-    other = written(tmp_path, body="record = record | {}")
+def test_resume_with_changed_reward_function_is_rejected(
+    uninterrupted: Path, run: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(uninterrupted, tmp_path / "run")
+    other = write_run_files(tmp_path, body="record = record | {}")
     forget_after(tmp_path / "run", 2)
     output = run("train", other, f"run.dir={tmp_path}", code=2)
     is_explained(output)
@@ -156,9 +160,9 @@ def test_another_reward_is_noticed(whole: Path, run: Run, tmp_path: Path) -> Non
 
 
 @pytest.mark.faults
-def test_a_stop_in_a_rollout_gives_it_up(run: Run, start: Start, tmp_path: Path) -> None:
-    """And the same command ends as a run that was not stopped."""
-    config = written(tmp_path, body="import time; time.sleep(0.05)")
+def test_interrupt_during_rollout_discards_rollout(run: Run, start: Start, tmp_path: Path) -> None:
+    """Resuming gives the same result as a run that was not stopped."""
+    config = write_run_files(tmp_path, body="import time; time.sleep(0.05)")
     process = start("train", config, f"run.dir={tmp_path}")
     wait_for(process, "step 2/6")
     process.send_signal(signal.SIGINT)
@@ -174,13 +178,13 @@ def test_a_stop_in_a_rollout_gives_it_up(run: Run, start: Start, tmp_path: Path)
 
 @pytest.mark.layouts
 @pytest.mark.multihost
-def test_two_processes_draw_and_learn_the_same(
-    whole: Path, config: Path, start: Start, tmp_path: Path
+def test_two_processes_match_one_process(
+    uninterrupted: Path, config: Path, start: Start, tmp_path: Path
 ) -> None:
-    """The reward's file is run by each of them."""
-    with pair(start, config, f"run.dir={tmp_path}", "mesh.cpu_devices=2") as processes:
-        said = ends(processes)
-    assert [each.returncode for each in processes] == [0, 0], said
-    assert samples(tmp_path / "run") == samples(whole)
-    assert learned(tmp_path / "run") == learned(whole)
-    assert saved_digest(tmp_path / "run") == saved_digest(whole)
+    """Each process runs the reward function."""
+    with start_pair(start, config, f"run.dir={tmp_path}", "mesh.cpu_devices=2") as processes:
+        outputs = wait_for_outputs(processes)
+    assert [each.returncode for each in processes] == [0, 0], outputs
+    assert samples(tmp_path / "run") == samples(uninterrupted)
+    assert learned(tmp_path / "run") == learned(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)

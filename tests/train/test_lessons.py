@@ -1,4 +1,4 @@
-"""The order in which a teacher is asked, and what is counted."""
+"""Order of teacher requests and student batches, and the transfer metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from maxpipe.posttrain.distill import TeacherLoader
 ROWS, TOKENS, COUNT = 4, 16, 3
 
 
-class Asked:
-    """A teacher that says of each token itself, on a device of its own."""
+class EchoTeacher:
+    """A teacher on its own device whose logits are the input tokens."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -47,14 +47,14 @@ def loader_of(folder: Path) -> Loader:
     return found.train
 
 
-def test_the_teacher_is_one_batch_ahead(tmp_path: Path) -> None:
+def test_teacher_runs_one_batch_ahead(tmp_path: Path) -> None:
     mesh = jax.make_mesh((2,), ("rows",), devices=jax.devices()[:2])
     sharding = NamedSharding(mesh, PartitionSpec("rows"))
-    teacher, loader = Asked(), loader_of(tmp_path)
-    lessons = TeacherLoader(teacher, sharding, Phases())  # type: ignore[arg-type]
+    teacher, loader = EchoTeacher(), loader_of(tmp_path)
+    teacher_loader = TeacherLoader(teacher, sharding, Phases())  # type: ignore[arg-type]
 
     def steps() -> Iterator[int]:
-        with lessons.batches(loader, 5, 9) as batches:
+        with teacher_loader.batches(loader, 5, 9) as batches:
             for number, batch in enumerate(batches):
                 teacher.log.append(f"got {number}")
                 wanted = loader.batch(5 + number)
@@ -67,15 +67,15 @@ def test_the_teacher_is_one_batch_ahead(tmp_path: Path) -> None:
     order = ["asked 0", "asked 1", "got 0", "asked 2", "got 1", "asked 3", "got 2", "got 3"]
     assert teacher.log == order
     read, answers = 4 * ROWS * TOKENS, 2 * 4 * ROWS * TOKENS * COUNT
-    assert lessons.take_metrics()["distill/transfer_bytes"] == read + answers
-    assert lessons.take_metrics()["distill/transfer_bytes"] == 0
+    assert teacher_loader.take_metrics()["distill/transfer_bytes"] == read + answers
+    assert teacher_loader.take_metrics()["distill/transfer_bytes"] == 0
 
 
-def test_a_run_that_leaves_asks_no_more(tmp_path: Path) -> None:
+def test_teacher_stops_when_loader_closes(tmp_path: Path) -> None:
     mesh = jax.make_mesh((1,), ("rows",), devices=jax.devices()[:1])
-    teacher = Asked()
+    teacher = EchoTeacher()
     sharding = NamedSharding(mesh, PartitionSpec("rows"))
-    lessons = TeacherLoader(teacher, sharding, Phases())  # type: ignore[arg-type]
-    with lessons.batches(loader_of(tmp_path), 0, 9) as batches:
+    teacher_loader = TeacherLoader(teacher, sharding, Phases())  # type: ignore[arg-type]
+    with teacher_loader.batches(loader_of(tmp_path), 0, 9) as batches:
         next(batches)
     assert teacher.log == ["asked 0", "asked 1"]

@@ -1,4 +1,4 @@
-"""The run as its user sees it: files, resuming, stopping, and mistakes."""
+"""Training runs by the command: files, resuming, evaluation and errors."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from tests.train.runs import (
 )
 
 STEPS = 24
-TOLD = ("start", "checkpoint", "preempted", "done")
+EVENTS = ("start", "checkpoint", "preempted", "done")
 
 
 @pytest.fixture
-def copy(unbroken: Path, tmp_path: Path) -> Path:
-    """A copy of the unbroken run that may be changed; `run.dir` is its parent."""
-    return Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
+def copy(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A writable copy of the uninterrupted run; `run.dir` is its parent."""
+    return Path(shutil.copytree(uninterrupted, tmp_path / "copied" / "run"))
 
 
 # --- files -------------------------------------------------------------------------------
 
 
-def test_run_folder_holds_what_is_promised(unbroken: Path):
-    names = {path.name for path in unbroken.iterdir()} - {"output.txt"}
+def test_run_folder_has_documented_files(uninterrupted: Path):
+    names = {path.name for path in uninterrupted.iterdir()} - {"output.txt"}
     assert names == {"config.yml", "metrics.jsonl", "events.jsonl", "tensorboard", "checkpoints"}
-    steps = {path.name for path in (unbroken / "checkpoints").iterdir()}
+    steps = {path.name for path in (uninterrupted / "checkpoints").iterdir()}
     assert steps == {"4", "8", "12", "16", "20", "24"}
 
 
-def test_config_file_loads_to_the_config_of_the_run(unbroken: Path, tiny: Path):
-    written = load([str(unbroken / "config.yml")]).config
-    assert written == load([str(tiny), f"run.dir={unbroken.parent}"]).config
-    with open_run(unbroken) as checkpoints:
+def test_saved_config_file_loads_to_config_of_run(uninterrupted: Path, tiny: Path):
+    written = load([str(uninterrupted / "config.yml")]).config
+    assert written == load([str(tiny), f"run.dir={uninterrupted.parent}"]).config
+    with open_run(uninterrupted) as checkpoints:
         assert checkpoints.durable.read_metadata(STEPS).config == to_dict(written)
 
 
-def test_metrics_have_the_documented_tags(unbroken: Path):
-    found = records(unbroken)
+def test_metrics_have_documented_tags(uninterrupted: Path):
+    found = records(uninterrupted)
     assert list(found) == list(range(2, STEPS + 1, 2))
     always = {"step", "train/loss", "train/grad_norm", "train/lr", "train/tokens"}
     always |= {"perf/step_s", "perf/tokens_per_s", "perf/tflops_per_device", "perf/data_wait_s"}
@@ -75,28 +75,28 @@ def test_metrics_have_the_documented_tags(unbroken: Path):
     assert found[2]["pipe/bubble_pct"] == pytest.approx(100 * 3 / 7)
 
 
-def test_events_tell_what_happened(unbroken: Path):
+def test_events_record_start_checkpoints_and_end(uninterrupted: Path):
     saves = [("checkpoint", step) for step in range(4, STEPS + 1, 4)]
-    assert events(unbroken, *TOLD) == [("start", 0), *saves, ("done", STEPS)]
+    assert events(uninterrupted, *EVENTS) == [("start", 0), *saves, ("done", STEPS)]
 
 
-def test_tensorboard_reads_its_files(unbroken: Path):
+def test_tensorboard_files_are_readable(uninterrupted: Path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader = EventAccumulator(str(unbroken / "tensorboard"))
+    reader = EventAccumulator(str(uninterrupted / "tensorboard"))
     reader.Reload()
-    wanted = losses(unbroken)
+    wanted = losses(uninterrupted)
     assert {event.step: event.value for event in reader.Scalars("train/loss")} == wanted
     assert [event.step for event in reader.Scalars("eval/loss")] == [12, 24]
     (text,) = reader.Tensors("about")
     table = text.tensor_proto.string_val[0].decode().splitlines()
-    assert len(table) == 12  # the head, its rule, and ten lines
+    assert len(table) == 12  # the header, its rule, and ten rows
     assert "| tokens per step | 8 x 16 = 128 |" in table
     (text,) = reader.Tensors("config")
-    assert (unbroken / "config.yml").read_text() in text.tensor_proto.string_val[0].decode()
+    assert (uninterrupted / "config.yml").read_text() in text.tensor_proto.string_val[0].decode()
 
 
-def test_console_shows_our_lines_only(unbroken: Path):
+def test_console_shows_only_expected_lines(uninterrupted: Path):
     ours = ("reading data", "run ", "devices ", "mesh ", "model ", "attention ", "pipeline ")
     ours += (
         "data ",
@@ -108,15 +108,15 @@ def test_console_shows_our_lines_only(unbroken: Path):
         "validation after step ",
     )
     ours += ("done: ", "final validation loss ")
-    lines = (unbroken / "output.txt").read_text().splitlines()
+    lines = (uninterrupted / "output.txt").read_text().splitlines()
     assert [line for line in lines if not line.startswith(ours)] == []
     assert sum(line.startswith("step ") for line in lines) == STEPS // 2
 
 
-def test_checkpoint_commands_show_steps_and_digests(unbroken: Path, run: Run):
-    listed = run("checkpoints", "list", unbroken).splitlines()
+def test_checkpoint_commands_show_steps_and_digests(uninterrupted: Path, run: Run):
+    listed = run("checkpoints", "list", uninterrupted).splitlines()
     assert [line.split()[0] for line in listed] == ["step", "4", "8", "12", "16", "20", "24"]
-    shown = run("checkpoints", "show", f"{unbroken}@12")
+    shown = run("checkpoints", "show", f"{uninterrupted}@12")
     rows = [line.split() for line in shown.splitlines() if line.startswith("sha256")]
     assert [row[1] for row in rows] == ["params", "optimizer", "data", "all"]
     assert all(len(row[2]) == 64 for row in rows)
@@ -127,23 +127,27 @@ def test_checkpoint_commands_show_steps_and_digests(unbroken: Path, run: Run):
 # --- resuming ----------------------------------------------------------------------------
 
 
-def test_finished_run_started_again_changes_nothing(
-    copy: Path, unbroken: Path, tiny: Path, run: Run
+def test_restarting_finished_run_changes_nothing(
+    copy: Path, uninterrupted: Path, tiny: Path, run: Run
 ):
     output = run("train", tiny, f"run.dir={copy.parent}")
     assert "all 24 steps are done: nothing is left to train" in output
     assert "compiling train step" not in output
-    assert records(copy) == records(unbroken)
-    assert saved_digest(copy) == saved_digest(unbroken)
-    assert events(copy, *TOLD) == [*events(unbroken, *TOLD), ("start", STEPS), ("done", STEPS)]
+    assert records(copy) == records(uninterrupted)
+    assert saved_digest(copy) == saved_digest(uninterrupted)
+    assert events(copy, *EVENTS) == [
+        *events(uninterrupted, *EVENTS),
+        ("start", STEPS),
+        ("done", STEPS),
+    ]
 
 
 @pytest.mark.fault("F1", "F4", "D4")
 @pytest.mark.faults
-def test_killed_runs_end_as_the_unbroken_one(
-    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_resume_after_kills_is_bitwise_equal(
+    uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """kill -9 during set-up, at random steps and inside saves, again and again."""
+    """Send SIGKILL during set-up, at random steps and during saves."""
     chance = random.Random(1)
     arguments = ("train", tiny, f"run.dir={tmp_path}", "checkpoint.every=3", "checkpoint.keep=2")
     starts = ("starting a new run", "resuming", "compiling train step: ")
@@ -157,22 +161,22 @@ def test_killed_runs_end_as_the_unbroken_one(
             time.sleep(chance.uniform(0, 0.15))
             process.kill()
     run(*arguments)
-    assert losses(tmp_path / "run") == losses(unbroken)
-    assert losses(tmp_path / "run", "train/grad_norm") == losses(unbroken, "train/grad_norm")
-    assert losses(tmp_path / "run", "eval/loss") == losses(unbroken, "eval/loss")
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert losses(tmp_path / "run", "train/grad_norm") == losses(uninterrupted, "train/grad_norm")
+    assert losses(tmp_path / "run", "eval/loss") == losses(uninterrupted, "eval/loss")
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {"21", "24"}
-    resumed_at = [step for event, step in events(tmp_path / "run", *TOLD) if event == "start"]
+    resumed_at = [step for event, step in events(tmp_path / "run", *EVENTS) if event == "start"]
     assert resumed_at[-1] > resumed_at[0] == 0
 
 
 @pytest.mark.fault("F8", "D4")
 @pytest.mark.faults
-def test_stopped_runs_end_as_the_unbroken_one(
-    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_resume_after_stop_requests_is_bitwise_equal(
+    uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """SIGTERM while the step compiles, in the middle, and then to the end."""
+    """Send SIGTERM during set-up, compilation and training, then train to the end."""
     arguments = ("train", tiny, f"run.dir={tmp_path}", "checkpoint.every=0")
     stopped = []
     for moment in ("reading data", "compiling train step ...", "step 6", "step 14"):
@@ -185,7 +189,7 @@ def test_stopped_runs_end_as_the_unbroken_one(
             rest = process.stdout.read()
         assert process.returncode == 75, rest
         is_explained(rest)
-        stopped.append(events(tmp_path / "run", *TOLD)[-1])
+        stopped.append(events(tmp_path / "run", *EVENTS)[-1])
         assert stopped[-1][0] == "preempted"
         if stopped[-1][1]:  # before the first step there is nothing to save
             with open_run(tmp_path / "run") as checkpoints:
@@ -193,11 +197,11 @@ def test_stopped_runs_end_as_the_unbroken_one(
     assert [step for _, step in stopped[:2]] == [0, 0]
     assert 6 <= stopped[2][1] < 14 <= stopped[3][1] < STEPS
     run(*arguments)
-    assert losses(tmp_path / "run") == losses(unbroken)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
-# Overrides of layouts that have nothing in common with the unbroken run's.
+# Overrides of layouts that differ from that of the uninterrupted run.
 LAYOUTS = {
     "repeats": "mesh.ici_stage=2 mesh.ici_fsdp=2 pipeline.repeats=2 pipeline.schedule=interleaved"
     " pipeline.microbatches=2 pipeline.weight_gather=step",
@@ -212,71 +216,73 @@ LAYOUTS = {
 
 @pytest.mark.fault("D6")
 @pytest.mark.faults
-def test_run_goes_on_under_other_layouts(copy: Path, unbroken: Path, tiny: Path, run: Run):
-    """Each layout makes the next steps; the loss curve is that of one layout."""
+def test_resume_under_other_layouts(copy: Path, uninterrupted: Path, tiny: Path, run: Run):
+    """Each layout trains the next steps; the loss curve equals that of one layout."""
     for resumed, overrides in zip((4, 8, 16, 20), LAYOUTS.values(), strict=True):
         forget_after(copy, resumed)
         output = run("train", tiny, f"run.dir={copy.parent}", *overrides.split())
         assert f"after step {resumed}" in output
-    assert losses(copy) == pytest.approx(losses(unbroken), rel=SAME)
-    assert losses(copy, "eval/loss") == pytest.approx(losses(unbroken, "eval/loss"), rel=SAME)
+    assert losses(copy) == pytest.approx(losses(uninterrupted), rel=SAME)
+    assert losses(copy, "eval/loss") == pytest.approx(losses(uninterrupted, "eval/loss"), rel=SAME)
 
 
 @pytest.mark.parametrize("layout", keeping(LAYOUTS, 0))
 @pytest.mark.fault("D6")
-def test_checkpoint_does_not_depend_on_the_layout(
-    layout: str, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+def test_checkpoint_is_independent_of_layout(
+    layout: str, uninterrupted: Path, tiny: Path, run: Run, tmp_path: Path
 ):
-    """Read under another layout and saved again, every byte is the same."""
-    restore = f"checkpoint.restore_from={unbroken}"
+    """A checkpoint restored and saved under another layout has the same digest."""
+    restore = f"checkpoint.restore_from={uninterrupted}"
     run("train", tiny, f"run.dir={tmp_path}", restore, "eval.batches=0", *LAYOUTS[layout].split())
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
-def test_another_run_starts_from_the_newest_checkpoint(
-    unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+def test_restore_from_newest_checkpoint_of_another_run(
+    uninterrupted: Path, tiny: Path, run: Run, tmp_path: Path
 ):
-    before = saved_digest(unbroken)
+    before = saved_digest(uninterrupted)
     arguments = ("run.name=next", f"run.dir={tmp_path}", "train.steps=28", "eval.batches=0")
-    output = run("train", tiny, *arguments, f"checkpoint.restore_from={unbroken}")
-    assert f"starting from {unbroken} after step {STEPS}" in output
+    output = run("train", tiny, *arguments, f"checkpoint.restore_from={uninterrupted}")
+    assert f"starting from {uninterrupted} after step {STEPS}" in output
     assert list(records(tmp_path / "next")) == [26, 28]
-    assert losses(tmp_path / "next")[26] < losses(unbroken)[12]
-    assert saved_digest(unbroken) == before
+    assert losses(tmp_path / "next")[26] < losses(uninterrupted)[12]
+    assert saved_digest(uninterrupted) == before
 
 
 @pytest.mark.parametrize(("address", "step"), [("{}@12", 12), ("{}/checkpoints/8", 8)])
 @pytest.mark.faults
-def test_another_run_starts_from_any_step(
-    address: str, step: int, unbroken: Path, tiny: Path, run: Run, tmp_path: Path
+def test_restore_from_any_step_of_another_run(
+    address: str, step: int, uninterrupted: Path, tiny: Path, run: Run, tmp_path: Path
 ):
-    source = address.format(unbroken)
+    source = address.format(uninterrupted)
     arguments = ("run.name=next", f"run.dir={tmp_path}", "train.steps=24", "eval.every=12")
     output = run("train", tiny, *arguments, f"checkpoint.restore_from={source}")
     assert f"starting from {source} after step {step}" in output
-    # The same data position, rate and moments: the rest of the curve is that of the run.
+    # Data position, learning rate and moments are equal, so the remaining curve is, too.
     assert losses(tmp_path / "next") == {
-        each: loss for each, loss in losses(unbroken).items() if each > step
+        each: loss for each, loss in losses(uninterrupted).items() if each > step
     }
-    assert saved_digest(tmp_path / "next") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "next") == saved_digest(uninterrupted)
 
 
 @pytest.mark.long
-def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_path: Path):
-    shutil.copytree(unbroken, tmp_path / "teacher")
+def test_restoring_weights_only_starts_at_step_0(
+    uninterrupted: Path, tiny: Path, run: Run, tmp_path: Path
+):
+    shutil.copytree(uninterrupted, tmp_path / "teacher")
     arguments = (tiny, f"run.dir={tmp_path}", "run.name=next", "train.steps=4", "eval.every=4")
     arguments += ("checkpoint.restore_from=teacher@best", "checkpoint.restore=weights")
     arguments += ("data.validation_fraction=0.3", "optim.schedule=constant")
     output = run("train", *arguments)
     assert "with the weights of teacher@best, step 24" in output
-    assert "warning: data" not in output, "other data is no surprise in a new run"
+    assert "warning: data" not in output, "a new run may use other data without a warning"
     assert list(records(tmp_path / "next")) == [2, 4]
     assert losses(tmp_path / "next", "train/lr")[2] < 0.01  # warming up again
-    assert losses(tmp_path / "next")[2] < losses(unbroken)[2] - 1
+    assert losses(tmp_path / "next")[2] < losses(uninterrupted)[2] - 1
     with open_run(tmp_path / "next") as checkpoints:
         facts = checkpoints.durable.read_metadata(4)
         assert (facts.step, facts.data["step"]) == (4, 4)
-    forget_after(tmp_path / "teacher", 0)  # is not needed any more
+    forget_after(tmp_path / "teacher", 0)  # the source is no longer needed
     output = run("train", *arguments)
     assert (
         "after step 4: the run's own checkpoints take precedence over checkpoint.restore_from"
@@ -284,45 +290,47 @@ def test_weights_only_are_a_new_start(unbroken: Path, tiny: Path, run: Run, tmp_
     )
 
 
-# --- evaluating --------------------------------------------------------------------------
+# --- evaluation --------------------------------------------------------------------------
 
 
-def test_eval_gives_what_the_run_has_logged(unbroken: Path, run: Run):
-    """Bit for bit on the same layout, beside a run that holds the lock, and without a trace."""
-    before = state_of(unbroken.parent)
-    with RunLock(unbroken):
-        held = state_of(unbroken.parent)
-        output = run("eval", f"{unbroken}@12", "--json")
-        assert state_of(unbroken.parent) == held
+def test_eval_reproduces_logged_metrics(uninterrupted: Path, run: Run):
+    """Metrics are bitwise equal in the same layout, the run is locked, and no file changes."""
+    before = state_of(uninterrupted.parent)
+    with RunLock(uninterrupted):
+        held = state_of(uninterrupted.parent)
+        output = run("eval", f"{uninterrupted}@12", "--json")
+        assert state_of(uninterrupted.parent) == held
     found = json.loads(output[output.index("{") :])
-    logged = records(unbroken)[12]
+    logged = records(uninterrupted)[12]
     assert found["nats_per_token"] == logged["eval/loss"]
     assert found["nats_per_byte"] == logged["eval/nats_per_byte"]
     assert found["perplexity"] == math.exp(logged["eval/loss"])
-    assert (found["checkpoint"], found["step"]) == (f"{unbroken}@12", 12)
+    assert (found["checkpoint"], found["step"]) == (f"{uninterrupted}@12", 12)
     assert (found["split"], found["batches"], found["mesh"]) == ("validation", 4, "stage 4")
-    assert set(before) == set(state_of(unbroken.parent))
+    assert set(before) == set(state_of(uninterrupted.parent))
 
 
 @pytest.mark.faults
-def test_eval_under_another_layout(unbroken: Path, run: Run):
-    """Two devices do not hold the run's four stages: fsdp takes their place."""
-    output = run("eval", f"{unbroken}@best", "mesh.cpu_devices=2", "--json")
+def test_eval_under_another_layout(uninterrupted: Path, run: Run):
+    """The run's four stages do not fit two devices, so fsdp is used instead."""
+    output = run("eval", f"{uninterrupted}@best", "mesh.cpu_devices=2", "--json")
     assert "the run's mesh (ici_stage 4) does not fit the 2 devices here" in output
     found = json.loads(output[output.index("{") :])
     assert (found["step"], found["mesh"]) == (STEPS, "fsdp 2")
-    assert found["nats_per_token"] == pytest.approx(losses(unbroken, "eval/loss")[STEPS], rel=SAME)
+    assert found["nats_per_token"] == pytest.approx(
+        losses(uninterrupted, "eval/loss")[STEPS], rel=SAME
+    )
 
 
 @pytest.mark.faults
-def test_eval_on_other_text(unbroken: Path, run: Run, tmp_path: Path):
-    """All of it counts, in batches of any size, also under a mesh that is given."""
+def test_eval_on_other_data(uninterrupted: Path, run: Run, tmp_path: Path):
+    """All tokens are evaluated, with any batch size and an explicit mesh."""
     (tmp_path / "own.txt").write_text("the cat sat on the mat " * 20)
     text = (f"data.path={tmp_path}/own.txt", "eval.batch_size=3", "mesh.cpu_devices=1")
     layout = ("mesh.ici_stage=1", "pipeline.microbatches=2")
-    output = run("eval", f"{unbroken}/checkpoints/24", *text, *layout)
+    output = run("eval", f"{uninterrupted}/checkpoints/24", *text, *layout)
     rows = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in output.splitlines()[-8:])
-    # 460 bytes, one document: every byte but the first, and the end, is a target.
+    # One document of 460 bytes: targets are all bytes and the end-of-document token.
     assert re.search(r"all documents, (\d+) of \1 batches, 461 tokens", rows["data"])
     loss = float(rows["loss"].split()[0])
     assert float(rows["perplexity"]) == pytest.approx(math.exp(loss), rel=1e-4)
@@ -331,12 +339,12 @@ def test_eval_on_other_text(unbroken: Path, run: Run, tmp_path: Path):
 
 @pytest.mark.faults
 @pytest.mark.parametrize("after", [0.0, 4.0, 6.0])
-def test_eval_ends_at_the_first_interrupt(
-    unbroken: Path, start: Start, tmp_path: Path, after: float
+def test_eval_stops_at_first_interrupt(
+    uninterrupted: Path, start: Start, tmp_path: Path, after: float
 ):
-    """While the step is compiled, and while devices compute."""
+    """Interrupt compilation and computation."""
     (tmp_path / "long.txt").write_text("the cat sat on the mat " * 100_000)
-    process = start("eval", unbroken, "--data", tmp_path / "long.txt", "eval.batch_size=4")
+    process = start("eval", uninterrupted, "--data", tmp_path / "long.txt", "eval.batch_size=4")
     wait_for(process, "compiling")
     time.sleep(after)
     process.send_signal(signal.SIGINT)
@@ -356,8 +364,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", list(MISTAKES)[:3])
-def test_eval_explains_mistakes(arguments: str, unbroken: Path, capsys: pytest.CaptureFixture[str]):
-    assert main(["eval", *arguments.format(unbroken).split()]) == 2
+def test_eval_rejects_invalid_arguments(
+    arguments: str, uninterrupted: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["eval", *arguments.format(uninterrupted).split()]) == 2
     output = capsys.readouterr().err
     is_explained(output)
     assert MISTAKES[arguments] in output
@@ -365,8 +375,8 @@ def test_eval_explains_mistakes(arguments: str, unbroken: Path, capsys: pytest.C
 
 @pytest.mark.faults
 @pytest.mark.parametrize("arguments", list(MISTAKES)[3:])
-def test_eval_explains_what_does_not_fit(arguments: str, unbroken: Path, run: Run):
-    output = run("eval", *arguments.format(unbroken).split(), code=2)
+def test_eval_rejects_incompatible_overrides(arguments: str, uninterrupted: Path, run: Run):
+    output = run("eval", *arguments.format(uninterrupted).split(), code=2)
     is_explained(output)
     assert MISTAKES[arguments] in output and "compiling" not in output
 
@@ -380,7 +390,7 @@ def test_eval_of_a_damaged_checkpoint(copy: Path, capsys: pytest.CaptureFixture[
     assert (copy / "checkpoints" / "24").is_dir(), "nothing is renamed"
 
 
-def test_a_first_run_trains(run: Run, tmp_path: Path):
+def test_init_creates_config_that_trains(run: Run, tmp_path: Path):
     assert "maxpipe train" in run("init", tmp_path / "first")
     file, small = tmp_path / "first/run.yml", ("train.sequence_length=32", "eval.batches=1")
     output = run("train", file, "train.steps=6", *small, "log.every=1", f"run.dir={tmp_path}/runs")
@@ -389,11 +399,11 @@ def test_a_first_run_trains(run: Run, tmp_path: Path):
     assert found[6] < found[1]
 
 
-# --- mistakes ------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------
 
 
 @pytest.mark.fault("F16")
-def test_every_changed_model_key_is_named(copy: Path, tiny: Path, run: Run):
+def test_resume_with_changed_model_reports_every_key(copy: Path, tiny: Path, run: Run):
     changes = ("model.d_mlp=48", "model.tied_embeddings=true", "model.compute_dtype=bfloat16")
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=28", *changes, code=2)
     is_explained(output)
@@ -403,14 +413,14 @@ def test_every_changed_model_key_is_named(copy: Path, tiny: Path, run: Run):
     assert saved_digest(copy)
 
 
-def test_run_cannot_end_before_it_starts(copy: Path, tiny: Path, run: Run):
+def test_resume_rejects_steps_below_checkpoint_step(copy: Path, tiny: Path, run: Run):
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=8", code=2)
     is_explained(output)
     assert "command line: train.steps = 8" in output and "at least 24" in output
 
 
 @pytest.mark.fault("F16")
-def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
+def test_resume_with_changed_data_requires_flag(copy: Path, tiny: Path, run: Run):
     arguments = ("train", tiny, f"run.dir={copy.parent}", "data.validation_fraction=0.3")
     arguments = (*arguments, "train.steps=25")
     output = run(*arguments, code=2)
@@ -431,8 +441,8 @@ def test_other_data_needs_a_flag(copy: Path, tiny: Path, run: Run):
 
 @pytest.mark.long
 @pytest.mark.fault("F24")
-def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
-    """A copy of the files is the same data; a copy with one other byte is not."""
+def test_resume_detects_changed_byte_in_data(copy: Path, tiny: Path, run: Run):
+    """A copy of the files is the same data; a copy with one changed byte is not."""
     texts = Path(shutil.copytree(tiny.parent / "text", copy.parent / "text"))
     arguments = ("train", tiny, f"run.dir={copy.parent}", f"data.path={texts}", "train.steps=25")
     before, raw = (texts / "7.txt").stat(), (texts / "7.txt").read_bytes()
@@ -453,7 +463,7 @@ def test_a_changed_byte_is_other_data(copy: Path, tiny: Path, run: Run):
 
 @pytest.mark.long
 @pytest.mark.fault("F16")
-def test_changes_that_do_no_harm_are_noted(copy: Path, tiny: Path, run: Run):
+def test_resume_logs_compatible_config_changes(copy: Path, tiny: Path, run: Run):
     changes = ("optim.learning_rate=0.02", "model.dropout=0.1", "train.steps=25")
     output = run("train", tiny, f"run.dir={copy.parent}", *changes)
     assert "config: optim.learning_rate was 0.01 when step 24 was saved and is 0.02" in output
@@ -471,10 +481,10 @@ CHANGES = {
 
 
 @pytest.mark.fault("U1")
-def test_a_finished_run_refuses_other_settings_and_names_a_free_run(
-    copy: Path, unbroken: Path, tiny: Path, run: Run
+def test_finished_run_rejects_changed_settings_and_suggests_run_name(
+    copy: Path, uninterrupted: Path, tiny: Path, run: Run
 ):
-    """All of them at once, each by name; what does not change the run is no reason."""
+    """Every changed setting is listed by name; settings without effect on training are allowed."""
     (copy.parent / "run-2").mkdir()
     harmless = ("checkpoint.keep=9", "eval.batches=5", "data.threads=1", "log.every=3")
     arguments = (f"run.dir={copy.parent}", "mesh.cpu_devices=2", *harmless, *CHANGES)
@@ -485,13 +495,13 @@ def test_a_finished_run_refuses_other_settings_and_names_a_free_run(
     listed = rule.partition("would have no effect: ")[2].removesuffix(".").split("; ")
     assert sorted(listed) == sorted(CHANGES.values())
     assert "run.name=run-3" in action and "train.steps=48" in action
-    assert saved_digest(copy) == saved_digest(unbroken)
-    assert events(copy, "done") == events(unbroken, "done")
+    assert saved_digest(copy) == saved_digest(uninterrupted)
+    assert events(copy, "done") == events(uninterrupted, "done")
 
 
 @pytest.mark.long
-def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run: Run):
-    """Renamed, elsewhere, evaluated otherwise, and with a mesh that the devices decide."""
+def test_finished_run_accepts_equivalent_settings(copy: Path, tiny: Path, run: Run):
+    """Another name and path, other evaluation settings, and an automatic mesh size."""
     moved = copy.rename(copy.parent / "moved")
     changes = ("run.name=moved", "eval.batches=5", "checkpoint.every=7", "mesh.ici_stage=-1")
     changes = (*changes, "mesh.cpu_devices=2", "train.steps=0", f"train.tokens={24 * 8 * 16}")
@@ -500,14 +510,14 @@ def test_a_finished_run_takes_changes_that_are_none(copy: Path, tiny: Path, run:
     assert "config: eval.batches was 4 when step 24 was saved and is 5" in output
 
 
-def test_a_folder_that_cannot_be_made_is_explained(tiny: Path, run: Run):
+def test_unwritable_run_dir_is_rejected(tiny: Path, run: Run):
     output = run("train", tiny, "run.dir=/proc/nowhere", code=74)
     is_explained(output)
     assert "/proc/nowhere" in output and "cannot be written" in output and "set run.dir" in output
 
 
 @pytest.mark.parametrize("place", ["run", pytest.param("run/checkpoints", marks=pytest.mark.long)])
-def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_path: Path):
+def test_file_in_place_of_folder_is_rejected(place: str, tiny: Path, run: Run, tmp_path: Path):
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text("not a folder")
     output = run("train", tiny, f"run.dir={tmp_path}", code=74)
@@ -519,7 +529,7 @@ def test_file_in_the_place_of_a_folder(place: str, tiny: Path, run: Run, tmp_pat
     "every", [4, pytest.param(0, marks=pytest.mark.long)], ids=["next save", "last save"]
 )
 @pytest.mark.fault("F5")
-def test_full_disk_stops_the_run_and_keeps_the_newest_checkpoint(
+def test_full_disk_stops_run_and_keeps_newest_checkpoint(
     every: int, copy: Path, tiny: Path, run: Run
 ):
     pytest.importorskip("resource")
@@ -530,7 +540,7 @@ def test_full_disk_stops_the_run_and_keeps_the_newest_checkpoint(
     assert saved_digest(copy)
 
 
-def test_restoring_from_a_folder_without_a_run(tiny: Path, run: Run, tmp_path: Path):
+def test_restore_from_folder_without_run_is_rejected(tiny: Path, run: Run, tmp_path: Path):
     restore = f"checkpoint.restore_from={tmp_path / 'nothing'}"
     output = run("train", tiny, f"run.dir={tmp_path}", restore, code=2)
     is_explained(output)
@@ -538,7 +548,7 @@ def test_restoring_from_a_folder_without_a_run(tiny: Path, run: Run, tmp_path: P
 
 
 @pytest.mark.long
-def test_a_step_compiled_before_gives_the_same_losses(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_precompiled_step_gives_same_losses(tiny: Path, run: Run, tmp_path: Path) -> None:
     alone = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "train.steps=6", "eval.every=0")
     folder = tmp_path / "step"
     run("compile", tiny, *alone, "--topology", "cpu:1", "--save", folder)

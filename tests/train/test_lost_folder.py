@@ -1,4 +1,4 @@
-"""Runs whose folder is moved, deleted or replaced under them: they end, and write nothing more."""
+"""Runs whose folder is moved, deleted or replaced: they stop and write nothing more."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from maxpipe.checkpoint.lock import BEAT_SECONDS
 from tests.train.runs import (
     Run,
     Start,
-    ends,
     ledger,
     records,
     saved_digest,
     saved_steps,
     wait_for,
+    wait_for_outputs,
 )
 from tests.waiting import wait_until
 
@@ -28,14 +28,14 @@ LONG = (*SMALL, "train.steps=400000", "log.every=1")
 
 
 def content(folder: Path) -> dict[Path, bytes | None]:
-    """Every name below it, with what a file holds."""
+    """Return every path below a folder with its content, or None for folders."""
     return {
         path.relative_to(folder): path.read_bytes() if path.is_file() else None
         for path in folder.rglob("*")
     }
 
 
-def explained(output: str, where: str, code: int | None) -> None:
+def assert_lost_folder_error(output: str, where: str, code: int | None) -> None:
     assert code == 74 and "Traceback" not in output, output
     found, rule, action = output.rstrip("\n").splitlines()[-3:]
     assert found.startswith(where), output
@@ -44,15 +44,15 @@ def explained(output: str, where: str, code: int | None) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("L1")
-def test_a_run_whose_folder_was_moved_ends_and_goes_on_where_it_is(
+def test_run_stops_if_folder_moves_and_resumes_from_new_path(
     tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     every = ("train", tiny, f"run.dir={tmp_path}", *LONG)
     with start(*every) as process:
         wait_for(process, "step 9/")
         (tmp_path / "run").rename(tmp_path / "moved")
-        (output,) = ends([process])
-    explained(output, f"{tmp_path}/run: was moved or deleted", process.returncode)
+        (output,) = wait_for_outputs([process])
+    assert_lost_folder_error(output, f"{tmp_path}/run: was moved or deleted", process.returncode)
     assert not (tmp_path / "run").exists()
     assert saved_steps(tmp_path / "moved")[0] <= 8
     steps = saved_steps(tmp_path / "moved")[-1]
@@ -62,9 +62,9 @@ def test_a_run_whose_folder_was_moved_ends_and_goes_on_where_it_is(
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run. Read-only for tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *SMALL)
     return folder / "run"
 
@@ -72,25 +72,25 @@ def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.faults
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_second_start_has_the_folder_for_itself(
-    times: int, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_first_run_does_not_write_to_replaced_run_folder(
+    times: int, uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """The folder is moved, or deleted, and the run started again at once, beside the first."""
+    """The folder is moved or deleted, and a second run starts while the first is running."""
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL)
     with start(*every, "train.steps=400000", "log.every=1", "checkpoint.every=1") as process:
         wait_for(process, "step 9/")
         if times == 1:
             (tmp_path / "run").rename(tmp_path / "moved")
         else:
-            while (tmp_path / "run").exists():  # a save may be under way in it
+            while (tmp_path / "run").exists():  # a save may be in progress in it
                 shutil.rmtree(tmp_path / "run", ignore_errors=True)
         assert "starting a new run" in run(*every)
-        (output,) = ends([process])
-    explained(output, f"{tmp_path}/run", process.returncode)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+        (output,) = wait_for_outputs([process])
+    assert_lost_folder_error(output, f"{tmp_path}/run", process.returncode)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
     starts = [each["pid"] for each in ledger(tmp_path / "run", "begin")]
     assert len(starts) == 1 and process.pid not in starts
-    assert [*records(tmp_path / "run")] == [*records(unbroken)]
+    assert [*records(tmp_path / "run")] == [*records(uninterrupted)]
 
 
 def is_committed(step: Path) -> bool:
@@ -108,7 +108,7 @@ def delete_lock(run_dir: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("lose", [shutil.rmtree, delete_lock])
-def test_a_run_that_writes_nothing_notices_with_the_next_beat(
+def test_idle_run_detects_lost_folder_at_next_heartbeat(
     lose: Callable[[Path], None], tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL)
@@ -116,12 +116,12 @@ def test_a_run_that_writes_nothing_notices_with_the_next_beat(
     with start(*every, *quiet) as process:
         wait_for(process, "compiling train step: ")
         wait_until(lambda: any(ledger(tmp_path / "run", "start")))
-        time.sleep(2)  # for the rest of what a start writes
+        time.sleep(2)  # until all files of the start are written
         lose(tmp_path / "run")
         before, begin = content(tmp_path), time.monotonic()
-        (output,) = ends([process])
+        (output,) = wait_for_outputs([process])
         assert time.monotonic() - begin < BEAT_SECONDS + 15
-    explained(output, f"{tmp_path}/run", process.returncode)
+    assert_lost_folder_error(output, f"{tmp_path}/run", process.returncode)
     assert content(tmp_path) == before
     assert "starting a new run" in run(*every, "train.steps=2")
 
@@ -129,8 +129,8 @@ def test_a_run_that_writes_nothing_notices_with_the_next_beat(
 @pytest.mark.faults
 @pytest.mark.fault("L1")
 @pytest.mark.parametrize("key", ["checkpoint.dir", "checkpoint.local_dir"])
-def test_what_holds_the_checkpoints_is_the_runs_too(
-    key: str, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_run_stops_if_checkpoint_folder_is_moved(
+    key: str, uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
     other = tmp_path / "other"
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL, f"{key}={other}")
@@ -140,8 +140,8 @@ def test_what_holds_the_checkpoints_is_the_runs_too(
         wait_for(process, "step 9/")
         (holder,) = other.iterdir()
         other.rename(tmp_path / "moved")
-        (output,) = ends([process])
-    explained(output, f"{holder}: was moved or deleted", process.returncode)
+        (output,) = wait_for_outputs([process])
+    assert_lost_folder_error(output, f"{holder}: was moved or deleted", process.returncode)
     assert f"set {key} to its new path" in output
     assert not other.exists()
     (tmp_path / "moved").rename(other)
@@ -151,10 +151,10 @@ def test_what_holds_the_checkpoints_is_the_runs_too(
 
 @pytest.mark.faults
 @pytest.mark.fault("L1")
-def test_a_save_that_was_under_way_goes_nowhere_else(
+def test_save_in_progress_does_not_recreate_moved_folder(
     tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """The folder is moved in the middle of a save, again and again."""
+    """The folder is moved during a save, at three different steps."""
     for number in range(3):
         every = ("train", tiny, f"run.dir={tmp_path / str(number)}", *LONG, "checkpoint.every=1")
         run_dir, moved = tmp_path / str(number) / "run", tmp_path / str(number) / "moved"
@@ -162,7 +162,7 @@ def test_a_save_that_was_under_way_goes_nowhere_else(
             wait_for(process, f"step {6 + 2 * number}/")
             wait_until(partial(is_saving, run_dir))
             run_dir.rename(moved)
-            (output,) = ends([process])
-        explained(output, f"{run_dir}: was moved or deleted", process.returncode)
+            (output,) = wait_for_outputs([process])
+        assert_lost_folder_error(output, f"{run_dir}: was moved or deleted", process.returncode)
         assert not run_dir.exists()
         assert "intact" in run("checkpoints", "verify", moved)

@@ -1,4 +1,4 @@
-"""Memory: asked for before it is filled, and explained when an allocator refuses it."""
+"""Memory checks before allocation, and errors for failed allocations."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ALONE = ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1", "e
 LARGE = (*ALONE, "model.d_model=2048", "model.d_mlp=8192", "train.steps=1")
 """2.3 GiB of parameters and moments."""
 LARGER = ("model.d_model=4096", "model.d_mlp=16384")
-"""9 GiB, if it comes last."""
+"""Overrides to be given last, for 9 GiB of parameters and moments."""
 
 
 def is_explained(text: str) -> None:
-    """Where, what is needed and there, what is largest with its keys, and what to do."""
+    """Assert an error with location, needed and available memory, largest terms and action."""
     where, rule, *terms, action = text.splitlines()
     assert where == "memory" and "GiB" in rule
     assert len(terms) > 1 and all("reduce with " in each for each in terms)
@@ -46,11 +46,11 @@ def needed(config: Config) -> float:
     return predict_memory(Sizes(config), build_schedule(config), platform="cpu").total
 
 
-# --- before anything is filled ---------------------------------------------------------------
+# --- before allocation -----------------------------------------------------------------------
 
 
 @pytest.mark.fault("M1")
-def test_a_run_that_cannot_fit_is_refused_before_it_touches_anything(
+def test_run_that_cannot_fit_is_rejected_before_any_file_is_written(
     tiny: Path, run: Run, tmp_path: Path
 ) -> None:
     sizes = ("model.d_model=65536", "model.d_mlp=262144", f"run.dir={tmp_path}")
@@ -71,7 +71,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_touches_anything(
         (None, "stop", "starts"),
     ],
 )
-def test_a_forecast_that_is_near_only_warns(
+def test_predicted_memory_near_capacity_only_warns(
     times: float | None,
     check: str,
     outcome: str,
@@ -93,18 +93,18 @@ def test_a_forecast_that_is_near_only_warns(
     assert all("may not fit" in text and "reduce with" in text for text in warnings)
 
 
-def test_the_compilers_word_is_taken_as_it_is(
+def test_check_program_rejects_program_that_does_not_fit(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: Any = jax.jit(lambda x: (x + 1, x @ x.T)).lower(np.ones((256, 256))).compile()
-    said = compiled.memory_analysis()
-    # The arguments are in memory already, and so no part of what a host has left.
-    needed = said.output_size_in_bytes + said.temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    # The arguments are already in memory, so available memory excludes them.
+    needed = analysis.output_size_in_bytes + analysis.temp_size_in_bytes
     assert needed >= 2 * 4 * 256 * 256
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed * 0.99)
     with pytest.raises(ConfigError, match="the compiled train step needs"):
         memory_check.check_program(config, compiled, pytest.fail)
-    # XLA aborts where an allocation fails, so a CPU keeps a margin.
+    # XLA aborts if an allocation fails on CPU, so the check keeps a margin.
     monkeypatch.setattr(memory_check, "device_memory", lambda device: needed / 0.95)
     with pytest.raises(ConfigError, match="the compiled train step needs"):
         memory_check.check_program(config, compiled, pytest.fail)
@@ -118,14 +118,14 @@ def test_the_compilers_word_is_taken_as_it_is(
     assert refused.value.exit_code == 2
 
 
-def test_memory_beyond_a_limit_is_not_granted() -> None:
+def test_huge_memory_mapping_is_rejected() -> None:
     assert memory_check._can_map(1 << 20) and not memory_check._can_map(1 << 60)
 
 
-# --- what there is ---------------------------------------------------------------------------
+# --- available memory ------------------------------------------------------------------------
 
 
-def test_virtual_devices_share_what_the_host_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_devices_share_available_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_check, "host_memory", lambda: 24.0 * GIB)
     assert memory_check.device_memory(jax.devices()[0]) == 24.0 * GIB / len(jax.local_devices())
 
@@ -133,7 +133,7 @@ def test_virtual_devices_share_what_the_host_has_left(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("limit", "wanted"), [("max\n", 5.0), (f"{4 * GIB}\n", 3.0), (f"{1 << 63}\n", 5.0)]
 )
-def test_the_tightest_limit_of_the_host_counts(limit: str, wanted: float, tmp_path: Path) -> None:
+def test_host_memory_uses_tightest_limit(limit: str, wanted: float, tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("meminfo", "max", "current")]
     info = f"MemTotal: 1 kB\nMemAvailable:  {4 * GIB // 1024} kB\nSwapFree: {GIB // 1024} kB\n"
     for path, text in zip(files, (info, limit, f"{GIB}\n"), strict=True):
@@ -150,17 +150,17 @@ class Accelerator:
         self.memory_stats = lambda: stats
 
 
-def test_a_devices_own_word_comes_before_published_figures() -> None:
+def test_reported_device_memory_precedes_published_value() -> None:
     assert memory_check.device_memory(Accelerator({"bytes_limit": 7 * GIB})) == 7 * GIB
     published = memory_check.device_memory(Accelerator(None))
     assert published is not None and published > 100 * GIB
 
 
-# --- when an allocator refuses ---------------------------------------------------------------
+# --- failed allocations ----------------------------------------------------------------------
 
 
 @pytest.mark.fault("M2")
-def test_a_refusal_of_the_host_is_explained(
+def test_failed_host_allocation_raises_config_error(
     config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught, memory_check.explain_allocation_errors(config):
@@ -168,14 +168,14 @@ def test_a_refusal_of_the_host_is_explained(
     assert caught.value.exit_code == 2
     is_explained(str(caught.value))
     assert "1.00 EiB" in str(caught.value)
-    # The same where no run is known.
+    # Without a run, the command prints a shorter error.
     monkeypatch.setattr(cli, "_run", lambda argv: np.empty(2**57))
     assert cli.main([]) == 2
     assert "Traceback" not in (shown := capsys.readouterr().err) and "out of memory" in shown
 
 
 @pytest.mark.fault("M2")
-def test_a_refusal_of_a_device_is_explained(config: Config) -> None:
+def test_failed_device_allocation_raises_config_error(config: Config) -> None:
     with pytest.raises(ConfigError) as caught, memory_check.explain_allocation_errors(config):
         jax.jit(lambda: jax.numpy.zeros((2**30, 2**25)) + 1)().block_until_ready()
     is_explained(str(caught.value))
@@ -186,14 +186,12 @@ def test_a_refusal_of_a_device_is_explained(config: Config) -> None:
 
 @pytest.mark.fault("M2")
 @pytest.mark.faults
-def test_a_run_under_a_limit_ends_with_an_explanation(
-    tiny: Path, start: Start, tmp_path: Path
-) -> None:
-    """Predicted as well as found out, when parameters are to be filled."""
+def test_run_over_memory_limit_reports_error(tiny: Path, start: Start, tmp_path: Path) -> None:
+    """Test the prediction, and the failed allocation of parameters without it."""
     limit = f"resource.setrlimit(resource.RLIMIT_AS, ({8 * GIB}, {8 * GIB}))"
     modules = write_module(tmp_path / "modules", f"import resource\n{limit}\n")
 
-    def ends(*overrides: str) -> str:
+    def run_until_error(*overrides: str) -> str:
         arguments = (tiny, *LARGE, *LARGER, f"run.dir={tmp_path / 'runs'}", *overrides)
         process = start("train", *arguments, modules=modules)
         output, _ = process.communicate(timeout=240)
@@ -201,17 +199,19 @@ def test_a_run_under_a_limit_ends_with_an_explanation(
         is_explained(output[output.index("memory\n") :].strip())
         return output
 
-    assert "is predicted to need" in ends()
-    assert "RESOURCE_EXHAUSTED" in ends("runtime.memory_check=warn")
+    assert "is predicted to need" in run_until_error()
+    assert "RESOURCE_EXHAUSTED" in run_until_error("runtime.memory_check=warn")
 
 
 @pytest.mark.fault("M3")
 @pytest.mark.faults
-def test_asked_to_stop_while_memory_is_filled(tiny: Path, start: Start, tmp_path: Path) -> None:
+def test_stop_request_during_parameter_initialization(
+    tiny: Path, start: Start, tmp_path: Path
+) -> None:
     process = start("train", tiny, *LARGE, f"run.dir={tmp_path}", "runtime.memory_check=warn")
     try:
         wait_for(process, "training")
-        time.sleep(1)  # parameters are drawn for ten seconds and more
+        time.sleep(1)  # initializing the parameters takes more than ten seconds
         begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=60)
@@ -244,13 +244,11 @@ class Finder:
 
 sys.meta_path.insert(0, Finder())
 """
-"""Memory is short as soon as everything is compiled."""
+"""Module that reports too little memory once everything is compiled."""
 
 
 @pytest.mark.long
-def test_memory_that_went_during_set_up_stops_the_run(
-    tiny: Path, start: Start, tmp_path: Path
-) -> None:
+def test_memory_lost_during_setup_stops_run(tiny: Path, start: Start, tmp_path: Path) -> None:
     modules = write_module(tmp_path / "modules", _SHRINKS)
     small = (tiny, *ALONE, "train.steps=1", f"run.dir={tmp_path / 'runs'}")
     process = start("train", *small, modules=modules)

@@ -1,4 +1,4 @@
-"""Runs on a mixture: losses and tokens of each source, under any layout."""
+"""Runs on a data mixture: losses and tokens of each source, across layouts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     forget_after,
     is_explained,
     ledger,
-    pair,
     records,
     saved_steps,
+    start_pair,
+    wait_for_outputs,
 )
 
 NAMES = ("code", "rare", "web")
@@ -35,7 +35,7 @@ WEIGHTS = {"code": 3, "rare": 1, "web": 12}
 
 @pytest.fixture(scope="module")
 def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Inputs of a run on three sources of unlike letters."""
+    """Arguments of a run on three sources with different letters."""
     root, words = tmp_path_factory.mktemp("mixed"), random.Random(1)
     given = [str(tiny), "data.source=corpus", "data.path=", "log.every=1", "train.batch_size=16"]
     for number, name in enumerate(NAMES):
@@ -51,17 +51,17 @@ def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through; its output is in `output.txt`."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(mixed: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run, with its output in `output.txt`."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     output = run("train", *mixed, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
     return folder / "run"
 
 
-def test_losses_and_tokens_add_up(whole: Path) -> None:
+def test_source_losses_and_tokens_sum_to_totals(uninterrupted: Path) -> None:
     read: dict[str, set[float]] = {name: set() for name in NAMES}
-    for step, record in records(whole).items():
+    for step, record in records(uninterrupted).items():
         targets = {name: record[f"source/{name}/targets"] for name in NAMES}
         losses = {name: record.get(f"source/{name}/loss", 0.0) for name in NAMES}
         total = sum(losses[name] * targets[name] for name in NAMES)
@@ -73,28 +73,28 @@ def test_losses_and_tokens_add_up(whole: Path) -> None:
         for name in NAMES:
             read[name].add(tokens[name])
     assert all(len(each) > 5 for each in read.values())
-    # The sources are of unlike letters: no two losses are the same.
-    last = records(whole)[24]
+    # The sources have different letters, so no two losses are equal.
+    last = records(uninterrupted)[24]
     assert len({round(last[f"source/{name}/eval_loss"], 3) for name in NAMES}) == 3
     for name in NAMES:
         share = last[f"source/{name}/tokens"] / last["train/tokens"]
         assert share == pytest.approx(WEIGHTS[name] / 16, abs=0.1)
 
 
-def test_tensorboard_and_console_have_them(whole: Path) -> None:
+def test_tensorboard_and_console_show_source_metrics(uninterrupted: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader = EventAccumulator(str(whole / "tensorboard"))
+    reader = EventAccumulator(str(uninterrupted / "tensorboard"))
     reader.Reload()
     for name in NAMES:
         wanted = {
             step: record[f"source/{name}/loss"]
-            for step, record in records(whole).items()
+            for step, record in records(uninterrupted).items()
             if f"source/{name}/loss" in record
         }
         found = {event.step: event.value for event in reader.Scalars(f"source/{name}/loss")}
         assert found == pytest.approx(wanted)
-    output = (whole / "output.txt").read_text()
+    output = (uninterrupted / "output.txt").read_text()
     assert all(f"{name:4}  " in output for name in NAMES) and "epochs of" in output
 
 
@@ -107,11 +107,11 @@ def test_tensorboard_and_console_have_them(whole: Path) -> None:
     ],
 )
 @pytest.mark.layouts
-def test_the_same_under_another_layout(
-    layout: str, whole: Path, mixed: list[str], run: Run, tmp_path: Path
+def test_source_metrics_match_across_layouts(
+    layout: str, uninterrupted: Path, mixed: list[str], run: Run, tmp_path: Path
 ) -> None:
     run("train", *mixed, *layout.split(), f"run.dir={tmp_path}")
-    found, wanted = records(tmp_path / "run"), records(whole)
+    found, wanted = records(tmp_path / "run"), records(uninterrupted)
     for step, record in wanted.items():
         for tag, value in record.items():
             if tag.startswith(("source/", "train/loss", "eval/")):
@@ -119,16 +119,18 @@ def test_the_same_under_another_layout(
 
 
 @pytest.mark.long
-def test_eval_has_them_of_a_checkpoint(whole: Path, run: Run) -> None:
-    output = run("eval", whole, "eval.batches=4")
-    record = records(whole)[24]
+def test_eval_prints_source_losses(uninterrupted: Path, run: Run) -> None:
+    output = run("eval", uninterrupted, "eval.batches=4")
+    record = records(uninterrupted)[24]
     for name in NAMES:
         assert f"of {name}  {record[f'source/{name}/eval_loss']:.6f}" in output
 
 
 @pytest.mark.long
-def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
-    """Evaluated and saved; the same command has nothing to do then, and more epochs go on."""
+def test_run_stops_at_end_of_data(
+    uninterrupted: Path, mixed: list[str], run: Run, tmp_path: Path
+) -> None:
+    """The run evaluates and saves; the same command has nothing to do; more epochs resume it."""
     given = [*mixed, "train.steps=1000", "eval.every=0", f"run.dir={tmp_path}", "data.end=stop"]
     output = " ".join(run("train", *given).split())
     folder = tmp_path / "run"
@@ -153,7 +155,9 @@ def test_a_run_ends_with_its_data(whole: Path, mixed: list[str], run: Run, tmp_p
 
 
 @pytest.mark.long
-def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_single_source_repeats_or_stops_at_end_of_data(
+    tiny: Path, run: Run, tmp_path: Path
+) -> None:
     given = ["train", tiny, "train.steps=200", f"run.dir={tmp_path}", "log.every=1"]
     run(*given, "data.end=stop", "checkpoint.every=0")
     folder = tmp_path / "run"
@@ -165,14 +169,16 @@ def test_one_source_is_read_again_or_ends(tiny: Path, run: Run, tmp_path: Path) 
 
 
 @pytest.mark.long
-def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) -> None:
-    """With the same weights as if it had not stopped; with others no sample is lost or repeated."""
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+def test_resume_keeps_or_changes_mixture_weights(
+    uninterrupted: Path, mixed: list[str], run: Run, tmp_path: Path
+) -> None:
+    """Equal weights give bitwise equal losses; with others, no sample is lost or repeated."""
+    folder = Path(shutil.copytree(uninterrupted, tmp_path / "run"))
     forget_after(folder, 12)
     given = ["train", *mixed, f"run.dir={tmp_path}"]
     assert "mixture weights" not in run(*given)
     of_losses = ("source/", "train/loss", "eval/")
-    found, wanted = records(folder), records(whole)
+    found, wanted = records(folder), records(uninterrupted)
     for step, record in wanted.items():
         for tag, value in record.items():
             if tag.startswith(of_losses):
@@ -181,37 +187,39 @@ def test_a_run_goes_on(whole: Path, mixed: list[str], run: Run, tmp_path: Path) 
     assert "the mixture weights change at step 13" in run(*given, "data.mixture.rare.weight=20")
 
     def rows(step: int, of: Path) -> list[tuple[str, int]]:
-        told = json.loads(run("data", "mixture", of, "--step", step, "--json"))
-        return [(row["source"], row["sequence"]) for row in told["step"]["rows"]]
+        report = json.loads(run("data", "mixture", of, "--step", step, "--json"))
+        return [(row["source"], row["sequence"]) for row in report["step"]["rows"]]
 
-    assert rows(12, folder) == rows(12, whole) and rows(13, folder) != rows(13, whole)
-    told = json.loads(run("data", "mixture", folder, "--json"))
-    assert [stage["first_step"] for stage in told["stages"]] == [1, 13]
-    assert told["stages"][1]["shares"]["rare"] == pytest.approx(20 / 35, abs=1e-4)
+    assert rows(12, folder) == rows(12, uninterrupted) and rows(13, folder) != rows(
+        13, uninterrupted
+    )
+    report = json.loads(run("data", "mixture", folder, "--json"))
+    assert [stage["first_step"] for stage in report["stages"]] == [1, 13]
+    assert report["stages"][1]["shares"]["rare"] == pytest.approx(20 / 35, abs=1e-4)
     last = records(folder)[24]
-    for each in told["sources"]:
+    for each in report["sources"]:
         assert each["samples"] * 16 == last[f"source/{each['source']}/tokens"]
     read = Counter(place for step in range(1, 25) for place in rows_of(folder, step))
-    for each in told["sources"]:
+    for each in report["sources"]:
         mine = [read[each["source"], number] for number in range(each["sequences"])]
         assert sum(mine) == each["samples"] and max(mine) - min(mine) <= 1
 
 
 def rows_of(folder: Path, step: int) -> list[tuple[str, int]]:
-    """The rows of a step of a run, as `maxpipe data` knows them."""
+    """Return source and index of the sequences in a step of a run."""
     datasets = open_datasets(load([str(folder / "config.yml")]).config, str(folder))
     return [(row.source, row.sequence) for row in datasets.train.sequence_origins(step - 1)]
 
 
 @pytest.mark.long
-def test_two_processes_read_the_same(
-    whole: Path, mixed: list[str], start: Start, tmp_path: Path
+def test_two_processes_match_one_process(
+    uninterrupted: Path, mixed: list[str], start: Start, tmp_path: Path
 ) -> None:
     given = (*mixed, "mesh.cpu_devices=2", f"run.dir={tmp_path}")
-    with pair(start, *given) as processes:
-        outputs = ends(processes)
+    with start_pair(start, *given) as processes:
+        outputs = wait_for_outputs(processes)
     assert [process.returncode for process in processes] == [0, 0], outputs
-    found, wanted = records(tmp_path / "run"), records(whole)
+    found, wanted = records(tmp_path / "run"), records(uninterrupted)
     for step, record in wanted.items():
         for name in NAMES:
             assert found[step][f"source/{name}/tokens"] == record[f"source/{name}/tokens"]
@@ -219,8 +227,8 @@ def test_two_processes_read_the_same(
             assert found[step].get(tag, -1) == pytest.approx(record.get(tag, -1), rel=SAME)
 
 
-def test_sums_between_records() -> None:
-    """Over steps, each once; a source without a row has no loss, and NaN does not stay."""
+def test_source_sums_reset_after_each_record() -> None:
+    """A source without targets has no loss, and a NaN does not persist."""
     sums = SourceSums(["a", "b"])
     nats, targets = BY_SOURCE
     sums.add_step({nats: [6.0, 0.0], targets: [2.0, 0.0]})
@@ -232,7 +240,7 @@ def test_sums_between_records() -> None:
     assert SourceSums([]).take_metrics() == {}
 
 
-def test_sums_of_an_evaluation() -> None:
+def test_evaluate_returns_source_metrics() -> None:
     def step(_: None, batch: list[float]) -> dict[str, Any]:
         return {name: np.array(batch) * factor for name, factor in FACTORS.items()}
 

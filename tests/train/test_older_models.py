@@ -1,4 +1,4 @@
-"""Checkpoints saved before a key of the model existed, or while it had another name."""
+"""Checkpoints saved before a model key existed, or when it had another name."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OLD: dict[str, Any] = {
     "vocab_size": 259,
     "rope_scaling": 8.0,
 }
-"""The section of a checkpoint that knows neither families nor most of today's keys."""
+"""Model section of a checkpoint that predates families and most current keys."""
 SIZES = [f"model.{name}={value}" for name, value in OLD.items()]
 
 
@@ -69,7 +69,7 @@ def copy_run(run: Path, folder: Path) -> None:
     shutil.copy(folder / "golden" / "config.yml", folder / "golden.yml")
 
 
-def go_on(run: Path, folder: Path, package: Path) -> str:
+def resume_golden_run(run: Path, folder: Path, package: Path) -> str:
     """Train a golden run for one more step with the package in a folder; return the output."""
     copy_run(run, folder)
     result = subprocess.run(
@@ -87,21 +87,21 @@ def go_on(run: Path, folder: Path, package: Path) -> str:
 @pytest.mark.parametrize(
     "name", [RUNS[0], *(pytest.param(each, marks=pytest.mark.long) for each in RUNS[1:])]
 )
-def test_a_run_of_a_release_goes_on(
+def test_run_of_older_release_resumes(
     name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through the command, from the run's own config: its model passes the comparison."""
+    """Resume by the command, with the run's own config; the model check passes."""
     copy_run(GOLDEN / name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    told = " ".join(run(*COMMAND).split())
+    output = " ".join(run(*COMMAND).split())
     assert (tmp_path / "golden" / "checkpoints" / "3").is_dir()
-    assert "resuming golden after step 2" in told
-    assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in told
+    assert "resuming golden after step 2" in output
+    assert "model.rope_scaling = 1.0 was renamed to model.llama.rope_factor." in output
 
 
-def test_a_run_with_former_values_resumes(tmp_path: Path) -> None:
-    """The values in its config, its checkpoint and its data fingerprint have other names now."""
-    output = go_on(FORMER_VALUES, tmp_path, REPOSITORY)
+def test_run_with_renamed_values_resumes(tmp_path: Path) -> None:
+    """Values in its config, checkpoint and data fingerprint were renamed since."""
+    output = resume_golden_run(FORMER_VALUES, tmp_path, REPOSITORY)
     assert "resuming golden after step 2" in output
     for key, (former, current) in RENAMED_VALUES.items():
         assert output.count(f"{key} = {former} was renamed to {key}={current}.") == 1
@@ -110,7 +110,7 @@ def test_a_run_with_former_values_resumes(tmp_path: Path) -> None:
     assert "config: train.steps was 2 when step 2 was saved and is 3" in output
 
 
-def test_former_values_in_a_checkpoint_are_upgraded() -> None:
+def test_renamed_values_in_checkpoint_are_upgraded() -> None:
     metadata = CheckpointFolder(FORMER_VALUES / CHECKPOINTS_FOLDER).read_metadata(2)
     values = schema.flatten(metadata.config)
     for key, (_, current) in RENAMED_VALUES.items():
@@ -119,8 +119,8 @@ def test_former_values_in_a_checkpoint_are_upgraded() -> None:
 
 
 @pytest.mark.long
-def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
-    """The same with a copy of the code whose model has one key more."""
+def test_run_resumes_after_model_key_is_added(tmp_path: Path) -> None:
+    """Resume with a copy of the package whose model has one more key."""
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "maxpipe", tmp_path / "new" / "maxpipe", ignore=ignore)
     module = tmp_path / "new" / "maxpipe" / "models" / "llama.py"
@@ -129,12 +129,12 @@ def test_a_run_goes_on_after_a_key_was_added(tmp_path: Path) -> None:
     assert text.count(declared) == 1
     added = '    softness: float = 0.25\n    """A key that no run has known."""\n'
     module.write_text(text.replace(declared, added + declared))
-    told = go_on(GOLDEN / RUNS[-1], tmp_path, tmp_path / "new")
-    assert "resuming golden after step 2" in told
+    output = resume_golden_run(GOLDEN / RUNS[-1], tmp_path, tmp_path / "new")
+    assert "resuming golden after step 2" in output
     assert "softness: 0.25" in (tmp_path / "golden" / "config.yml").read_text()
 
 
-def test_moved_keys_are_compared_by_what_they_say() -> None:
+def test_moved_model_keys_are_compared_by_value() -> None:
     check_model(OLD, *wanted())
     with pytest.raises(ConfigError) as caught:
         check_model(OLD, *wanted("model.llama.rope_factor=4"))
@@ -143,13 +143,13 @@ def test_moved_keys_are_compared_by_what_they_say() -> None:
     assert problem.rule.startswith("must be 8.0") and "model.llama.rope_fa" in problem.action
 
 
-def test_heads_ahead_stay_and_their_weight_may_change() -> None:
+def test_mtp_heads_must_match_but_loss_weight_may_change() -> None:
     check_model(OLD, *wanted("model.mtp_loss_weight=0.1"))
     with raises(ConfigError, "model.mtp_heads", 2, names=[0], suggests="model.mtp_heads=0"):
         check_model(OLD, *wanted("model.mtp_heads=2"))
 
 
-def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
+def test_mtp_kind_must_match_if_model_has_mtp_heads() -> None:
     check_model(OLD, *wanted("model.mtp_kind=layer"))
     with pytest.raises(ConfigError) as caught:
         check_model(OLD, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
@@ -161,7 +161,7 @@ def test_what_heads_ahead_are_must_stay_where_there_are_some() -> None:
         check_model(with_heads, *wanted("model.mtp_kind=layer", "model.mtp_heads=1"))
 
 
-def test_another_family_is_refused() -> None:
+def test_changed_model_family_is_rejected() -> None:
     sizes = [each for each in SIZES if "rope_scaling" not in each]
     config = load([*sizes, "train.steps=1", "model.family=gemma3", "model.tied_embeddings=true"])
     with raises(ConfigError, "model.family", "gemma3", suggests="model.family=llama"):
@@ -176,7 +176,7 @@ class _Wider(LlamaConfig):
 
 @pytest.fixture
 def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In the section of Llama: one means today what runs did before, the other does not."""
+    """Two new keys in the Llama section; the legacy value of one differs from its default."""
     load_module._unset.cache_clear()
     for sections in (schema.SECTIONS, schema.ALL_SECTIONS):
         monkeypatch.setitem(sections, "model.llama", _Wider)
@@ -187,14 +187,14 @@ def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("two_more_keys")
-def test_a_key_that_did_not_exist_has_the_meaning_of_then() -> None:
+def test_missing_model_key_has_legacy_value() -> None:
     model, origins = wanted()
     model["llama"] |= {"new": 3, "changed": 0.0}
     check_model(OLD, model, origins)
     model["llama"] |= {"new": 4}
     with raises(ConfigError, "model.llama.new", 4, suggests="model.llama.new=3"):
         check_model(OLD, model, origins)
-    # The default of today is not what the checkpoint's run did.
+    # The current default differs from the legacy value of the checkpoint.
     model["llama"] |= {"new": 3, "changed": 0.5}
     with raises(ConfigError, "model.llama.changed", 0.5, suggests="model.llama.changed=0.0"):
         check_model(OLD, model, origins)

@@ -1,4 +1,4 @@
-"""Every optimizer under several layouts, and from one to another."""
+"""Every optimizer across layouts, and checkpoints restored under another layout."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ KINDS: dict[str, tuple[dict[str, Any], set[str], tuple[Case, Case, Case]]] = {
         (ONE, HERE, ELSEWHERE),
     ),
 }
-"""What a config says, what is kept, and layouts: one device, and two others."""
+"""Config changes, keys of the optimizer state, and layouts: one device and two others."""
 
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("name", KINDS)
-def test_curves_and_state_are_the_same_under_every_layout(name: Any) -> None:
+def test_losses_and_optimizer_state_match_across_layouts(name: Any) -> None:
     changes, kept, cases = KINDS[name]
     check_layouts(dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, **changes), kept, cases)
 
@@ -58,7 +58,7 @@ def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, C
     run_elsewhere = run_one if elsewhere is one else elsewhere.compile_train()
     state, losses_here = trained_on(here, run, here.init(), 0, 2)
     saved_here = jax.device_get(here.to_saved(state))
-    # Sharded equals unsharded: losses, and what the optimizer keeps.
+    # Losses and optimizer state equal those of the unsharded run.
     state_one, losses_one = trained_on(one, run_one, one.init(), 0, 2)
     np.testing.assert_allclose(losses_here, losses_one, rtol=TOLERANCE)
     saved_one = leaves_by_name(jax.device_get(one.to_saved(state_one))["optimizer"])
@@ -66,7 +66,7 @@ def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, C
         scale = np.abs(saved_one[key]).max()
         np.testing.assert_allclose(leaf, saved_one[key], rtol=0, atol=TOLERANCE * scale)
     assert saved_here["optimizer"].keys() == kept
-    # Saved, and restored under another layout, it goes on.
+    # Save, then restore under another layout and continue.
     again = here.from_saved(saved_here, state.guard)
     assert all(same_bits(again, state).values())
     there = elsewhere.from_saved(saved_here, jax.device_get(state.guard))
@@ -78,8 +78,8 @@ def check_layouts(optim: OptimConfig, kept: set[str], cases: tuple[Case, Case, C
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_matrices_of_experts_and_explicit_types(name: Any) -> None:
-    """Experts are matrices by themselves, over an axis of their own."""
+def test_expert_matrices_with_explicit_sharding(name: Any) -> None:
+    """Each expert is a separate matrix; experts are sharded over their own axis."""
     optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4)
     here = Case(2, 1, 2, expert=2, tensor=2, layers=4, own=MOE, shard_mode="explicit")
     kept = {"adafactor": {"nu", "rows", "columns"}, "muon": {"mu", "nu"}}[name]
@@ -88,7 +88,7 @@ def test_matrices_of_experts_and_explicit_types(name: Any) -> None:
 
 ZERO = [
     (Case(2, 1, 2, data=2, fsdp=2, layers=5, outside=1), ONE),
-    # Two stages with layers outside; tensor and tied tables; experts in types; heads ahead.
+    # Prologue layers; tensor and tied embeddings; explicit experts; multi-token prediction.
     (Case(2, 1, 2, data=2, fsdp=2, layers=5, outside=1), Case(1, 1, 2, data=4, layers=5)),
     (Case(2, 2, 2, data=2, tensor=2, layers=4, tied=True), Case(layers=4, data=2, tied=True)),
     (
@@ -104,8 +104,8 @@ ZERO = [
 
 @pytest.mark.parametrize(("here", "elsewhere"), keeping(ZERO, 0), ids=str)
 @pytest.mark.parametrize("name", keeping(["adamw", "adafactor", "muon"], 2))
-def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case) -> None:
-    """The first case has an average of the parameters, too, and rates and decays by pattern."""
+def test_zero1_matches_unsharded_state(name: Any, here: Case, elsewhere: Case) -> None:
+    """The first case also has EMA parameters, and learning rates and decays by pattern."""
     more = KINDS["adamw"][0] if elsewhere == ONE else {}
     optim = dataclasses.replace(OPTIM, name=name, learning_rate=3e-4, zero1=True, **more)
     one = Case(layers=here.layers, own=here.own, tied=here.tied, ahead=here.ahead)
@@ -114,7 +114,7 @@ def test_state_that_is_divided_over_data(name: Any, here: Case, elsewhere: Case)
 
 
 @pytest.mark.parametrize("name", keeping(["adamw", "lion", "adafactor", "muon"], 2))
-def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
+def test_state_offload_is_bitwise_equal(name: Any) -> None:
     case = Case(2, 2, 2, fsdp=2, data=2, layers=5)
     found, first = [], None
     for offload in (True, False):
@@ -137,8 +137,8 @@ def test_state_on_the_host_gives_the_same_bits(name: Any) -> None:
 
 @pytest.mark.layouts
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
-def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> None:
-    """Of one state the update is one, to the bit, but for sums in another order."""
+def test_stochastic_rounding_is_equal_across_layouts(name: Any) -> None:
+    """Updates of one state are bitwise equal, except for sums in a different order."""
     optim = dataclasses.replace(OPTIM, name=name, rounding="stochastic", clip_norm=0.0)
     results = []
     for case in (ONE, HERE, ELSEWHERE):
@@ -169,7 +169,7 @@ def test_stochastic_rounding_draws_the_same_under_every_layout(name: Any) -> Non
 
 
 @pytest.mark.long
-def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_resume_with_changed_optimizer_is_rejected(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=0", "log.every=1")
     arguments = (*arguments, "optim.learning_rate=1e-3")
     run("train", *arguments, "train.steps=4", "optim.name=lion")
@@ -181,7 +181,7 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
     kept = ("train.steps=6", "optim.name=lion")
     output = run("train", *arguments, *kept, "optim.state_dtype=bfloat16", code=2)
     assert "must be same, as in the checkpoint of step 4" in output
-    # The type has two names.
+    # `same` and float32 are the same type here.
     layout = ("mesh.ici_stage=2", "mesh.ici_data=2", "optim.state_dtype=float32")
     output = run("train", *arguments, *kept, *layout)
     assert "after step 4" in output
@@ -193,7 +193,7 @@ def test_a_run_keeps_its_optimizer(tiny: Path, run: Run, tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
+def test_ema_parameters_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Path) -> None:
     arguments = (tiny, f"run.dir={tmp_path}", "eval.batches=1", "train.steps=4", "log.every=1")
     frozen = ("optim.ema_decay=0.5", "model.frozen=[embedding]", "optim.name=muon")
     run("train", *arguments, *frozen)
@@ -220,7 +220,7 @@ def test_averages_are_evaluated_and_exported(tiny: Path, run: Run, tmp_path: Pat
     assert averaged == pytest.approx(loss(out, *ours), rel=1e-5)
     assert loss(tmp_path / "run") == pytest.approx(loss(plain, *ours), rel=1e-5)
     assert abs(averaged - loss(plain, *ours)) > 1e-4
-    # What has none says so.
+    # Models without EMA parameters are rejected.
     output = run("eval", out, "--average", code=2)
     assert "a Hugging Face folder has no averaged parameters" in output
     output = run("train", *arguments[:3], "train.steps=6", "optim.name=muon", frozen[1], code=2)

@@ -1,4 +1,4 @@
-"""Runs of every packing, by the command: sources of each kind, stops, and several processes."""
+"""Runs with every packing strategy: source formats, resume and several processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STAGED = ("mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2")
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
+def sources(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     root = tmp_path_factory.mktemp("sources")
     draw = np.random.default_rng(0)
     texts = [
@@ -38,28 +38,28 @@ def here(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Path:
     return root
 
 
-def keys_of(kind: str, here: Path) -> list[str]:
+def keys_of(kind: str, sources: Path) -> list[str]:
     if kind == "tokens":
-        return ["data.source=tokens", f"data.path={here / 'tokens'}"]
+        return ["data.source=tokens", f"data.path={sources / 'tokens'}"]
     if kind == "jsonl":
-        return ["data.source=jsonl", f"data.path={here / 'a.jsonl'}"]
-    found = ["data.source=jsonl", f"data.path={here / 'chat.jsonl'}", "data.chat=prompt"]
-    return [*found, f"data.chat_template={here / 'chat.jinja'}"]
+        return ["data.source=jsonl", f"data.path={sources / 'a.jsonl'}"]
+    found = ["data.source=jsonl", f"data.path={sources / 'chat.jsonl'}", "data.chat=prompt"]
+    return [*found, f"data.chat_template={sources / 'chat.jinja'}"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_sources_of_each_kind_train(
-    packing: Packing, tiny: Path, here: Path, run: Run, tmp_path: Path
+def test_each_packing_trains_on_every_source_format(
+    packing: Packing, tiny: Path, sources: Path, run: Run, tmp_path: Path
 ) -> None:
     found = {}
     for kind in ("jsonl", "tokens", "chat"):
-        keys = [*keys_of(kind, here), f"data.packing={packing}", f"run.dir={tmp_path / kind}"]
+        keys = [*keys_of(kind, sources), f"data.packing={packing}", f"run.dir={tmp_path / kind}"]
         printed = run("train", tiny, *EVERY, *SMALL, *keys)
         found[kind] = losses(tmp_path / kind / "run")
         line = re.search(r"^packing +(\w+), efficiency ([\d.]+)%$", printed, re.M)
         assert line and line[1] == packing
-        # Conversations are truncated to about one row each; texts leave short pieces.
+        # Conversations are truncated to about one sequence each; texts leave short segments.
         assert (float(line[2]) < 75) == (packing == "pad" and kind != "chat"), line[0]
         assert list(found[kind]) == list(range(1, 9)) and all(
             map(np.isfinite, found[kind].values())
@@ -71,43 +71,54 @@ def test_sources_of_each_kind_train(
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Path, here: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of best fit that went through."""
-    folder = tmp_path_factory.mktemp("whole")
-    run("train", *of_best_fit(tiny, here, folder))
+def uninterrupted(
+    tiny: Path, sources: Path, run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The folder of a completed run with `data.packing=best_fit`."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    run("train", *of_best_fit(tiny, sources, folder))
     return folder / "run"
 
 
-def of_best_fit(tiny: Path, here: Path, folder: Path) -> tuple[object, ...]:
-    keys = (*keys_of("chat", here), "data.packing=best_fit", f"run.dir={folder}")
+def of_best_fit(tiny: Path, sources: Path, folder: Path) -> tuple[object, ...]:
+    keys = (*keys_of("chat", sources), "data.packing=best_fit", f"run.dir={folder}")
     return (tiny, *EVERY, *STAGED, *keys, "checkpoint.every=1", "eval.batches=0")
 
 
 @pytest.mark.long
-def test_a_killed_run_goes_on_bit_for_bit(
-    tiny: Path, here: Path, whole: Path, start: Start, run: Run, tmp_path: Path
+def test_resume_after_kill_is_bitwise_equal(
+    tiny: Path, sources: Path, uninterrupted: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    arguments = of_best_fit(tiny, here, tmp_path)
+    arguments = of_best_fit(tiny, sources, tmp_path)
     with start("train", *arguments) as process:
         wait_for(process, "step 4/")
         process.kill()
     assert process.returncode == -signal.SIGKILL
     run("train", *arguments)
-    assert losses(tmp_path / "run") == losses(whole)
-    assert saved_digest(tmp_path / "run") == saved_digest(whole)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.long
-def test_two_processes_see_the_same(
-    tiny: Path, here: Path, whole: Path, run: Run, tmp_path: Path
+def test_two_processes_have_same_losses(
+    tiny: Path, sources: Path, uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
-    run("launch", "local", "--processes", 2, *of_best_fit(tiny, here, tmp_path))
-    assert losses(tmp_path / "run") == pytest.approx(losses(whole), rel=SAME)
+    run("launch", "local", "--processes", 2, *of_best_fit(tiny, sources, tmp_path))
+    assert losses(tmp_path / "run") == pytest.approx(losses(uninterrupted), rel=SAME)
 
 
 @pytest.mark.long
-def test_another_packing_is_refused(tiny: Path, here: Path, run: Run, tmp_path: Path) -> None:
-    keys = (tiny, *EVERY, *SMALL, *keys_of("jsonl", here), "eval.batches=0", f"run.dir={tmp_path}")
+def test_resume_with_changed_packing_is_rejected(
+    tiny: Path, sources: Path, run: Run, tmp_path: Path
+) -> None:
+    keys = (
+        tiny,
+        *EVERY,
+        *SMALL,
+        *keys_of("jsonl", sources),
+        "eval.batches=0",
+        f"run.dir={tmp_path}",
+    )
     run("train", *keys, "checkpoint.every=4")
     more = (*keys, "train.steps=9")
     output = run("train", *more, "data.packing=best_fit", code=2)

@@ -1,4 +1,4 @@
-"""Runs on preferences: margins rise, references are found once, killed runs go on bitwise."""
+"""Preference training: margins, reference log-probabilities and resume."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.train.runs import (
     SAME,
     Run,
     Start,
-    ends,
     events,
     forget_after,
     is_explained,
-    pair,
     records,
     saved_digest,
+    start_pair,
     wait_for,
+    wait_for_outputs,
 )
 
 WORDS = ("sea", "sun", "hill", "rain", "wind", "road", "bird", "tree")
 
 
 def toy(count: int = 40) -> list[dict[str, Any]]:
-    """To each question a short yes, and a no of another length."""
+    """Return questions, each with a short yes and a no of another length."""
     return [
         {"prompt": f"{WORDS[i % 8]} {i}?", "chosen": "yes" + "!" * (i % 3), "rejected": "no way"}
         for i in range(count)
@@ -42,7 +42,7 @@ def toy(count: int = 40) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def given(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Inputs of a run on four stages."""
+    """Arguments of a run with four stages."""
     path = write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", toy())
     return [
         *(str(tiny), "train.objective=preference", "data.source=jsonl", f"data.path={path}"),
@@ -52,18 +52,18 @@ def given(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through; its output is in `output.txt`."""
-    folder = tmp_path_factory.mktemp("whole")
+def uninterrupted(given: list[str], run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run, with its output in `output.txt`."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     output = run("train", *given, f"run.dir={folder}")
     (folder / "run" / "output.txt").write_text(output)
     return folder / "run"
 
 
-def test_the_margin_rises(whole: Path) -> None:
-    found = records(whole)
+def test_margin_increases(uninterrupted: Path) -> None:
+    found = records(uninterrupted)
     first, last = found[1], found[24]
-    assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-4)  # nothing has moved
+    assert first["train/loss"] == pytest.approx(np.log(2), rel=1e-4)  # equal to reference
     assert first["train/margin"] == pytest.approx(0, abs=1e-4)
     assert last["train/margin"] > 2 and last["train/accuracy"] == 1
     assert last["train/loss"] < 0.3
@@ -71,15 +71,17 @@ def test_the_margin_rises(whole: Path) -> None:
         rewards = record[f"{when}/reward_chosen"], record[f"{when}/reward_rejected"]
         assert record[f"{when}/margin"] == pytest.approx(rewards[0] - rewards[1], rel=1e-4)
     assert found[24]["eval/accuracy"] == 1 and "eval/nats_per_byte" not in found[24]
-    output = (whole / "output.txt").read_text()
+    output = (uninterrupted / "output.txt").read_text()
     assert "computing reference log-probabilities of 40 pairs" in output
     assert re.search(r"validation after step 24: loss \d\.\d+, accuracy 1\.0000, margin ", output)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["orpo", "ipo"])
-def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_path: Path) -> None:
-    """IPO wants a margin of beta / (2 beta) and no more."""
+def test_orpo_and_ipo_increase_margin(
+    given: list[str], loss: str, run: Run, tmp_path: Path
+) -> None:
+    """The target margin of IPO is beta / (2 beta)."""
     keys = [f"preference.loss={loss}", "checkpoint.every=0"]
     output = run("train", *given, *keys, f"run.dir={tmp_path}")
     found = records(tmp_path / "run")
@@ -91,8 +93,8 @@ def test_other_losses_learn_likewise(given: list[str], loss: str, run: Run, tmp_
 
 
 @pytest.mark.layouts
-def test_the_layout_changes_nothing(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+def test_losses_match_across_layouts(
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
     layout = ["mesh.ici_stage=2", "mesh.ici_fsdp=2", "pipeline.microbatches=2", "train.steps=6"]
     layout += ["pipeline.loss_block_tokens=24", "eval.every=0", "optim.schedule=constant"]
@@ -110,8 +112,8 @@ def test_the_layout_changes_nothing(
 
 
 @pytest.mark.long
-def test_killed_and_resumed_is_bitwise(
-    given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
+def test_resume_after_kill_is_bitwise_equal(
+    given: list[str], uninterrupted: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
     process = start("train", *given, f"run.dir={tmp_path}")
     wait_for(process, "step 10/24")
@@ -121,8 +123,8 @@ def test_killed_and_resumed_is_bitwise(
     output = run("train", *given, f"run.dir={tmp_path}")
     assert "resuming" in output and "reference log-probabilities" not in output
     assert (tmp_path / "run" / REFERENCE_FILE).read_bytes() == before
-    assert saved_digest(tmp_path / "run") == saved_digest(whole)
-    wanted, found = records(whole), records(tmp_path / "run")
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
+    wanted, found = records(uninterrupted), records(tmp_path / "run")
     timed = ("perf/", "memory/")
     for step, record in wanted.items():
         for tag, value in record.items():
@@ -131,10 +133,10 @@ def test_killed_and_resumed_is_bitwise(
 
 
 @pytest.mark.long
-def test_a_stopped_search_goes_on(
-    given: list[str], whole: Path, start: Start, run: Run, tmp_path: Path
+def test_interrupted_reference_pass_resumes(
+    given: list[str], uninterrupted: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """By Ctrl-C: what was found is kept, and the references are those of a run without the stop."""
+    """Ctrl-C keeps finished log-probabilities; the final ones equal those without a stop."""
     folder = tmp_path / "run"
     process = start("train", *given, f"run.dir={tmp_path}")
     wait_for(process, "computing reference log-probabilities")
@@ -144,7 +146,7 @@ def test_a_stopped_search_goes_on(
     is_explained(output)
     stored, wanted = (
         load_references(folder / REFERENCE_FILE),
-        load_references(whole / REFERENCE_FILE),
+        load_references(uninterrupted / REFERENCE_FILE),
     )
     assert stored and wanted
     known = ~np.isnan(stored.values[""]).any(1)
@@ -159,17 +161,17 @@ def test_a_stopped_search_goes_on(
     np.testing.assert_array_equal(again.values[""], wanted.values[""])
 
 
-def copied(whole: Path, folder: Path, step: int) -> Path:
-    found = Path(shutil.copytree(whole, folder / "run"))
+def copied(uninterrupted: Path, folder: Path, step: int) -> Path:
+    found = Path(shutil.copytree(uninterrupted, folder / "run"))
     forget_after(found, step)
     return found
 
 
 @pytest.mark.long
-def test_a_run_does_not_go_on_without_its_references(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+def test_resume_without_reference_logprobs_is_rejected(
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
-    folder = copied(whole, tmp_path, 20)
+    folder = copied(uninterrupted, tmp_path, 20)
     path = folder / REFERENCE_FILE
     kept = path.read_bytes()
     for damage in (lambda: path.unlink(), lambda: path.write_bytes(kept[:-300])):
@@ -185,13 +187,13 @@ def test_a_run_does_not_go_on_without_its_references(
 
 
 @pytest.mark.layouts
-def test_references_of_other_weights_are_found_again(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+def test_references_of_other_weights_are_recomputed(
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
-    """Before the first checkpoint a run may start from others."""
+    """Before its first checkpoint, a run may start from other weights."""
     keys = [f"run.dir={tmp_path}", "train.steps=1", "eval.batches=0"]
     (tmp_path / "run").mkdir()
-    stored = load_references(whole / REFERENCE_FILE)
+    stored = load_references(uninterrupted / REFERENCE_FILE)
     assert stored is not None
     marked = {name: each + 1 for name, each in stored.values.items()}
     path = tmp_path / "run" / REFERENCE_FILE
@@ -204,28 +206,28 @@ def test_references_of_other_weights_are_found_again(
 
 
 @pytest.mark.long
-def test_evaluation_takes_the_references_of_the_run(
-    given: list[str], whole: Path, run: Run, tmp_path: Path
+def test_eval_uses_reference_logprobs_of_run(
+    given: list[str], uninterrupted: Path, run: Run, tmp_path: Path
 ) -> None:
     page = json.loads(
-        run("eval", whole, "--json", "mesh.cpu_devices=1").split("\n{", 1)[-1].join("{ ")
+        run("eval", uninterrupted, "--json", "mesh.cpu_devices=1").split("\n{", 1)[-1].join("{ ")
     )
-    wanted = records(whole)[24]
+    wanted = records(uninterrupted)[24]
     for name in ("loss", "margin", "accuracy"):
         assert page["preference"][name] == pytest.approx(wanted[f"eval/{name}"], rel=20 * SAME)
     assert page["pairs"] == 8
     other = write_records(tmp_path / "other.jsonl", toy(7))
-    output = run("eval", whole, "--data", other, code=2)
+    output = run("eval", uninterrupted, "--data", other, code=2)
     is_explained(output)
     assert "references" in output
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("a text of its own " * 9)
-    assert "nats per byte" in run("eval", whole, "--data", tmp_path / "text")
+    assert "nats per byte" in run("eval", uninterrupted, "--data", tmp_path / "text")
 
 
 @pytest.mark.layouts
-def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
-    """Each source has references, losses and an order of its own."""
+def test_mixture_of_preference_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
+    """Each source has its own reference log-probabilities, losses and order."""
     keys = ["data.source=corpus", "data.path=", "data.chat=off", "data.packing=auto"]
     for name, records_ in (("a", toy(21)), ("b", toy(16)[::-1])):
         path = write_records(tmp_path / f"{name}.jsonl", records_)
@@ -251,18 +253,22 @@ def test_a_mixture_of_pairs(given: list[str], run: Run, tmp_path: Path) -> None:
 
 @pytest.mark.layouts
 @pytest.mark.multihost
-def test_adapters_prefer_the_same_in_two_processes(
-    whole: Path, given: list[str], run: Run, start: Start, tmp_path: Path
+def test_adapter_training_matches_in_two_processes(
+    uninterrupted: Path, given: list[str], run: Run, start: Start, tmp_path: Path
 ) -> None:
-    """Against references of the base that they change; as stages, and split over all devices."""
-    base = (f"checkpoint.restore_from={whole}", "checkpoint.restore=weights", "adapter.rank=4")
+    """The base model is the reference; one run has stages, the other shards over all devices."""
+    base = (
+        f"checkpoint.restore_from={uninterrupted}",
+        "checkpoint.restore=weights",
+        "adapter.rank=4",
+    )
     keys = (*given, *base, "train.steps=6", f"run.dir={tmp_path}", "eval.every=3")
     run("train", *keys, "run.name=alone")
     split = ("mesh.cpu_devices=2", "mesh.ici_stage=1", "mesh.ici_fsdp=4", "pipeline.microbatches=2")
     split = (*split, "pipeline.schedule=interleaved", "run.name=together")
-    with pair(start, *keys, *split) as processes:
-        said = ends(processes)
-    assert [each.returncode for each in processes] == [0, 0], said
+    with start_pair(start, *keys, *split) as processes:
+        outputs = wait_for_outputs(processes)
+    assert [each.returncode for each in processes] == [0, 0], outputs
     alone, together = (records(tmp_path / name) for name in ("alone", "together"))
     assert alone.keys() == together.keys() and len(alone) == 6
     for step, wanted in alone.items():

@@ -1,4 +1,4 @@
-"""Runs whose batches grow: the same run however often it stops, and under every layout."""
+"""Runs with a batch ramp: resume and layouts do not change the results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STAGED = ("mesh.ici_stage=4", "mesh.ici_data=2", "mesh.cpu_devices=8", "pipeline
 
 
 class Stop(Exception):
-    """The run dies."""
+    """Simulates the death of the run."""
 
 
 def recorded(folder: Path) -> dict[int, dict[str, Any]]:
@@ -39,21 +39,21 @@ def recorded(folder: Path) -> dict[int, dict[str, Any]]:
     return {line["step"]: line for line in lines}
 
 
-def go(tiny: Path, folder: Path, *overrides: str) -> dict[int, dict[str, Any]]:
+def train_run(tiny: Path, folder: Path, *overrides: str) -> dict[int, dict[str, Any]]:
     quick = "log.every=1", "log.tensorboard=false", "eval.batches=0", f"run.dir={folder}"
     train(load([str(tiny), *quick, *overrides]))
     return recorded(folder / "run")
 
 
 @pytest.fixture(scope="module")
-def whole(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("whole")
-    go(tiny, folder, *STAGED, RAMP)
+def uninterrupted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    train_run(tiny, folder, *STAGED, RAMP)
     return folder / "run"
 
 
-def test_tokens_and_sizes_are_those_of_the_ramp(whole: Path) -> None:
-    found = recorded(whole)
+def test_batch_sizes_and_tokens_follow_batch_ramp(uninterrupted: Path) -> None:
+    found = recorded(uninterrupted)
     assert list(found) == list(range(1, STEPS + 1))
     assert [each["train/batch_size"] for each in found.values()] == ROWS
     assert [each["train/tokens"] for each in found.values()] == list(np.cumsum(ROWS) * ROW)
@@ -64,18 +64,18 @@ def test_tokens_and_sizes_are_those_of_the_ramp(whole: Path) -> None:
 
 
 @pytest.mark.layouts
-def test_another_layout_has_the_same_losses(tiny: Path, whole: Path, tmp_path: Path) -> None:
-    other, staged = go(tiny, tmp_path, *OTHER, RAMP), recorded(whole)
+def test_losses_match_across_layouts(tiny: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    other, staged = train_run(tiny, tmp_path, *OTHER, RAMP), recorded(uninterrupted)
     for step, each in other.items():
         assert each["train/loss"] == pytest.approx(staged[step]["train/loss"], rel=1e-5)
         assert each["train/tokens"] == staged[step]["train/tokens"]
 
 
 @pytest.mark.long
-def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
-    tiny: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_resume_within_batch_ramp_is_bitwise_equal(
+    tiny: Path, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a stage's end, on it, and behind the last."""
+    """The run crashes at a stage boundary, within a stage, and after the ramp."""
     real = Loader.batch
     for crash in (5, 8, 13):
 
@@ -86,13 +86,13 @@ def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
 
         monkeypatch.setattr(Loader, "batch", batch)
         with pytest.raises(Stop):
-            go(tiny, tmp_path, *STAGED, RAMP)
+            train_run(tiny, tmp_path, *STAGED, RAMP)
     monkeypatch.setattr(Loader, "batch", real)
-    found, wanted = go(tiny, tmp_path, *STAGED, RAMP), recorded(whole)
+    found, wanted = train_run(tiny, tmp_path, *STAGED, RAMP), recorded(uninterrupted)
     for step, each in found.items():
         for tag in ("train/loss", "train/tokens", "train/batch_size"):
             assert each[tag] == wanted[step][tag]
-    assert saved_digest(tmp_path / "run") == saved_digest(whole)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 @pytest.mark.long
@@ -101,23 +101,23 @@ def test_a_run_that_dies_in_its_ramp_goes_on_bit_for_bit(
     [(4, ("train",)), (7, ("launch", "local", "--processes", 2))],
     ids=["one process", "two processes"],
 )
-def test_a_run_killed_in_its_ramp_goes_on_under_another_layout(
+def test_resume_within_batch_ramp_under_another_layout(
     step: int,
     begin: tuple[object, ...],
     tiny: Path,
-    whole: Path,
+    uninterrupted: Path,
     start: Start,
     run: Run,
     tmp_path: Path,
 ) -> None:
-    """In one process, or in two, which read other rows: the same losses, so the same data."""
+    """Equal losses in one and in two processes show that the data is the same."""
     every = tiny, f"run.dir={tmp_path}", "log.every=1", "eval.batches=0", RAMP
     with start("train", *every, "checkpoint.every=1", "pipeline.microbatches=8") as process:
         wait_for(process, f"step {step}/")
         process.kill()
     assert process.returncode == -signal.SIGKILL
     run(*begin, *every, "mesh.ici_stage=2", "mesh.ici_fsdp=2")
-    found, wanted = recorded(tmp_path / "run"), recorded(whole)
+    found, wanted = recorded(tmp_path / "run"), recorded(uninterrupted)
     assert list(found) == list(wanted)
     for number, each in found.items():
         assert each["train/loss"] == pytest.approx(wanted[number]["train/loss"], rel=SAME)
@@ -126,18 +126,18 @@ def test_a_run_killed_in_its_ramp_goes_on_under_another_layout(
 
 
 @pytest.mark.long
-def test_what_comes_may_change_and_what_was_may_not(tiny: Path, tmp_path: Path) -> None:
-    """A run of one size gets another by a ramp whose past is that size."""
-    go(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
+def test_resume_allows_changes_to_future_ramp_stages_only(tiny: Path, tmp_path: Path) -> None:
+    """The batch size of a run changes by a ramp whose first stage is the past batch size."""
+    train_run(tiny, tmp_path, *OTHER, "train.steps=8", "optim.schedule=constant")
     longer = *OTHER, "train.steps=12", "optim.schedule=constant", "train.batch_size=16"
     for ramp in ("[]", "[{batch_size: 8, steps: 7}]", "[{batch_size: 4, steps: 8}]"):
         with pytest.raises(ConfigError, match="train.batch_size"):
-            go(tiny, tmp_path, *longer, f"train.batch_ramp={ramp}")
-    found = go(tiny, tmp_path, *longer, "train.batch_ramp=[{batch_size: 8, steps: 8}]")
+            train_run(tiny, tmp_path, *longer, f"train.batch_ramp={ramp}")
+    found = train_run(tiny, tmp_path, *longer, "train.batch_ramp=[{batch_size: 8, steps: 8}]")
     assert [found[step]["train/tokens"] for step in (8, 9, 12)] == [1024, 1280, 2048]
 
 
-def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_batch_ramp_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(tiny), "--topology", "cpu:4", RAMP]) == 0
     shown = capsys.readouterr().out
     assert "5 steps with batches of 2 sequences, 1 microbatch: 160 tokens" in shown
@@ -145,9 +145,9 @@ def test_plans_say_stages(tiny: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.long
-def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: Run) -> None:
-    """On fewer devices a microbatch has more rows than the smallest batch."""
-    shown = run("eval", whole, "mesh.cpu_devices=2")
+def test_eval_on_fewer_devices_ignores_batch_ramp(uninterrupted: Path, run: Run) -> None:
+    """On fewer devices, a microbatch has more sequences than the smallest batch of the ramp."""
+    shown = run("eval", uninterrupted, "mesh.cpu_devices=2")
     assert "evaluating with fsdp 2" in shown and "bits per byte" in shown
 
 
@@ -172,17 +172,17 @@ def test_evaluation_elsewhere_asks_nothing_of_smaller_batches(whole: Path, run: 
         ("[{batch_size: 9, steps: 2}]", (), "Set train.batch_ramp=[] for a constant batch size."),
     ],
 )
-def test_ramps_that_are_refused(ramp: str, others: tuple[str, ...], text: str, tiny: Path) -> None:
+def test_invalid_batch_ramps_are_rejected(
+    ramp: str, others: tuple[str, ...], text: str, tiny: Path
+) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
 
 
 @pytest.mark.parametrize("others", [(), ("pipeline.microbatches=1",), ("train.steps=1",)])
 @pytest.mark.parametrize("ramp", ["soon", "[soon]", "['2 for x steps']"])
-def test_the_ramp_that_an_error_suggests_can_be_had(
-    ramp: str, others: tuple[str, ...], tiny: Path
-) -> None:
-    """The first suggestion is for every run, and the example is for a run that is long enough."""
+def test_suggested_batch_ramps_are_valid(ramp: str, others: tuple[str, ...], tiny: Path) -> None:
+    """The first suggestion fits every run; the example fits a run that is long enough."""
     with pytest.raises(ConfigError) as caught:
         load([str(tiny), f"train.batch_ramp={ramp}", *others])
     (problem,) = caught.value.problems
@@ -195,8 +195,8 @@ def test_the_ramp_that_an_error_suggests_can_be_had(
     assert [(stage.batch_size, stage.steps) for stage in config.train.batch_ramp] == [(4, 10)]
 
 
-def test_rows_left_out_before_there_was_a_ramp() -> None:
-    """A run of batches of 8 has gone back by 3, and goes on with batches of 16 from batch 9 on."""
+def test_sequences_done_counts_rollback_before_batch_ramp() -> None:
+    """A run with batch size 8 skipped 3 batches, and has batch size 16 from batch 9."""
     others: dict[str, Any] = {"run_dir": "", "events": None, "console": None}
     loader: Any = SimpleNamespace(ramp=BatchRamp((RampStage(8, 9),), 16))
     watch = BadStepMonitor(
@@ -205,17 +205,17 @@ def test_rows_left_out_before_there_was_a_ramp() -> None:
     assert [watch.sequences_done(step) for step in (6, 7)] == [48, 64]
 
 
-def test_rows_that_were_left_out_are_counted() -> None:
-    """Going back twice, the second time to a checkpoint from before the first."""
+def test_sequences_done_counts_skipped_batches() -> None:
+    """Roll back twice, the second time to a checkpoint before the first rollback."""
     ramp = BatchRamp((RampStage(2, 5), RampStage(4, 5)), 8)
     silent: Any = SimpleNamespace(write=lambda *_, **__: None, warn=lambda _: None, ramp=ramp)
     others: dict[str, Any] = {"run_dir": "", "loader": silent, "events": silent, "console": silent}
     watch = BadStepMonitor(GuardConfig(), **others)
     assert watch.sequences_done(6) == 14
-    watch.record_rollback(6, 4, 0, None)  # batches 4 and 5, of 2 and 4 rows, are left out
+    watch.record_rollback(6, 4, 0, None)  # skips batches 4 and 5, of 2 and 4 sequences
     assert watch.sequences_done(4) == 8 and watch.sequences_done(5) == 12
     saved = watch.state_dict()
-    watch.record_rollback(7, 4, 0, None)  # 6, 7 and 8 are, too
+    watch.record_rollback(7, 4, 0, None)  # also skips batches 6, 7 and 8
     assert watch.sequences_done(4) == 8
     assert watch.sequences_done(5) == 12 and watch.sequences_done(6) == 20  # batches 9 and 10
     resumed = BadStepMonitor(GuardConfig(), offset=2, counts=saved, **others)

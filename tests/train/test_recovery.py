@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are damaged, whose disk fails, or that are started twice."""
+"""Runs with damaged checkpoints, failing disks, or two starts at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARGUMENTS = (f"train.steps={STEPS}", "eval.batches=0", "log.tensorboard=false")
 ARGUMENTS += ("mesh.ici_stage=1", "mesh.cpu_devices=1", "pipeline.microbatches=1")
 
 
-TOLD = ("start", "checkpoint", "checkpoint_failed", "checkpoint_skipped", "done")
+EVENTS = ("start", "checkpoint", "checkpoint_failed", "checkpoint_skipped", "done")
 
 
 def names(folder: Path) -> set[str]:
@@ -31,23 +31,23 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run. Read-only for tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *ARGUMENTS)
     return folder / "run"
 
 
 @pytest.fixture
-def copy(unbroken: Path, tmp_path: Path) -> Path:
-    """A copy without its last step: started again it makes the last four steps."""
-    run_dir = Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
+def copy(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A copy without its last checkpoint, so a resumed run trains the last four steps."""
+    run_dir = Path(shutil.copytree(uninterrupted, tmp_path / "copied" / "run"))
     shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
     return run_dir
 
 
 def flip_a_bit(step: Path) -> str:
-    """Name of the file."""
+    """Flip a random bit in an array file; return its name."""
     chance = random.Random(3)
     path = chance.choice(sorted(step.glob("state/**/d/*")))
     content = bytearray(path.read_bytes())
@@ -57,25 +57,21 @@ def flip_a_bit(step: Path) -> str:
 
 
 @pytest.mark.fault("F11", "F12")
-def test_run_goes_on_from_the_step_before_a_damaged_one(
-    copy: Path, unbroken: Path, tiny: Path, run: Run
-):
+def test_resume_skips_damaged_checkpoint(copy: Path, uninterrupted: Path, tiny: Path, run: Run):
     name = flip_a_bit(copy / "checkpoints" / "12")
     output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS)
     step = copy / "checkpoints" / "12"
     reason = f"{name} differs from the saved content"
     assert f"warning: {step} is skipped, renamed 12.corrupt: {reason}" in output
     assert f"resuming {copy} after step 8" in output
-    assert ("checkpoint_skipped", 12) in events(copy, *TOLD)
+    assert ("checkpoint_skipped", 12) in events(copy, *EVENTS)
     assert names(copy) == {"4", "8", "12", "12.corrupt", "16"}
-    assert saved_digest(copy) == saved_digest(unbroken)
+    assert saved_digest(copy) == saved_digest(uninterrupted)
 
 
 @pytest.mark.long
-def test_run_goes_on_from_the_step_before_one_whose_metadata_is_not_that_of_a_run(
-    copy: Path, tiny: Path, run: Run
-):
-    """The newest step is as one of an older release, which has neither manifest nor digests."""
+def test_resume_skips_checkpoint_with_invalid_metadata(copy: Path, tiny: Path, run: Run):
+    """Like checkpoints of older releases, the newest step has neither manifest nor digests."""
     step = copy / "checkpoints" / "12"
     (step / "manifest.json").unlink()
     shutil.rmtree(step / "digests")
@@ -90,7 +86,7 @@ def test_run_goes_on_from_the_step_before_one_whose_metadata_is_not_that_of_a_ru
 
 
 @pytest.mark.fault("F14", "K8")
-def test_run_without_a_good_checkpoint_does_not_start_from_scratch(
+def test_run_without_intact_checkpoint_does_not_start_from_scratch(
     copy: Path, tiny: Path, run: Run
 ):
     for step in (copy / "checkpoints").iterdir():
@@ -101,18 +97,18 @@ def test_run_without_a_good_checkpoint_does_not_start_from_scratch(
     assert where == f"{copy}/checkpoints: the newest 2 checkpoints both look damaged"
     assert all(f"{step}: state/" in rule for step in (8, 12))
     assert f"maxpipe checkpoints verify {copy}" in action
-    assert names(copy) == {"4", "8", "12"}, "several at once are trouble of the storage"
+    assert names(copy) == {"4", "8", "12"}, "two damaged checkpoints indicate a storage failure"
     assert not (copy / "lock.json").exists()
 
 
 @pytest.mark.long
 @pytest.mark.fault("F15", "F2")
-def test_second_run_is_refused_and_a_kill_inside_a_save_costs_that_save_only(
-    copy: Path, unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_second_run_is_rejected_and_kill_during_save_loses_one_save(
+    copy: Path, uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ):
-    """The first run is stopped, then killed, when its unfinished save has array files.
+    """The first run is suspended, then killed, while its unfinished save has array files.
 
-    The step that finishes it is slow, or it could be over before the signal comes.
+    The final rename is slow, so the save cannot finish before the signal.
     """
     slow = """
 import os, time
@@ -138,20 +134,20 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
     assert where == f"{copy}: is in use by another run"
     assert f"process {process.pid}," in rule and "last heartbeat" in rule
     assert "run.name" in action
-    assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save was over before the kill"
+    assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save finished before the kill"
     output = run(*arguments)
     assert "16.orbax-checkpoint-tmp was removed" in output
     assert "lock.json was left by run run on host" in output and "is dead" in output
     assert f"resuming {copy} after step 12" in output
     assert names(copy) == {"4", "8", "12", "16"}
-    assert saved_digest(copy) == saved_digest(unbroken)
+    assert saved_digest(copy) == saved_digest(uninterrupted)
     assert not (copy / "lock.json").exists()
 
 
 @pytest.mark.long
 @pytest.mark.fault("F6")
-def test_folder_that_cannot_be_written_any_more_ends_the_run(copy: Path, tiny: Path, start: Start):
-    """A file in the place of the folder: permissions do not bind the superuser."""
+def test_run_stops_if_checkpoint_folder_becomes_unwritable(copy: Path, tiny: Path, start: Start):
+    """Replace the folder by a file, because permissions do not apply to root."""
     folder = copy / "checkpoints"
     with start("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS) as process:
         wait_for(process, "compiling train step ...")
@@ -168,7 +164,7 @@ def test_folder_that_cannot_be_written_any_more_ends_the_run(copy: Path, tiny: P
 
 
 def unmount(folder: Path) -> None:
-    """A thread that has just read there may hold a file open for a moment, and no longer."""
+    """Unmount with retries, because a thread may briefly hold a file open."""
     for _ in range(20):
         if subprocess.run(["umount", str(folder)], capture_output=True).returncode == 0:
             return
@@ -178,13 +174,13 @@ def unmount(folder: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.fault("F5")
-def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run):
-    """A tmpfs of 600 KiB, where one may be mounted."""
+def test_full_disk_is_reported_before_save(copy: Path, tiny: Path, run: Run):
+    """Uses a tmpfs of 600 KiB; skipped if it cannot be mounted."""
     small = copy.parent / "small"
     small.mkdir()
     options = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(small)]
     if os.geteuid() != 0 or subprocess.run(options, capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
+        pytest.skip("cannot mount a tmpfs here")
     try:
         shutil.copytree(copy, small / "run", ignore=shutil.ignore_patterns("4", "8"))
         free = shutil.disk_usage(small).free
@@ -204,7 +200,7 @@ def test_full_disk_is_reported_before_the_save(copy: Path, tiny: Path, run: Run)
 
 @pytest.mark.long
 @pytest.mark.fault("F17")
-def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path):
+def test_run_starts_from_checkpoint_without_manifest(run: Run, tmp_path: Path):
     golden = GOLDEN / "0.1.0-format-1"
     shutil.copy(golden / "config.yml", tmp_path)
     overrides = (f"run.dir={tmp_path}", "run.name=next", f"checkpoint.restore_from={golden}")
@@ -217,12 +213,12 @@ def test_run_starts_from_a_checkpoint_without_manifest(run: Run, tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.fault("F5", "F6")
-def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
-    copy: Path, unbroken: Path, tiny: Path, start: Start
+def test_training_continues_through_temporarily_full_disk(
+    copy: Path, uninterrupted: Path, tiny: Path, start: Start
 ):
     resource = pytest.importorskip("resource")
     if not hasattr(resource, "prlimit"):
-        pytest.skip("the size of another process' files cannot be limited here")
+        pytest.skip("needs resource.prlimit to limit the file size of another process")
     arguments = (*ARGUMENTS, "checkpoint.every=1", "checkpoint.on_failure=continue", "log.every=1")
     shutil.rmtree(copy / "checkpoints" / "12")
     with start("train", tiny, f"run.dir={copy.parent}", *arguments) as process:
@@ -231,7 +227,7 @@ def test_training_goes_on_with_a_disk_that_is_full_for_a_while(
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (-1, -1))
         output, _ = process.communicate()
     assert process.returncode == 0, output
-    failed = [step for event, step in events(copy, *TOLD) if event == "checkpoint_failed"]
+    failed = [step for event, step in events(copy, *EVENTS) if event == "checkpoint_failed"]
     assert failed and set(failed) < set(range(9, STEPS + 1))
-    assert events(copy, *TOLD)[-1] == ("done", STEPS)
-    assert saved_digest(copy) == saved_digest(unbroken)
+    assert events(copy, *EVENTS)[-1] == ("done", STEPS)
+    assert saved_digest(copy) == saved_digest(uninterrupted)

@@ -1,4 +1,4 @@
-"""Missing files and too few devices are one report, the missing model first."""
+"""Missing files and too few devices are reported in one error, the missing model first."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ BASE = ["tiny", "train.steps=1"]
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_a_shipped_run_names_its_folder_and_its_conversations(name: str, here: Path):
+def test_bundled_sft_configs_report_missing_base_model_and_data(name: str, working_dir: Path):
     found = missing_files(load([name], to_train=True))
     assert [each.where.rpartition(": ")[2] for each in found] == [
         "checkpoint.restore_from",
         "data.path",
     ]
     assert (
-        f"{here}/base does not exist. tokenizer.path=base is also read from that folder"
+        f"{working_dir}/base does not exist. tokenizer.path=base is also read from that folder"
         in found[0].rule
     )
     assert "hf download NAME --local-dir base" in found[0].action
-    (here / "base").mkdir()
-    (here / "chats.jsonl").touch()
+    (working_dir / "base").mkdir()
+    (working_dir / "chats.jsonl").touch()
     assert not missing_files(load([name], to_train=True))
 
 
-def test_the_folder_comes_before_the_devices(capsys: pytest.CaptureFixture[str]):
+def test_missing_files_are_reported_before_device_count(capsys: pytest.CaptureFixture[str]):
     assert (
         main(
             [
@@ -57,7 +57,7 @@ def test_the_folder_comes_before_the_devices(capsys: pytest.CaptureFixture[str])
     assert "Run on 64 accelerators, or set mesh.cpu_devices=64" in err
 
 
-def test_every_key_that_names_a_file_is_looked_at(here: Path):
+def test_every_file_key_is_checked(working_dir: Path):
     keys = {
         "data.source=text data.path=docs/*.txt": "data.path",
         "data.validation.b.source=jsonl data.validation.b.path=no.jsonl": "data.validation.b.path",
@@ -69,16 +69,16 @@ def test_every_key_that_names_a_file_is_looked_at(here: Path):
         found = missing_files(load([*BASE, *given.split()]))
         assert [each.where for each in found] == [f"command line: {key}"]
     for name in ("docs/a.txt", "no.jsonl", "t.json", "sums.jsonl", "p.txt"):
-        (here / name).parent.mkdir(exist_ok=True)
-        (here / name).touch()
+        (working_dir / name).parent.mkdir(exist_ok=True)
+        (working_dir / name).touch()
     assert not missing_files(load([*BASE, *" ".join(keys).split()]))
 
 
-def test_a_run_with_a_checkpoint_does_not_need_its_first_model(here: Path):
-    (here / "runs/tiny/checkpoints/3").mkdir(parents=True)
+def test_resumed_run_does_not_need_restore_source(working_dir: Path):
+    (working_dir / "runs/tiny/checkpoints/3").mkdir(parents=True)
     assert not missing_files(load([*BASE, "checkpoint.restore_from=hf:gone"]))
 
 
-def test_a_bucket_is_left_to_its_reader():
+def test_bucket_paths_are_not_checked():
     given = ["data.source=text", "data.path=gs://bucket/a.txt"]
     assert not missing_files(load([*BASE, *given]))

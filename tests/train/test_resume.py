@@ -1,4 +1,4 @@
-"""The messages of a resumed run, with a small state in place of a model that is trained."""
+"""Messages of resumed runs, with a small state instead of a trained model."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ FINGERPRINT = {"documents": 40, "batch_size": 8}
 Facts = dict[str, Any]
 
 
-class Here:
-    """A run folder, and the part of a start that reads its checkpoints."""
+class RunFolder:
+    """A run folder, with functions that save checkpoints and restore them as a run does."""
 
     def __init__(self, file: Path, runs: Path):
         self.arguments = [str(file), f"run.dir={runs}"]
         self.folder = runs / "run"
 
-    def saves(self, step: int, change: Callable[[Facts, Facts], object] | None = None) -> None:
-        """Save a checkpoint whose config and data position are changed by a function."""
+    def save(self, step: int, change: Callable[[Facts, Facts], object] | None = None) -> None:
+        """Save a checkpoint; `change` may modify its config and data position."""
         loaded = load(self.arguments)
         config, data = to_dict(loaded.config), {"step": step, "fingerprint": FINGERPRINT}
         if change is not None:
@@ -38,8 +38,8 @@ class Here:
         with CheckpointManager(self.folder, loaded.config.checkpoint) as checkpoints:
             checkpoints.save(step, lambda: tree(step), config, data, last=True)
 
-    def starts(self, *overrides: str) -> tuple[RunStart, str]:
-        """Return the start of the run with these overrides, and what is printed."""
+    def start_run(self, *overrides: str) -> tuple[RunStart, str]:
+        """Restore or initialize the run with these overrides; return the result and the output."""
         loaded, stream = load([*self.arguments, *overrides]), io.StringIO()
         steps: Any = SimpleNamespace(
             abstract_saved=abstract(), from_saved=lambda state, guard, params: state
@@ -62,8 +62,8 @@ class Here:
 
 
 @pytest.fixture
-def here(tiny: Path, tmp_path: Path) -> Here:
-    return Here(tiny, tmp_path)
+def run_folder(tiny: Path, tmp_path: Path) -> RunFolder:
+    return RunFolder(tiny, tmp_path)
 
 
 UNDESCRIBED: dict[str, tuple[Callable[[Facts, Facts], object], str]] = {
@@ -81,32 +81,32 @@ UNDESCRIBED: dict[str, tuple[Callable[[Facts, Facts], object], str]] = {
 
 
 @pytest.mark.parametrize("name", UNDESCRIBED)
-def test_a_checkpoint_that_does_not_describe_a_run_is_skipped(name: str, here: Here) -> None:
+def test_checkpoint_with_invalid_metadata_is_skipped(name: str, run_folder: RunFolder) -> None:
     change, reason = UNDESCRIBED[name]
-    here.saves(4)
-    here.saves(6, change)
-    start, output = here.starts()
-    assert start.message == f"resuming {here.folder} after step 4" and start.is_resumed
+    run_folder.save(4)
+    run_folder.save(6, change)
+    start, output = run_folder.start_run()
+    assert start.message == f"resuming {run_folder.folder} after step 4" and start.is_resumed
     (line,) = [line for line in output.splitlines() if "does not describe" in line]
     text = "does not describe the model and data of a run"
-    step = here.folder / CHECKPOINTS_FOLDER / "6"
+    step = run_folder.folder / CHECKPOINTS_FOLDER / "6"
     assert line.startswith(f"warning: {step} is skipped, renamed 6.corrupt: ")
     assert contains(line, f"facts/metadata {text}") and reason in line.partition(text)[2]
-    assert here.names() == ["4", "6.corrupt"]
+    assert run_folder.names() == ["4", "6.corrupt"]
 
 
-def test_a_run_whose_only_checkpoint_does_not_describe_it_does_not_start(here: Here) -> None:
-    here.saves(6, lambda config, data: data.update(step="six"))
+def test_run_with_only_invalid_checkpoint_does_not_start(run_folder: RunFolder) -> None:
+    run_folder.save(6, lambda config, data: data.update(step="six"))
     facts = ["does not describe the model and data of a run", "step"]
-    folder = here.folder / CHECKPOINTS_FOLDER
+    folder = run_folder.folder / CHECKPOINTS_FOLDER
     with raises(StorageError, folder, names=facts, suggests="start from scratch"):
-        here.starts()
+        run_folder.start_run()
 
 
-def test_changed_keys_are_named_with_both_values(here: Here) -> None:
-    """But not keys that processes may set differently, and only a resumed run has them."""
-    here.saves(4)
-    start, output = here.starts(
+def test_changed_keys_are_logged_with_both_values(run_folder: RunFolder) -> None:
+    """Keys that may differ between processes are not logged."""
+    run_folder.save(4)
+    start, output = run_folder.start_run(
         "optim.learning_rate=0.02", "model.dropout=0.1", "train.steps=25", "eval.every=6"
     )
     assert start.is_resumed
@@ -117,7 +117,7 @@ def test_changed_keys_are_named_with_both_values(here: Here) -> None:
         "config: optim.learning_rate was 0.01 when step 4 was saved and is 0.02",
         "config: train.steps was 24 when step 4 was saved and is 25",
     ]
-    _, output = here.starts("runtime.heartbeat_timeout_seconds=11", "log.every=3")
+    _, output = run_folder.start_run("runtime.heartbeat_timeout_seconds=11", "log.every=3")
     assert "when step 4 was saved" not in output
-    _, output = here.starts()
+    _, output = run_folder.start_run()
     assert "when step 4 was saved" not in output

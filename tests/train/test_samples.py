@@ -1,4 +1,4 @@
-"""Samples during training, of real runs."""
+"""Samples generated during training, in real runs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ SAMPLED = (
 
 
 @pytest.fixture
-def copy(unbroken: Path, tmp_path: Path) -> Path:
-    """A copy of the unbroken run that may be changed; `run.dir` is its parent."""
-    return Path(shutil.copytree(unbroken, tmp_path / "copied" / "run"))
+def copy(uninterrupted: Path, tmp_path: Path) -> Path:
+    """A writable copy of the uninterrupted run; `run.dir` is its parent."""
+    return Path(shutil.copytree(uninterrupted, tmp_path / "copied" / "run"))
 
 
 def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """By step."""
+    """Return the samples by step."""
     lines = (folder / "samples.jsonl").read_text().splitlines()
     found = {record["step"]: record["samples"] for record in map(json.loads, lines)}
     assert len(found) == len(lines)
@@ -33,13 +33,15 @@ def samples(folder: Path) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.mark.long
 @pytest.mark.fault("D3", "D4")
-def test_samples_of_four_stages_change_nothing(
-    copy: Path, unbroken: Path, tiny: Path, run: Run
+def test_sampling_does_not_change_training(
+    copy: Path, uninterrupted: Path, tiny: Path, run: Run
 ) -> None:
-    """Bits and losses are those of a run without; texts those of `generate` on one device."""
+    """State and losses equal those without sampling; samples equal `generate` on one device."""
     forget_after(copy, 20)
     output = run("train", tiny, f"run.dir={copy.parent}", *SAMPLED)
-    assert losses(copy) == losses(unbroken) and saved_digest(copy) == saved_digest(unbroken)
+    assert losses(copy) == losses(uninterrupted) and saved_digest(copy) == saved_digest(
+        uninterrupted
+    )
     found = samples(copy)
     assert [*found] == [22, 24]
     for each in found[24]:
@@ -52,8 +54,8 @@ def test_samples_of_four_stages_change_nothing(
 
 @pytest.mark.faults
 @pytest.mark.fault("D4", "D6")
-def test_samples_go_on_where_the_run_does(copy: Path, tiny: Path, run: Run) -> None:
-    """What a run repeats is recorded once, and any layout draws the same."""
+def test_samples_resume_with_run_under_any_layout(copy: Path, tiny: Path, run: Run) -> None:
+    """Repeated steps are recorded once, and every layout generates the same samples."""
     forget_after(copy, 16)
     run("train", tiny, f"run.dir={copy.parent}", *SAMPLED)
     before = samples(copy)

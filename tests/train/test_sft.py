@@ -1,8 +1,7 @@
-"""Fine-tuning on answers: few and very unlike numbers of trained tokens, under every layout."""
+"""Supervised fine-tuning: few and uneven numbers of trained tokens, across layouts."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from maxpipe.schedule.catalog import SCHEDULES
 from maxpipe.step.step import Steps
 from tests.cases import TOLERANCE, Case, batch_of, keeping, steps_of
 from tests.pipeline.test_engine import plain_gradients
+from tests.times import shared
 
 ROWS = 16
 LAYOUTS = [
@@ -29,11 +29,10 @@ LAYOUTS = [
 ]
 
 
-def answers(step: int) -> dict[str, Any]:
-    """A batch in which most rows have few trained tokens or none, and some have many.
+def uneven_batch(step: int) -> dict[str, Any]:
+    """Return a batch in which most sequences have few or no trained tokens, and some have many.
 
-    The rows of the first microbatches, and of some devices, have none at all; in the third step no
-    row has any.
+    The first microbatches and some devices have no trained tokens; the third step has none at all.
     """
     batch = batch_of(ROWS, step)
     mask, draw = np.zeros_like(batch["loss_mask"]), np.random.default_rng(step)
@@ -44,23 +43,23 @@ def answers(step: int) -> dict[str, Any]:
 
 
 def trained(case: Case) -> tuple[Steps, list[dict[str, Any]]]:
-    """Metrics of some steps."""
+    """Train four steps; return the steps and the metrics of each."""
     steps = steps_of(case, ROWS)
     state, run, found = steps.init(), steps.compile_train(), []
     for step in range(4):
-        batch = jax.device_put(answers(step), steps.batch_sharding)
+        batch = jax.device_put(uneven_batch(step), steps.batch_sharding)
         state, metrics = run(state, batch)
         found.append({tag: float(value) for tag, value in metrics.items()})
     return steps, found
 
 
-@functools.cache
+@shared
 def one_device() -> list[dict[str, Any]]:
     return trained(Case(1, 1, 1, layers=8))[1]
 
 
 @pytest.mark.parametrize("case", keeping(LAYOUTS, 9), ids=str)
-def test_every_layout_has_the_same_curve(case: Case) -> None:
+def test_loss_curve_matches_across_layouts(case: Case) -> None:
     _, found = trained(case)
     for step, (mine, wanted) in enumerate(zip(found, one_device(), strict=True)):
         for tag in ("train/loss", "train/grad_norm"):
@@ -68,17 +67,17 @@ def test_every_layout_has_the_same_curve(case: Case) -> None:
         assert mine["train/skipped"] == 0
 
 
-def test_batches_without_answers_are_steps_like_others() -> None:
+def test_batch_without_trained_tokens_has_zero_loss() -> None:
     found = one_device()
     assert found[2]["train/loss"] == 0 == found[2]["train/grad_norm"]
     assert found[3]["train/loss"] > 0 and np.isfinite(found[3]["train/loss"])
 
 
 @pytest.mark.parametrize("step", keeping([0, 1], 0))
-def test_each_answer_token_counts_once_whatever_row_it_is_in(step: int) -> None:
-    """The mean is over all tokens of the batch: no row, microbatch or device weighs more."""
+def test_loss_is_mean_over_all_trained_tokens(step: int) -> None:
+    """Tokens have equal weight in every sequence, microbatch and device."""
     case = Case(2, 2, 4, layers=4, fsdp=2, tensor=2)
-    steps, batch = steps_of(case, ROWS), answers(step)
+    steps, batch = steps_of(case, ROWS), uneven_batch(step)
     counts = batch["loss_mask"].sum(1)
     assert 0 in counts and counts.max() > 4 * np.median(counts)
     parts = steps.param_layout
@@ -98,6 +97,6 @@ def test_each_answer_token_counts_once_whatever_row_it_is_in(step: int) -> None:
 
 
 def _without_empty(batch: dict[str, Any]) -> dict[str, Any]:
-    """The plain loop divides each row's sum by its count."""
+    """Drop sequences without trained tokens: the reference divides by the count of each."""
     kept = batch["loss_mask"].sum(1) > 0
     return {name: each[kept] for name, each in batch.items()}

@@ -1,4 +1,4 @@
-"""Storage that flips bits, cuts writes short or fails, at calls chosen by chance."""
+"""Storage that flips bits, truncates writes or fails, at random calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from maxpipe.checkpoint.manager import open_run
 from maxpipe.errors import MaxpipeError
 from tests.train.conftest import ROOT
-from tests.train.runs import Run, Start, ends, preloaded, saved_digest
+from tests.train.runs import Run, Start, saved_digest, shim_environment, wait_for_outputs
 
 pytestmark = pytest.mark.faults
 
@@ -32,7 +32,7 @@ SMALL += ("checkpoint.retries=1", "log.tensorboard=false")
 
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("action", ["flip", "cut", "lose", "eio", "enospc", "edquot", "estale"])
-def test_the_library_does_what_it_says(action: str, shim: Path, tmp_path: Path):
+def test_fault_injection_library_injects_requested_fault(action: str, shim: Path, tmp_path: Path):
     code = """
 import os, sys
 file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
@@ -49,7 +49,7 @@ print(os.pread(file, 100, 0))
     def printed(name: str) -> str:
         return subprocess.run(
             [sys.executable, "-c", code, str(tmp_path / name)],
-            env=os.environ | preloaded(shim, root, log, f"write {action} 2 1 3 /file"),
+            env=os.environ | shim_environment(shim, root, log, f"write {action} 2 1 3 /file"),
             capture_output=True,
             text=True,
             check=True,
@@ -72,12 +72,12 @@ print(os.pread(file, 100, 0))
 
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("shard", range(SHARDS))
-def test_three_hundred_faults_over_save_restore_and_prune(shard: int, shim: Path, tmp_path: Path):
+def test_random_faults_during_save_restore_and_prune(shard: int, shim: Path, tmp_path: Path):
     log, environment = tmp_path / "log", {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     (root := tmp_path / "root").mkdir()
     found = subprocess.run(
         [sys.executable, DRIVER, root, str(shard * FAULTS_EACH), str(FAULTS_EACH)],
-        env=os.environ | environment | preloaded(shim, root, log),
+        env=os.environ | environment | shim_environment(shim, root, log),
         capture_output=True,
         text=True,
         timeout=900,
@@ -85,20 +85,20 @@ def test_three_hundred_faults_over_save_restore_and_prune(shard: int, shim: Path
     lines = [json.loads(line) for line in found.stdout.splitlines()]
     assert found.returncode == 0 and len(lines) == FAULTS_EACH, found.stderr
     happened = [line for line in lines if line["done"]]
-    assert len(happened) > 0.75 * FAULTS_EACH, "the faults are not where the calls are"
+    assert len(happened) > 0.75 * FAULTS_EACH, "too few faults matched a call"
     assert {line["phase"] for line in happened} == {"save", "restore", "prune"}
     assert {line["code"] for line in happened} <= {0, 74}
     wrong = [line for line in lines if line["wrong"]]
     assert not wrong, "\n".join(map(str, wrong))
 
 
-# The real command.
+# The command.
 
 
 @pytest.fixture(scope="module")
-def unbroken(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went through. Not to be changed."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a completed run. Read-only for tests."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     run("train", tiny, f"run.dir={folder}", *SMALL)
     return folder / "run"
 
@@ -108,7 +108,7 @@ def last_lines(output: str) -> str:
 
 
 COMMAND_FAULTS = [
-    "write flip 3 0 1 /state",  # every array file that is written
+    "write flip 3 0 1 /state",  # every array file
     "write cut 9 1 2 /state",
     "write lose 20 1 3 /checkpoints/",
     "write enospc 15 1 4 /checkpoints/",
@@ -125,11 +125,11 @@ COMMAND_FAULTS = [
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("resumes", [False, True], ids=["saves", "resumes"])
 @pytest.mark.parametrize("plan", COMMAND_FAULTS)
-def test_the_command_on_storage_that_fails(
+def test_train_command_on_failing_storage(
     plan: str,
     resumes: bool,
     shim: Path,
-    unbroken: Path,
+    uninterrupted: Path,
     tiny: Path,
     start: Start,
     run: Run,
@@ -139,25 +139,25 @@ def test_the_command_on_storage_that_fails(
     (root := tmp_path / "root").mkdir()
     run_dir, log = root / "run", tmp_path / "log"
     if resumes:
-        shutil.copytree(unbroken, run_dir)
+        shutil.copytree(uninterrupted, run_dir)
         for step in (20, 24):
             shutil.rmtree(run_dir / "checkpoints" / str(step))
     good = {path.name: digest_of(path) for path in run_dir.glob("checkpoints/*")}
     every = ("train", tiny, f"run.dir={root}", *SMALL)
     with monkeypatch.context() as patch:
-        for name, value in preloaded(shim, root, log, plan).items():
+        for name, value in shim_environment(shim, root, log, plan).items():
             patch.setenv(name, value)
         process = start(*every)
-        (output,) = ends([process])
+        (output,) = wait_for_outputs([process])
     assert process.returncode in (0, 74) and "Traceback" not in output, output
     if process.returncode == 0:
-        assert saved_digest(run_dir) == saved_digest(unbroken)
+        assert saved_digest(run_dir) == saved_digest(uninterrupted)
     else:
         assert len(last_lines(output).splitlines()) == 3 and "\n  " in last_lines(output), output
     for path in run_dir.glob("checkpoints/*.corrupt*"):
         assert good.get(path.name.partition(".")[0]) is None, f"{path}\n{output}"
     run(*every)
-    assert saved_digest(run_dir) == saved_digest(unbroken)
+    assert saved_digest(run_dir) == saved_digest(uninterrupted)
 
 
 def digest_of(path: Path) -> str | None:
@@ -170,23 +170,23 @@ def digest_of(path: Path) -> str | None:
 @pytest.mark.fault("L2")
 @pytest.mark.parametrize("plan", ["read eio 1 0 1 /state", "read estale 9 1 2", "open eio 12 0 3"])
 @pytest.mark.parametrize("command", ["verify", "prune"])
-def test_looking_at_checkpoints_on_storage_that_fails(
+def test_checkpoint_commands_on_failing_storage(
     command: str,
     plan: str,
     shim: Path,
-    unbroken: Path,
+    uninterrupted: Path,
     start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Trouble of the storage is an error of its own: no damage, and nothing is deleted for it."""
-    run_dir = Path(shutil.copytree(unbroken, tmp_path / "root" / "run"))
+    """A storage error is not reported as damage, and no checkpoint is deleted because of it."""
+    run_dir = Path(shutil.copytree(uninterrupted, tmp_path / "root" / "run"))
     before = {path.name for path in (run_dir / "checkpoints").iterdir()}
-    for name, value in preloaded(shim, tmp_path / "root", tmp_path / "log", plan).items():
+    for name, value in shim_environment(shim, tmp_path / "root", tmp_path / "log", plan).items():
         monkeypatch.setenv(name, value)
     keep = ("--keep", "6") if command == "prune" else ()
     process = start("checkpoints", command, run_dir, *keep)
-    (output,) = ends([process])
+    (output,) = wait_for_outputs([process])
     assert (tmp_path / "log").read_text(), "the fault never happened"
     assert process.returncode in (0, 74) and "Traceback" not in output, output
     assert "damaged" not in output
@@ -199,10 +199,10 @@ def test_looking_at_checkpoints_on_storage_that_fails(
 
 
 @pytest.mark.fault("L5")
-def test_ctrl_c_at_random_steps(
-    unbroken: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
+def test_resume_after_ctrl_c_at_random_steps_is_bitwise_equal(
+    uninterrupted: Path, tiny: Path, start: Start, run: Run, tmp_path: Path
 ) -> None:
-    """Ten times stopped and started again: the bits of the unbroken run."""
+    """Interrupt and restart ten times; the result equals that of the uninterrupted run."""
     chance, stopped = random.Random(5), 0
     every = ("train", tiny, f"run.dir={tmp_path}", *SMALL, "log.every=1")
     for attempt in range(10):
@@ -210,13 +210,13 @@ def test_ctrl_c_at_random_steps(
             seen = read_until(process, lambda line, at=2 * attempt + 2: step_of(line) >= at)
             time.sleep(chance.uniform(0, 0.05))
             process.send_signal(signal.SIGINT)
-            (output,) = ends([process])
+            (output,) = wait_for_outputs([process])
         assert process.returncode in (0, 130), seen + output
         assert "Traceback" not in output
         stopped += process.returncode == 130
     assert stopped > 0
     run(*every)
-    assert saved_digest(tmp_path / "run") == saved_digest(unbroken)
+    assert saved_digest(tmp_path / "run") == saved_digest(uninterrupted)
 
 
 def step_of(line: str) -> int:

@@ -1,4 +1,4 @@
-"""Sets of documents for evaluation: a curve each, the same by `maxpipe eval`, any layout."""
+"""Named validation sets: separate metrics, reproduced by `maxpipe eval`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Run = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Settings that name two sets: files, and a document of them as JSON lines."""
+    """Settings of two validation sets, one of text files and one of JSON lines."""
     folder = tmp_path_factory.mktemp("sets")
     (folder / "digits").mkdir()
     for number in range(7):
@@ -42,13 +42,13 @@ def evaluations(folder: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.long
-def test_each_set_has_a_curve(
-    tiny: Path, unbroken: Path, sets: list[str], run: Run, tmp_path: Path
+def test_each_validation_set_has_its_own_metrics(
+    tiny: Path, uninterrupted: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
     keys = [*sets, "eval.batches=100"]
     output = run("train", tiny, f"run.dir={tmp_path}", *keys)
     assert "validation on digits after step 24" in output
-    found, without = evaluations(tmp_path / "run"), evaluations(unbroken)
+    found, without = evaluations(tmp_path / "run"), evaluations(uninterrupted)
     assert list(found) == list(without) == [12, 24]
     names = ("loss", "nats_per_byte")
     expected = {f"eval/{of}{name}" for of in ("", "digits/", "words/") for name in names}
@@ -59,14 +59,14 @@ def test_each_set_has_a_curve(
         scored = json.loads(output[output.index("{") :])
         tag = "eval/loss" if name == "validation" else f"eval/{name}/loss"
         assert scored["nats_per_token"] == pytest.approx(found[12][tag], rel=1e-6)
-    # Training does not know of them, and goes on from a run without.
+    # Validation sets do not affect training data, so the run resumes without them.
     output = run("train", tiny, f"run.dir={tmp_path}", "train.steps=26", code=0)
     assert "warning: data" not in output
     assert "--split digits." in run("eval", f"{tmp_path}/run", "--split", "digit", *sets, code=2)
 
 
 @pytest.mark.long
-def test_without_documents_held_out_the_whole_is_all_sets(
+def test_eval_loss_without_holdout_covers_all_validation_sets(
     tiny: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
     keys = [*sets, "eval.batches=100", "data.validation_fraction=0", "train.steps=12"]
@@ -82,8 +82,10 @@ def test_without_documents_held_out_the_whole_is_all_sets(
 
 
 @pytest.mark.long
-def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: Path) -> None:
-    """The same numbers as without one: steps sum losses of sources, and a set is none of them."""
+def test_validation_sets_with_training_mixture(
+    tiny: Path, sets: list[str], run: Run, tmp_path: Path
+) -> None:
+    """Metrics of validation sets equal those without a mixture; sets are not mixture sources."""
     text = next(line for line in tiny.read_text().splitlines() if "path:" in line)
     folder = text.partition("path: ")[2].partition(",")[0]
     mixed = []
@@ -95,7 +97,7 @@ def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: 
     tags = evaluations(tmp_path / "run")[12]
     for name in ("digits", "words"):
         alone = ["data.mixture={}", f"data.path={folder}"]
-        for way in ([], alone):  # steps without sums of sources, too
+        for way in ([], alone):  # with and without per-source sums
             output = run("eval", f"{tmp_path}/run", *way, "--split", name, "--json")
             scored = json.loads(output[output.index("{") :])
             assert scored["sources"] == {}
@@ -104,7 +106,7 @@ def test_sets_beside_a_mixture(tiny: Path, sets: list[str], run: Run, tmp_path: 
 
 
 @pytest.mark.long
-def test_copies_of_trained_documents_are_told(
+def test_overlap_of_validation_and_training_data_is_reported(
     tiny: Path, sets: list[str], run: Run, tmp_path: Path
 ) -> None:
     text = next(line for line in tiny.read_text().splitlines() if "path:" in line)

@@ -224,7 +224,7 @@ class ReplicatedWeight:
 
     @property
     def description(self) -> str:
-        """Description, for messages, of the devices that store identical copies of the weight."""
+        """Description of the devices that store identical copies of the weight, for messages."""
         axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
         return f"all {math.prod(self.axes.values())} devices along {axes} store identical copies"
 

@@ -242,7 +242,9 @@ def _action(path: str, suffixes: tuple[str, ...]) -> str:
         guess := did_you_mean(os.path.basename(expanded), _siblings(expanded))
     ):
         return f"Did you mean data.path={os.path.join(os.path.dirname(path), guess)}?"
-    return "Set data.path to an existing path, or data.source=corpus data.path='' for a trial."
+    return (
+        "Set data.path to an existing path, or use data.source=corpus data.path='' for a trial run."
+    )
 
 
 def _siblings(path: str) -> list[str]:

@@ -180,7 +180,7 @@ class ParquetRows:
         self._group_ends = [np.cumsum(count, dtype=np.int64) for count in counts]
         self._ends = np.cumsum([sum(count) for count in counts], dtype=np.int64)
         if not len(self):
-            rule = f"must contain rows: found {pluralize(len(files), 'file')} without rows."
+            rule = f"must contain rows, but none were found in {pluralize(len(files), 'file')}."
             action = "Set data.path to files with rows."
             raise ConfigError.one("data.path", files[0].path, rule, action)
         if largest > _SLOW_GROUP_BYTES:

@@ -556,11 +556,11 @@ def _check(manifest: Manifest) -> None:
             )
         if entries[META_FILE]["bytes"] != shard["documents"] * META.itemsize:
             raise ValueError(
-                f"{name} has {entries[META_FILE]['bytes']} bytes of metadata, an invalid size"
+                f"the metadata of {name} has an invalid size: {entries[META_FILE]['bytes']} bytes"
             )
         if masked and entries[MASK_FILE]["bytes"] != -(-shard["tokens"] // 8):
             raise ValueError(
-                f"{name} has {entries[MASK_FILE]['bytes']} bytes of masks, an invalid size"
+                f"the mask data of {name} has an invalid size: {entries[MASK_FILE]['bytes']} bytes"
             )
         if masked and not 0 <= shard.get("trained", -1) <= shard["tokens"]:
             raise ValueError(f"{name} has {shard.get('trained')} trained tokens")

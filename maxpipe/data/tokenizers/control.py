@@ -368,7 +368,7 @@ def _load_listed_ids(folder: str, vocab_size: int) -> dict[str, list[int]]:
 
 
 def _ids(path: str, key: str, value: object) -> list[int]:
-    """Return one or several ids as a list. Ids of padding rows may exceed the vocabulary."""
+    """Return one or several ids as a list. Ids of padding rows may lie outside the vocabulary."""
     ids: list[int] = []
     for i in value if isinstance(value, list) else [] if value is None else [value]:
         if type(i) is not int or not 0 <= i < MAX_IDS:

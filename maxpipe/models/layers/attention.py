@@ -66,8 +66,8 @@ class Rope:
     factor: Number = 1.0
     """Factor by which the wavelengths are multiplied."""
     scaling: Scaling = "linear"
-    """RoPE scaling method. `linear` multiplies all wavelengths. `dynamic` increases the base for
-    sequences (or, in decoding, caches) longer than `original_tokens`. `llama3` multiplies
+    """RoPE scaling method. `linear` multiplies all wavelengths by `factor`. `dynamic` increases the
+    base for sequences (or, in decoding, caches) longer than `original_tokens`. `llama3` multiplies
     wavelengths that fit fewer than four times into `original_tokens`. `yarn` (arXiv:2309.00071)
     multiplies wavelengths that fit fewer than 32 times and also scales the rotated queries and
     keys."""
