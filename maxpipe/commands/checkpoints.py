@@ -76,11 +76,13 @@ def _best(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint import inspect
     from maxpipe.checkpoint.address import parse_run_address
     from maxpipe.checkpoint.retention import BestMetric
+    from maxpipe.config.sections.eval import best_mode_of
 
     _use_cpu_only()
     run, better = parse_run_address(options.run), None
     if options.metric is not None:
-        better = BestMetric(options.metric, options.mode == "max")
+        mode = options.mode or best_mode_of(options.metric)
+        better = BestMetric(options.metric, mode == "max")
     elif options.mode is not None:
         rule = "requires --metric: checkpoint.best_metric is ranked by checkpoint.best_mode."
         raise ConfigError.one("command line: --mode", options.mode, rule, "Leave out --mode.")
@@ -240,7 +242,8 @@ def _add_best(actions: Commands) -> None:
     best.add_argument(
         "--mode",
         choices=("min", "max"),
-        help="whether the smallest or largest value of --metric is best (default: min)",
+        help="whether the smallest or largest value of --metric is best (default: max for\n"
+        "accuracies, margins and the like, otherwise min)",
     )
     best.add_argument("--json", action="store_true", help="print one JSON object")
     best.set_defaults(command=_best)

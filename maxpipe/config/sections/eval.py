@@ -130,6 +130,12 @@ PAIR_METRICS: dict[str, BestMode] = {
 _LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_bytes")
 
 
+def best_mode_of(metric: str) -> BestMode:
+    """Return `max` if larger values of an evaluation metric (a tag) are better, else `min`."""
+    name = metric.rpartition("/")[2]
+    return PAIR_METRICS.get(name, "max" if name in _ACCURACIES else "min")
+
+
 @rule("eval.tasks")
 def _tasks_have_files(config: Config) -> Iterator[RuleViolation]:
     for name, task in config.eval.tasks.items():
