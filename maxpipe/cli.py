@@ -159,7 +159,7 @@ def _train(options: argparse.Namespace) -> int:
     from maxpipe.train.loop import train
 
     code = train(loaded)
-    if _flush_error(sys.stdout):  # the run succeeded even if stdout cannot be written
+    if _flush_error(sys.stdout):  # the run succeeded even if stdout cannot be written to
         _discard(sys.stdout)
     return code
 

@@ -104,7 +104,7 @@ def exception_chain(error: BaseException) -> Iterator[BaseException]:
 
 
 class MaxpipeError(Exception):
-    """Base class of errors that are reported to the user without a traceback."""
+    """Base class for errors that are reported to the user without a traceback."""
 
     exit_code = ExitCode.BUG
 
@@ -153,7 +153,7 @@ class StorageError(MaxpipeError):
     @classmethod
     def unwritable(cls, where: object, error: OSError, action: str = "") -> StorageError:
         """Return the error for a failed write. The default action is for a run folder."""
-        action = action or "Free space, or set run.dir to a writable folder."
+        action = action or "Free up disk space, or set run.dir to a writable folder."
         return cls(f"{where}: cannot be written\n  {error.strerror or error}.\n  {action}")
 
 

@@ -209,7 +209,7 @@ def measured_file(topology: str) -> Path:
 
 
 _MEASURED = "~/.cache/maxpipe/hardware"
-_WRITE_ACTION = "Free space there, or set HOME to a writable folder."
+_WRITE_ACTION = "Free up disk space there, or set HOME to a writable folder."
 
 
 def save_measured(hardware: Hardware) -> Path:

@@ -57,7 +57,7 @@ class PairValues(NamedTuple):
 
 @dataclass(frozen=True)
 class Preference(Objective):
-    """Base class of the preference losses; defines their batch arrays and metrics."""
+    """Base class for the preference losses; defines their batch arrays and metrics."""
 
     segments_per_loss: ClassVar[int] = 2
     normaliser: ClassVar[str] = PAIRS

@@ -184,7 +184,9 @@ def verify_checkpoints(address: Address) -> Iterator[str]:
 
 
 def _faults(folder: CheckpointFolder, step: int) -> tuple[list[str], bool]:
-    """Return the faults of a step's files, arrays and metadata, and whether a manifest exists."""
+    """Return the problems found in a step's files, arrays and metadata, and whether a manifest
+    exists.
+    """
     path = folder / step
     if not exists(path):
         return [], False

@@ -527,7 +527,9 @@ def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | Non
 
 
 def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
-    """Return the faults of the metadata; an empty list if no metadata digest was recorded."""
+    """Return the problems found in the metadata; an empty list if no metadata digest was
+    recorded.
+    """
     if not expected.metadata_digest:
         return []
     path = folder / METADATA_ITEM / "metadata"

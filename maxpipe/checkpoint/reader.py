@@ -413,7 +413,9 @@ def _restore(
 def _check_files_and_metadata(
     folder: CheckpointFolder, step: int
 ) -> tuple[str, CheckpointMetadata | None, RecordedDigests | None]:
-    """Return the faults of files and metadata, and the expected digests of the arrays."""
+    """Return the problems found in files and metadata, the metadata, and the expected digests of
+    the arrays.
+    """
     path = folder / step
     try:
         if manifest.has_manifest(path):

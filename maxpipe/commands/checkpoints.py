@@ -84,7 +84,10 @@ def _best(options: argparse.Namespace) -> int:
         mode = options.mode or best_mode_of(options.metric)
         better = BestMetric(options.metric, mode == "max")
     elif options.mode is not None:
-        rule = "requires --metric: checkpoint.best_metric is ranked by checkpoint.best_mode."
+        rule = (
+            "requires --metric: without --metric, checkpoints are ranked by "
+            "checkpoint.best_metric and checkpoint.best_mode."
+        )
         raise ConfigError.one("command line: --mode", options.mode, rule, "Leave out --mode.")
 
     def best() -> dict[str, Any]:

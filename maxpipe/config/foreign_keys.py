@@ -94,14 +94,16 @@ def match_exact_value(key: str, value: str, choices: Iterable[str]) -> str:
 
 
 def value_action(key: str, value: str, choices: Iterable[str]) -> str:
-    """Return the suggested action for an invalid value, or an empty string."""
+    """Return the suggested action for an invalid value, or an empty string if there is none."""
     choices = list(choices)
     match = match_exact_value(key, value, choices) or did_you_mean(value, choices)
     return f"Set {key}={match}." if match in choices else match.replace("KEY", key)
 
 
 def list_action(key: str) -> str:
-    """Return the suggested action, or "", for a key that is set to a list instead of a string."""
+    """Return the suggested action for a key that is set to a list instead of a string, or an empty
+    string if there is none.
+    """
     return foreign_tables()["lists"].get(key, "")
 
 

@@ -195,7 +195,7 @@ class DocumentStatistics(NamedTuple):
 
 
 class DuplicateCounter:
-    """Counter of duplicate documents, which compares documents by digest.
+    """Counts duplicate documents, comparing them by digest.
 
     If a source has too many documents, only a sample of one in 2**shift documents is compared. The
     sample is selected by digest, so it includes all duplicates of a sampled document.

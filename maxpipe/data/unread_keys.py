@@ -325,7 +325,7 @@ def remarks(
     if long is not None and long.number and long.policy in _POLICY_REMARKS:
         words = f"{long.number} of {total} longer than a sequence: {_POLICY_REMARKS[long.policy]}"
         if long.left_out and long.policy != "drop":
-            words += f"; {long.left_out} dropped because no tokens to train on are left"
+            words += f"; {long.left_out} dropped for having no tokens left to train on"
         lines.append(f"{words}: see data.long_conversations")
     if packing == "concatenate":
         lines.append(

@@ -17,8 +17,8 @@ exceeds a limit, the connection is closed.
 
 The secret is never part of a config, a command line or a log. A launcher passes the secret to all
 processes in an environment variable, or in a private file whose path is in an environment variable.
-Otherwise, process 0 writes a secret to the run folder, readable only by the user of the run, and
-removes it after all processes have joined.
+Otherwise, process 0 writes a secret to the run folder, readable only by the user who started
+the run, and removes it after all processes have joined.
 
 `Listener` accepts connections from the other processes on a port of process 0. Any host can connect
 to the port, so unauthenticated connections are limited in number, in lifetime and in the bytes

@@ -30,7 +30,7 @@ class EarlyStoppingState(TypedDict):
 
 
 class EarlyStopping:
-    """Counter of the periodic evaluations (`eval.every`) since the metric last improved."""
+    """Counts the periodic evaluations (`eval.every`) since the metric last improved."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Multiple-choice tasks: the predicted choice is the most likely choice after the context.
+"""Multiple-choice tasks: the prediction is the choice with the highest likelihood given the
+context.
 
 During training, parameters remain on their devices, even with pipeline stages. Each choice is a
 sequence. The evaluation step computes a separate loss for each sequence, as it does for the sources

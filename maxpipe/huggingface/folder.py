@@ -512,7 +512,9 @@ def unwritable_error(where: Path, error: OSError) -> StorageError:
     files were removed.
     """
     return StorageError.unwritable(
-        where, error, "Free space, or use a writable folder. All partial files were removed."
+        where,
+        error,
+        "Free up disk space, or use a writable folder. All partial files were removed.",
     )
 
 

@@ -328,8 +328,8 @@ def unrolled_blocks(
 
 
 def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
-    """Return the number of (query, key) pairs per sequence whose scores plain or blockwise
-    attention computes.
+    """Return the number of (query, key) pairs per sequence for which plain or blockwise
+    attention computes scores.
     """
     if by_blocks and (unrolled := unrolled_blocks(tokens)):
         return sum((stop - start) * (stop - first) for first, start, stop in unrolled)
@@ -341,7 +341,7 @@ def scored_pairs(tokens: int, *, by_blocks: bool = False) -> int:
 
 
 def scored_keys(tokens: int) -> int:
-    """Return the number of keys whose scores plain attention computes, summed over its query
-    blocks.
+    """Return the number of keys for which plain attention computes scores, summed over its
+    query blocks.
     """
     return sum(stop for _, stop in query_blocks(tokens))

@@ -406,9 +406,9 @@ class LayerType:
         """Return the number of residual-stream arrays that a split backward pass keeps for
         recomputation.
 
-        Two of these arrays are the layer's input and the cotangent of its output. Each branch adds
-        its sublayer's output if a post-norm follows the sublayer. Otherwise, the branch adds the
-        residual sum, unless this sum is the layer's output.
+        Two of these arrays are the layer's input and the cotangent of its output. For each branch,
+        the sublayer's output is also included if the sublayer is followed by a post-norm.
+        Otherwise, the residual sum is included, unless this sum is the layer's output.
         """
         last = self.branches[-1]
         return 2 + sum(

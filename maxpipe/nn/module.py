@@ -1,4 +1,4 @@
-"""Base class of modules, the context and output of modules, and norms."""
+"""Base class for modules, module contexts and outputs, and normalization layers."""
 
 from __future__ import annotations
 

@@ -94,13 +94,13 @@ class CollectiveTraffic:
     """Estimated cycles of the instructions scheduled between the start and the end of the
     collectives."""
     flops_behind: float = 0.0
-    """FLOP of the matmuls and kernels scheduled between the start and the end of the
+    """FLOPs of the matmuls and kernels scheduled between the start and the end of the
     collectives."""
 
 
 @dataclass(frozen=True)
 class CompileReport:
-    """Compiler report for a train step. Bytes and FLOP are per device."""
+    """Compiler report for a train step. Bytes and FLOPs are per device."""
 
     topology: str
     num_devices: int
@@ -128,9 +128,9 @@ class CompileReport:
     memory_bytes: float
     """Memory capacity of one device."""
     flops: float
-    """Total FLOP of all executed matmuls, including recomputation."""
+    """Total FLOPs of all executed matmuls, including recomputation."""
     model_flops: float
-    """FLOP that the model requires for the forward and backward passes."""
+    """FLOPs that the model requires for the forward and backward passes."""
     cycles: float
     """Cycles estimated by the compiler, excluding synchronous collectives, plus the cycles of
     custom kernels at `kernel_efficiency`. The value is 0 if the compiler provides no cycle
@@ -139,7 +139,7 @@ class CompileReport:
     """Cycles of each program region; included in `cycles`. The region names are defined in
     `parallel.scopes`."""
     kernel_flops: float
-    """FLOP of custom kernels; included in `flops`. The compiler has no cycle estimate for
+    """FLOPs of custom kernels; included in `flops`. The compiler has no cycle estimate for
     kernels."""
     kernel_efficiency: float
     """Assumed fraction of peak FLOP/s that custom kernels achieve."""

@@ -359,13 +359,13 @@ class LayerCost:
 
     @property
     def _plain_flops(self) -> float:
-        """Return the FLOP of attention matmuls outside custom kernels."""
+        """Return the FLOPs of attention matmuls outside custom kernels."""
         kernels = 0.0 if self.model.hardware.measured else self._kernel_flops
         return sum(flops for _, flops in self._scored) - kernels
 
     @cached_property
     def _scored(self) -> list[tuple[Scores, float]]:
-        """Return the attention operations of a layer, each with its FLOP in a forward pass."""
+        """Return the attention operations of a layer, each with its FLOPs in a forward pass."""
         sizes = self.model.sizes
         return [
             (operation, 4.0 * sizes.activations.scores(part) * operation.head_dim)
@@ -490,7 +490,7 @@ class Cost:
     parts: dict[str, float]
     """Time in seconds, keyed by cause. The step time is the sum of these times."""
     model_flops: float
-    """Model FLOP per step on one device."""
+    """Model FLOPs per step on one device."""
     peak_flops: float
     traffic: dict[tuple[str, str], float] = field(default_factory=dict)
     """Bytes that a device sends per step, keyed by axes and link."""

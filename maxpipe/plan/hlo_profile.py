@@ -53,14 +53,14 @@ TO_HOST, FROM_HOST = "to host", "from host"
 
 @dataclass(frozen=True)
 class InstructionCost:
-    """An instruction, its number of executions and its FLOP."""
+    """An instruction, its number of executions and its FLOPs."""
 
     instruction: Instruction
     region: str
     count: float
     """Number of executions per run of the program."""
     flops: float = 0.0
-    """FLOP of the matmuls in one execution; a multiply-add counts as 2. For a kernel, the count is
+    """FLOPs of the matmuls in one execution; a multiply-add counts as 2. For a kernel, the count is
     read from its scope name or its cost estimate."""
     fused: Computation = field(default_factory=dict)
     """Instructions in a fusion; empty for other instructions."""
@@ -106,7 +106,7 @@ class Collective:
     """Estimated cycles, keyed by instruction so that an instruction that overlaps with several
     collectives can be counted once."""
     flops_between: float = 0.0
-    """FLOP of the matmuls and kernels among the instructions in `between`, including those in
+    """FLOPs of the matmuls and kernels among the instructions in `between`, including those in
     loops."""
     between_slices: bool = False
     """Whether the hosts transfer the data between slices. If so, `group` contains device IDs."""
@@ -160,12 +160,12 @@ class Profile:
 
     @property
     def flops(self) -> float:
-        """Return the total FLOP of matmuls and kernels."""
+        """Return the total FLOPs of matmuls and kernels."""
         return sum(entry.flops * entry.count for entry in self.entries)
 
     @property
     def kernel_flops(self) -> float:
-        """Return the total FLOP of kernels."""
+        """Return the total FLOPs of kernels."""
         return sum(entry.flops * entry.count for entry in self.entries if entry.is_kernel)
 
     def largest(self, number: int) -> list[InstructionCost]:
@@ -304,7 +304,7 @@ class _Walk:
         return float(values[0]) if len(values) == 1 else None
 
     def cost(self, name: str) -> tuple[float, float, int]:
-        """Return the cycles, FLOP and number of instructions of one execution, as a sort key."""
+        """Return the cycles, FLOPs and number of instructions of one execution, as a sort key."""
         if name not in self.costs:
             computation = self.module.computations[name]
             self.costs[name] = self._cost_of(computation.values(), computation)
@@ -339,10 +339,10 @@ class _Walk:
     # Work.
 
     def _flops(self, op: Instruction, computation: Computation) -> float:
-        """Return the FLOP of one execution, including the matmuls in a fusion."""
+        """Return the FLOPs of one execution, including the matmuls in a fusion."""
         if op.opcode == "fusion":
             # Kernels are not inside fusions. The custom calls in a fusion that prepares a kernel
-            # contain the kernel's FLOP in their names. These FLOP are already counted for the
+            # contain the kernel's FLOPs in their names. These FLOPs are already counted for the
             # kernel.
             inside = self._inside(op)
             own = [other for other in inside.values() if other.opcode != "custom-call"]

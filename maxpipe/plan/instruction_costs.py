@@ -2,7 +2,7 @@
 
 An entry contains the costs of one instruction of the compiled program, summed over its executions.
 Cycles are the compiler's estimate. The compiler has no estimate for kernels, so their cycles are
-computed from their FLOP at an assumed efficiency. The cycles of a collective are computed from its
+computed from their FLOPs at an assumed efficiency. The cycles of a collective are computed from its
 bytes at the published link bandwidth, minus the cycles of the instructions scheduled between its
 start and end.
 """
@@ -54,7 +54,7 @@ class ProfileLine:
     cycles: float
     """Cycles per step."""
     flops: float
-    """FLOP of matmuls and kernels per step."""
+    """FLOPs of matmuls and kernels per step."""
     of_peak: float
     """Fraction of peak FLOP/s that matmuls and kernels achieve. For kernels, the fraction is
     assumed."""
@@ -91,7 +91,7 @@ def profile_lines(found: Profile, hardware: Hardware) -> list[ProfileLine]:
 
 
 def _work_line(entry: InstructionCost, peak: float, kernels: float) -> ProfileLine:
-    """Convert an entry to a `ProfileLine`, given the peak FLOP per cycle and the kernel
+    """Convert an entry to a `ProfileLine`, given the peak FLOPs per cycle and the kernel
     efficiency.
     """
     flops = entry.flops * entry.count

@@ -128,7 +128,7 @@ def _hidden_transfers(report: CompileReport) -> list[str]:
 
 
 def _overlapped_work(traffic: CollectiveTraffic) -> str:
-    """Format the amount of overlapped compute in cycles, or in FLOP if there is no cycle
+    """Format the amount of overlapped compute in cycles, or in FLOPs if there is no cycle
     estimate.
     """
     if traffic.cycles_behind:
@@ -304,8 +304,8 @@ def search_values(
     compiled: Sequence[RankedCandidate] = (),
     measured: Sequence[RankedCandidate] = (),
 ) -> dict[str, Any]:
-    """Return a search result as JSON-compatible data, including rankings by compilation and
-    measurement.
+    """Return a search result as JSON-compatible data, including the rankings based on
+    compilation and on measurement.
     """
     by_compiler = [
         plan_values(ranked.candidate, hardware)

@@ -1,4 +1,4 @@
-"""Rerank the best layouts of a search by compilation or by measurement.
+"""Rerank the best layouts of a search based on compilation or on measurement.
 
 Bayesian optimization chooses the next layout to measure. The log ratio of measured to predicted
 time is modeled as a sum of normally distributed errors. The sum has a term shared by all layouts, a

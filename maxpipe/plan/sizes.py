@@ -290,7 +290,9 @@ class ActivationSizes:
         )
 
     def scores(self, part: Part) -> int:
-        """Return the number of query-key pairs whose scores are computed, summed over all heads."""
+        """Return the number of query-key pairs for which scores are computed, summed over all
+        heads.
+        """
         return sum(
             self.batch.microbatch_size
             * self._scored_pairs(scores)
@@ -483,7 +485,7 @@ def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Array sizes of a run with a resolved mesh, grouped by subject."""
+    """Array sizes of a run with a resolved mesh, grouped by category."""
 
     config: Config
     platform: str = ""

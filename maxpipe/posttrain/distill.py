@@ -458,7 +458,7 @@ def prepare_teacher_logits(
                     folder, spec, teacher, datasets.train, config.train.batch_size, report
                 )
             except OSError as error:
-                action = "Free space, or specify a writable folder with --out."
+                action = "Free up disk space, or specify a writable folder with --out."
                 raise StorageError.unwritable(error.filename or folder, error, action) from error
 
 

@@ -44,7 +44,8 @@ class ScheduleSpec:
     name is an alias of `interleaved`.
     """
     split: bool = False
-    """Whether backward passes are split into I and W, so that slots are mixed."""
+    """Whether backward passes are split into I and W, so that a slot can hold different types of
+    work."""
     dominated: bool = False
     """Whether another schedule is equally fast and needs less memory. Searches skip dominated
     schedules."""

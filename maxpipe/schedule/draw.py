@@ -1,11 +1,11 @@
 """Text output for schedules: the timeline of one schedule, or a comparison of several schedules.
 
-If slots are mixed, a timeline has one line per stage. Otherwise, a timeline has two lines per
-stage: one for forward slots and one for backward slots.
+If a slot can hold different types of work, the timeline has one line per stage. Otherwise, the
+timeline has two lines per stage: one for forward slots and one for backward slots.
 
 Each cell contains the microbatch index and a letter for the repeat: `3b` is microbatch 3 in the
-second repeat, and `.` is an empty slot. In mixed lines, the slot type comes first: `F3b`, `I3b`,
-`W3b`.
+second repeat, and `.` is an empty slot. If there is one line per stage, the type of work comes
+first: `F3b`, `I3b`, `W3b`.
 
 `Canvas` is a drawing of boxes, areas, curves and labels that can be written as SVG or PNG. All
 sizes are in pixels.

@@ -6,8 +6,8 @@
    time interval on one stage. Interval coloring then assigns the smallest possible number of slots.
 3. `_weight_window` schedules a gather before each run of consecutive work on a chunk, and a
    reduction of the chunk's gradients after the run.
-4. `_prologue_rounds` groups entering microbatches into rounds. The prologue layers run once per
-   round.
+4. `_prologue_rounds` groups the microbatches that enter the pipeline into rounds. The prologue
+   layers run once per round.
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class PrologueRounds:
     forward: np.ndarray
     """Round whose forward pass runs before this tick's microbatch enters, or `IDLE`."""
     forward_slot: np.ndarray
-    """Slot that stores the entering microbatch's round."""
+    """Slot that stores the round of the microbatch that enters the pipeline."""
     backward: np.ndarray
     """Round whose backward pass runs after this tick's microbatch has returned, or `IDLE`."""
     backward_slot: np.ndarray

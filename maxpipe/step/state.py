@@ -6,10 +6,11 @@ order without padding. Only `ParamLayout` converts trees with the structure of t
 between the two forms. `ParamLayout` also defines the sharding of both forms. `StateLayout` adds the
 optimizer state, the guard state and adapters.
 
-This module also compares the replicated arrays in the train state bitwise across devices. If a mesh
-axis does not shard an array, the devices along this axis hold replicas, which every step changes
-identically. A hardware fault in a device makes its replica differ, which no other check detects.
-Each device reduces every shard to one integer, and only these integers are communicated.
+This module also compares the replicated arrays in the train state bitwise across devices. If an
+array is not sharded over a mesh axis, the devices along that axis hold replicas, and every step
+applies the same update to each replica. A hardware fault in a device makes its replica differ,
+which no other check detects. Each device reduces every shard to one integer, and only these
+integers are communicated.
 """
 
 from __future__ import annotations

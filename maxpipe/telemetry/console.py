@@ -342,14 +342,14 @@ def print_line(text: str) -> None:
     """Print a line. If the program reading the output has exited, the command continues.
 
     Raises:
-        StorageError: standard output cannot be written, for example on a full disk.
+        StorageError: standard output cannot be written to, for example because the disk is full.
     """
     try:
         print(redact.redact_for_terminal(text), flush=True)
     except BrokenPipeError:
         pass  # the command must finish even if the reader, e.g. `head`, has exited
     except OSError as error:
-        action = "Free space on the output's disk, or redirect the output."
+        action = "Free up space on the output's disk, or redirect the output."
         raise StorageError.unwritable("standard output", error, action) from error
 
 

@@ -115,7 +115,7 @@ def test_prepared_batches_match_record_batches(
     if policy == "truncate" and name == "llama3":
         [line] = text.remarks
         assert "longer than a sequence: truncated to one" in line
-        assert "dropped because no tokens to train on are left" in line
+        assert "dropped for having no tokens left to train on" in line
     assert compare_fingerprints(text.train.fingerprint(), ids.train.fingerprint()) == []
     assert text.train.fingerprint() == ids.train.fingerprint()
     assert text.unigram_entropy == ids.unigram_entropy

@@ -170,7 +170,7 @@ _Find = Callable[[str, SourceConfig], Iterator[RuleViolation]]
 
 
 def named_sources(config: Config) -> Iterator[tuple[str, SourceConfig]]:
-    """Yield (section, source) for each source; an example of a section is `data.mixture.web`."""
+    """Yield (section, source) for each source, where section is e.g. `data.mixture.web`."""
     for name, source in all_sources(config.data).items():
         yield section_of(name), source
 

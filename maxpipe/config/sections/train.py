@@ -262,7 +262,7 @@ def _stage_steps(stage: BatchRampStageConfig, sequence_length: int) -> int:
 
 
 def check_order(ramp: BatchRamp) -> str:
-    """Return an error message if batch sizes do not increase, or an empty string."""
+    """Return an error message if batch sizes do not increase; otherwise, return an empty string."""
     sizes: Sequence[int] = [stage.batch_size for stage in ramp.stages] + [ramp.batch_size]
     for small, large in itertools.pairwise(sizes):
         if small >= large:

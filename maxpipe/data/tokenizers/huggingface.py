@@ -139,7 +139,7 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer for a `tokenizer.json` file, with the settings in the folder of the file."""
+    """Tokenizer for a `tokenizer.json` file, using the settings files in the same folder."""
 
     file_fingerprint: str = ""
     """Fingerprint of the unmodified `tokenizer.json`. It is empty unless the folder's tokenizer

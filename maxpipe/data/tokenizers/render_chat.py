@@ -402,7 +402,9 @@ class _Renderer:
         raise _NotPrefixError(rule)
 
     def _generation_prompt(self) -> str:
-        """Return the generation prompt that follows the messages, or an empty string."""
+        """Return the generation prompt that follows the messages, or an empty string if it cannot
+        be determined.
+        """
         messages = [{"role": "user", "content": "a"}]
         before, prompted = self._try_render(messages), self._try_render(messages, prompt=True)
         if before is None or prompted is None or not prompted.startswith(before):

@@ -29,7 +29,7 @@ _THREADS = 2
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer for a unigram or BPE model, which uses the settings in the model's folder.
+    """Tokenizer for a unigram or BPE model, using the settings files in the model's folder.
 
     Unless `spaces` is set, the model file defines how spaces are handled. Most models insert a
     space before the input and merge consecutive spaces. The byte length of the first token includes

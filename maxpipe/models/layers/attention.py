@@ -165,8 +165,8 @@ class Attention(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the named activations. `query` and `key` include RoPE; `context` is the attention
-        output.
+        """Return the named activations. RoPE has already been applied to `query` and `key`;
+        `context` is the attention output.
         """
         activations = {"query": self._query, "key": self._key, "value": self._key}
         activations |= {"query_gate": self._query} if self.gated else {}

@@ -101,8 +101,8 @@ class LatentAttention(Part):
 
     @property
     def activations(self) -> Mapping[str, Dims]:
-        """Return the named activations. The latents are not yet normalized; `query` and `key`
-        include RoPE.
+        """Return the named activations. The latents are not yet normalized; RoPE has already been
+        applied to `query` and `key`.
 
         `context` is the attention output.
         """

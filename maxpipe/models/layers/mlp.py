@@ -111,7 +111,7 @@ class GatedMLP(Part):
 
 @dataclass(frozen=True)
 class Norm(Part):
-    """Base class of the normalization sublayers."""
+    """Base class for the normalization sublayers."""
 
     d_model: int
     epsilon: float

@@ -342,7 +342,7 @@ def _blocks(query: Array, key: Array, call: SplashOptions) -> tuple[int, int]:
 
 
 def _num_scored_pairs(query: Array, key: Array, window: int, call: SplashOptions) -> float:
-    """Return the number of (query, key) pairs in the blocks whose scores a kernel computes.
+    """Return the number of (query, key) pairs in the blocks for which a kernel computes scores.
 
     The number covers all sequences and heads. For query tokens with explicit indices, the result is
     the mean over devices.
