@@ -132,6 +132,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every", type=int, default=1, help="run every Nth of the selected tests")
     parser.addoption("--part", type=int, default=0, help="index of the first test for --every")
     parser.addoption(
+        "--whole-engine", action="store_true", help="--every leaves out no test of the engine"
+    )
+    parser.addoption(
         "--record-times", action="store_true", help="write the times of this run to times.json"
     )
 

@@ -28,7 +28,8 @@ MEDIUM_SECONDS = 0.05
 """Tests that take at least this time alone are not in `make test-fast`."""
 PID = os.getpid()
 ENGINE = ("tests/nn/", "tests/parallel/", "tests/pipeline/", "tests/schedule/", "tests/step/")
-"""Folders in which the fastest case of each test function is never slow."""
+"""Folders in which the fastest case of each test function is never slow, and of which
+`--whole-engine` leaves out no test."""
 
 Key = tuple[str, int]
 """Identifies a shared fixture or result: its name, and the process that computed it."""
@@ -101,9 +102,12 @@ def pytest_collection_modifyitems(
             item.add_marker("medium")
     yield
     every, part = int(config.getoption("--every") or 1), int(config.getoption("--part") or 0)
-    kept = items[part % every :: every]
+    whole = ENGINE if config.getoption("--whole-engine") else ()
+    others = [item for item in items if not item.nodeid.startswith(whole)]
+    chosen = set(others[part % every :: every])
+    kept = [item for item in items if item.nodeid.startswith(whole) or item in chosen]
     if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        config.hook.pytest_deselected(items=[*set(items).difference(kept)])
         items[:] = kept
 
 
