@@ -1,5 +1,4 @@
-"""Multiple-choice tasks: the prediction is the choice with the highest likelihood given the
-context.
+"""Multiple-choice tasks: the choice with the highest likelihood is the prediction.
 
 During training, parameters remain on their devices, even with pipeline stages. Each choice is a
 sequence. The evaluation step computes a separate loss for each sequence, as it does for the sources
