@@ -26,11 +26,11 @@ SLOW_SECONDS = 2.0
 """Tests with at least this cost are in `make test-slow`, and not in `make test`."""
 MEDIUM_SECONDS = 0.05
 """Tests that take at least this time alone are not in `make test-fast`."""
-PID = os.getpid()
 ENGINE = ("tests/nn/", "tests/parallel/", "tests/pipeline/", "tests/schedule/", "tests/step/")
 """Folders in which the fastest case of each test function is never slow, and of which
 `--whole-engine` leaves out no test."""
 
+PID = os.getpid()
 Key = tuple[str, int]
 """Identifies a shared fixture or result: its name, and the process that computed it."""
 
@@ -101,6 +101,8 @@ def pytest_collection_modifyitems(
         elif alone >= MEDIUM_SECONDS:
             item.add_marker("medium")
     yield
+    _computed.clear()  # results that modules computed for their parameters count for no test
+    _used.clear()
     every, part = int(config.getoption("--every") or 1), int(config.getoption("--part") or 0)
     whole = ENGINE if config.getoption("--whole-engine") else ()
     others = [item for item in items if not item.nodeid.startswith(whole)]

@@ -23,7 +23,7 @@ from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager
 from maxpipe.cli import main
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import StorageError
-from tests.checkpoint.cases import put, save, tree
+from tests.checkpoint.cases import config, data, put, save, tree
 
 Capture = pytest.CaptureFixture[str]
 
@@ -266,6 +266,26 @@ def test_best_selects_smallest_loss(six: Path, saved: Path, capsys: Capture):
     assert "no saved step was evaluated" in rule
     assert "eval.every=0" in action
     assert "no saved step was evaluated" in run(capsys, "show", f"{saved}@best", code=2)[1]
+
+
+def test_best_follows_direction_of_metric(tmp_path: Path, capsys: Capture):
+    losses, accuracies = [1.0, 3.0, 2.0], [0.2, 0.9, 0.5]
+    with CheckpointManager(tmp_path / "run", CheckpointConfig(keep=9)) as checkpoints:
+        for step, (loss, accuracy) in enumerate(zip(losses, accuracies, strict=True), 1):
+            values = {"eval/loss": loss, "eval/q/accuracy": accuracy, "eval/margin": loss}
+            checkpoints.save(
+                step, lambda step=step: tree(step), config(step), data(step), values, last=False
+            )
+    best = {
+        "eval/loss": 1,
+        "eval/q/accuracy": 2,
+        "eval/margin": 2,
+        "eval/q/accuracy --mode min": 1,
+        "eval/loss --mode max": 2,
+    }
+    for options, step in best.items():
+        [line] = run(capsys, "best", tmp_path / "run", "--metric", *options.split())
+        assert line.startswith(f"{tmp_path / 'run'}@{step}  "), options
 
 
 def test_quarantined_step_is_reported_as_damaged(six: Path, capsys: Capture):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from maxpipe.config.load import load
-from maxpipe.config.sections.eval import best_mode_of, metrics_of
+from maxpipe.config.sections.eval import metrics_of
 from maxpipe.errors import ConfigError
 from maxpipe.objectives import Preference
 
@@ -90,14 +90,12 @@ def test_metrics_of_lists_all_evaluated_metrics() -> None:
         ),
         **dict.fromkeys(["eval/sums/accuracy", "eval/sums/accuracy_by_bytes"], "max"),
     }
-    assert {name: best_mode_of(name) for name in metrics_of(config)} == metrics_of(config)
 
 
 def test_metrics_of_preference_objective() -> None:
     pairs = ["train.objective=preference", "data.chat=pairs", "data.packing=best_fit"]
     given = ["tiny", "train.steps=3", "data.source=jsonl", "data.path=a.jsonl", *pairs]
     found = metrics_of(load([*given, "data.validation_fraction=0.2"]).config)
-    assert {name: best_mode_of(name) for name in found} == found
     assert {*found} == {"eval/loss", *(f"eval/{name}" for name in Preference.report_names)}
     assert found["eval/margin"] == "max" and found["eval/loss"] == "min"
     kept = [*given, "data.validation_fraction=0.2", "checkpoint.best_metric=eval/margin"]

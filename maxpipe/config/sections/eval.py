@@ -98,24 +98,7 @@ LOSS = "eval/loss"
 BestMode = Literal["min", "max"]
 
 
-def metrics_of(config: Config) -> dict[str, BestMode]:
-    """Return `min` (smaller is better) or `max` for each evaluation metric, keyed by tag."""
-    data, metrics = config.data, dict[str, BestMode]()
-    has_documents = data.validation_fraction or data.validation or is_synthetic(data)
-    if config.eval.batches and has_documents and config.train.objective != "grpo":
-        pairs = config.train.objective == "preference"
-        losses = _LOSSES[:1] if pairs else _LOSSES
-        best: dict[str, BestMode] = dict.fromkeys(losses, "min")
-        best |= PAIR_METRICS if pairs else {}
-        for inner in ("eval/", *(f"eval/{name}/" for name in sorted(data.validation))):
-            metrics |= {inner + what: value for what, value in best.items()}
-        for name in sorted(data.mixture):
-            metrics |= {f"source/{name}/eval_{what}": "min" for what in losses}
-    for name in sorted(config.eval.tasks):
-        metrics |= dict.fromkeys([f"eval/{name}/{what}" for what in _ACCURACIES], "max")
-    return metrics
-
-
+_LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_bytes")
 PAIR_METRICS: dict[str, BestMode] = {
     "margin": "max",
     "accuracy": "max",
@@ -125,15 +108,29 @@ PAIR_METRICS: dict[str, BestMode] = {
     "nats_rejected": "max",
 }
 """Metrics of preference evaluations other than the loss."""
-
-
-_LOSSES, _ACCURACIES = ("loss", "nats_per_byte"), ("accuracy", "accuracy_by_bytes")
+_MODES: dict[str, BestMode] = {**PAIR_METRICS, "accuracy_by_bytes": "max"}
 
 
 def best_mode_of(metric: str) -> BestMode:
     """Return `max` if larger values of an evaluation metric (a tag) are better, else `min`."""
-    name = metric.rpartition("/")[2]
-    return PAIR_METRICS.get(name, "max" if name in _ACCURACIES else "min")
+    return _MODES.get(metric.rpartition("/")[2], "min")
+
+
+def metrics_of(config: Config) -> dict[str, BestMode]:
+    """Return `min` (smaller is better) or `max` for each evaluation metric, keyed by tag."""
+    data, tags = config.data, list[str]()
+    has_documents = data.validation_fraction or data.validation or is_synthetic(data)
+    if config.eval.batches and has_documents and config.train.objective != "grpo":
+        pairs = config.train.objective == "preference"
+        losses = _LOSSES[:1] if pairs else _LOSSES
+        names = (*losses, *PAIR_METRICS) if pairs else losses
+        for inner in ("eval/", *(f"eval/{name}/" for name in sorted(data.validation))):
+            tags += [inner + name for name in names]
+        for name in sorted(data.mixture):
+            tags += [f"source/{name}/eval_{loss}" for loss in losses]
+    for name in sorted(config.eval.tasks):
+        tags += [f"eval/{name}/{accuracy}" for accuracy in _ACCURACIES]
+    return {tag: best_mode_of(tag) for tag in tags}
 
 
 @rule("eval.tasks")
