@@ -174,8 +174,8 @@ def _parser() -> Parser:
         epilog="Exit codes: 0 success; 2 error in the config or command line, out of memory, or\n"
         "divergence (fix the cause before restarting); 70 bug in maxpipe; 71 hang or lost\n"
         "process; 74 storage error, damaged checkpoint or corrupted replica; 75 stopped by\n"
-        "SIGTERM or SIGHUP; 130 stopped by Ctrl-C. After 75 or 130, all completed steps are\n"
-        "saved: run the same command again to resume.",
+        "SIGTERM or SIGHUP; 130 stopped by Ctrl-C. After 75 or 130, run the same command\n"
+        "again to resume from the newest checkpoint.",
     )
     parser.add_argument("--version", action="version", version=f"maxpipe {maxpipe.__version__}")
     commands = subcommands(parser)

@@ -246,7 +246,7 @@ def _add_best(actions: Commands) -> None:
         "--mode",
         choices=("min", "max"),
         help="whether the smallest or largest value of --metric is best (default: max for\n"
-        "accuracies, margins and the like, otherwise min)",
+        "accuracy, accuracy_by_bytes, margin, reward_chosen and nats_rejected, otherwise min)",
     )
     best.add_argument("--json", action="store_true", help="print one JSON object")
     best.set_defaults(command=_best)

@@ -264,7 +264,7 @@ def _add_prepare(actions: Commands) -> None:
         type=count,
         default=1 << 27,
         metavar="N",
-        help="tokens per shard; a shard is a pair of files (default: 134217728)",
+        help="tokens per shard; every shard has one .bin file (default: 134217728)",
     )
     prepare.set_defaults(command=_prepare)
 

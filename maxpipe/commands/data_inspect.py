@@ -68,7 +68,7 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
             rule = f"conflicts with {key}: both select the documents to read."
-            raise ConfigError.one(where, None, rule, "Remove one of the two settings.")
+            raise ConfigError.one(where, None, rule, "Remove one of the two arguments.")
     inferred = _source(paths)
     has_config = any("=" not in other for other in others)
     if inferred["data.source"] == "tokens" and not has_config:

@@ -127,7 +127,7 @@ def _documents(options: argparse.Namespace) -> list[str]:
     for each in options.inputs:
         if each.startswith(("data.source=", "data.path=")):
             rule = f"conflicts with {each}: both select documents."
-            raise ConfigError.one(where, path, rule, "Leave out one of the two settings.")
+            raise ConfigError.one(where, path, rule, "Leave out one of the two arguments.")
     source = infer_source(path, where)
     found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]

@@ -100,8 +100,8 @@ Raw = str | None | list["Raw"] | dict[str, "Raw"]
 
 
 def find_invalid_text(text: str) -> tuple[str, str] | None:
-    """Return the violated rule and the suggested action if a string is not a valid config value, or
-    None.
+    """Return the violated rule and the suggested action if a string is not a valid config value;
+    otherwise, return None.
     """
     if "${" in text:
         return "contains `${`, but variables are not expanded.", "Write the value itself."

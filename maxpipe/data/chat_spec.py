@@ -206,8 +206,8 @@ _PART = 1 << 20
 
 
 class RemainingCounts(NamedTuple):
-    """Numbers of conversations with and without tokens to train on after the length policy is
-    applied, as int64 scalars.
+    """Numbers of nonempty conversations that the length policy keeps, and that it drops, as int64
+    scalars.
     """
 
     with_tokens: np.ndarray
@@ -247,8 +247,8 @@ class LengthLimitedDocuments:
         return self._lengths
 
     def count_remaining(self, moved: Heartbeat | None = None) -> RemainingCounts:
-        """Count the conversations that still have tokens to train on, and those that have none;
-        call `moved` after each chunk.
+        """Count the conversations that the length policy keeps and drops; call `moved` after each
+        chunk.
         """
         return self._remaining_counts(self._documents.lengths, self.lengths)
 

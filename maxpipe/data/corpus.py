@@ -115,7 +115,7 @@ class IndexedSource:
         """Return the sequences of a split, or None if the split is empty.
 
         Raises:
-            ConfigError: all documents have fewer than two tokens.
+            ConfigError: no document of the split has two or more tokens.
         """
         with wrap_section_errors(self.name):
             sequences = self._packed(split, fraction, packer)

@@ -161,7 +161,7 @@ class Mixture:
         return min(end for end in ends if end is not None)
 
     def switched_to(self, to: Mixture, number: int) -> Mixture:
-        """Return a mixture that equals this one before sample `number`, and `to` afterwards."""
+        """Return a mixture that equals this one before sample `number`, and `to` from there on."""
         kept = [stage for stage in self.stages if stage.first < number] or [to.stages[0]]
         last = [stage for stage in to.stages if stage.first <= number][-1]
         if last.quotas != kept[-1].quotas:
@@ -238,7 +238,7 @@ def final_weights(
 def sample_limits(
     mixture: Mapping[str, MixedSourceConfig], sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sample limit of each source: `epochs` epochs, or one epoch by default."""
+    """Return the sample limit of each source: `epochs` epochs, or one epoch if none is set."""
     with_epochs = any(source.epochs for source in mixture.values())
     return {
         name: max(1, min(round(mixture[name].epochs * size), _MAX_SAMPLES)) if with_epochs else size

@@ -400,7 +400,9 @@ class _OpenSequences:
         self._size = size
 
     def take(self) -> tuple[int, int, int] | None:
-        """Remove and return the fullest sequences that fit a chunk: (first, end, free space)."""
+        """Remove and return a range of the fullest sequences that fit a chunk, as (first, end, free
+        space).
+        """
         if not self._rooms:
             return None
         room = self._rooms[0]

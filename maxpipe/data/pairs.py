@@ -241,7 +241,8 @@ def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
     the responses.
 
     Raises:
-        BadRecord: both responses share a prefix that is longer than the prompt.
+        BadRecord: the common prefix of the responses contains the prompt but does not start with
+            it.
     """
     prompt, *responses = parts
     size = len(prompt)
@@ -252,8 +253,8 @@ def _strip_repeated_prompt(parts: list[list[Message]]) -> list[list[Message]]:
         _is_same(prompt[0], response) for response in responses[0][: max(0, alike)]
     ):
         rule = (
-            "must contain responses to the prompt, but both are full conversations with a common "
-            "prefix that is longer than the prompt."
+            "must contain responses to the prompt, but both are full conversations whose common "
+            "prefix contains the prompt but does not start with it."
         )
         raise BadRecord(shorten(str(prompt[0])), rule, "Set data.prompt_field=''.")
     return parts

@@ -3,7 +3,7 @@
 Reading document i always returns the same text, in any thread and process. Each file format has a
 module in `formats/`. `documents.py` handles tokens; other modules handle splits, order and batches.
 
-Errors raised by a source name config keys in the section `data`. This module replaces `data` in the
+Errors of a source refer to config keys in the section `data`. This module replaces `data` in the
 messages with the section of the source: `data.mixture.NAME` or `data.validation.NAME`.
 """
 

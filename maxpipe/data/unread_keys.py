@@ -66,7 +66,7 @@ def first_records(source: Source) -> list[Fields]:
             break
         try:
             record: Any = source.record(number)
-        except ConfigError:  # the error is reported when all records are read
+        except ConfigError:  # the error is reported later, when all records are read
             continue
         record = record.record if isinstance(record, TrainedMessage) else record
         if isinstance(record, Mapping):

@@ -116,7 +116,7 @@ class ControlChannel:
 
     Args:
         phases: phases of this process, reported to the coordinator.
-        limits: time limits after which the coordinator ends the run.
+        limits: time limits after which the run ends.
         index: index of this process.
         count: number of processes.
     """
@@ -300,7 +300,7 @@ class ControlChannel:
         """Return whether to stop now. This collective call has the same result on all processes."""
         with self._changed:
             while self._state.asked and self._state.stop_at is None and not self._closed:
-                self._changed.wait(1.0)  # channel threads respond without their main threads
+                self._changed.wait(1.0)  # channel threads respond while main threads are busy
             self._answered += 1
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 

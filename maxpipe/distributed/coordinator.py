@@ -50,7 +50,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Time limits after which the coordinator ends the run."""
+    """Time limits after which the run ends."""
 
     init_seconds: float = 300.0
     heartbeat_seconds: float = 100.0

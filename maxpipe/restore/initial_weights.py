@@ -279,7 +279,7 @@ def read_other_metadata(text: str, loaded: LoadedConfig) -> CheckpointMetadata |
         step = resolve_step_on_all(other, address)
         try:
             return other.durable.read_metadata(step)
-        except (DamagedError, OSError):  # the restore handles this error
+        except (DamagedError, OSError):  # the restore reports the error or skips the step
             return None
 
 

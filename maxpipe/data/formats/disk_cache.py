@@ -290,8 +290,8 @@ def _state(path: str) -> tuple[int, int] | None:
 
 
 def load(path: str, made_of: Callable[[Arrays], Value], otherwise: str) -> Value | None:
-    """Return the value that `made_of` builds from the arrays in a file; None if it is missing.
-    If the file cannot be used, log a warning and return None.
+    """Return the value that `made_of` builds from the arrays in a file, or None if the file is
+    missing. If the file cannot be used, log a warning and return None.
     """
     try:
         # The file is opened here, because numpy does not close a damaged file.

@@ -93,7 +93,7 @@ class Lines:
     """Non-blank lines of a file.
 
     `starts` contains the offset of each line in `content`, followed by the size of `content`.
-    `content` is the file itself or an unpacked copy. `skips` is true if the file has blank lines.
+    `content` is the file itself or an unpacked copy.
     """
 
     file: File
@@ -233,7 +233,7 @@ def _merge_small_pieces(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _too_large_error(file: File, most_bytes: int) -> ConfigError:
-    rule = f"must be at most {most_bytes} bytes when unpacked, which is the  "
+    rule = f"must be at most {most_bytes} bytes when unpacked, which is the "
     rule += "unused part of data.max_decompressed_bytes."
     action = "Set a larger data.max_decompressed_bytes if <run.dir>/.index has enough space, or "
     action += "remove the file from data.path."
@@ -243,8 +243,8 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
 def _scan_lines(
     pieces: Iterable[bytes], file: File, moved: Heartbeat | None
 ) -> tuple[np.ndarray, bool]:
-    """Return the line offsets, and whether the file has blank lines (`starts` and `skips` of
-    `Lines`); raise ConfigError if a line is too long.
+    """Return the line offsets, and whether the file has blank lines (`starts` and
+    `has_blank_lines` of `Lines`); raise ConfigError if a line is too long.
     """
     progress = Progress(f"finding lines of {file.name} (bytes)", file.size_bytes, moved)
     starts: list[np.ndarray] = []

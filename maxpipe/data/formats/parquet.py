@@ -513,7 +513,7 @@ def _batches(number: int, file: File) -> list[_Batch]:
     batches: list[_Batch] = []
     needed: list[tuple[int, int]] = []
     with wrap_read_errors(file.path):
-        os.close(boundary.open_regular(file.path))  # raise an error unless the file is regular
+        os.close(boundary.open_regular(file.path))  # raises an error unless the file is regular
     try:
         if read(file, max(0, file.size_bytes - len(_END))) != _END:
             raise ValueError("the file is truncated")

@@ -415,7 +415,9 @@ _NAMED_FILES = 4
 def changed_files(
     saved: Mapping[str, str] | None, current: Mapping[str, str] | None
 ) -> list[tuple[str, Any, Any]]:
-    """Return (label, saved digest, current digest) for each changed file; empty without digests."""
+    """Return (label, saved, current) for each changed file and for a changed list of files. The
+    result is empty if either side has no digests.
+    """
     if not saved or not current:
         return []
     changes = [

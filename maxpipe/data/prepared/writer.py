@@ -373,7 +373,9 @@ def _end_with_parent() -> None:
 
 
 def encode(first: int, stop: int) -> DocumentBatch | tuple[Problem, ...]:
-    """Return encoded documents, or the problems if encoding fails; see `ShardEncoder`."""
+    """Return encoded documents from `first` on, or the problems if encoding fails; see
+    `ShardEncoder.encode_batch`.
+    """
     try:
         return _Worker.encoder.encode_batch(first, stop)
     except ConfigError as error:  # pickling the error would lose its `problems`

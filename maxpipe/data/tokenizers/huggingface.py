@@ -110,7 +110,9 @@ def _steps(node: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the pattern that a step replaces ("" for any position), and the text it inserts."""
+    """Return the pattern that a step replaces ("" if it may match anywhere), and the text that the
+    step inserts.
+    """
     if step.get("type") == "Prepend":
         return "", str(step.get("prepend", ""))
     if step.get("type") != "Replace":

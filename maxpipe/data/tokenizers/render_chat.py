@@ -402,8 +402,8 @@ class _Renderer:
         raise _NotPrefixError(rule)
 
     def _generation_prompt(self) -> str:
-        """Return the generation prompt that follows the messages, or an empty string if it cannot
-        be determined.
+        """Return the generation prompt that follows the messages, or an empty string if none is
+        found.
         """
         messages = [{"role": "user", "content": "a"}]
         before, prompted = self._try_render(messages), self._try_render(messages, prompt=True)
