@@ -44,10 +44,9 @@ class Experts(Part):
     """Weighted sum of the outputs of each token's experts (arXiv:1701.06538, routed as in
     arXiv:2401.04088).
 
-    If there is no capacity limit, `dispatch` determines whether each token is processed only by its
-    selected experts or by all experts, with unselected experts given weight 0. With a capacity
-    limit, each expert accepts a limited number of tokens per sequence, and excess tokens are
-    dropped.
+    Without a capacity limit, `dispatch` selects whether a token is processed by its selected
+    experts only, or by all experts, with weight 0 for unselected experts. With a capacity limit,
+    each expert accepts a limited number of tokens per sequence, and excess tokens are dropped.
     """
 
     d_model: int
