@@ -322,7 +322,7 @@ class PipelineDecodeEngine:
     def _layers(
         self, params: Tree, caches: Tree, x: Array, at: Array, works: Array, inputs: Tree
     ) -> tuple[Array, Tree]:
-        """Apply this stage's layers to microbatch `at`; update the caches if `works` is true."""
+        """Apply this stage's layers to microbatch `at`; update caches only if `works` is true."""
         layout, stage = self.layout, axis_index(STAGE)
         # If there is one layer type and all stages have the same number of layers, no branch is
         # needed.

@@ -149,7 +149,7 @@ def _header(path: Path) -> tuple[int, dict[str, TensorEntry]]:
         if length > _MAX_HEADER_BYTES:
             raise ValueError(f"the header size is {length:,} bytes, but the limit is 100 million")
         if length > size - _LENGTH.size:
-            raise ValueError(f"the header size is {length:,} bytes, not {size:,}")
+            raise ValueError(f"the header size is {length:,} bytes, but the file has {size:,}")
         text = stream.read(length)
     start = _LENGTH.size + length
     parse_json(text, dict[str, Any])  # enforces limits; the next line detects duplicate names

@@ -449,7 +449,7 @@ class Experts(SpecModule):
     def _with_bias(
         self, name: str, x: Array, spread: Callable[[Array], Array] = lambda bias: bias
     ) -> Array:
-        """Add the projection's biases, if any; `spread` maps them to the shape of `x`."""
+        """Add the projection's biases, if any; `spread` makes them broadcastable to `x`."""
         if not self.part.biased:
             return x
         return x + spread(getattr(self, f"{name}_bias")[...].astype(x.dtype))

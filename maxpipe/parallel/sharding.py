@@ -183,7 +183,7 @@ def entry_axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def restrict_spec(spec: PartitionSpec, axes: Sequence[str]) -> PartitionSpec:
-    """Return the spec without all other mesh axes."""
+    """Return the spec with only the given mesh axes."""
     return PartitionSpec(
         *(_spec_entry([axis for axis in entry_axes(entry) if axis in axes]) for entry in spec)
     )

@@ -544,8 +544,8 @@ def predict_cost(
 
 
 def _ticks(model: CostModel, schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return, for each tick `[K]`, the time of the layers and the time with which messages can
-    overlap, in seconds.
+    """Return the layer time of each tick `[K]`, and the part of that time that can overlap with
+    messages, in seconds.
     """
     sizes, computes = model.sizes, model.sizes.config.pipeline.idle == "compute"
     total = np.zeros(schedule.num_ticks)

@@ -423,8 +423,8 @@ CPU_KEPT, CPU_RECOMPUTED = 5 / 6, 1.25
 """Number of copies of each array that a sublayer declares, if activations are saved and if they are
 recomputed. Fitted to measurements."""
 CPU_SCORES, CPU_SCORES_ALONE = 0.95, 1.6
-"""Number of copies of the attention scores while other sublayers' arrays are live, and during the
-backward pass of attention; fitted to measurements."""
+"""Number of copies of the attention scores while the sublayers' other arrays are live, and during
+the backward pass of attention; fitted to measurements."""
 CPU_BARRIER_COPIES = 0.6
 """Number of additional copies of each array if the compiler drops optimization barriers; fitted to
 measurements. Matmul operands already have the right layout, unless tokens are sharded."""

@@ -128,7 +128,7 @@ def _hidden_transfers(report: CompileReport) -> list[str]:
 
 
 def _overlapped_work(traffic: CollectiveTraffic) -> str:
-    """Format the overlapped compute: in cycles if the compiler estimates them, else in FLOPs."""
+    """Format the overlapped compute: cycles if the compiler estimates them, otherwise FLOPs."""
     if traffic.cycles_behind:
         return f"{traffic.cycles_behind / 1e6:.0f} Mcycles"
     return format_si(traffic.flops_behind, "FLOP") if traffic.flops_behind else "-"

@@ -189,9 +189,9 @@ def _ratio(costs: Costs) -> str:
 
 
 _LEGEND = (
-    "idle: idle fraction at costs F:I:W. saved chunks, deferred (weight gradients), inbox: slot",
-    "counts per stage. in layers: saved chunks plus deferred, in units of a stage's layers.",
-    "messages: most sent by a stage per step. "
+    "idle: fraction of a step at costs F:I:W. saved chunks, deferred (weight gradients), inbox:",
+    "slot counts per stage. in layers: saved chunks plus deferred, in units of a stage's layers.",
+    "messages: maximum sent by a stage per step. "
     "gathers: per weight and step with weight_gather=window.",
 )
 

@@ -467,7 +467,7 @@ PARAM_STREAM, DROPOUT_STREAM = 0, 1
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How the train state (model and optimizer) is laid out on a mesh."""
+    """Mesh layout of the train state of a model and its optimizer."""
 
     param_layout: ParamLayout
     optimizer: Optimizer

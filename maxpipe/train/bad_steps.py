@@ -169,8 +169,9 @@ class BadStepMonitor:
             )
         if action == "skip" and self._num_consecutive > config.max_bad_steps:
             return (
-                f"makes {self._num_consecutive} bad steps in a row; guard.max_bad_steps allows "
-                f"{config.max_bad_steps}. Updates were skipped; events.jsonl names the batches.",
+                f"is the last of {self._num_consecutive} consecutive bad steps; "
+                f"guard.max_bad_steps allows {config.max_bad_steps}. Updates were skipped; "
+                "events.jsonl names the batches.",
                 f"Set guard.max_bad_steps={2 * config.max_bad_steps} if the data is the cause, or "
                 f"{lower}.",
             )

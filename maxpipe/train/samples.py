@@ -52,7 +52,7 @@ class ValidationPrompt(NamedTuple):
 
 
 def last_turn(document: EncodedDocument, tokenizer: Tokenizer) -> ValidationPrompt | None:
-    """Return the last trained message, as the reference response, and the prompt that precedes it.
+    """Return the last message that is trained on, as reference response, and the preceding prompt.
 
     Returns None if the document has no such message, or has no prompt before the message.
     """

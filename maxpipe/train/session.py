@@ -274,7 +274,7 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
 def _record_attempt(
     events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
 ) -> None:
-    """Record the start of this attempt in the run's events, and its failure if it fails."""
+    """Record in the run's events the start of this attempt and, if it fails, the failure."""
     events.write(
         "begin",
         host=platform.node(),

@@ -189,14 +189,14 @@ def test_resume_keeps_count_of_consecutive_bad_steps(
     """The run is interrupted between two consecutive bad steps, which together exceed the limit."""
     trainer.bad = {3, 7, 8}
     limits = ("guard.bad_steps=skip", "guard.max_bad_steps=1")
-    with pytest.raises(DivergenceError, match="makes 2 bad steps in a row"):
+    with pytest.raises(DivergenceError, match="is the last of 2 consecutive bad steps"):
         trainer.train(*limits)
     trainer.crash = 8
     trainer.folder = tmp_path / "again" / "run"
     with pytest.raises(Crash):
         trainer.train(*limits, f"run.dir={tmp_path / 'again'}")
     trainer.crash = None
-    with pytest.raises(DivergenceError, match="makes 2 bad steps in a row"):
+    with pytest.raises(DivergenceError, match="is the last of 2 consecutive bad steps"):
         trainer.train(*limits, f"run.dir={tmp_path / 'again'}")
     assert [each["step"] for each in ledger(trainer.folder, "bad_step")] == [4, 8, 9]
     assert tree_digest(saved(trainer.folder, 8).state) == tree_digest(

@@ -44,9 +44,9 @@ class Experts(Part):
     """Weighted sum of the outputs of each token's experts (arXiv:1701.06538, routed as in
     arXiv:2401.04088).
 
-    Without a capacity limit, `dispatch` selects the computation: only the selected experts of each
-    token, or all experts with weight 0 for the others. With a capacity limit, each expert accepts
-    a limited number of tokens per sequence, and excess tokens are dropped.
+    Without a capacity limit, `dispatch` selects whether a token is processed by its selected
+    experts only, or by all experts, with weight 0 for unselected experts. With a capacity limit,
+    each expert accepts a limited number of tokens per sequence, and excess tokens are dropped.
     """
 
     d_model: int
