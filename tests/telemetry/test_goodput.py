@@ -100,7 +100,7 @@ def test_restarted_finished_run_redoes_no_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("event", ["rollback", "roll_back"], ids=["now", "earlier release"])
-def test_steps_undone_by_rollback_are_redone(tmp_path: Path, event: str) -> None:
+def test_steps_undone_by_rollback_count_as_redone(tmp_path: Path, event: str) -> None:
     ledger = Ledger(tmp_path)
     ledger.write("begin")
     ledger.write("start", step=0, seconds={})

@@ -127,7 +127,7 @@ def test_checkpoint_commands_show_steps_and_digests(uninterrupted: Path, run: Ru
 # --- resuming ----------------------------------------------------------------------------
 
 
-def test_restarting_finished_run_changes_nothing(
+def test_restarting_finished_run_keeps_metrics_and_checkpoints(
     copy: Path, uninterrupted: Path, tiny: Path, run: Run
 ):
     output = run("train", tiny, f"run.dir={copy.parent}")
