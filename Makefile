@@ -39,10 +39,10 @@ test-times: $(DEV)  ## run the tests of test and test-slow, and record their tim
 test-all: test test-slow test-timing test-layouts test-long test-wheel  ## all tests but test-matrix, test-faults and test-oracle
 
 test-timing: $(DEV)  ## run tests that compare measured times, on an idle machine (3 minutes)
-	@$(BIN)/python -m pytest -m timing tests/plan
+	@$(BIN)/python -m pytest -m timing tests/planner
 
 test-layouts: $(DEV)  ## test more meshes, schedules and model families than `make test` (30 to 60 minutes)
-	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generate tests/model tests/plan tests/parallel tests/huggingface $(LAYOUTS_ARGS) $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -m layouts tests/pipeline tests/train tests/generation tests/model tests/planner tests/parallel tests/huggingface $(LAYOUTS_ARGS) $(PYTEST_ARGS)
 
 test-long: $(DEV)  ## run complete examples from the docs, and other long tests (10 minutes)
 	@$(BIN)/python -m pytest -m long $(LONG_ARGS) $(PYTEST_ARGS)

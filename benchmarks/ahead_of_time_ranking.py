@@ -33,7 +33,7 @@ from scipy.stats import spearmanr
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
     from maxpipe.hardware import Hardware
-    from maxpipe.plan.hlo_profile import Profile
+    from maxpipe.planner.hlo_profile import Profile
 
 TOPOLOGY, MODEL = "v5p:2x4x4", "llama3-8b"
 ROWS, TOKENS = 128, 4096
@@ -96,7 +96,7 @@ LAYOUTS = (
 
 def config_of(layout: Layout) -> Config:
     from maxpipe.config.load import load
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     return topology.resolve_config(load(layout.arguments), topology.parse_topology(TOPOLOGY))
 
@@ -122,12 +122,12 @@ class Compiled(NamedTuple):
 
 def compile_one(layout: Layout, keep: Path | None) -> Compiled:
     """Compile and profile one program. This function runs in a separate process."""
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
-    from maxpipe.plan.compile import build_steps, kernel_cycles, profile_step
+    from maxpipe.planner.compile import build_steps, kernel_cycles, profile_step
 
     config = config_of(layout)
     steps = build_steps(config, topology.topology_devices(target))
@@ -159,7 +159,7 @@ def compile_one(layout: Layout, keep: Path | None) -> Compiled:
 
 def exposed(found: Profile, hardware: Hardware) -> tuple[float, dict[str, list[float]]]:
     """Return the exposed seconds of collectives, in total and by kind, region and group size."""
-    from maxpipe.plan import instruction_costs
+    from maxpipe.planner import instruction_costs
 
     rows: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     for each, seconds in instruction_costs.exposed_collectives(found, hardware):
@@ -194,7 +194,7 @@ FORECAST = (
     *("cost", "traffic", "memory", "memory_terms", "search", "rerank", "calibrate", "report"),
     *("sizes", "shards", "shardings"),
 )
-"""Modules of `maxpipe.plan` omitted from the digest: they affect neither program nor profile."""
+"""Modules of `maxpipe.planner` omitted from the digest: they affect neither program nor profile."""
 
 
 def sources() -> str:
@@ -202,7 +202,7 @@ def sources() -> str:
     package = Path(__file__).parents[1] / "maxpipe"
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for path in sorted(package.rglob("*.py")):
-        if path.parent.name != "plan" or path.stem not in FORECAST:
+        if path.parent.name != "planner" or path.stem not in FORECAST:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -218,8 +218,8 @@ class Row(NamedTuple):
 
 def forecast(layout: Layout) -> tuple[float, dict[str, float]]:
     """Return the predicted step time in seconds, in total and per component."""
-    from maxpipe.plan.search import evaluate
-    from maxpipe.plan.topology import parse_topology
+    from maxpipe.planner.search import evaluate
+    from maxpipe.planner.topology import parse_topology
 
     cost = evaluate(config_of(layout), parse_topology(TOPOLOGY).hardware).cost
     return cost.seconds, cost.parts

@@ -33,15 +33,15 @@ GIB = 2**30
 
 def compile_one(fsdp: int, tensor: int, tokens: int, switches: dict[str, bool]) -> dict[str, Any]:
     """Compile and profile one program. This function runs in a separate process."""
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
     from maxpipe.config.load import from_dict
-    from maxpipe.plan.compile import build_steps, profile_step
-    from maxpipe.plan.memory import predict_memory
-    from maxpipe.plan.sizes import Sizes, build_schedule
+    from maxpipe.planner.compile import build_steps, profile_step
+    from maxpipe.planner.memory import predict_memory
+    from maxpipe.planner.sizes import Sizes, build_schedule
 
     config = from_dict(
         {

@@ -6,7 +6,7 @@
 Each run combines a model with one or more mesh axes. Steps are compiled but never executed. The
 bytes that a device sends are computed from the program that XLA compiles for up to 8 devices, with
 loop trip counts from the schedule. The result is compared with the number of bytes that
-`maxpipe.plan.traffic` predicts from model and mesh sizes alone.
+`maxpipe.planner.traffic` predicts from model and mesh sizes alone.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import jax
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.compile import build_steps, profile_step
-from maxpipe.plan.compile import collective_traffic as of_program
-from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.traffic import count_collectives, step_traffic
+from maxpipe.planner.compile import build_steps, profile_step
+from maxpipe.planner.compile import collective_traffic as of_program
+from maxpipe.planner.sizes import Sizes
+from maxpipe.planner.traffic import count_collectives, step_traffic
 
 NUMBERS = 1100
 """Collectives of at most this many bytes per step (losses, statistics, norms) are omitted."""

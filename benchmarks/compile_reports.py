@@ -14,8 +14,8 @@ from pathlib import Path
 
 from predicted_memory import CACHE, GIB, ROWS, Row, compiled
 
-from maxpipe.plan import report
-from maxpipe.plan.compile import CompileReport
+from maxpipe.planner import report
+from maxpipe.planner.compile import CompileReport
 
 RUNS = {
     "8B on 32 chips": (

@@ -99,8 +99,8 @@ def prompts(shape: Shape) -> np.ndarray:
 
 def ours(folder: Path, shape: Shape) -> Callable[[], tuple[float, Any]]:
     """Load the folder in maxpipe, and return a function that returns (seconds, token ids)."""
-    from maxpipe.generate.decoding import DecodeShape, Sampling
-    from maxpipe.generate.load_model import open_model
+    from maxpipe.generation.decoding import DecodeShape, Sampling
+    from maxpipe.generation.load_model import open_model
 
     inputs = [
         "tokenizer.kind=bytes",

@@ -36,7 +36,7 @@ peak memory is reported by the compiler and includes arguments and outputs.
 
 def compile_one(mesh: str) -> dict[str, Any]:
     """Compile one program. This function runs in a separate process."""
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
@@ -45,8 +45,8 @@ def compile_one(mesh: str) -> dict[str, Any]:
     import numpy as np
 
     from maxpipe.config.load import load
-    from maxpipe.generate.decoding import DecodeShape, Sampling, with_shardings
-    from maxpipe.generate.pipeline_decoding import (
+    from maxpipe.generation.decoding import DecodeShape, Sampling, with_shardings
+    from maxpipe.generation.pipeline_decoding import (
         build_decode_engine,
         decode_param_layout,
         decode_param_shardings,

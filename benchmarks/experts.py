@@ -49,7 +49,7 @@ CAPACITY = 1.25
 
 def measure(shape: Shape, form: str) -> dict[str, Any]:
     """Compile one layer. This function runs in a separate process."""
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
@@ -66,8 +66,8 @@ def measure(shape: Shape, form: str) -> dict[str, Any]:
     from maxpipe.parallel.axes import MeshConfig
     from maxpipe.parallel.mesh import build_mesh
     from maxpipe.parallel.sharding import AxisRules
-    from maxpipe.plan.hlo_parser import parse_hlo
-    from maxpipe.plan.hlo_profile import profile_program
+    from maxpipe.planner.hlo_parser import parse_hlo
+    from maxpipe.planner.hlo_profile import profile_program
 
     devices = topology.topology_devices(target)
     mesh = build_mesh(MeshConfig(ici_data=len(devices)), devices)

@@ -58,8 +58,8 @@ HEAD = """\
 # Predicted memory compared with XLA for GPUs
 
 `python benchmarks/gpu_ahead_of_time.py --write`, with {versions}. No GPU was used, and no kernel
-was timed (docs/plan.md lists the consequences). Sizes are in GiB. The columns "arguments" and
-"temp" (temporaries) are reported by the compiler, and "predicted" is the total predicted by
+was timed (docs/guides/plan.md lists the consequences). Sizes are in GiB. The columns "arguments"
+and "temp" (temporaries) are reported by the compiler, and "predicted" is the total predicted by
 `maxpipe plan`.
 
 | run | attention | arguments | arguments + temp | predicted | ratio | compiled in |

@@ -41,8 +41,8 @@ def train_step(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Measure maxpipe's train step."""
     import jax  # noqa: F401
 
-    import maxpipe.plan.compile
-    import maxpipe.plan.search  # noqa: F401
+    import maxpipe.planner.compile
+    import maxpipe.planner.search  # noqa: F401
 
     yield {}
     tiny = TINY if options["tiny"] else []
@@ -347,10 +347,10 @@ def decode(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
     import numpy as np
 
     from maxpipe.config.load import load
-    from maxpipe.generate.decoding import DecodeShape, Sampling
-    from maxpipe.generate.pipeline_decoding import build_decode_engine, decode_param_layout
-    from maxpipe.plan import topology
-    from maxpipe.plan.compile import build_steps
+    from maxpipe.generation.decoding import DecodeShape, Sampling
+    from maxpipe.generation.pipeline_decoding import build_decode_engine, decode_param_layout
+    from maxpipe.planner import topology
+    from maxpipe.planner.compile import build_steps
 
     yield {}
     keys = [*DECODE_KEYS, "model.param_dtype=bfloat16", *(TINY if options["tiny"] else ())]

@@ -163,9 +163,9 @@ def prepared(
     from maxpipe.config.load import load
     from maxpipe.models.count import train_flops_per_token
     from maxpipe.models.registry import describe
-    from maxpipe.plan import topology
-    from maxpipe.plan.compile import build_steps
-    from maxpipe.plan.search import evaluate
+    from maxpipe.planner import topology
+    from maxpipe.planner.compile import build_steps
+    from maxpipe.planner.search import evaluate
 
     loaded = load([row.model, *size, *row.keys])
     target = topology.local_topology(loaded.config.runtime, 1)

@@ -25,10 +25,10 @@ import jax
 from maxpipe.config.load import from_dict
 from maxpipe.config.schema import Config
 from maxpipe.hardware import Hardware, published_hardware
-from maxpipe.plan.calibrate import calibrate
-from maxpipe.plan.compile import build_steps
-from maxpipe.plan.rerank import CANDIDATES, build_synthetic_step, rerank_by_measurement
-from maxpipe.plan.search import Candidate, search
+from maxpipe.planner.calibrate import calibrate
+from maxpipe.planner.compile import build_steps
+from maxpipe.planner.rerank import CANDIDATES, build_synthetic_step, rerank_by_measurement
+from maxpipe.planner.search import Candidate, search
 
 NUM_DEVICES = 8
 ROUNDS = 9

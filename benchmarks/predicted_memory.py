@@ -409,8 +409,8 @@ PREAMBLE = """\
 `python benchmarks/predicted_memory.py --write`. No TPU was used. Sizes are in GiB. Arguments,
 temporaries and peak are reported by the compiler, and the peak includes arguments and temporaries.
 docs/decisions/0016-peak-memory.md explains why the peak is used. The column "predicted" is the
-total predicted by `maxpipe plan`. The fitted factors in `maxpipe/plan/memory.py` are based on the
-rows for Llama from 1B to 70B. One of these factors is based on all rows with
+total predicted by `maxpipe plan`. The fitted factors in `maxpipe/planner/memory.py` are based on
+the rows for Llama from 1B to 70B. One of these factors is based on all rows with
 `weight_gather=window`. The other rows for 405B, Gemma 3 and Mixtral were not used for the fit.
 
 """

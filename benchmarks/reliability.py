@@ -40,8 +40,8 @@ from maxpipe.distributed.coordinator import Timeouts
 from maxpipe.distributed.phases import DATA, LOOP, STEP, Phases
 from maxpipe.models.count import num_params
 from maxpipe.models.registry import describe
-from maxpipe.plan.compile import build_steps
-from maxpipe.plan.rerank import build_synthetic_step, median_seconds
+from maxpipe.planner.compile import build_steps
+from maxpipe.planner.rerank import build_synthetic_step, median_seconds
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.writers import EventLog
 

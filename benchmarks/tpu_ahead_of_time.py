@@ -69,13 +69,13 @@ MODES = [
 
 def compile_one(mode: Mode, microbatches: int) -> dict[str, Any]:
     """Compile and profile one program. This function runs in a separate process."""
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     target = topology.parse_topology(TOPOLOGY)
     topology.prepare(target)
 
     from maxpipe.config.load import from_dict
-    from maxpipe.plan.compile import build_steps, kernel_cycles, profile_step
+    from maxpipe.planner.compile import build_steps, kernel_cycles, profile_step
 
     config = from_dict(
         {

@@ -22,8 +22,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxpipe.plan import instruction_costs
-from maxpipe.plan.compile import CompileReport
+from maxpipe.planner import instruction_costs
+from maxpipe.planner.compile import CompileReport
 
 GIB = 2**30
 OLD, NEW = "0.0.42", "0.0.50"

@@ -32,7 +32,7 @@ MODULES = (
     "maxpipe.train.loop",
     "maxpipe.train.run",
     "maxpipe.evals.evaluate",
-    "maxpipe.generate.completions",
+    "maxpipe.generation.completions",
 )
 HASH_SEEDS = (1, 2)
 """Values of PYTHONHASHSEED, each with a different iteration order of string sets."""

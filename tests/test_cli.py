@@ -266,11 +266,11 @@ def test_config_docs_writes_and_checks_pages(
 ):
     monkeypatch.chdir(tmp_path)
     assert "Run the command in the root of a maxpipe checkout" in fails(capsys, "config", "docs")
-    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "reference").mkdir(parents=True)
     assert "Run `maxpipe config docs`" in fails(capsys, "config", "docs", "--check", code=1)
     assert main(["config", "docs"]) == 0
     assert main(["config", "docs", "--check"]) == 0
-    with (tmp_path / "docs/config.md").open("a") as page:
+    with (tmp_path / "docs/reference/config.md").open("a") as page:
         page.write("more\n")
     assert "is stale" in fails(capsys, "config", "docs", "--check", code=1)
 

@@ -22,7 +22,7 @@ from maxpipe.evals.multiple_choice import task_metrics
 from maxpipe.models.registry import summaries
 from maxpipe.models.spec import Ahead
 from maxpipe.objectives import Distill, KlPolicyGradient, Preference
-from maxpipe.plan.memory_terms import TERMS
+from maxpipe.planner.memory_terms import TERMS
 from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry import metrics
 
@@ -31,9 +31,9 @@ ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 PICTURES = [
     picture
-    for page in ("engine.md", "plan.md", "adapters.md")
+    for page in ("concepts/engine.md", "guides/plan.md", "tutorials/adapters.md")
     for picture in re.findall(
-        r"<!-- maxpipe (.*?) -->\n!\[\w+\]\((.*?)\)", (DOCS / page).read_text(encoding="utf-8")
+        r"<!-- maxpipe (.*?) -->\n!\[\w+\]\(\.\./(.*?)\)", (DOCS / page).read_text(encoding="utf-8")
     )
 ]
 
@@ -76,14 +76,14 @@ def test_images_match_output_of_their_commands(
 
 def test_every_image_is_used() -> None:
     # Images of runs are drawn by commands on their pages, and differ between machines.
-    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
-    of_runs = re.findall(r"<!-- drawn by .*? -->\n!\[\w+\]\((.*?)\)", text)
+    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
+    of_runs = re.findall(r"<!-- drawn by .*? -->\n!\[\w+\]\(\.\./(.*?)\)", text)
     shown = {DOCS / name for name in [*of_runs, *(name for _, name in PICTURES)]}
     assert shown == set((DOCS / "pictures").iterdir())
 
 
 def test_schedule_comparison_matches_command_output(update_golden: bool) -> None:
-    page = DOCS / "engine.md"
+    page = DOCS / "concepts" / "engine.md"
     command = re.search(r"<!-- compare -->\n```\nmaxpipe (.*?)\n", page.read_text(encoding="utf-8"))
     assert command
     text = f"```\nmaxpipe {command[1]}\n{printed(command[1].split())}```\n"
@@ -92,7 +92,7 @@ def test_schedule_comparison_matches_command_output(update_golden: bool) -> None
 
 @pytest.mark.usefixtures("home")
 def test_plan_forecast_matches_command_output(update_golden: bool) -> None:
-    page = DOCS / "plan.md"
+    page = DOCS / "guides" / "plan.md"
     arguments = next(command for command, picture in PICTURES if picture.endswith("plan.svg"))
     text = f"```\nmaxpipe {arguments}\n{printed(arguments.split())}```\n"
     replace_block(page, "forecast", text, update_golden)
@@ -101,11 +101,11 @@ def test_plan_forecast_matches_command_output(update_golden: bool) -> None:
 def test_memory_terms_table_is_current(update_golden: bool) -> None:
     rows = [f"| {term.about} | {term.keys} |" for term in TERMS.values()]
     text = "\n".join(["| memory term | keys that reduce the term |", "|---|---|", *rows, ""])
-    replace_block(DOCS / "plan.md", "terms", text, update_golden)
+    replace_block(DOCS / "guides" / "plan.md", "terms", text, update_golden)
 
 
 def test_every_fault_has_test(update_golden: bool) -> None:
-    page = DOCS / "faults.md"
+    page = DOCS / "contributing" / "faults.md"
     rows = re.findall(r"^\| (\w\d+) \| (.*?) \| (.*?) \|", page.read_text(encoding="utf-8"), re.M)
     shown: dict[str, list[str]] = {fault: [] for fault, _, _ in rows}
     for path in sorted(TESTS.rglob("test_*.py")):
@@ -125,7 +125,7 @@ def test_every_fault_has_test(update_golden: bool) -> None:
 
 
 def test_metrics_table_is_current(update_golden: bool) -> None:
-    replace_block(DOCS / "metrics.md", "metrics", metrics.table(), update_golden)
+    replace_block(DOCS / "reference" / "metrics.md", "metrics", metrics.table(), update_golden)
 
 
 def test_every_written_metric_is_declared() -> None:
@@ -155,9 +155,9 @@ def test_every_written_metric_is_declared() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param("data.md", marks=pytest.mark.long),
-        pytest.param("distill.md", marks=pytest.mark.long),
-        "first_run.md",
+        pytest.param("guides/data.md", marks=pytest.mark.long),
+        pytest.param("tutorials/distill.md", marks=pytest.mark.long),
+        "tutorials/first_run.md",
     ],
 )
 def test_commands_on_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def printed_help() -> str:
 
 
 def test_schedule_code_in_guide_runs(update_golden: bool) -> None:
-    page = DOCS / "write_a_schedule.md"
+    page = DOCS / "guides" / "write_a_schedule.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -201,7 +201,7 @@ def test_schedule_code_in_guide_runs(update_golden: bool) -> None:
 
 def test_schedule_commands_in_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (DOCS / "write_a_schedule.md").read_text(encoding="utf-8")
+    text = (DOCS / "guides" / "write_a_schedule.md").read_text(encoding="utf-8")
     commands = re.findall(r"^maxpipe (schedule .*)$", text, re.MULTILINE)
     assert len(commands) == 2
     for command in commands:
@@ -209,9 +209,9 @@ def test_schedule_commands_in_guide_run(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_links_point_to_existing_files() -> None:
-    for page in DOCS.glob("*.md"):
+    for page in DOCS.rglob("*.md"):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (DOCS / target).exists(), f"{page.name}: {target}"
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 # --- names on pages ------------------------------------------------------------------

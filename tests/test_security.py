@@ -1,6 +1,6 @@
 """maxpipe runs no code from input files, writes no secrets, and opens no network connections.
 
-docs/security.md lists the rules and the tests of each rule.
+docs/concepts/security.md lists the rules and the tests of each rule.
 """
 
 from __future__ import annotations

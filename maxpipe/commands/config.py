@@ -19,7 +19,7 @@ from maxpipe.io.formatting import capitalize_first
 if TYPE_CHECKING:
     from maxpipe.config.config_files import BundledConfig
 
-_DOCS_FILE = Path("docs/config.md")
+_DOCS_FILE = Path("docs/reference/config.md")
 
 
 def _config_print(options: argparse.Namespace) -> int:

@@ -59,7 +59,7 @@ def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
         result_writer,
         summarize_results,
     )
-    from maxpipe.generate.load_model import open_model
+    from maxpipe.generation.load_model import open_model
     from maxpipe.parallel.mesh import describe_mesh
     from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
 

@@ -23,7 +23,7 @@ from maxpipe.errors import ConfigError, ExitCode
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
     from maxpipe.data.tokenizers.chat import ChatInput
-    from maxpipe.generate.completions import Completion, Prompt
+    from maxpipe.generation.completions import Completion, Prompt
 
 _MAX_PROMPT_BYTES = 1 << 24
 """Maximum size of an interactive prompt in bytes."""
@@ -37,15 +37,15 @@ def _generate(options: argparse.Namespace) -> int:
     _check(options)
     texts = _conversations(options) if options.chat else _prompts(options)
     from maxpipe.data.chat_spec import add_end_of_turn_ids
-    from maxpipe.generate.completions import (
+    from maxpipe.generation.completions import (
         GenerationLimits,
         complete,
         encode_chats,
         encode_prompts,
         parse_stops,
     )
-    from maxpipe.generate.decoding import Sampling
-    from maxpipe.generate.load_model import open_model
+    from maxpipe.generation.decoding import Sampling
+    from maxpipe.generation.load_model import open_model
     from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
 
     names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")

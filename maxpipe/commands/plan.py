@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from maxpipe.config.load import LoadedConfig
     from maxpipe.config.schema import Config
-    from maxpipe.plan.search import Candidate
-    from maxpipe.plan.topology import Topology
+    from maxpipe.planner.search import Candidate
+    from maxpipe.planner.topology import Topology
 
 SEARCH_ONLY_OPTIONS = ("compile", "measure", "fix", "write")
 """Options that require `--search`."""
@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     loaded = read_config(options.inputs)
     target = topology.parse_topology(options.topology, options.slices or 1)
@@ -50,8 +50,8 @@ def _compile(options: argparse.Namespace) -> int:
     with PhaseProgress("compile") as progress:
         progress.begin("starting jax")
         topology.prepare(target)
-        from maxpipe.plan.compile import compile_step
-        from maxpipe.plan.report import format_compile_report
+        from maxpipe.planner.compile import compile_step
+        from maxpipe.planner.report import format_compile_report
 
         report = compile_step(loaded, target, folder, given, progress.begin)
     if options.json:
@@ -112,7 +112,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _target(options: argparse.Namespace, config: Config) -> Topology:
     """Return the topology selected by the options, or else the devices of this machine."""
-    from maxpipe.plan import topology
+    from maxpipe.planner import topology
 
     if options.topology is not None:
         return topology.parse_topology(options.topology, options.slices or 1)
@@ -146,8 +146,8 @@ def _check_options(options: argparse.Namespace) -> None:
 
 
 def _forecast(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
-    from maxpipe.plan import report
-    from maxpipe.plan.search import forecast_layout
+    from maxpipe.planner import report
+    from maxpipe.planner.search import forecast_layout
 
     layout = forecast_layout(loaded, target)
     _warn_replicated_weights(layout.config)
@@ -163,7 +163,7 @@ def _forecast(options: argparse.Namespace, loaded: LoadedConfig, target: Topolog
 
 
 def _shardings(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
-    from maxpipe.plan import shardings, topology
+    from maxpipe.planner import shardings, topology
 
     config = topology.resolve_config(loaded, target)
     _warn_replicated_weights(config)
@@ -187,7 +187,7 @@ def _warn_replicated_weights(config: Config) -> None:
 
 def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -> None:
     if options.draw is not None:
-        from maxpipe.plan import report
+        from maxpipe.planner import report
 
         write_file(
             options.draw, "--draw", lambda path: report.write(candidate, target.hardware, path)
@@ -196,9 +196,9 @@ def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -
 
 def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
     from maxpipe.config.load import to_yaml
-    from maxpipe.plan import report, topology
-    from maxpipe.plan.rerank import CANDIDATES
-    from maxpipe.plan.search import NUM_RESULTS, best_layouts, parse_fixed_keys
+    from maxpipe.planner import report, topology
+    from maxpipe.planner.rerank import CANDIDATES
+    from maxpipe.planner.search import NUM_RESULTS, best_layouts, parse_fixed_keys
 
     fixed = parse_fixed_keys(loaded, options.fix)
     present = topology.local_devices(target) if options.measure else ()
@@ -213,12 +213,12 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
     compiled, measured = [], []
     if options.compile:
         topology.prepare(target)
-        from maxpipe.plan.rerank import rerank_by_compiler
+        from maxpipe.planner.rerank import rerank_by_compiler
 
         with PhaseProgress("compile") as phases:
             compiled = rerank_by_compiler(found.best[: options.compile], target, tell, phases.begin)
     elif options.measure:
-        from maxpipe.plan.rerank import rerank_by_measurement
+        from maxpipe.planner.rerank import rerank_by_measurement
 
         measured = rerank_by_measurement(found.best, options.measure, present, tell)
     checked = [*compiled, *measured]
@@ -243,8 +243,8 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
 
 def _calibrate(loaded: LoadedConfig) -> int:
     from maxpipe.hardware import save_measured
-    from maxpipe.plan import report
-    from maxpipe.plan.calibrate import calibrate_here
+    from maxpipe.planner import report
+    from maxpipe.planner.calibrate import calibrate_here
 
     before, after, found = calibrate_here(loaded)
     print(report.format_calibration(found, before, after))

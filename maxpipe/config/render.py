@@ -189,7 +189,7 @@ def _default_text(key: str) -> str:
 
 
 def markdown() -> str:
-    """Return the content of docs/config.md."""
+    """Return the content of docs/reference/config.md."""
     lines = [
         "# Config reference",
         "",

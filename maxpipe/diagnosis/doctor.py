@@ -58,7 +58,7 @@ from maxpipe.models.registry import describe
 from maxpipe.models.resolve_auto import Divided, words
 from maxpipe.optim.state_spec import saved_bytes
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig
-from maxpipe.plan import topology
+from maxpipe.planner import topology
 
 DEVICE_SECONDS = 300.0
 """Time limit for device startup and one small program per mesh axis, in seconds."""

@@ -25,7 +25,7 @@ from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.tokenizers.chat import ChatInput
 from maxpipe.errors import ConfigError, MaxpipeError
 from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
-from maxpipe.generate.load_model import open_model
+from maxpipe.generation.load_model import open_model
 from maxpipe.huggingface.folder import resolve_model
 
 

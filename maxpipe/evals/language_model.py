@@ -24,9 +24,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import ConfigError, DivergenceError
-from maxpipe.generate.completions import Completion, GenerationLimits, Prompt, complete, parse_stops
-from maxpipe.generate.decoding import DecodeEngine, Sampling, padded_length
-from maxpipe.generate.load_model import LoadedModel
+from maxpipe.generation.completions import (
+    Completion,
+    GenerationLimits,
+    Prompt,
+    complete,
+    parse_stops,
+)
+from maxpipe.generation.decoding import DecodeEngine, Sampling, padded_length
+from maxpipe.generation.load_model import LoadedModel
 from maxpipe.models.config import ModelConfig
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.mesh import BATCH_AXES

@@ -38,8 +38,8 @@ from maxpipe.io import files, redact
 from maxpipe.io.files import read_json_lines, url_scheme
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MESH_AXES
-from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.topology import CPU_DEVICES, Topology, parse_topology, resolve_config
+from maxpipe.planner.sizes import Sizes
+from maxpipe.planner.topology import CPU_DEVICES, Topology, parse_topology, resolve_config
 
 KEY = "launch.topology"
 _CHIPS_PER_HOST = 4

@@ -1,6 +1,6 @@
 """Llama 2 and 3: attention and a gated MLP, each with a pre-norm.
 
-`maxpipe/nn/decoder.py` contains the forward pass. `docs/model.md` explains both files.
+`maxpipe/nn/decoder.py` contains the forward pass. `docs/concepts/model.md` explains both files.
 """
 
 from __future__ import annotations

@@ -27,9 +27,15 @@ from maxpipe.data.loader import Batch, Datasets
 from maxpipe.data.mixture import seed_of
 from maxpipe.data.prompts import PromptRecord, PromptSequences
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import Completion, GenerationLimits, Prompt, complete, parse_stops
-from maxpipe.generate.decoding import Sampling
-from maxpipe.generate.pipeline_decoding import (
+from maxpipe.generation.completions import (
+    Completion,
+    GenerationLimits,
+    Prompt,
+    complete,
+    parse_stops,
+)
+from maxpipe.generation.decoding import Sampling
+from maxpipe.generation.pipeline_decoding import (
     build_decode_engine,
     decode_param_layout,
     decode_param_shardings,

@@ -1,7 +1,8 @@
 """Declare all metrics of a run: tag, unit, meaning, and when they are recorded.
 
-docs/metrics.md and the TensorBoard charts are generated from this table, and a test compares the
-table with the metrics that runs write. `maxpipe.models.layers` declares the metrics of layers.
+docs/reference/metrics.md and the TensorBoard charts are generated from this table, and a test
+compares the table with the metrics that runs write. `maxpipe.models.layers` declares the metrics of
+layers.
 """
 
 from __future__ import annotations
@@ -308,7 +309,7 @@ name."""
 
 
 def table() -> str:
-    """Return the Markdown table of docs/metrics.md."""
+    """Return the Markdown table of docs/reference/metrics.md."""
     lines = ["| tag | unit | meaning | written |", "|---|---|---|---|"]
     for each in METRICS:
         lines.append(f"| `{each.tag}` | {each.unit} | {each.meaning} | {each.when} |")

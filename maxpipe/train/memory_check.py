@@ -19,9 +19,9 @@ import jax
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import hardware_of_device
-from maxpipe.plan.memory import Memory, predict_memory
-from maxpipe.plan.memory_terms import USABLE_MEMORY_FRACTION, describe_largest, gib
-from maxpipe.plan.sizes import Sizes, build_schedule
+from maxpipe.planner.memory import Memory, predict_memory
+from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION, describe_largest, gib
+from maxpipe.planner.sizes import Sizes, build_schedule
 
 CERTAIN_FACTOR = 1.2
 """Ratio of predicted to available memory above which the run definitely does not fit."""

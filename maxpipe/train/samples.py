@@ -21,7 +21,7 @@ from maxpipe.data.prompts import read_conversations, read_prompts, user_chat
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import (
+from maxpipe.generation.completions import (
     Completion,
     GenerationLimits,
     Prompt,
@@ -29,8 +29,8 @@ from maxpipe.generate.completions import (
     encode_chats,
     encode_prompts,
 )
-from maxpipe.generate.decoding import Sampling
-from maxpipe.generate.pipeline_decoding import (
+from maxpipe.generation.decoding import Sampling
+from maxpipe.generation.pipeline_decoding import (
     build_decode_engine,
     decode_param_layout,
     decode_param_shardings,

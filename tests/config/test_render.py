@@ -78,7 +78,7 @@ def test_explain_of_unrecognizable_key_points_to_sections():
 
 
 def test_config_page_in_docs_is_up_to_date():
-    page = (ROOT / "docs/config.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/config.md").read_text(encoding="utf-8")
     assert page == render.markdown(), "run: maxpipe config docs"
     assert all(f"\n## {section}\n" in page for section in SECTIONS)
     # Each table row has as many cells as its header.

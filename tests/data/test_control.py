@@ -22,7 +22,7 @@ from maxpipe.data.chat_spec import (
 from maxpipe.data.tokenizer import Tokenizer as Opened
 from maxpipe.data.tokenizer import fit_tokenizer, open_tokenizer
 from maxpipe.errors import ConfigError
-from maxpipe.generate.completions import parse_stops
+from maxpipe.generation.completions import parse_stops
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

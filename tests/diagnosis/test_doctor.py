@@ -22,7 +22,7 @@ from maxpipe.config.load import load
 from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.diagnosis import doctor, environment
 from maxpipe.diagnosis.doctor import CheckResult, CheckTarget
-from maxpipe.plan import topology
+from maxpipe.planner import topology
 from tests.bucket import Bucket
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxpipe.data.tokenizer import ByteTokenizer
-from maxpipe.generate.load_model import LoadedModel
+from maxpipe.generation.load_model import LoadedModel
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.moe import MoeConfig
 from maxpipe.nn.decoder import Decoder

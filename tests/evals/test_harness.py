@@ -14,7 +14,7 @@ from maxpipe.distributed import runtime
 from maxpipe.errors import ConfigError
 from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
 from maxpipe.evals.multiple_choice import MultipleChoice, read_questions, summarize_results
-from maxpipe.generate.load_model import open_model
+from maxpipe.generation.load_model import open_model
 from maxpipe.huggingface.folder import resolve_model
 from tests.huggingface import maker
 from tests.train.runs import SAME

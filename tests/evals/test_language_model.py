@@ -9,7 +9,7 @@ import pytest
 
 from maxpipe.errors import ConfigError, DivergenceError
 from maxpipe.evals.language_model import LanguageModel, Scorer, ScoringSequence, ScoringTokenizer
-from maxpipe.generate.load_model import LoadedModel
+from maxpipe.generation.load_model import LoadedModel
 from tests.evals.model import BYTES, greedy_continuation, logprobs, weights
 from tests.train.runs import SAME
 

@@ -1,4 +1,4 @@
-"""docs/finetune.md: import a public model, train it with stages and FSDP, and export it."""
+"""docs/tutorials/finetune.md: import a public model, train with stages and FSDP, and export it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.huggingface import maker
 from tests.huggingface.test_oracle import PYTHON, close, reason, run_oracle
 from tests.train.runs import ledger, losses
 
-PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "finetune.md"
 TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
 VOCAB = 437
 WORDS = ("the", "sea", "was", "cold", "and", "grey", "when", "we", "sailed", "out")

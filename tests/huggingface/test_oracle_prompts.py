@@ -13,8 +13,8 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.prompts import user_chat
-from maxpipe.generate.completions import encode_chats
-from maxpipe.generate.load_model import open_model
+from maxpipe.generation.completions import encode_chats
+from maxpipe.generation.load_model import open_model
 from tests.huggingface import tokenizer_folders as kinds
 from tests.huggingface.test_oracle import PYTHON, reason
 

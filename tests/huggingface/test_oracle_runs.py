@@ -12,7 +12,7 @@ import pytest
 
 from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.config.load import load
-from maxpipe.generate.decoding import DecodeEngine, DecodeShape, Sampling
+from maxpipe.generation.decoding import DecodeEngine, DecodeShape, Sampling
 from maxpipe.huggingface.folder import open_folder
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.axes import MeshConfig

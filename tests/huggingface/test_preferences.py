@@ -1,4 +1,4 @@
-"""docs/preferences.md: import a model, train it on preferences, and export it."""
+"""docs/tutorials/preferences.md: import a model, train it on preferences, and export it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.huggingface.test_finetune import logits
 from tests.huggingface.test_oracle import PYTHON, close, reason, run_oracle
 from tests.train.runs import records
 
-PAGE = Path(__file__).parents[2] / "docs" / "preferences.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "preferences.md"
 VOCAB = 320
 
 

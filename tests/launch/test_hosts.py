@@ -10,7 +10,7 @@ from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
 from maxpipe.hardware import known_hardware
 from maxpipe.launch.job import hosts_of, tpu_of
-from maxpipe.plan.topology import parse_topology
+from maxpipe.planner.topology import parse_topology
 from tests.launch.conftest import QUICKSTART
 
 

@@ -17,7 +17,7 @@ from maxpipe.launch.job import check_local
 from tests.launch.conftest import ROOT
 
 SCRIPTS = sorted((ROOT / "scripts").glob("*.sh"))
-PAGE = (ROOT / "docs/launch.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/guides/launch.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^maxpipe (launch \w+ .*)$", PAGE, re.MULTILINE)
 
 

@@ -25,7 +25,7 @@ _MOST_SECONDS = 180
 _MOST_ADDRESSES = 24 << 30
 """Address-space limit in bytes, so that a command cannot use all memory of the machine."""
 _IMPORTED = ("jax", "orbax.checkpoint", "maxpipe.cli", "maxpipe.commands.eval")
-_IMPORTED += ("maxpipe.generate.completions", "maxpipe.train.loop")
+_IMPORTED += ("maxpipe.generation.completions", "maxpipe.train.loop")
 MOST_OUTPUT = 200_000
 """Maximum output in bytes."""
 

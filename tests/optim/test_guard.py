@@ -18,7 +18,7 @@ from maxpipe.optim import update
 from maxpipe.optim.guard import GuardState, check_step, init_guard_state, select_update
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh
-from maxpipe.plan.compile import build_steps
+from maxpipe.planner.compile import build_steps
 from maxpipe.step import step
 from maxpipe.step.state import TrainState
 from tests.cases import OPTIM, Case, batch_of, keeping, steps_of

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from optax.contrib import _muon
 
 from maxpipe.optim import muon
-from maxpipe.plan.hlo_parser import parse_hlo
-from maxpipe.plan.hlo_profile import profile_program
+from maxpipe.planner.hlo_parser import parse_hlo
+from maxpipe.planner.hlo_profile import profile_program
 from tests.cases import TOLERANCE
 
 

@@ -16,13 +16,13 @@ from maxpipe.models.count import num_trained, size
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from maxpipe.pipeline.weights import replace_subtree, select_trainable
-from maxpipe.plan.memory import buffers, predict_memory, state
-from maxpipe.plan.sizes import Sizes
+from maxpipe.planner.memory import buffers, predict_memory, state
+from maxpipe.planner.sizes import Sizes
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping
 from tests.pipeline.test_engine import check_gradients, with_changes
 from tests.pipeline.test_families import GROUPED, NEXT, ROOM, V3
 from tests.pipeline.test_frozen import compiled_traffic, state_bytes
-from tests.plan.test_memory import config_of, steps_of
+from tests.planner.test_memory import config_of, steps_of
 
 LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora", alpha=3.0)
 DROPPED = AdapterConfig(rank=2, dropout=0.4, rslora=True, targets=["*.query", "*.down"])

@@ -9,14 +9,14 @@ import jax
 import pytest
 
 from maxpipe.models.count import num_trained, size, train_flops_per_token
-from maxpipe.plan.compile import collective_traffic, profile_step
-from maxpipe.plan.memory import buffers, predict_memory, state
-from maxpipe.plan.sizes import Sizes
+from maxpipe.planner.compile import collective_traffic, profile_step
+from maxpipe.planner.memory import buffers, predict_memory, state
+from maxpipe.planner.sizes import Sizes
 from maxpipe.step.step import Steps
 from tests.cases import Case, buffer_bytes, keeping
 from tests.pipeline import test_kinds
 from tests.pipeline.test_engine import check_gradients
-from tests.plan.test_memory import config_of, steps_of
+from tests.planner.test_memory import config_of, steps_of
 
 ENDS = ("embedding", "final_norm.*", "head")
 CASES = [

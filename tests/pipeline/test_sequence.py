@@ -13,11 +13,11 @@ import pytest
 
 from maxpipe.config.load import from_dict
 from maxpipe.hardware import published_hardware
-from maxpipe.plan.compile import build_steps, profile_step
-from maxpipe.plan.cost import CostModel
-from maxpipe.plan.memory import buffers
-from maxpipe.plan.sizes import Sizes
-from maxpipe.plan.traffic import step_traffic
+from maxpipe.planner.compile import build_steps, profile_step
+from maxpipe.planner.cost import CostModel
+from maxpipe.planner.memory import buffers
+from maxpipe.planner.sizes import Sizes
+from maxpipe.planner.traffic import step_traffic
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import GEMMA, GEMMA2, GROUPED, NEXT, QWEN2, QWEN3, ROOM, V2, V3

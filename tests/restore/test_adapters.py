@@ -20,7 +20,7 @@ from tests.conftest import FAST_COMPILE
 from tests.step.states import ROWS, same_bits, trained_on
 from tests.train.runs import losses
 
-PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "adapters.md"
 ADAPTER = AdapterConfig(rank=2, kind="dora", base_quantization="int8", dropout=0.2)
 HERE = Case(2, 2, 2, fsdp=2, layers=5, adapter=ADAPTER)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, adapter=ADAPTER)
@@ -82,7 +82,7 @@ def test_initial_adapter_model_equals_base() -> None:
 
 @pytest.mark.long
 def test_adapters_page_commands_run(tmp_path: Path) -> None:
-    """The commands in docs/adapters.md train an adapter that lowers the loss of its base."""
+    """The commands in docs/tutorials/adapters.md train an adapter that lowers its base's loss."""
     blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     outputs = []

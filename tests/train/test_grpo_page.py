@@ -1,4 +1,4 @@
-"""Commands and code of docs/grpo.md: a model learns addition from rewards alone."""
+"""Commands and code of docs/tutorials/grpo.md: a model learns addition from rewards alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.train.runs import losses
 
-PAGE = Path(__file__).parents[2] / "docs" / "grpo.md"
+PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "grpo.md"
 
 
 @pytest.mark.long

@@ -15,8 +15,8 @@ from maxpipe import cli
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
-from maxpipe.plan.memory import predict_memory
-from maxpipe.plan.sizes import Sizes, build_schedule
+from maxpipe.planner.memory import predict_memory
+from maxpipe.planner.sizes import Sizes, build_schedule
 from maxpipe.train import memory_check
 from tests.train.runs import Run, Start, wait_for, write_module
 

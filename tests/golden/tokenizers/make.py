@@ -56,7 +56,7 @@ def library(name: str) -> Any:
 def corpus() -> list[str]:
     return [
         line
-        for name in ("data.md", "engine.md", "plan.md")
+        for name in ("guides/data.md", "concepts/engine.md", "guides/plan.md")
         for line in (DOCS / name).read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]

@@ -1,0 +1,699 @@
+"""Enumerate valid layouts for a run, prune them by memory and rank them by predicted time.
+
+A layout consists of mesh axes, stages, repeats, group, microbatches, schedule, weight gather mode
+and remat mode. The layout does not affect the loss curve. With many microbatches, step time and
+buffer sizes are extrapolated from two short schedule tables. The extrapolation is exact for
+schedules with a periodic steady state. The best layouts are reevaluated with their full schedule
+tables.
+
+Sequences are sharded over the context axis only if the batch has fewer sequences than devices, or
+if most other layouts do not fit in memory. If there are too many layouts to evaluate, layouts are
+sampled and the best meshes are selected by successive halving (Jamieson and Talwalkar,
+arXiv:1502.07943).
+
+If no layout fits, this module suggests the smallest config changes that make a run fit in memory.
+This module does not import jax.
+
+Source: enumerating plans and ranking them with a cost model follows Alpa (arXiv:2201.12023).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from maxpipe.config.check import check
+from maxpipe.config.load import LoadedConfig, parse_setting
+from maxpipe.config.schema import KEYS, Config, default_of
+from maxpipe.config.sections.model import has_experts, has_sequential_layers
+from maxpipe.errors import ConfigError
+from maxpipe.hardware import Hardware
+from maxpipe.io.formatting import pluralize
+from maxpipe.parallel.axes import MESH_AXES
+from maxpipe.planner.cost import Cost, predict_cost
+from maxpipe.planner.memory import Memory, predict_memory
+from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION, gathers_weights
+from maxpipe.planner.sizes import Sizes, build_schedule
+from maxpipe.planner.topology import Topology, resolve_config
+from maxpipe.schedule.catalog import INTERLEAVED, ONE_FORWARD_ONE_BACKWARD, SCHEDULES, make_schedule
+from maxpipe.schedule.table import Schedule
+
+TOKEN_SPLIT_KEYS = ("sequence_parallel", "collective_matmul")
+"""Keys of `mesh` that select how tokens are sharded over the tensor axis."""
+REPEATS = (1, 2, 3, 4, 6, 8)
+GATHERS = ("iteration", "window", "step")
+REMATS = ("none", "names", "full", "chunk")
+MAX_EXHAUSTIVE = 20_000
+"""Maximum number of layouts to evaluate exhaustively, which takes about a minute."""
+SAMPLES_PER_MESH, HALVING = 12, 4
+"""Initial number of samples per mesh, and the halving factor. Each round divides the number of
+meshes, and multiplies the number of samples, by this factor."""
+TIE = 0.005
+"""Relative difference below which two predicted step times count as equal."""
+NUM_RESULTS = 10
+"""Default number of layouts to return and print."""
+
+_LAYOUT = (
+    "schedule",
+    "repeats",
+    "group",
+    "microbatches",
+    "prologue_layers",
+    "weight_gather",
+    "remat",
+)
+"""Keys of `pipeline` that define a layout."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its predicted memory and step time."""
+
+    config: Config
+    schedule: Schedule
+    memory: Memory
+    cost: Cost
+
+    @property
+    def layout_keys(self) -> dict[str, Any]:
+        """Return the config keys and values that define the layout."""
+        mesh, pipeline = self.config.mesh, self.config.pipeline
+        found: dict[str, Any] = {}
+        for link, axis in itertools.product(("ici", "dcn"), MESH_AXES):
+            size = getattr(mesh, f"{link}_{axis}")
+            if size > 1:
+                found[f"mesh.{link}_{axis}"] = size
+        for name in TOKEN_SPLIT_KEYS:
+            if getattr(mesh, name):
+                found[f"mesh.{name}"] = True
+        over_context = mesh.ici_context * mesh.dcn_context > 1
+        if over_context and mesh.context_attention != default_of("mesh.context_attention"):
+            found["mesh.context_attention"] = mesh.context_attention
+        if pipeline.idle != default_of("pipeline.idle"):
+            found["pipeline.idle"] = pipeline.idle
+        for name in _LAYOUT:
+            value = getattr(pipeline, name)
+            if value not in (0, None):
+                found[f"pipeline.{name}"] = value
+        return found
+
+    @property
+    def overrides(self) -> str:
+        """Return the layout as command-line overrides."""
+        return " ".join(f"{key}={value}" for key, value in self.layout_keys.items())
+
+
+ProgressCallback = Callable[[str, int, int], None]
+
+
+def ignore_progress(task: str, done: int, total: int) -> None:
+    """Do nothing; the default progress callback."""
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a layout search."""
+
+    considered: int
+    too_large: int
+    """Number of evaluated layouts that do not fit in memory."""
+    best: list[Candidate]
+    computed: int
+    """Number of evaluated layouts, including samples of meshes that were dropped later."""
+
+
+def search(
+    config: Config,
+    hardware: Hardware,
+    *,
+    num_devices: int,
+    num_slices: int = 1,
+    fixed: Mapping[str, Any] | None = None,
+    keep: int = NUM_RESULTS,
+    report: ProgressCallback = ignore_progress,
+) -> SearchResult:
+    """Return the layouts with the shortest predicted step time.
+
+    Args:
+        config: config with the model, batch and optimizer; layout keys in it are ignored.
+        hardware: hardware parameters of the devices.
+        num_devices: total number of devices across all slices.
+        num_slices: number of slices.
+        fixed: keys of `mesh` and `pipeline` that must have the given values.
+        keep: maximum number of layouts to return.
+        report: progress callback, called with (task, done, total).
+
+    Raises:
+        ConfigError: no layout fits in memory, or no valid layout has the fixed values.
+    """
+    fixed, considered, computed, too_large = fixed or {}, 0, 0, 0
+    config = _apply_fixed(config, fixed)
+    contexts = _contexts(config, num_devices // num_slices)
+    passes = [contexts[:1], contexts[1:]]
+    if config.train.batch_size < num_devices or "mesh.ici_context" in fixed:
+        passes = [contexts]
+    best: list[Candidate] = []
+    for some in filter(None, passes):
+        space = list(_spaces(config, num_devices, num_slices, fixed, some))
+        found = _find_best(space, hardware, keep, report)
+        considered, too_large = considered + found.considered, too_large + found.too_large
+        computed += found.computed
+        best = rank_candidates([*best, *found.best])[:keep]
+        if best and found.too_large <= found.computed / 2:
+            break
+    if best:
+        return SearchResult(considered, too_large, best, computed)
+    devices = f"{pluralize(num_devices, 'device')} of {hardware.name}"
+    if not considered:
+        raise ConfigError.one(
+            "command line: maxpipe plan --search",
+            " ".join(f"{key}={value}" for key, value in fixed.items()) or None,
+            f"found no valid layout on {devices}: axis sizes must divide the batch size, the "
+            "sequence length and the model's parameters.",
+            "Change the number of devices or train.batch_size, or remove a --fix.",
+        )
+    raise ConfigError.one(
+        "command line: maxpipe plan --search",
+        None,
+        f"found no layout that fits in {hardware.memory_gib:g} GiB on {devices}; {computed} of "
+        f"{considered} layouts were evaluated.",
+        "Use more devices or a smaller train.sequence_length, or remove a --fix.",
+    )
+
+
+def best_layouts(
+    config: Config,
+    topology: Topology,
+    fixed: Mapping[str, Any],
+    keep: int = NUM_RESULTS,
+    report: ProgressCallback = ignore_progress,
+) -> SearchResult:
+    """Return the `keep` fastest layouts of a config on a topology. For `report`, see `search`."""
+    return search(
+        config,
+        topology.hardware,
+        num_devices=topology.num_devices,
+        num_slices=topology.num_slices,
+        fixed=fixed,
+        keep=keep,
+        report=report,
+    )
+
+
+def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the `section.key=value` settings that a search must not change.
+
+    Raises:
+        ConfigError: a key is not in mesh or pipeline, or its value is invalid.
+    """
+    fixed = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in KEYS or key.partition(".")[0] not in ("mesh", "pipeline") or not value:
+            raise ConfigError.one(
+                "command line: --fix",
+                text,
+                "must be KEY=VALUE, where KEY is in mesh or pipeline.",
+                "Write --fix mesh.ici_stage=4.",
+            )
+        _, fixed[key] = parse_setting(text)
+        size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
+        if size_of_axis and fixed[key] < 1:
+            raise ConfigError.one(
+                f"command line: --fix {key}",
+                value,
+                "must be a device count of at least 1.",
+                f"Write --fix {key}=2, or remove it to search over all values.",
+            )
+    return fixed
+
+
+def rank_candidates(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Sort layouts by predicted time. Times that differ by less than `TIE` are treated as equal,
+    with the simplest layout first.
+    """
+    left = sorted(candidates, key=lambda candidate: candidate.cost.seconds)
+    complexities, ranked = [_complexity(candidate) for candidate in left], []
+    while left:
+        longest = left[0].cost.seconds * (1 + TIE)
+        num_tied = bisect.bisect_right(left, longest, key=lambda candidate: candidate.cost.seconds)
+        simplest = min(range(num_tied), key=complexities.__getitem__)
+        ranked.append(left.pop(simplest))
+        del complexities[simplest]
+    return ranked
+
+
+def _complexity(candidate: Candidate) -> tuple[int, ...]:
+    """Return the layout's complexity: the number of stages, the sizes of the axes that shard a
+    layer, and the number of repeats.
+    """
+    axes, pipeline = Sizes(candidate.config).mesh.axes, candidate.config.pipeline
+    return (*(axes[name] for name in ("stage", "tensor", "context", "expert")), pipeline.repeats)
+
+
+def _apply_fixed(config: Config, fixed: Mapping[str, Any]) -> Config:
+    """Return the config with the fixed values, and defaults for keys that are never searched."""
+    varied = {"pipeline": {"layers_per_chunk": [], "delayed_forwarding": False}}
+    for section in ("mesh", "pipeline"):
+        values = varied.get(section, {}) | {
+            key.partition(".")[2]: value
+            for key, value in fixed.items()
+            if key.startswith(f"{section}.")
+        }
+        part = dataclasses.replace(getattr(config, section), **values)
+        config = dataclasses.replace(config, **{section: part})
+    return config
+
+
+@dataclass(frozen=True)
+class _MeshLayouts:
+    """All layouts that use the same mesh."""
+
+    config: Config
+    pipelines: Sequence[Mapping[str, Any]]
+
+    def layout(self, place: int) -> Config:
+        """Return the layout at the given index."""
+        section = dataclasses.replace(self.config.pipeline, **self.pipelines[place])
+        return dataclasses.replace(self.config, pipeline=section)
+
+
+class _LayoutScore(NamedTuple):
+    """Score of a layout: its step time, or its memory use if no layout fits. Smaller is better."""
+
+    seconds: float
+    """Predicted step time; infinite if the layout does not fit in memory."""
+    num_bytes: float
+
+
+def _score_layout(layout: Config, hardware: Hardware) -> _LayoutScore:
+    """Return the score of a layout, extrapolated from short schedule tables."""
+    short, long = short_schedules(layout)
+    num_bytes = predict_memory(Sizes(layout), long or short, platform=hardware.platform).total
+    fits = num_bytes <= USABLE_MEMORY_FRACTION * hardware.memory_bytes
+    return _LayoutScore(_seconds(layout, short, long, hardware) if fits else math.inf, num_bytes)
+
+
+def _rank_layouts(
+    spaces: Sequence[_MeshLayouts], hardware: Hardware, report: ProgressCallback
+) -> dict[tuple[int, int], _LayoutScore]:
+    """Return scores keyed by (mesh index, layout index), best first; large search spaces are only
+    sampled.
+    """
+    found: dict[tuple[int, int], _LayoutScore] = {}
+    left, drawn, sampled = list(range(len(spaces))), random.Random(0), SAMPLES_PER_MESH
+
+    def compute(task: str, chosen: Mapping[int, Collection[int]]) -> dict[int, _LayoutScore]:
+        """Return, for every mesh, the best score among its selected layouts."""
+        done, total = 0, sum(map(len, chosen.values()))
+        for number, places in chosen.items():
+            for place in places:
+                report(task, done := done + 1, total)
+                if (number, place) not in found:
+                    found[number, place] = _score_layout(spaces[number].layout(place), hardware)
+        return {number: min(found[number, each] for each in chosen[number]) for number in chosen}
+
+    while len(left) > 1 and sum(len(spaces[number].pipelines) for number in left) > MAX_EXHAUSTIVE:
+        places = {number: range(len(spaces[number].pipelines)) for number in left}
+        best = compute(
+            f"predicting samples of {pluralize(len(left), 'mesh')}",
+            {n: drawn.sample(every, min(sampled, len(every))) for n, every in places.items()},
+        )
+        left = sorted(left, key=best.__getitem__)[: max(1, len(left) // HALVING)]
+        sampled *= HALVING
+    compute("predicting layouts", {n: range(len(spaces[n].pipelines)) for n in left})
+    return dict(sorted(found.items(), key=lambda pair: pair[1]))
+
+
+def _find_best(
+    spaces: Sequence[_MeshLayouts], hardware: Hardware, keep: int, report: ProgressCallback
+) -> SearchResult:
+    """Return the `keep` fastest layouts that fit in memory."""
+    ranked, best = _rank_layouts(spaces, hardware, report), []
+    too_large = sum(math.isinf(score.seconds) for score in ranked.values())
+    for number, place in ranked:
+        if len(best) == keep or math.isinf(ranked[number, place].seconds):
+            break
+        layout = spaces[number].layout(place)
+        if check(layout, {}):
+            continue
+        candidate = evaluate(layout, hardware)
+        if candidate.memory.total <= USABLE_MEMORY_FRACTION * hardware.memory_bytes:
+            best.append(candidate)
+        else:
+            too_large += 1
+    considered = sum(len(space.pipelines) for space in spaces)
+    return SearchResult(considered, too_large, best, len(ranked))
+
+
+def evaluate(config: Config, hardware: Hardware) -> Candidate:
+    """Predict the memory and step time of a layout from its full schedule table."""
+    sizes, schedule = Sizes(config), build_schedule(config)
+    held = predict_memory(sizes, schedule, platform=hardware.platform)
+    return Candidate(config, schedule, held, predict_cost(sizes, schedule, hardware, held))
+
+
+def forecast_layout(loaded: LoadedConfig, topology: Topology) -> Candidate:
+    """Forecast the memory and step time of a config on a topology.
+
+    Raises:
+        ConfigError: the config does not match the topology.
+    """
+    return evaluate(resolve_config(loaded, topology), topology.hardware)
+
+
+# Layouts.
+
+
+def layouts(
+    config: Config,
+    num_devices: int,
+    num_slices: int,
+    fixed: Mapping[str, Any],
+    contexts: Sequence[int] = (1,),
+) -> Iterator[Config]:
+    """Yield layouts with valid axis sizes whose context-axis size is in `contexts`.
+
+    `config.check.check` checks all other rules.
+    """
+    for space in _spaces(config, num_devices, num_slices, fixed, contexts):
+        yield from map(space.layout, range(len(space.pipelines)))
+
+
+def _spaces(
+    config: Config,
+    num_devices: int,
+    num_slices: int,
+    fixed: Mapping[str, Any],
+    contexts: Sequence[int],
+) -> Iterator[_MeshLayouts]:
+    """Yield layouts with valid axis sizes, grouped by mesh."""
+    across = [axis for axis in MESH_AXES if fixed.get(f"mesh.dcn_{axis}", 1) > 1]
+    whole = {f"{link}_{axis}": 1 for link in ("ici", "dcn") for axis in MESH_AXES}
+    kept = {
+        key.removeprefix("pipeline."): value
+        for key, value in fixed.items()
+        if key.startswith("pipeline.")
+    }
+    for sizes in _meshes(config, num_devices, num_slices, contexts, across):
+        mesh = whole | sizes  # 1 is the default size
+        if any(
+            mesh[name] != value
+            for key, value in fixed.items()
+            if key.startswith("mesh.") and (name := key.removeprefix("mesh.")) in mesh
+        ):
+            continue
+        resolved = dataclasses.replace(config.mesh, **mesh)
+        on_mesh = dataclasses.replace(config, mesh=resolved)
+        pipelines = _pipelines(on_mesh)
+        if kept:
+            pipelines = [
+                pipeline
+                for pipeline in pipelines
+                if all(pipeline.get(name, value) == value for name, value in kept.items())
+            ]
+        if pipelines:
+            yield _MeshLayouts(on_mesh, pipelines)
+
+
+def _contexts(config: Config, inside: int) -> list[int]:
+    """Return the context-axis sizes that divide sequences evenly."""
+    if has_sequential_layers(config):
+        return [1]
+    tokens = config.train.sequence_length
+    return [1, *(size for size in _divisors(inside)[1:] if tokens % (2 * size) == 0)]
+
+
+def _meshes(
+    config: Config,
+    num_devices: int,
+    num_slices: int,
+    contexts: Sequence[int],
+    across: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:
+    """Yield meshes. `across` names the axes that span slices (default: derived from the config)."""
+    inside = num_devices // num_slices
+    if num_slices == 1:
+        across = ("data",)
+    elif not across:
+        across = ["data", "fsdp", "stage", *(["expert"] if has_experts(config) else [])]
+        if config.train.batch_size < num_devices and not has_sequential_layers(config):
+            across.append("context")
+    tokens, described = config.train.sequence_length, Sizes(config)
+    for sizes, axis in itertools.product(_slice_meshes(config, inside, contexts), across):
+        total = sizes | {axis: sizes[axis] * num_slices}
+        shards = total["data"] * total["fsdp"] * total["expert"]
+        if total["stage"] > config.model.num_layers or config.train.batch_size % shards:
+            continue
+        if total["context"] > 1 and tokens % (2 * total["context"]):
+            continue
+        if not described.mesh.divides(described.model, total):
+            continue
+        mesh = {f"ici_{name}": size for name, size in sizes.items()}
+        mesh |= {f"dcn_{axis}": num_slices} if num_slices > 1 else {}
+        for split, rings in _token_splits(config, sizes):
+            yield mesh | dict(zip(TOKEN_SPLIT_KEYS, (split, rings), strict=True))
+
+
+def _slice_meshes(config: Config, inside: int, contexts: Sequence[int]) -> Iterator[dict[str, int]]:
+    """Yield the axis sizes within a slice."""
+    described, experts = Sizes(config), has_experts(config)
+    for tensor in _divisors(inside):
+        if tensor > 8 or not described.mesh.divides(described.model, {"tensor": tensor}):
+            continue
+        for context in contexts:
+            if (inside // tensor) % context:
+                continue
+            remaining = inside // tensor // context
+            for expert in _divisors(remaining) if experts else (1,):
+                if not described.mesh.divides(described.model, {"expert": expert}):
+                    continue
+                for stage in _divisors(remaining // expert):
+                    for fsdp in _divisors(remaining // expert // stage):
+                        data = remaining // expert // stage // fsdp
+                        yield {
+                            "stage": stage,
+                            "data": data,
+                            "fsdp": fsdp,
+                            "expert": expert,
+                            "context": context,
+                            "tensor": tensor,
+                        }
+
+
+def _token_splits(config: Config, sizes: Mapping[str, int]) -> Iterator[tuple[bool, bool]]:
+    """Yield candidate values of `TOKEN_SPLIT_KEYS`: sequence parallelism and collective matmuls,
+    each on or off.
+    """
+    yield False, False
+    tensor, context = sizes["tensor"], sizes["context"]
+    if tensor > 1 and config.train.sequence_length % (tensor * context) == 0:
+        yield True, False
+        yield True, True
+
+
+def _pipelines(config: Config) -> tuple[Mapping[str, Any], ...]:
+    """Return the pipeline options for a mesh. Cached, because many meshes share the same
+    options.
+    """
+    sizes = Sizes(config)
+    in_ring = config.mesh.context_attention == "ring" and sizes.mesh.axes["context"] > 1
+    return _pipeline_options(
+        sizes.mesh.stages,
+        config.model.num_layers - config.pipeline.prologue_layers,
+        sizes.batch.per_device,
+        gathers=gathers_weights(sizes),
+        rings=config.mesh.collective_matmul or in_ring,
+    )
+
+
+@cache
+def _pipeline_options(
+    stages: int, layers: int, rows: int, *, gathers: bool, rings: bool
+) -> tuple[Mapping[str, Any], ...]:
+    options: list[Mapping[str, Any]] = []
+    # All stages must take part in ring attention, so idle stages must not skip their slots.
+    base = {"idle": "compute"} if stages > 1 and rings else {}
+    for name, repeats, group_factor in _schedules(stages):
+        if stages * repeats > layers:
+            continue
+        spec = SCHEDULES[name]
+        for count in _divisors(rows):
+            group = group_factor * stages
+            if stages > 1 and (count < stages or group > count):
+                continue
+            for gather in GATHERS if gathers else ("iteration",):
+                # A weight prefetch window helps only if a stage has several chunks and microbatches
+                # share a gather.
+                if gather == "window" and (repeats == 1 or not spec.uses_group):
+                    continue
+                if gather != "window" and group_factor > 1:
+                    continue
+                for remat in REMATS:
+                    # A split backward pass recomputes in both I and W slots, which makes full remat
+                    # too expensive.
+                    if spec.split and remat in ("full", "chunk"):
+                        continue
+                    options.append(
+                        base
+                        | {
+                            "schedule": name,
+                            "repeats": repeats,
+                            "group": group if group_factor > 1 else 0,
+                            "microbatches": count,
+                            "weight_gather": gather,
+                            "remat": remat,
+                        }
+                    )
+    return tuple(options)
+
+
+def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
+    """Yield (schedule name, repeats, group size as a multiple of the number of stages)."""
+    if stages == 1:
+        yield INTERLEAVED, 1, 1
+        return
+    for name, spec in SCHEDULES.items():
+        if spec.dominated:
+            continue
+        fixed = spec.repeats or spec.default_repeats
+        for repeats in (fixed,) if fixed else REPEATS:
+            if spec.uses_group and repeats == 1:
+                continue  # same schedule table as 1F1B
+            yield name, repeats, 1
+            if spec.uses_group:
+                yield name, repeats, 2
+                yield name, repeats, 4
+
+
+@cache
+def _divisors(number: int) -> tuple[int, ...]:
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return tuple(dict.fromkeys((*small, *(number // divisor for divisor in reversed(small)))))
+
+
+# Short schedule tables.
+
+
+@cache
+def _table(name: str, stages: int, repeats: int, microbatches: int, group: int) -> Schedule:
+    return make_schedule(
+        name, stages=stages, repeats=repeats, microbatches=microbatches, group=group
+    )
+
+
+def short_schedules(config: Config) -> tuple[Schedule, Schedule | None]:
+    """Return the schedule table of a config, or two short tables for extrapolation."""
+    pipeline, stages = config.pipeline, Sizes(config).mesh.stages
+    turn = pipeline.group or stages
+    if pipeline.microbatches <= 4 * turn:
+        return _schedule_with(config, pipeline.microbatches), None
+    return _schedule_with(config, 2 * turn), _schedule_with(config, 3 * turn)
+
+
+def _schedule_with(config: Config, microbatches: int) -> Schedule:
+    pipeline = config.pipeline
+    return _table(
+        pipeline.schedule, Sizes(config).mesh.stages, pipeline.repeats, microbatches, pipeline.group
+    )
+
+
+def _seconds(config: Config, short: Schedule, long: Schedule | None, hardware: Hardware) -> float:
+    sizes = Sizes(config)
+    few = predict_cost(_with_microbatches(config, sizes, short), short, hardware).seconds
+    if long is None:
+        return few
+    more = predict_cost(_with_microbatches(config, sizes, long), long, hardware).seconds
+    turns = (config.pipeline.microbatches - long.num_microbatches) / (
+        long.num_microbatches - short.num_microbatches
+    )
+    return more + turns * (more - few)
+
+
+def _with_microbatches(config: Config, sizes: Sizes, schedule: Schedule) -> Sizes:
+    """Return the array sizes for the schedule's number of microbatches of the same size."""
+    count = schedule.num_microbatches
+    if count == config.pipeline.microbatches:
+        return sizes
+    rows = config.train.batch_size * count // config.pipeline.microbatches
+    return Sizes(
+        dataclasses.replace(
+            config,
+            pipeline=dataclasses.replace(config.pipeline, microbatches=count),
+            train=dataclasses.replace(config.train, batch_size=rows),
+        )
+    )
+
+
+def suggest_changes(candidate: Candidate, topology: Topology) -> list[str]:
+    """Return single config changes, or pairs, that make the run fit in memory, fastest first."""
+    limit, fitting = USABLE_MEMORY_FRACTION * topology.hardware.memory_bytes, []
+    singles = list(_changes(candidate.config))
+    for changes in (*([one] for one in singles), *_pairs(singles)):
+        if fitting and len(changes) > 1:
+            break
+        config = candidate.config
+        for section, values in changes:
+            config = dataclasses.replace(
+                config, **{section: dataclasses.replace(getattr(config, section), **values)}
+            )
+        if check(config, {}):
+            continue
+        try:
+            other = evaluate(config, topology.hardware)
+        except ConfigError:
+            continue
+        if other.memory.total <= min(limit, candidate.memory.total):
+            text = " ".join(
+                f"{section}.{key}={value}"
+                for section, values in changes
+                for key, value in values.items()
+                if value != getattr(getattr(candidate.config, section), key)
+            )
+            fitting.append(
+                (
+                    other.cost.seconds,
+                    f"{text}: {other.memory.total / 2**30:.1f} GiB, "
+                    f"{other.cost.seconds:.3g} s per step",
+                )
+            )
+    return [text for _, text in sorted(fitting)[:3]]
+
+
+Change = tuple[str, dict[str, Any]]
+
+
+def _changes(config: Config) -> Iterator[Change]:
+    pipeline, mesh = config.pipeline, config.mesh
+    for remat in ("names", "full", "chunk"):
+        if remat != pipeline.remat:
+            yield "pipeline", {"remat": remat, "offloaded_names": []}
+    for gather in ("window", "iteration"):
+        if gather != pipeline.weight_gather:
+            yield "pipeline", {"weight_gather": gather}
+    for factor in (2, 4, 8):
+        yield "pipeline", {"microbatches": pipeline.microbatches * factor}
+    if pipeline.schedule not in (INTERLEAVED, ONE_FORWARD_ONE_BACKWARD) and pipeline.repeats == 1:
+        yield "pipeline", {"schedule": ONE_FORWARD_ONE_BACKWARD}
+    if pipeline.group:
+        yield "pipeline", {"group": 0}
+    for taker in ("fsdp", "stage", "context", "expert"):
+        for factor in (2, 4, 8):
+            size = mesh.ici_data
+            if size % factor == 0 and size >= factor:
+                more = getattr(mesh, f"ici_{taker}") * factor
+                yield "mesh", {"ici_data": size // factor, f"ici_{taker}": more}
+
+
+def _pairs(singles: Sequence[Change]) -> Iterator[list[Change]]:
+    for index, one in enumerate(singles):
+        for other in singles[index + 1 :]:
+            if one[0] != other[0] or not one[1].keys() & other[1].keys():
+                yield [one, other]

@@ -1,0 +1,564 @@
+"""Array sizes of a run on one device: shards, sequences, layers, parameters and activations.
+
+Activation sizes come from the declarations of the model's layer types. This module also computes
+how many keys and values devices exchange. This module does not import jax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Literal, NamedTuple
+
+from maxpipe.config.schema import Config, PipelineConfig
+from maxpipe.config.sections.pipeline import activations
+from maxpipe.models.adapters import residuals_of_changes
+from maxpipe.models.count import (
+    computed_share,
+    counted,
+    even_blocks,
+    layer_costs,
+    matrices_ahead,
+    packed_documents,
+    scored_keys,
+    scored_pairs,
+    tokens_before,
+)
+from maxpipe.models.layers.experts import Experts
+from maxpipe.models.registry import describe
+from maxpipe.models.resolve_auto import Divided, resolved
+from maxpipe.models.spec import Dims, Held, LayerType, Model, Param, Part, Products, Scores
+from maxpipe.optim.state_spec import BYTES
+from maxpipe.parallel.axes import exchanges_heads
+from maxpipe.planner.shards import BatchShard, MeshShards
+from maxpipe.schedule.catalog import make_schedule
+from maxpipe.schedule.table import Schedule, balance_layers
+
+# A search evaluates the same layer partitions many times.
+_balanced_partition = lru_cache(maxsize=256)(balance_layers)
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Number of layers of each type in the chunks, the prologue and the MTP heads."""
+
+    model: Model
+    described: Model
+    """The model spec, with the expert capacity of one device."""
+    pipeline: PipelineConfig
+    stages: int
+    sequence_tokens: int
+    """Number of tokens in a full sequence."""
+
+    @cached_property
+    def partition(self) -> tuple[int, ...]:
+        """Return the number of layers in each chunk."""
+        pipeline = self.pipeline
+        if pipeline.layers_per_chunk:
+            return tuple(pipeline.layers_per_chunk)
+        costs = layer_costs(self.described, self.sequence_tokens)[pipeline.prologue_layers :]
+        return _balanced_partition(costs, self.stages * pipeline.repeats)
+
+    @cached_property
+    def chunks(self) -> tuple[Counter[str], ...]:
+        """Return the number of layers of each type in each chunk."""
+        ends = accumulate(self.partition, initial=self.pipeline.prologue_layers)
+        return tuple(Counter(self.model.layers[start:end]) for start, end in pairwise(ends))
+
+    @cached_property
+    def prologue(self) -> Counter[str]:
+        """Return the number of prologue layers of each type."""
+        return Counter(self.model.layers[: self.pipeline.prologue_layers])
+
+    @cached_property
+    def pipelined(self) -> Counter[str]:
+        """Return the number of pipelined layers of each type."""
+        return sum(self.chunks, Counter())
+
+    @cached_property
+    def chunk_slots(self) -> Mapping[str, int]:
+        """Return L for each layer type: the maximum number of layers of that type in any chunk."""
+        return {kind: max(chunk[kind] for chunk in self.chunks) for kind in self.pipelined}
+
+    @cached_property
+    def slots(self) -> Mapping[str, int]:
+        """Return the number of layers of each type that a stage stores, including padding."""
+        return {kind: self.pipeline.repeats * length for kind, length in self.chunk_slots.items()}
+
+    @cached_property
+    def most_common(self) -> str:
+        """Return the most common layer type."""
+        return Counter(self.model.layers).most_common(1)[0][0]
+
+    @property
+    def mtp_heads(self) -> int:
+        """Return the number of multi-token prediction heads."""
+        mtp = self.model.ends.mtp
+        return 0 if mtp is None else mtp.num_heads
+
+    @property
+    def mtp(self) -> Mapping[str, int]:
+        """Return the number of multi-token prediction layers, keyed by layer type."""
+        heads = self.model.ends.mtp_layers
+        return {} if heads is None else {heads.layer_type_name: heads.num_heads}
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameter counts on one device."""
+
+    model: Model
+    mesh: MeshShards
+    layers: LayerCounts
+    trained_only: bool
+    """Whether counts exclude frozen parameters."""
+
+    def includes(self, param: Param) -> bool:
+        """Return whether parameter counts include this parameter."""
+        return param.trainable or not self.trained_only
+
+    def layer_elements(self, kind: str, *, whole: bool = False) -> int:
+        """Return the number of parameters of one layer on one device."""
+        return self._layer_elements[kind][whole]
+
+    @cached_property
+    def _layer_elements(self) -> Mapping[str, tuple[int, int]]:
+        def elements(kind: LayerType, whole: bool) -> int:
+            params = filter(self.includes, kind.params.values())
+            return sum(self.mesh.elements(param.dims, whole=whole) for param in params)
+
+        return {
+            name: (elements(kind, False), elements(kind, True))
+            for name, kind in self.model.layer_types.items()
+        }
+
+    def computed_elements(self, kind: str) -> float:
+        """Return the number of a layer's gathered parameters that are applied to each token.
+
+        Experts sharded over an axis process the tokens of all devices along that axis. The count
+        per local token is therefore the same as if the device held all experts.
+        """
+        params = counted(self.model.layer_types[kind])
+        return sum(
+            share
+            * self.mesh.elements(params[name].dims, whole=True)
+            * self.mesh.shards(self.mesh.owned_over(params[name].dims))
+            for name, share in computed_share(self.model.layer_types[kind]).items()
+            if self.includes(params[name])
+        )
+
+    def elements(self, layers: Mapping[str, int], *, whole: bool = False) -> int:
+        """Return the number of parameters, given the number of layers of each type."""
+        return sum(count * self.layer_elements(kind, whole=whole) for kind, count in layers.items())
+
+    def stage_elements(self, *, whole: bool = False) -> int:
+        """Return the number of parameters in a stage's pipelined layers, including padding."""
+        return self.elements(self.layers.slots, whole=whole)
+
+    def chunk_elements(self) -> int:
+        """Return the number of gathered parameters in a chunk with L layers of each type."""
+        return self.elements(self.layers.chunk_slots, whole=True)
+
+    def prologue_elements(self, *, whole: bool = False) -> int:
+        """Return the number of parameters in the prologue layers."""
+        return self.elements(self.layers.prologue, whole=whole)
+
+    @cached_property
+    def transposed_elements(self) -> int:
+        """Return the number of parameters in a stage that are gathered along a dimension other than
+        the first.
+        """
+        return sum(
+            count * self.mesh.elements(param.dims)
+            for kind, count in self.layers.slots.items()
+            for param in self.model.layer_types[kind].params.values()
+            if self.includes(param) and self.mesh.gathered_over(param.dims[1:])
+        )
+
+    def embedding_elements(self, *, whole: bool = False) -> int:
+        """Return the number of parameters in the embedding table."""
+        return self._table_elements("embedding", whole)
+
+    def head_elements(self, *, whole: bool = False) -> int:
+        """Return the number of parameters in the output projection, which may be tied."""
+        return self._table_elements("embedding" if self.model.ends.head is None else "head", whole)
+
+    def _table_elements(self, name: str, whole: bool) -> int:
+        param = self.model.ends.params[name,]
+        padded = self.mesh.padded(param.dims)
+        return self.mesh.elements(padded, whole=whole) if self.includes(param) else 0
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of logits per token on one device."""
+        dims = self.mesh.padded(self.model.ends.embedding.dims)
+        return self.mesh.elements(tuple(dim for dim in dims if dim[1] == "vocab"), whole=True)
+
+    @property
+    def norm_elements(self) -> int:
+        """Return the number of parameters in the final norm."""
+        return self._end_elements("final_norm", whole=False)
+
+    def mtp_elements(self, *, whole: bool = False) -> int:
+        """Return the number of MTP parameters, excluding the output projection."""
+        return self._end_elements("ahead", whole=whole)
+
+    def mtp_matrix_elements(self) -> int:
+        """Return the number of parameters in gathered MTP matrices that are not part of a layer."""
+        return sum(
+            self.mesh.elements(param.dims, whole=True)
+            for name, param in self.model.ends.params.items()
+            if name in matrices_ahead(self.model) and self.includes(param)
+        )
+
+    def _end_elements(self, first: str, *, whole: bool) -> int:
+        return sum(
+            self.mesh.elements(param.dims, whole=whole)
+            for (name, *_), param in self.model.ends.params.items()
+            if name == first and self.includes(param)
+        )
+
+
+class ContextMethod(NamedTuple):
+    """Method by which an attention operation exchanges keys and values along the context axis."""
+
+    method: Literal["own", "ulysses", "ring", "near", "all_gather"]
+    """Name of the method. `own` means no exchange, because each device has all tokens of its
+    sequences."""
+    share: float = 0.0
+    """Fraction of the local keys and values that a device sends to all other devices at the same
+    time."""
+    remote: float = 0.0
+    """Size of the keys and values received from other devices, as a multiple of the local keys and
+    values."""
+
+
+BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
+"""Logical axes of activations between tensor-parallel matmuls."""
+
+
+@dataclass(frozen=True)
+class ActivationSizes:
+    """Activation sizes of one microbatch on one device."""
+
+    config: Config
+    model: Model
+    mesh: MeshShards
+    batch: BatchShard
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Return the size in bytes of one element in the compute dtype."""
+        return BYTES[self.config.model.compute_dtype]
+
+    @property
+    def hidden(self) -> int:
+        """Return the number of elements on one device in the activation `[B, T, D]` between
+        stages.
+        """
+        return self.whole_hidden // self.mesh.token_shards
+
+    @property
+    def whole_hidden(self) -> int:
+        """Return the number of elements in the activation between stages after its tokens are
+        gathered for a matmul.
+        """
+        return self.batch.tokens * self.config.model.d_model
+
+    def elements(self, dims: Dims) -> int:
+        """Return the number of elements in an activation with the given dims per token.
+
+        The fsdp axis shards tokens, not the dims of a token.
+        """
+        count = self.batch.tokens
+        if {logical for _, logical in dims} <= BETWEEN_MATMULS:
+            count //= self.mesh.token_shards
+        for size, logical in dims:
+            count *= -(-size // self.mesh.tensor_shards(logical))
+        return count
+
+    def named_bytes(self, kind: str, names: Iterable[str]) -> int:
+        """Return the total size in bytes of a layer's saved activations with the given names."""
+        layer_type, names = self.model.layer_types[kind], frozenset(names)
+        arrays = ((self.itemsize, layer_type.activations), (4, layer_type.saved_with))
+        return sum(
+            width * self.elements(dims[name]) for width, dims in arrays for name in names & {*dims}
+        )
+
+    def scores(self, part: Part) -> int:
+        """Return the number of query-key pairs for which scores are computed, summed over all
+        heads.
+        """
+        return sum(
+            self.batch.microbatch_size
+            * self._scored_pairs(scores)
+            * -(-scores.heads // self.mesh.tensor_shards(scores.axis))
+            for scores in part.operations
+            if isinstance(scores, Scores)
+        )
+
+    def _scored_pairs(self, scores: Scores) -> int:
+        """Return the mean number of query-key pairs per head and sequence on one device.
+
+        Plain attention skips future tokens only if queries and keys cover the same tokens.
+        """
+        tokens, exchange = self.config.train.sequence_length, self.context_method(scores)
+        in_blocks = scores.storage == "block"
+        context = self.mesh.axes["context"]
+        if exchange.method in ("all_gather", "near") and not in_blocks:
+            before = exchange.remote if exchange.method == "near" else 2 * context - 1
+            return 2 * round(self.batch.contiguous_tokens**2 * (1 + before))
+        return scored_pairs(tokens, by_blocks=in_blocks) // context
+
+    def context_method(self, scores: Scores) -> ContextMethod:
+        """Return the method by which attention exchanges keys and values with other devices."""
+        mesh, context = self.config.mesh, self.mesh.axes["context"]
+        if context == 1:
+            return ContextMethod("own")
+        kv_heads = scores.keys[0][0][0]
+        if exchanges_heads(
+            mesh.context_attention, scores.heads, kv_heads, context, self.mesh.tensor
+        ):
+            return ContextMethod("ulysses")
+        if mesh.context_attention == "ring":
+            return ContextMethod("ring")
+        windows = map(int, self.model.values[scores.window]) if scores.window else ()
+        block = self.batch.contiguous_tokens
+        before = tokens_before(windows, block)
+        if before < block:
+            return ContextMethod("near", before / block, before / block)
+        return ContextMethod("all_gather", 1.0, context - 1.0)
+
+    def remote_key_elements(self, part: Part) -> float:
+        """Return the number of key and value elements received from other devices."""
+        return sum(
+            self.context_method(scores).remote * sum(map(self.elements, scores.keys))
+            for scores in part.operations
+            if isinstance(scores, Scores)
+        )
+
+    def products(self, part: Part) -> float:
+        """Return the multiply-adds in activation-activation matmuls, excluding attention scores."""
+        return self.batch.tokens * sum(
+            products.computed * -(-products.heads // self.mesh.tensor_shards(products.axis))
+            for products in part.operations
+            if isinstance(products, Products)
+        )
+
+    def stored_scores(self, part: Part) -> int:
+        """Return the number of attention scores that are stored in memory."""
+        count, tokens = 0, self.config.train.sequence_length
+        for scores in part.operations:
+            if isinstance(scores, Scores):
+                heads = -(-scores.heads // self.mesh.tensor_shards(scores.axis))
+                count += {
+                    "scores": heads * self._scored_pairs(scores),
+                    "mask": tokens**2 // self.mesh.axes["context"],
+                    "block": heads * even_blocks(tokens) ** 2,
+                }[scores.storage]
+        return self.batch.microbatch_size * count
+
+    def declared_bytes(self, part: Part, held: Held) -> float:
+        """Return the total size in bytes of the arrays that a sublayer declares in `held`."""
+        size, mesh = self.itemsize, self.mesh
+        tokens = self.config.train.sequence_length
+
+        def elements(arrays: Iterable[tuple[float, Dims]]) -> float:
+            return sum(copies * self.elements(dims) for copies, dims in arrays)
+
+        narrow, wide, other = held.pairs
+        num_bytes = (wide * 4 + narrow * size + other) * self.stored_scores(part)
+        for width, arrays in ((size, held.compute_dtype), (4, held.float32), (1, held.one_byte)):
+            num_bytes += width * elements(arrays)
+        num_bytes += size * elements(held.blocks) * scored_keys(tokens) / tokens
+        num_bytes += size * elements(held.documents) * packed_documents(tokens)
+        for width, dims in ((size, held.token_independent), (4, held.float32_token_independent)):
+            num_bytes += width * sum(mesh.elements(each, whole=True) for each in dims)
+        return num_bytes
+
+    @cached_property
+    def saved_names(self) -> frozenset[str]:
+        """Return the names of activations saved for a layer's backward pass, in device or host
+        memory.
+        """
+        pipeline = self.config.pipeline
+        names = (*pipeline.saved_names, *pipeline.offloaded_names)
+        return frozenset(activations(names, self.config.model))
+
+    def saves_all(self, part: Part) -> bool:
+        """Return whether all named activations of a sublayer are saved for its backward pass."""
+        remat = self.config.pipeline.remat
+        return remat == "none" or (remat == "names" and self.saved_names >= {*part.activations})
+
+    def saved_bytes(self, kind: str) -> tuple[float, float]:
+        """Return the (device, host) bytes saved per layer, or per chunk with `remat=chunk`."""
+        return self._saved_bytes[kind]
+
+    @cached_property
+    def _saved_bytes(self) -> Mapping[str, tuple[float, float]]:
+        pipeline, hidden = self.config.pipeline, self.itemsize * self.hidden
+        if pipeline.remat == "none":
+            return {name: (self._residual_bytes(kind), 0.0) for name, kind in self._kinds}
+        if pipeline.remat != "names":
+            return {name: (hidden, 0.0) for name, _ in self._kinds}
+        offloaded = set(activations(pipeline.offloaded_names, self.config.model))
+        saved = self.saved_names - offloaded
+        return {
+            name: (
+                hidden + self.named_bytes(name, saved),
+                self.named_bytes(name, offloaded),
+            )
+            for name, _ in self._kinds
+        }
+
+    @property
+    def _kinds(self) -> Iterable[tuple[str, LayerType]]:
+        return self.model.layer_types.items()
+
+    def _residual_bytes(self, kind: LayerType) -> float:
+        """Return the total size in bytes of a layer's residuals."""
+        parts = kind.parts.values()
+        num_bytes = sum(self.declared_bytes(part, part.residuals) for part in parts)
+        num_bytes += self.declared_bytes(kind.branches[0].part, residuals_of_changes(kind))
+        num_bytes += self.itemsize * sum(map(self.remote_key_elements, parts))
+        return num_bytes + kind.num_masks * self.hidden
+
+    def report_bytes(self, layers: Mapping[str, int]) -> float:
+        """Return the bytes of losses and statistics, given the number of layers of each type."""
+        kinds = {name: self.model.layer_types[name] for name in layers}
+        scalars = len({loss for kind in kinds.values() for loss in kind.losses})
+        entries = sum(
+            layers[name] * math.prod(size for size, _ in dims)
+            for name, kind in kinds.items()
+            for dims in kind.statistics.values()
+        )
+        return 4.0 * (scalars + entries)
+
+    def deferred_bytes(self, kind: str) -> float:
+        """Return the size in bytes of the arrays that a layer saves for deferred weight
+        gradients.
+        """
+        return self._deferred_bytes[kind]
+
+    @cached_property
+    def _deferred_bytes(self) -> Mapping[str, float]:
+        recomputed, size = self.config.pipeline.remat != "none", self.itemsize
+
+        def num_bytes(kind: LayerType) -> float:
+            trained = {part for (part, _), param in kind.params.items() if param.trainable}
+            total = 0.0
+            for branch in kind.branches:
+                for name, part in branch.parts.items():
+                    if name in trained:
+                        normed = part is branch.part and branch.post_norm is not None
+                        held = part.deferred(recomputed=recomputed, normed=normed)
+                        total += self.declared_bytes(part, held)
+                if recomputed and branch.name not in trained and trained & {*branch.parts}:
+                    total += size * self.hidden  # the cotangent of the norm's output
+            if recomputed and trained:
+                total += (size * kind.num_streams + kind.num_masks) * self.hidden
+            if kind.adapters:  # some adapters save these gradients themselves
+                trainable = (param.dims for param in kind.params.values() if param.trainable)
+                total += size * sum(self.mesh.elements(dims, whole=True) for dims in trainable)
+            return total
+
+        return {name: num_bytes(kind) for name, kind in self._kinds}
+
+
+@lru_cache(maxsize=64)
+def with_expert_shards(model: Model, shards: int, rows: int, tokens: int, whole: int) -> Model:
+    """Return the model with its experts sharded over `shards` devices.
+
+    Every device holds `tokens` of the `whole` tokens in each of `rows` sequences. Calls with equal
+    arguments return the same object, so that results cached per object can be reused.
+    """
+
+    def divided(part: Part) -> Part:
+        return part.with_shards(shards, rows, tokens, whole) if isinstance(part, Experts) else part
+
+    return model.map_parts(divided)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Array sizes of a run with a resolved mesh, grouped by category."""
+
+    config: Config
+    platform: str = ""
+    """JAX platform of the devices; empty if no array size depends on the platform."""
+
+    def on_platform(self, platform: str) -> Sizes:
+        """Return the sizes for a platform and its attention backend."""
+        if platform == self.platform:
+            return self
+        config = self.config
+        tokens, divided = (
+            config.train.sequence_length,
+            Divided.from_mesh(config.mesh, self.mesh.axes),
+        )
+        model = resolved(config.model, platform, tokens, divided)
+        return replace(self, config=replace(config, model=model), platform=platform)
+
+    @cached_property
+    def mesh(self) -> MeshShards:
+        """Return the shards of arrays on the mesh."""
+        return MeshShards(self.config.mesh)
+
+    @cached_property
+    def batch(self) -> BatchShard:
+        """Return the sequences and tokens on one device."""
+        return BatchShard(self.config, self.mesh)
+
+    @cached_property
+    def model(self) -> Model:
+        """Return the config's model spec, with the expert capacity of one device."""
+        described = describe(self.config.model)
+        if not self.mesh.nontrivial_axes(("expert", "context")):
+            return described
+        whole, shards = self.config.train.sequence_length, self.mesh.axes["expert"]
+        return with_expert_shards(
+            described, shards, self.batch.microbatch_size, self.batch.tokens_per_sequence, whole
+        )
+
+    @cached_property
+    def layers(self) -> LayerCounts:
+        """Return the number of layers of each type."""
+        return LayerCounts(
+            self.model,
+            describe(self.config.model),
+            self.config.pipeline,
+            self.mesh.stages,
+            self.config.train.sequence_length,
+        )
+
+    @cached_property
+    def params(self) -> ParameterCounts:
+        """Return the parameter counts, including frozen parameters."""
+        return ParameterCounts(self.model, self.mesh, self.layers, trained_only=False)
+
+    @cached_property
+    def trained(self) -> ParameterCounts:
+        """Return the counts of trained parameters, for gradients and optimizer state."""
+        return replace(self.params, trained_only=True)
+
+    @cached_property
+    def activations(self) -> ActivationSizes:
+        """Return the activation sizes of one microbatch."""
+        return ActivationSizes(self.config, self.model, self.mesh, self.batch)
+
+
+def build_schedule(config: Config) -> Schedule:
+    """Return the schedule table of a config with a resolved mesh."""
+    pipeline = config.pipeline
+    return make_schedule(
+        pipeline.schedule,
+        stages=Sizes(config).mesh.stages,
+        repeats=pipeline.repeats,
+        microbatches=pipeline.microbatches,
+        group=pipeline.group,
+        delayed=pipeline.delayed_forwarding,
+    )

@@ -1,0 +1,70 @@
+"""Train steps compiled ahead of time for NVIDIA GPUs by jax's CUDA plugin."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from maxpipe.planner.topology import INSTALL, has_cudnn, missing_compiler
+
+pytestmark = [
+    pytest.mark.skipif(missing_compiler() is not None, reason=f"needs {INSTALL}"),
+]
+MODEL = ("runtime.platform=auto", "train.batch_size=32")
+
+
+def compiled(*arguments: str) -> dict[str, Any]:
+    """Return the compile report of quickstart from a subprocess that prints nothing else."""
+    command = [sys.executable, "-m", "maxpipe", "compile", "quickstart", *MODEL, *arguments]
+    found = subprocess.run(
+        [*command, "--json"], capture_output=True, text=True, timeout=500, env=dict(os.environ)
+    )
+    assert found.returncode == 0 and not found.stderr, found.stderr
+    return json.loads(found.stdout)
+
+
+def traffic(report: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return {(kind, axes): collective}, the one with the most bytes if there are several."""
+    found = reversed(report["collectives"])
+    return {(each["kind"], each["axes"]): each for each in found}
+
+
+def test_compile_report_for_eight_gpus() -> None:
+    found = compiled("--topology", "h100:8", "pipeline.weight_gather=iteration")
+    assert (found["num_devices"], found["attention"]) == (8, "xla")
+    assert found["peak_bytes"] == found["cycles"] == 0 and found["fits"]
+    assert found["total_bytes"] > found["argument_bytes"] > 2 * 2**20
+    assert 1 < found["flops"] / found["model_flops"] < 2
+    assert not found["unknown_loops"]
+    assert any("autotuning" in each for each in found["unknown"])
+    moved = traffic(found)
+    assert moved["collective-permute", "stage"]["link"] == "ici"
+    assert moved["all-gather", "fsdp"]["asynchronous"]
+    assert moved["reduce-scatter", "fsdp"]["flops_behind"] > 0
+
+
+def test_traffic_between_gpu_hosts_is_labeled_dcn() -> None:
+    sizes = ("mesh.ici_stage=1", "mesh.dcn_stage=2", "mesh.ici_fsdp=4")
+    found = compiled("--topology", "b200:4", "--slices", "2", *sizes)
+    moved = traffic(found)
+    assert moved["collective-permute", "stage"]["link"] == "dcn"
+    assert moved["reduce-scatter", "fsdp"]["link"] == "ici"
+
+
+@pytest.mark.skipif(not has_cudnn(), reason=f"needs cuDNN: {INSTALL}")
+def test_cudnn_attention_compiles_with_sharded_heads() -> None:
+    """jax's own partitioning rule for the kernel fails in this case, at the first step of a run."""
+    sizes = ("mesh.ici_stage=2", "mesh.ici_fsdp=2", "mesh.ici_tensor=2")
+    found = compiled("--topology", "h100:8", *sizes, "model.compute_dtype=bfloat16")
+    assert found["attention"] == "cudnn"
+    # Forward, recomputation, and a backward kernel with 2.5 times the FLOPs of the forward.
+    model = {"pairs": 128 * 128 / 2, "width": 4 * 32, "rows": 32, "layers": 8}
+    forward = 4 * math.prod(model.values()) / 8
+    assert found["kernel_flops"] == pytest.approx(4.5 * forward)
+    assert any("cuDNN" in each for each in found["unknown"])

@@ -1,0 +1,114 @@
+"""Predicted bytes per mesh axis against the collectives of the compiled program."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import pytest
+
+from maxpipe.config.load import from_dict
+from maxpipe.config.schema import Config
+from maxpipe.parallel.mesh import AXES
+from maxpipe.planner.compile import build_steps, profile_step
+from maxpipe.planner.compile import collective_traffic as of_program
+from maxpipe.planner.sizes import Sizes
+from maxpipe.planner.traffic import count_collectives, step_traffic
+from tests.cases import keeping
+
+MODEL = {
+    "num_layers": 4,
+    "d_model": 64,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "head_dim": 16,
+    "d_mlp": 96,
+    "vocab_size": 262,
+    "compute_dtype": "float32",
+    "attention": "xla",
+}
+BLOCKS = {"attention": "blockwise"}
+WINDOWS = {"family": "mistral", "mistral": {"window": 5}}
+EXPERTS: dict[str, Any] = {
+    "family": "moe",
+    "moe": {"num_experts": 8, "d_expert": 28, "num_dense_layers": 0},
+}
+
+
+def experts(**changes: Any) -> dict[str, Any]:
+    return EXPERTS | {"moe": EXPERTS["moe"] | changes}
+
+
+def config_of(model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]) -> Config:
+    pipeline = {"microbatches": 2 * mesh.get("ici_stage", 1)} | pipeline
+    shards = math.prod(mesh.get(f"ici_{axis}", 1) for axis in ("data", "fsdp", "expert"))
+    train = {
+        "batch_size": 2 * pipeline["microbatches"] * shards,
+        "sequence_length": 32,
+        "steps": 1,
+    }
+    sections = {"model": MODEL | model, "mesh": mesh, "pipeline": pipeline, "train": train}
+    return from_dict(sections)
+
+
+CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    # Stage, context and fsdp axes combined.
+    ({}, {"ici_stage": 2, "ici_fsdp": 2, "ici_context": 2}, {}),
+    (BLOCKS, {"ici_context": 2, "context_attention": "all_gather"}, {"remat": "names"}),
+    ({}, {"ici_fsdp": 4, "ici_data": 2}, {}),
+    # Expert parallelism, with weights sharded over three axes and over two.
+    (EXPERTS, {"ici_fsdp": 2, "ici_expert": 2, "ici_context": 2}, {}),
+    ({}, {"ici_context": 4}, {"remat": "chunk"}),
+    ({}, {"ici_context": 2, "ici_data": 2}, {"remat": "none", "weight_gather": "step"}),
+    (BLOCKS, {"ici_context": 4, "context_attention": "ring"}, {}),
+    (BLOCKS, {"ici_context": 2, "context_attention": "ring"}, {"remat": "names"}),
+    (WINDOWS, {"ici_context": 2, "context_attention": "all_gather"}, {}),
+    (
+        {"num_layers": 8},
+        {"ici_stage": 4, "ici_context": 2},
+        {"schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        {"num_layers": 6},
+        {"ici_stage": 2, "ici_context": 2, "ici_fsdp": 2},
+        {"prologue_layers": 2, "remat": "names"},
+    ),
+    ({"num_layers": 8}, {"ici_stage": 2, "ici_context": 2}, {"repeats": 2}),
+    (EXPERTS, {"ici_expert": 4}, {"remat": "names"}),
+    (EXPERTS, {"ici_expert": 2, "ici_stage": 2}, {"remat": "none"}),
+    (EXPERTS, {"ici_expert": 2, "ici_data": 2}, {"weight_gather": "step", "remat": "chunk"}),
+    (experts(dispatch="dense"), {"ici_expert": 2, "ici_context": 2}, {}),
+    (experts(capacity_factor=1.25), {"ici_expert": 2, "ici_context": 2}, {}),
+    (experts(all_to_all_capacity_factor=1.5), {"ici_expert": 4}, {}),
+]
+
+_NUMBERS = 1100
+"""Most bytes of losses, statistics and the gradient norm in a step."""
+
+
+@pytest.mark.parametrize(("model", "mesh", "pipeline"), keeping(CASES, 0, 15), ids=str)
+def test_predicted_traffic_matches_compiled_program(
+    model: dict[str, Any], mesh: dict[str, Any], pipeline: dict[str, Any]
+) -> None:
+    """Excludes reductions of losses, statistics and the gradient norm."""
+    config = config_of(model, mesh, pipeline)
+    count = math.prod(getattr(config.mesh, f"ici_{axis}") for axis in AXES)
+    steps = build_steps(config, jax.devices()[:count])
+    text = steps.compile_train().as_text()
+    profile, _ = profile_step(text, steps, config.pipeline.weight_gather)
+    found: dict[str, float] = {}
+    counts: dict[str, float] = {}
+    for each in of_program(profile.collectives, steps.param_layout.mesh):
+        if each.total_bytes > _NUMBERS:
+            found[each.axes] = found.get(each.axes, 0.0) + each.total_bytes
+            if each.kind != "all-reduce":
+                counts[each.axes] = counts.get(each.axes, 0.0) + each.count
+    run = (
+        Sizes(config).on_platform("cpu"),
+        steps.train_schedule,
+        float(config.pipeline.remat != "none"),
+    )
+    wanted = {axes: sent for (axes, _), sent in step_traffic(*run).items()}
+    assert found == pytest.approx(wanted, abs=_NUMBERS)
+    assert counts == count_collectives(*run)
