@@ -31,7 +31,7 @@ ROOT = TESTS.parent
 DOCS = ROOT / "docs"
 PICTURES = [
     picture
-    for page in ("concepts/engine.md", "guides/plan.md", "tutorials/adapters.md")
+    for page in ("concepts/schedules.md", "guides/plan.md", "tutorials/adapters.md")
     for picture in re.findall(
         r"<!-- maxpipe (.*?) -->\n!\[\w+\]\(\.\./(.*?)\)", (DOCS / page).read_text(encoding="utf-8")
     )
@@ -83,7 +83,7 @@ def test_every_image_is_used() -> None:
 
 
 def test_schedule_comparison_matches_command_output(update_golden: bool) -> None:
-    page = DOCS / "concepts" / "engine.md"
+    page = DOCS / "concepts" / "schedules.md"
     command = re.search(r"<!-- compare -->\n```\nmaxpipe (.*?)\n", page.read_text(encoding="utf-8"))
     assert command
     text = f"```\nmaxpipe {command[1]}\n{printed(command[1].split())}```\n"
@@ -155,7 +155,10 @@ def test_every_written_metric_is_declared() -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param("guides/data.md", marks=pytest.mark.long),
+        *(
+            pytest.param(f"guides/data/{name}.md", marks=pytest.mark.long)
+            for name in ("conversations", "mixtures", "prepare", "sources", "tokenizers")
+        ),
         pytest.param("tutorials/distill.md", marks=pytest.mark.long),
         "tutorials/first_run.md",
     ],

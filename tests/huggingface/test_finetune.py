@@ -1,4 +1,4 @@
-"""docs/tutorials/finetune.md: import a public model, train with stages and FSDP, and export it."""
+"""Commands of docs/tutorials/finetune.md and sft.md: import, train with stages and FSDP, export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from tests.huggingface import maker
 from tests.huggingface.test_oracle import PYTHON, close, reason, run_oracle
 from tests.train.runs import ledger, losses
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "finetune.md"
+TUTORIALS = Path(__file__).parents[2] / "docs" / "tutorials"
+PAGE = TUTORIALS / "finetune.md"
 TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
 VOCAB = 437
 WORDS = ("the", "sea", "was", "cold", "and", "grey", "when", "we", "sailed", "out")
@@ -52,13 +53,13 @@ def loop(folder: Path) -> Loop:
     (folder / "book").mkdir()
     for number in range(12):
         (folder / "book" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=160)))
-    return run_blocks(folder, "run", FAST_COMPILE)
+    return run_blocks(folder, PAGE, FAST_COMPILE)
 
 
-def run_blocks(folder: Path, mark: str, variables: Mapping[str, str]) -> Loop:
-    """Run the page's blocks that have this mark."""
-    page = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(rf"<!-- {mark} -->\n```\n(.*?)```", page, re.DOTALL)
+def run_blocks(folder: Path, page: Path, variables: Mapping[str, str]) -> Loop:
+    """Run the marked blocks of a page."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", text, re.DOTALL)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = [
         subprocess.run(
@@ -138,7 +139,7 @@ def test_finetune_page_commands(written: Loop) -> None:
 @pytest.mark.long
 def test_sft_example_learns_and_stops_early(tmp_path: Path) -> None:
     """A pretrained model learns to answer; the run stops early, and its curves are drawn."""
-    done = run_blocks(tmp_path, "sft", {})
+    done = run_blocks(tmp_path, TUTORIALS / "sft.md", {})
     chat = tmp_path / "runs" / "chat"
     accuracy = losses(chat, "eval/sums/accuracy")
     assert accuracy[20] < 0.8 and max(accuracy.values()) == 1
