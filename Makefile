@@ -68,11 +68,11 @@ check: $(DEV)  ## check formatting, lint, types, prose, and that generated docs 
 	  { echo "run: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
-	@$(BIN)/maxpipe config docs --check
+	@$(BIN)/python scripts/reference_pages.py --check
 	@$(BIN)/python scripts/prose.py
 
 docs: $(DEV)  ## regenerate the generated parts of docs/, README.md and CONTRIBUTING.md
-	@$(BIN)/maxpipe config docs
+	@$(BIN)/python scripts/reference_pages.py
 	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py
 
 site: $(DOCS)  ## build the documentation site in site/, and check its links (a minute)

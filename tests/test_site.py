@@ -91,7 +91,9 @@ def test_link_to_file_that_is_not_on_site_is_link_to_repository() -> None:
 
 
 def test_lists_tables_and_code_blocks_are_separated_by_blank_lines() -> None:
-    text = "Text:\n- a\n  more\n- b\n\nText\n1. c\n2. d\n```\n- code\n| x |\n```\nText\n| e |\n|---|\n"
+    text = (
+        "Text:\n- a\n  more\n- b\n\nText\n1. c\n2. d\n```\n- code\n| x |\n```\nText\n| e |\n|---|\n"
+    )
     assert hooks.add_blank_lines(text) == (
         "Text:\n\n- a\n  more\n- b\n\nText\n\n1. c\n2. d\n```\n- code\n| x |\n```\n\nText\n\n"
         "| e |\n|---|\n"
