@@ -72,7 +72,7 @@ def written_events() -> dict[str, set[str]]:
                         if isinstance(choice, ast.Name) and choice.id in constants:
                             choice = ast.Constant(constants[choice.id])
                         if isinstance(choice, ast.Constant):
-                            events.setdefault(choice.value, set()).update(fields)
+                            events.setdefault(str(choice.value), set()).update(fields)
     return events
 
 
