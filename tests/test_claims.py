@@ -21,7 +21,7 @@ import pytest
 from tests.pages import PAGES, ROOT
 
 RESULTS = ROOT / "benchmarks"
-_CLAIM = re.compile(r"(<!-- claim: ([\w.]+) -->)(.*?)(<!-- /claim -->)", re.DOTALL)
+_CLAIM = re.compile(r"(?<!`)(<!-- claim: ([\w.]+) -->)(.*?)(<!-- /claim -->)", re.DOTALL)
 _DATA = re.compile(r"<!-- data: (\w+) -->(.*?)<!-- /data -->", re.DOTALL)
 _DATA_NUMBER = re.compile(r"(?<![\w.,])(?:\d{1,3}(?:,\d{3})+|\d+\.\d+)(?![\w,]*\.?\d)")
 
