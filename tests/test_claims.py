@@ -143,6 +143,13 @@ def test_claims_equal_results(page: Path, update_golden: bool) -> None:
         assert text == CLAIMS[name](), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_claim_does_not_begin_line(page: Path) -> None:
+    """A comment at the start of a line would end the paragraph."""
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"^\s*<!-- /?claim.*", text, re.MULTILINE)
+
+
 def unknown_numbers(text: str, data: str) -> list[str]:
     """Return the numbers in a text that are not rounded numbers of the data."""
     known = {float(found.replace(",", "")) for found in _DATA_NUMBER.findall(data)}
