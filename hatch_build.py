@@ -28,7 +28,7 @@ def description(readme: str, source: str) -> str:
 class CustomMetadataHook(MetadataHookInterface):
     """Set the field `readme` while the package is built."""
 
-    def update(self, metadata: dict) -> None:  # noqa: D102
+    def update(self, metadata: dict) -> None:
         readme = (Path(self.root) / "README.md").read_text(encoding="utf-8")
         source = metadata.get("urls", {}).get("Source", "").rstrip("/")
         text = description(readme, source)
