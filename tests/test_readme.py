@@ -39,7 +39,7 @@ def code_lines(page: str) -> list[str]:
 
 def commands_of(page: str) -> list[str]:
     """Return the arguments of all `maxpipe` commands in the code blocks of a page."""
-    pattern = re.compile(r"^(?:\.venv/bin/)?maxpipe (?!--)(.*)")
+    pattern = re.compile(r"^maxpipe (?!--)(.*)")
     return [found[1] for line in code_lines(page) if (found := pattern.match(line))]
 
 
@@ -238,7 +238,7 @@ def test_readme_states_that_no_multi_accelerator_run_was_measured() -> None:
 
 # --- quickstart ------------------------------------------------------------------------------
 
-SHOWN = re.findall(r"<!-- quickstart -->\n```\n(.*?)```", README, re.DOTALL)[0].splitlines()
+SHOWN = re.findall(r"<!-- quickstart -->\n```text\n(.*?)```", README, re.DOTALL)[0].splitlines()
 
 
 def train_quickstart(folder: Path, until: str) -> list[str]:
