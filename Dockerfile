@@ -3,7 +3,7 @@
 # docker run --rm -v "$PWD/runs:/home/maxpipe/runs" maxpipe train quickstart
 FROM python:3.12-slim AS wheel
 WORKDIR /opt/maxpipe
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY configs configs
 COPY maxpipe maxpipe
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir dist .

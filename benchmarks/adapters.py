@@ -32,6 +32,8 @@ RUNS = {
 PREAMBLE = f"""\
 # Adapters of Llama 3 8B
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/adapters.py --write`. No TPU was used. libtpu compiles
 `maxpipe compile llama3-8b --topology v5e:2x4` ahead of time, with `{LAYOUT}`. Adapters have rank 16
 and are applied to all attention and MLP projections. Sizes are in GiB per device. The column

@@ -279,6 +279,8 @@ def details(row: Row) -> str:
 PREAMBLE = f"""\
 # Layouts ranked by prediction and by the TPU compiler
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/ahead_of_time_ranking.py --write`. No TPU was used. {MODEL} with all its
 layers and {ROWS} sequences of {TOKENS} tokens was compiled for {TOPOLOGY} in {len(LAYOUTS)}
 layouts. The last column describes a layout as stage x data x fsdp x tensor, schedule with repeats,

@@ -57,6 +57,8 @@ def table(cache: Path) -> str:
 PREAMBLE = f"""\
 # TPU compiler estimates for splash attention
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/attention_ahead_of_time.py --write`. No TPU was used. The full train step of
 an 8B-class model with AdamW was compiled for {TOPOLOGY} as 4 stages x 8 fsdp shards, interleaved
 with 2 repeats. Each microbatch has one sequence per device. Cycles are the compiler's estimates

@@ -130,6 +130,8 @@ def main() -> None:
 
 PAGE = """# Sequence parallelism and ring matmuls over the tensor axis
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/collective_matmul.py --write`. The train step of an 8B-class model was compiled
 for 32 v5p chips (Llama-3-8B shape, M = 16, interleaved, 2 repeats, `remat=full`, `idle=compute`).
 No TPU was used. The first four columns show the data that a device sends over the tensor axis in a

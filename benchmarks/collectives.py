@@ -154,6 +154,8 @@ def table() -> str:
 PREAMBLE = """\
 # Bytes sent per device and step, by mesh axis
 
+> **Compiler report.** The bytes are those of the compiled program; nothing was timed.
+
 `python benchmarks/collectives.py --write`. The model has 4 layers of width 64 in float32, with two
 sequences of 32 tokens per device and microbatch. The model was compiled for CPUs. All counts are
 exact, and no time was measured. The table lists the number of bytes that one device sends in a

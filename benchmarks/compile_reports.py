@@ -31,6 +31,8 @@ RUNS = {
 PREAMBLE = """\
 # Compile reports of large runs
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/compile_reports.py --write`, on two cores. No TPU was used.
 
 """

@@ -26,6 +26,8 @@ MESHES = ["ici_stage=4 ici_tensor=8"]
 PREAMBLE = f"""\
 # Decoding step of a 70B model on 32 chips
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/decode_ahead_of_time.py --write`. No TPU was used. The table shows a
 decoding step of `{MODEL}` in bfloat16 on {TOPOLOGY}. The step generates one token for each of
 {ROWS} sequences, with KV caches for {ROOM} tokens per sequence. Sizes are in GiB per device. The

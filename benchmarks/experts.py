@@ -193,6 +193,8 @@ LISTED = "\n".join(
 PREAMBLE = f"""\
 # TPU compiler estimates for MoE layers
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/experts.py --write`. No TPU was used. The forward and backward pass of one
 bfloat16 layer is compiled for one chip of {TOPOLOGY}. The backward pass computes the gradients of
 the input and of all weights. The layer has no balance loss. The baseline is a dense layer whose

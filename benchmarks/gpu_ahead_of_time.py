@@ -57,6 +57,8 @@ ROWS = [
 HEAD = """\
 # Predicted memory compared with XLA for GPUs
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/gpu_ahead_of_time.py --write`, with {versions}. No GPU was used, and no kernel
 was timed (docs/guides/plan.md lists the consequences). Sizes are in GiB. The columns "arguments"
 and "temp" (temporaries) are reported by the compiler, and "predicted" is the total predicted by

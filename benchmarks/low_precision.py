@@ -94,6 +94,8 @@ def compiled() -> Iterator[str]:
 
 TEXT = """# int8 and fp8 matmuls
 
+> **Losses are measured on a CPU. Cycles and memory are compiler estimates.**
+
 `python benchmarks/low_precision.py --write`.
 
 The first table contains training losses of the quickstart's model, which has 8 layers. The default

@@ -406,6 +406,8 @@ def _written(row: Row, page: str) -> tuple[float, ...] | None:
 PREAMBLE = """\
 # Predicted memory compared with the TPU compiler
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/predicted_memory.py --write`. No TPU was used. Sizes are in GiB. Arguments,
 temporaries and peak are reported by the compiler, and the peak includes arguments and temporaries.
 docs/decisions/0016-peak-memory.md explains why the peak is used. The column "predicted" is the

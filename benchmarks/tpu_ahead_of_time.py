@@ -197,6 +197,8 @@ def _entries(mode: Mode, entries: list[tuple[float, float, str, str]]) -> list[s
 PREAMBLE = f"""\
 # TPU compiler estimates for gather and remat modes
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/tpu_ahead_of_time.py --write`. No TPU was used. The full train step of an
 8B-class model with AdamW ({LAYERS} layers, D 4096, F 14336, V 128256, T {TOKENS}) was compiled for
 {TOPOLOGY} as {STAGES} stages x {FSDP} fsdp shards. Each microbatch has one sequence per device. The

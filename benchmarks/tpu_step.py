@@ -204,6 +204,8 @@ def page(cache: Path, number: int) -> str:
 PREAMBLE = """\
 # Cycles of a train step on TPUs by operation
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/tpu_step.py --write`. No TPU was used. All values come from the TPU compiler and
 are reported by `maxpipe compile`. The option `--entries N` lists the same entries for any run, and
 `--xla NAME=VALUE` tests other compiler options. Cycles are the compiler's estimates along the

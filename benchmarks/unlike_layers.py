@@ -42,6 +42,8 @@ MICROBATCHES = 16
 PREAMBLE = f"""\
 # Cost of several layer types
 
+> **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
+
 `python benchmarks/unlike_layers.py --write`. No TPU was used. The 8B-class model of
 [tpu_ahead_of_time.md](tpu_ahead_of_time.md) is compiled with M = {MICROBATCHES} and its {LAYERS}
 layers declared as one type or as several types. The arithmetic is the same. If chunks of 4 layers

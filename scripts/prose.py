@@ -27,7 +27,9 @@ CHECKED = (
     "scripts",
     "README.md",
     "CONTRIBUTING.md",
+    "AGENTS.md",
     "CHANGELOG.md",
+    "SECURITY.md",
 )
 MIN_WORDS = 5
 """Minimum number of words in a sentence; shorter strings are names or labels."""

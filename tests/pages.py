@@ -1,4 +1,4 @@
-"""Run and check the code blocks of README.md, CONTRIBUTING.md and docs/.
+"""Run and check the code blocks of README.md, CONTRIBUTING.md, AGENTS.md and docs/.
 
 A code block without a language, or with `bash` or `sh`, contains commands. A comment on the line
 before the block defines how it is tested:
@@ -34,7 +34,10 @@ from maxpipe.config.schema import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")),
+    *sorted(DOCS.rglob("*.md")),
+]
 TOLERANCE = 0.01
 """Maximum relative difference of numbers with a decimal point."""
 STAND_INS = ("my-run.yml", "run.yml", "first/run.yml")
