@@ -1,7 +1,8 @@
 """Output shown on a page equals the output of the command above it.
 
 A page shows a command and its output in this form; `pytest --update-golden` writes the output. The
-optional number limits the shown lines.
+optional number limits the shown lines. Files that the command reads are shown on the same page, as
+YAML blocks after `<!-- file NAME.yml -->`.
 
     ```sh
     maxpipe plan llama3-8b --topology h100:8 mesh.ici_fsdp=8
@@ -31,6 +32,7 @@ _BLOCK = re.compile(
     r"(?P<shown>```text\n.*?```\n)<!-- /output -->",
     re.DOTALL,
 )
+_FILE = re.compile(r"<!-- file (\S+) -->\n```yaml\n(.*?)```\n", re.DOTALL)
 
 
 def _pages() -> list[Path]:
@@ -61,7 +63,16 @@ def _render(output: str, lines: str | None) -> str:
 
 @pytest.mark.usefixtures("home")
 @pytest.mark.parametrize(("page", "command"), _cases())
-def test_shown_output_is_that_of_command(page: Path, command: str, update_golden: bool) -> None:
+def test_shown_output_is_that_of_command(
+    page: Path,
+    command: str,
+    update_golden: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in _FILE.findall(page.read_text(encoding="utf-8")):
+        (tmp_path / name).write_text(content, encoding="utf-8")
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         assert main(shlex.split(command)) == 0
