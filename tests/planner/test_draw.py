@@ -10,7 +10,7 @@ from maxpipe.hardware import published_hardware
 from maxpipe.planner.memory_terms import TERMS
 from maxpipe.planner.report import COLOURS, picture, write
 from maxpipe.planner.search import Candidate, evaluate
-from maxpipe.schedule.draw import Canvas
+from maxpipe.schedule.canvas import Canvas
 from tests.planner.test_search import STAGED, config_of
 
 V5P = published_hardware()["v5p"]
