@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from maxpipe.schedule.canvas import (
@@ -14,6 +15,7 @@ from maxpipe.schedule.canvas import (
     RULE,
     Box,
     Canvas,
+    Curve,
     text_width,
 )
 from maxpipe.schedule.chart import SMALL, TEXT
@@ -42,7 +44,7 @@ def mesh_axes() -> Canvas:
     group = 2 * chip + 30
     for stage in range(4):
         y = top + stage * (high + 38)
-        canvas.boxes.append(Box(left - 12, y - 12, 2 * group + 30, high + 24, PALE, BLUE, 6))
+        canvas.boxes.append(Box(left - 12, y - 12, 2 * group + 12, high + 24, PALE, BLUE, 6))
         canvas.write(left - 22, y + 18, "stage", SMALL, BLUE, "r", bold=True)
         canvas.write(left - 22, y + 34, f"{stage}", SMALL, BLUE, "r", bold=True)
         for shard in range(2):
@@ -74,7 +76,7 @@ def mesh_axes() -> Canvas:
     canvas.arrow([(x + 4, y + 12), (x + 4, y + 52)], GREY, 2)
     canvas.write(x + 18, y + 22, "slowest links: dcn_* across slices", SMALL, GREY)
     canvas.write(x + 18, y + 50, "fastest links: neighbors in a slice", SMALL, GREY)
-    canvas.height = bottom + 24
+    canvas.height = max(bottom + 24, y + 68)
     canvas.title = "Mesh axes and devices"
     canvas.description = (
         "A grid of 16 numbered devices: four stages as rows, two fsdp shards in each stage, and "
@@ -111,7 +113,7 @@ TRAFFIC = (
     Traffic(
         "context",
         ("tokens a", "tokens b", "tokens c", "tokens d"),
-        "keys and values: all-gather or ring",
+        "keys and values: all-gather or ring; or heads: all-to-all",
         "in every attention, both passes",
     ),
     Traffic(
@@ -146,6 +148,8 @@ def axes() -> Canvas:
 
 def _traffic_panel(traffic: Traffic, colour: str) -> Canvas:
     width, chip, gap = 408.0, 84.0, 12.0
+    if traffic.name == "stage":
+        chip, gap = 72.0, 28.0
     canvas = Canvas(width=width, height=180)
     canvas.boxes.append(Box(0, 0, width, 176, PALE, RULE, 8))
     canvas.write(14, 24, traffic.name, TEXT + 1, colour, bold=True)
@@ -159,33 +163,13 @@ def _traffic_panel(traffic: Traffic, colour: str) -> Canvas:
         canvas.write(x + chip / 2, top + 27, held, SMALL, INK, "m")
     below = top + high
     if traffic.name == "stage":
-        for one, other in zip(centers, centers[1:], strict=False):
-            canvas.arrow(
-                [
-                    (one + 8, below + 6),
-                    (one + 8, below + 20),
-                    (other - 8, below + 20),
-                    (other - 8, below + 5),
-                ],
-                colour,
-                2,
-            )
-            canvas.arrow(
-                [
-                    (other + 6, below + 6),
-                    (other + 6, below + 36),
-                    (one - 6, below + 36),
-                    (one - 6, below + 5),
-                ],
-                DEFERRED,
-                2,
-                dash="5 3",
-            )
-        canvas.write(width / 2, below + 68, traffic.sent, SMALL, INK, "m")
-        return canvas
+        for one, other in pairwise(centers):
+            start, end = one + chip / 2 + 2, other - chip / 2 - 2
+            canvas.arrow([(start, top + 14), (end, top + 14)], colour, 2.5)
+            canvas.arrow([(end, top + 32), (start, top + 32)], DEFERRED, 2.5)
     canvas.boxes.append(Box(left, below + 40, width - 2 * left, 34, "#ffffff", colour, 5))
     canvas.write(width / 2, below + 62, traffic.sent, SMALL, INK, "m")
-    for center in centers:
+    for center in centers if traffic.name != "stage" else ():
         canvas.arrow([(center, below + 38), (center, below + 3)], colour, 2, both=True)
     return canvas
 
@@ -224,7 +208,7 @@ def architecture() -> Canvas:
     canvas = Canvas(width=850, height=464)
     canvas.write(16, 28, "From a config to a training run", 16, bold=True)
     for part in PARTS.values():
-        light, dark, pale = HUES[part.hue]
+        light, _, pale = HUES[part.hue]
         canvas.boxes.append(Box(part.x, part.y, part.width, _PART_HEIGHT, pale, light, 7))
         canvas.write(part.x + 12, part.y + 24, part.title, TEXT + 1, INK, bold=True)
         for number, line in enumerate(part.lines):
@@ -232,28 +216,32 @@ def architecture() -> Canvas:
             assert text_width(line, SMALL) < part.width - 12, line
     middle = _PART_HEIGHT / 2
 
-    def right(name: str, shift: float = 0.0) -> tuple[float, float]:
-        return PARTS[name].x + PARTS[name].width + 2, PARTS[name].y + middle + shift
+    def right(name: str) -> tuple[float, float]:
+        return PARTS[name].x + PARTS[name].width + 2, PARTS[name].y + middle
 
-    def left(name: str, shift: float = 0.0) -> tuple[float, float]:
-        return PARTS[name].x - 3, PARTS[name].y + middle + shift
+    def left(name: str) -> tuple[float, float]:
+        return PARTS[name].x - 3, PARTS[name].y + middle
 
-    for name in ("model", "table", "mesh"):
-        canvas.arrow([right("config"), left(name)], GREY, 2)
-    canvas.arrow([right("model"), left("engine", -18)], GREY, 2)
-    canvas.arrow([right("table"), left("engine", 6)], GREY, 2)
-    canvas.arrow([right("mesh", -14), left("engine", 26)], GREY, 2)
-    canvas.arrow([right("mesh", 14), left("planner", 14)], HUES[1][1], 2)
-    canvas.arrow([right("table", 22), left("planner", -6)], HUES[1][1], 2)
-    canvas.arrow(
-        [(PARTS["model"].x + 172, PARTS["model"].y + 76), left("planner", -24)], HUES[1][1], 2
-    )
+    # The three descriptions start at one vertical line and end at another.
+    inputs = ("model", "table", "mesh")
+    for x in (PARTS["model"].x - 18, PARTS["engine"].x - 18):
+        ends = [(x, left(name)[1]) for name in ("model", "mesh")]
+        canvas.curves.append(Curve(ends, GREY, 2))
+    for name in inputs:
+        canvas.arrow([(left(name)[0] - 15, left(name)[1]), left(name)], GREY, 2)
+        canvas.curves.append(Curve([right(name), (right(name)[0] + 16, right(name)[1])], GREY, 2))
+    for name in ("engine", "planner"):
+        canvas.arrow([(left(name)[0] - 15, left(name)[1]), left(name)], GREY, 2)
+    start = right("config")
+    canvas.curves.append(Curve([start, (PARTS["model"].x - 18, start[1])], GREY, 2))
     canvas.arrow([right("engine"), left("step")], GREY, 2)
-    canvas.arrow([right("planner"), left("loop")], HUES[1][1], 2)
+    canvas.arrow([right("planner"), left("loop")], GREY, 2)
     x = PARTS["step"].x + 91
     canvas.arrow([(x, PARTS["step"].y + 77), (x, PARTS["loop"].y - 3)], GREY, 2)
     canvas.arrow([(x, PARTS["loop"].y + 77), (x, PARTS["checkpoints"].y - 3)], GREY, 2, both=True)
-    canvas.arrow([(590, PARTS["data"].y - 3), (650, PARTS["loop"].y + 66)], GREY, 2)
+    u, v = right("data")
+    end = (left("loop")[0], left("loop")[1] + 24)
+    canvas.arrow([(u, v), (u + 9, v), (u + 9, end[1]), end], GREY, 2)
     canvas.title = "Architecture of maxpipe"
     canvas.description = (
         "The config selects a model description, a schedule table and a mesh. The engine runs the "

@@ -17,15 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-
 import diagrams
 
 from maxpipe.cli import main as maxpipe
 from maxpipe.planner.draw import draw_memory_bars
-from maxpipe.schedule.canvas import GREY, HUES, INK, LIMIT, PALE, Box, Canvas, Label, text_width
+from maxpipe.schedule.canvas import GREY, HUES, LIMIT, PALE, SAVED, Box, Canvas, Label, text_width
 from maxpipe.schedule.catalog import SCHEDULES, make_schedule
-from maxpipe.schedule.chart import LINE_COLOURS, SMALL, TEXT, Axis, Chart
+from maxpipe.schedule.chart import SMALL, TEXT, Axis, Chart
 from maxpipe.schedule.pictures import Timeline, list_work, shade_of
 from maxpipe.schedule.table import Costs, Schedule
 from maxpipe.telemetry.curves import Style, draw_curves
@@ -62,23 +60,25 @@ def schedules() -> Canvas:
         _draw_work(canvas, schedule, cost, (left, top), (unit, lane, pitch))
         x = left + end * unit + 14
         canvas.write(x, top + 36, f"bubble {schedule.idle_fraction():.1%}", TEXT, bold=True)
-        canvas.write(x, top + 58, f"peak saved {_saved_layers(schedule):g}", TEXT)
+        canvas.write(x, top + 58, f"saved {_saved_layers(schedule)}", TEXT)
         y = top + 4 * pitch + 8
     for time in range(0, round(max(ends)) + 1, 3):
         x = left + time * unit
         canvas.boxes.append(Box(x - 0.5, y, 1, 5, GREY))
         canvas.write(x, y + 19, f"{time}", SMALL, GREY, "m")
-    y = _schedules_legend(canvas, left, y + 44)
+    axis = "time in forward passes of one stage; forward, input and weight gradient cost the same"
+    canvas.write(left, y + 38, axis, SMALL, GREY)
+    y = _schedules_legend(canvas, left, y + 66)
     text = (
-        "Time: 1 = forward pass of one stage for one microbatch; F, I and W take equally long. "
-        "Peak saved: activations that the first stage saves for the backward pass, including "
-        "deferred weight gradients, in microbatches. GPipe saves 8 here, and M for M microbatches."
+        "Saved: buffers of one stage for activations and deferred weight gradients, in microbatches "
+        "through all layers of the stage. GPipe needs one for every microbatch of a step; these "
+        "schedules need no more buffers if a step has more microbatches."
     )
     y = canvas.write_lines(16, y, text, SMALL, GREY, width=width - 32)
     canvas.height = y
     canvas.title = "1F1B, interleaved and zero-bubble schedules on one time axis"
     canvas.description = "4 stages and 8 microbatches. " + ". ".join(
-        f"{title}: bubble {schedule.idle_fraction():.1%}, peak saved {_saved_layers(schedule):g}"
+        f"{title}: bubble {schedule.idle_fraction():.1%}, saved activations {_saved_layers(schedule)}"
         for title, schedule in drawn
     )
     return canvas
@@ -97,14 +97,19 @@ def _draw_work(
         shade = shade_of(work.kind, work.repeat)
         x, y = left + times.start(work) * unit, top + work.stage * pitch
         width, inside = costs.of(work.kind) * unit, 0.5 if shade.line else 0.0
-        box = Box(x + 0.6 + inside, y + inside, width - 1.2 - 2 * inside, lane - 2 * inside)
-        canvas.boxes.append(box._replace(fill=shade.fill, line=shade.line, radius=2.0))
+        place = (x + 0.6 + inside, y + inside, width - 1.2 - 2 * inside, lane - 2 * inside)
+        canvas.boxes.append(Box(*place, shade.fill, shade.line, 2.0))
         canvas.labels.append(Label(x + width / 2, y + 14.5, f"{work.microbatch}", 12, shade.text))
 
 
-def _saved_layers(schedule: Schedule) -> float:
-    """Return the largest number of saved chunks of a stage, in units of a stage's layers."""
-    return int(schedule.stash_depth().max()) / schedule.num_repeats
+def _saved_layers(schedule: Schedule) -> str:
+    """Return the buffers for saved activations and deferred weight gradients of a stage, in units
+    of the layers of the stage.
+    """
+    saved = f"{schedule.num_stash / schedule.num_repeats:g}"
+    if not schedule.mixed:
+        return saved
+    return f"{saved} + {schedule.num_deferred / schedule.num_repeats:g} deferred"
 
 
 def _schedules_legend(canvas: Canvas, x: float, y: float) -> float:
@@ -129,7 +134,9 @@ def _schedules_legend(canvas: Canvas, x: float, y: float) -> float:
 def memory_bubble() -> Canvas:
     """Draw the saved activations of all schedules against their bubble, for two cost ratios."""
     schedule_of = {
-        name: make_schedule(name, stages=8, repeats=spec.repeats or 4, microbatches=32)
+        name: make_schedule(
+            name, stages=8, repeats=1 if name == "1f1b" else spec.repeats or 4, microbatches=32
+        )
         for name, spec in SCHEDULES.items()
     }
     canvas = Canvas(width=850)
@@ -158,13 +165,13 @@ def memory_bubble() -> Canvas:
     canvas.write(
         16, 28, "Activation memory against bubble, 8 stages, 32 microbatches", 16, bold=True
     )
-    canvas.write(52, 84, "peak saved (microbatches, log scale)", SMALL, GREY)
+    canvas.write(52, 84, "saved activations (microbatches, log scale)", SMALL, GREY)
     text = (
-        "Peak saved: slots for saved activations and deferred weight gradients of a stage, in "
+        "Saved activations: buffers of one stage for activations and deferred weight gradients, in "
         "microbatches through all layers of the stage. interleaved, circular and breadth_first "
         "have 4 repeats."
     )
-    y = canvas.write_lines(16, canvas.height + 4, text, SMALL, GREY, width=818)
+    y = canvas.write_lines(16, canvas.height + 16, text, SMALL, GREY, width=818)
     canvas.height = y
     canvas.title = "Activation memory against bubble for all schedules"
     canvas.description = (
@@ -250,9 +257,9 @@ def memory_microbatches() -> Canvas:
         for point in points:
             chart.point(*point, colour)
         x, y = chart.place(*points[-1])
-        shift = {"zb_v": -6, "gpip": 8}.get(name[:4], 0)
+        shift = {"zb_v": -14, "gpip": 8}.get(name[:4], 0)
         chart.canvas.write(x + 12, y + shift - 3, name, TEXT, colour, bold=True)
-        change = f"{points[0][1]:,.0f} to {points[-1][1]:,.0f} MiB"
+        change = f"{points[0][1]:,} to {points[-1][1]:,} MiB"
         chart.canvas.write(x + 12, y + shift + 14, change, SMALL, GREY)
     chart.canvas.width = 640
     chart.note(
@@ -283,24 +290,25 @@ def resume() -> Canvas:
         "A killed run resumes with the same losses",
         height=240,
     )
-    assert 2.0 < min(values) and max(values) < 6.0
+    assert min(values) > 2.0 and max(values) < 6.0
     whole = dict(map(tuple, runs["whole"]))
     resumed = [point for point in runs["after"] if point[0] > 40]
     error = max(abs(whole[step] - value) for step, value in (*runs["before"], *resumed))
     for step in range(20, last + 1, 20):
         x, y = chart.place(step, 2.0)
         chart.canvas.boxes.append(Box(x - 5, y - 5, 10, 10, HUES[3][0], VIOLET, 2))
-    chart.line(runs["whole"], HUES[7][0], 9)
+    chart.line(runs["whole"], SAVED, 9)
     chart.line(runs["before"], BLUE, 3)
     chart.line(resumed, ORANGE, 3, "7 4")
     chart.vertical(killed, f"kill -9 after step {killed}", LIMIT)
-    chart.vertical(40, "resumes at step 40", ORANGE, row=2)
+    chart.vertical(40, "", ORANGE)
     x, y = chart.place(40, 5.0)
     u, _ = chart.place(killed, 5.0)
     chart.canvas.arrow([(u, y - 10), (x, y - 10)], LIMIT, 2)
+    chart.canvas.write(u + 6, y - 5, "resumes at step 40", SMALL)
     chart.legend(
         [
-            ("uninterrupted run", HUES[7][0], ""),
+            ("uninterrupted run", SAVED, ""),
             ("killed run", BLUE, ""),
             ("after the restart", ORANGE, "7 4"),
         ]
@@ -335,7 +343,7 @@ def distill() -> Canvas:
         titles={"loss": "Validation loss of two students"},
         units={"eval/loss": "cross-entropy (nats per byte)"},
         names={"alone  eval/loss": "alone", "taught  eval/loss": "taught"},
-        note="A toy task: 2 layers of width 32, 120 steps, seeds 0 to 2; see benchmarks/distill.md.",
+        note="A toy task: 2 layers of width 32, 120 steps, seeds 0 to 2.",
     )
     return draw_curves(shown, style)
 

@@ -97,12 +97,17 @@ def draw_memory_bars(plans: Mapping[str, Mapping[str, Any]]) -> Canvas:
         y += _BAR + 44
     _scale(canvas, y - 33, unit, limit)
     y += 24
+    if len(plans) > 1:
+        for number, name in enumerate(plans):
+            canvas.write(_LEFT + 94 + 84 * number, y, name.split()[0].strip(","), SMALL, GREY, "r")
+        y += _LINE
     terms: dict[str, list[str]] = {}
     for plan in plans.values():
         for name in plan["terms"]:
             terms.setdefault(name, [])
     for name, sizes in terms.items():
-        sizes += [gib(plan["terms"].get(name, 0)) for plan in plans.values()]
+        held = [plan["terms"].get(name) for plan in plans.values()]
+        sizes += [gib(size) if size else "-" for size in held]
         canvas.boxes.append(Box(_LEFT, y - 12, 14, 14, COLOURS[name], radius=3))
         x = _LEFT + 22
         for size in sizes:

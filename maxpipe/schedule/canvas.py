@@ -136,7 +136,7 @@ def text_width(text: str, size: float, *, bold: bool = False) -> float:
         if each in _WIDE
         else 0.74
         if each.isupper()
-        else 0.6
+        else 0.58
         for each in text
     )
     return ems * size * (1.06 if bold else 1.0)

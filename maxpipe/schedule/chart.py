@@ -131,7 +131,7 @@ class Chart:
 
     def note(self, text: str) -> None:
         """Write text below the chart."""
-        y = self.canvas.height + 4
+        y = self.canvas.height + 14
         y = self.canvas.write_lines(16, y, text, SMALL, GREY, width=self.canvas.width - 32)
         self.canvas.height = y - 4
 

@@ -309,13 +309,12 @@ class _Picture:
         shortest = min(self.costs.of(kind) for kind, _ in self.schedule.kinds)
         longest = float(np.diff(self.times.ticks).max())
         number = text_width(str(self.schedule.num_microbatches - 1), _NUMBER) + 2
-        for rows in range(1, _NUMBERED_ROWS + 1):
-            unit = rows * _ROW_WIDTH / total
-            if unit * shortest >= number:
+        # A row ends between two ticks, so up to the length of a tick is lost in every row but one.
+        unit = 0.0
+        for rows in range(1, _MAX_ROWS + 1):
+            unit = rows * _ROW_WIDTH / (total + (rows - 1) * longest)
+            if unit * shortest >= (number if rows <= _NUMBERED_ROWS else _MIN_UNIT):
                 break
-        else:
-            rows = np.ceil(_MIN_UNIT / shortest * total / _ROW_WIDTH)
-            unit = min(_MAX_ROWS, rows) * _ROW_WIDTH / total
         return min(unit, _MAX_UNIT / shortest, _ROW_WIDTH / longest)
 
     def _break_rows(self) -> list[range]:
