@@ -97,6 +97,13 @@ def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
     return found
 
 
+def curves_of(folder: Path) -> str:
+    """Return the evaluation losses of all students, as JSON with one entry per run."""
+    runs = sorted((folder / "runs").glob("*-[0-9]"))
+    shown = {run.name: {"eval/loss": curve(run)} for run in runs}
+    return json.dumps(shown, separators=(",", ":")) + "\n"
+
+
 def page(found: dict[str, list[float]]) -> str:
     lines = [
         "# Distillation",
@@ -132,9 +139,7 @@ def main() -> None:
         print(text)
         if options.write:
             PAGE.write_text(text)
-            runs = sorted((folder / "runs").glob("*-[0-9]"))
-            shown = {run.name: {"eval/loss": curve(run)} for run in runs}
-            CURVES.write_text(json.dumps(shown, separators=(",", ":")) + "\n")
+            CURVES.write_text(curves_of(folder))
 
 
 if __name__ == "__main__":

@@ -70,15 +70,15 @@ def schedules() -> Canvas:
     canvas.write(left, y + 38, axis, SMALL, GREY)
     y = _schedules_legend(canvas, left, y + 66)
     text = (
-        "Saved: buffers of one stage for activations and deferred weight gradients, in microbatches "
-        "through all layers of the stage. GPipe needs one for every microbatch of a step; these "
-        "schedules need no more buffers if a step has more microbatches."
+        "Saved: buffers of one stage for activations and deferred weight gradients, in "
+        "microbatches through all layers of the stage. GPipe needs one for every microbatch of a "
+        "step; these schedules need no more buffers if a step has more microbatches."
     )
     y = canvas.write_lines(16, y, text, SMALL, GREY, width=width - 32)
     canvas.height = y
     canvas.title = "1F1B, interleaved and zero-bubble schedules on one time axis"
     canvas.description = "4 stages and 8 microbatches. " + ". ".join(
-        f"{title}: bubble {schedule.idle_fraction():.1%}, saved activations {_saved_layers(schedule)}"
+        f"{title}: bubble {schedule.idle_fraction():.1%}, saved {_saved_layers(schedule)}"
         for title, schedule in drawn
     )
     return canvas
@@ -300,12 +300,12 @@ def resume() -> Canvas:
     chart.line(runs["whole"], SAVED, 9)
     chart.line(runs["before"], BLUE, 3)
     chart.line(resumed, ORANGE, 3, "7 4")
-    chart.vertical(killed, f"kill -9 after step {killed}", LIMIT)
+    chart.vertical(killed, "", LIMIT)
     chart.vertical(40, "", ORANGE)
-    x, y = chart.place(40, 5.0)
-    u, _ = chart.place(killed, 5.0)
-    chart.canvas.arrow([(u, y - 10), (x, y - 10)], LIMIT, 2)
-    chart.canvas.write(u + 6, y - 5, "resumes at step 40", SMALL)
+    (x, y), (u, _) = chart.place(40, 5.2), chart.place(killed, 5.2)
+    chart.canvas.arrow([(u, y), (x, y)], LIMIT, 2)
+    chart.canvas.write(u + 6, y - 20, f"kill -9 after step {killed}", SMALL)
+    chart.canvas.write(u + 6, y + 5, "resumes at step 40", SMALL)
     chart.legend(
         [
             ("uninterrupted run", SAVED, ""),
@@ -355,7 +355,7 @@ def grpo() -> Canvas:
         titles={"reward": "Reward", "entropy": "Entropy of the policy"},
         units={"rollout/reward": "fraction of correct completions"},
         names={"rollout/reward": "mean of 7 records", "train/entropy": "mean of 7 records"},
-        note="A toy task: sums of two digits, 2 layers of width 64, one seed. Pale: every record.",
+        note="A toy task: sums of two digits, 2 layers of width 64, one seed. Faint: every record.",
     )
     return draw_curves(_training("grpo"), style)
 

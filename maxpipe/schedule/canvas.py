@@ -8,6 +8,7 @@ same on every machine.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,14 @@ DARK_LINES = {
     "#6b6510": "#cbc25a",
     "#465268": "#a9b4c2",
     LIMIT: "#ff8090",
+    "#8fb8f4": "#3d5f99",
+    "#f6b26b": "#8a5a22",
+    "#86cfae": "#2f6b4e",
+    "#bba6ef": "#5d4a94",
+    "#f29cb3": "#8f4a60",
+    "#7fcbd6": "#2f7580",
+    "#cfc865": "#77732c",
+    "#a9b3c4": "#5a6678",
 }
 """Additional colors of curves, areas and text."""
 
@@ -310,12 +319,17 @@ def _dark_style(shapes: str) -> str:
         ("polyline", ("stroke",), DARK | DARK_LINES),
         ("text", ("fill",), DARK | DARK_LINES),
     )
+    used = {
+        (element, key, colour)
+        for element, attributes in re.findall(r"<(\w+) ([^>]*)>", shapes)
+        for key, colour in re.findall(r'(fill|stroke)="(#\w+)"', attributes)
+    }
     rules = [
         f'{element}[{key}="{light}"]{{{key}:{dark}}}'
         for element, keys, colours in kinds
         for key in keys
         for light, dark in colours.items()
-        if f'{key}="{light}"' in shapes
+        if (element, key, light) in used
     ]
     return f"<style>@media (prefers-color-scheme:dark){{{''.join(rules)}}}</style>"
 

@@ -21,6 +21,7 @@ from maxpipe.schedule.canvas import (
 )
 
 LINE_COLOURS = tuple(dark for _, dark, _ in HUES)
+FAINT_COLOURS = tuple(light for light, _, _ in HUES)
 BAND_COLOURS = tuple(pale for _, _, pale in HUES)
 TEXT, SMALL = 14, 13
 """Font sizes in pixels, chosen for a drawing that is `WIDTH` pixels wide."""
@@ -107,13 +108,13 @@ class Chart:
         self.canvas.areas.append(Area(outline, colour))
 
     def vertical(self, x: float, text: str, colour: str = GREY, *, row: int = 0) -> None:
-        """Draw a dashed vertical line, labeled next to its upper end."""
+        """Draw a dashed vertical line, labeled next to its middle."""
         u = self.place(x, self.y.low)[0]
         self.canvas.curves.append(
             Curve([(u, self.top), (u, self.top + self.height)], colour, 1.5, "4 4")
         )
         fits = u + 6 + text_width(text, SMALL) < self.left + self.width
-        y = self.top + 14 + row * _LINE_HEIGHT
+        y = self.top + 0.45 * self.height + row * _LINE_HEIGHT
         self.canvas.write(u + (6 if fits else -6), y, text, SMALL, INK, "l" if fits else "r")
 
     def legend(self, entries: Sequence[tuple[str, str, str]]) -> None:

@@ -368,11 +368,7 @@ class _Picture:
             colour, left = (INK if chips else GREY), x + 19 * len(chips) + 5 * bool(chips)
             self.labels.append(Label(left, y + 12, text, _TEXT, colour, "l"))
             x += width
-        if self.schedule.trains:
-            y += 8
-            self.labels.append(
-                Label(self.width - 8, y + _LEGEND_LINE + 3, "peak", _TEXT, GREY, "r")
-            )
+        y += 8 if self.schedule.trains else 0
         return y + _LEGEND_LINE + 14
 
     def _repeat(self, repeat: int) -> str:
@@ -475,6 +471,8 @@ class _Picture:
             parts.append((self.schedule.deferred_depth(), DEFERRED))
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
         end = self._x(self.times.ticks[row.stop], row)
+        if number == 0:
+            self.labels.append(Label(end + 8, self.top - 6, "peak", _TEXT, GREY, "l"))
         for stage in range(self.schedule.num_stages):
             floor = self._lane(number, stage) + _BOX_HEIGHT + 2 + _STRIP_HEIGHT
             for part, colour in parts:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from maxpipe.config.config_files import METRICS_FILE
+from maxpipe.config.config_files import CONFIG_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_lines
@@ -22,7 +22,7 @@ from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import check_type, parse_json
 from maxpipe.schedule import chart
 from maxpipe.schedule.canvas import Canvas
-from maxpipe.schedule.chart import BAND_COLOURS, LINE_COLOURS, Axis, Chart
+from maxpipe.schedule.chart import BAND_COLOURS, FAINT_COLOURS, LINE_COLOURS, Axis, Chart
 from maxpipe.telemetry.metrics import unit_of
 
 FORMS = (".svg", ".png")
@@ -102,12 +102,23 @@ def _is_step(value: object) -> TypeGuard[int]:
         return False
 
 
+def loss_units(run_dir: str | Path) -> dict[str, str]:
+    """Return the units of the losses of a run whose objective is not a cross-entropy."""
+    try:
+        text = (expand_path(run_dir) / CONFIG_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return {}
+    special = re.search(r"^ *objective: *(preference|grpo) *$", text, re.MULTILINE)
+    name = f"{special[1]} loss, no unit" if special else ""
+    return {"train/loss": name, "eval/loss": name} if name else {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Style:
     """Options of `draw_curves`."""
 
     smooth: int = 1
-    """Number of records whose mean is drawn; the records are drawn in a pale color."""
+    """Number of records whose mean is drawn; the records are drawn in a faint color."""
     band: bool = False
     """Draw runs whose names differ only in a final number as one curve with a band."""
     marks: Mapping[int, str] = field(default_factory=dict)
@@ -130,7 +141,8 @@ def draw_curves(runs: Mapping[str, Mapping[str, Curve]], style: Style | None = N
     for run, curves in runs.items():
         run = re.sub(r"-\d+$", "", run) if style.band else run
         for tag, curve in curves.items():
-            name = style.names.get(f"{run}  {tag}", f"{run}  {tag}" if len(runs) > 1 else tag)
+            name = f"{run}  {tag}" if len(runs) > 1 else tag
+            name = style.names.get(name, name)
             groups.setdefault(tag.rpartition("/")[2], {}).setdefault(name, []).append(curve)
     for end, lines in groups.items():
         tag = next(tag for curves in runs.values() for tag in curves if tag.endswith(end))
@@ -149,20 +161,20 @@ def _panel(title: str, unit: str, lines: Mapping[str, Sequence[Curve]], style: S
     points = [point for curves in lines.values() for curve in curves for point in curve]
     last = max(max(step for step, _ in points), 1)
     low, high = _range([value for _, value in points])
-    panel = Chart(Axis("step", 0, last), Axis(unit or "value", low, high), title)
-    for step, text in style.marks.items():
-        panel.vertical(step, text)
+    panel = Chart(Axis("step", 0, last), Axis(unit or "no unit", low, high), title)
+    for row, (step, text) in enumerate(style.marks.items()):
+        panel.vertical(step, text, row=row)
     legend = []
     for number, (name, curves) in enumerate(lines.items()):
         colour = LINE_COLOURS[number % len(LINE_COLOURS)]
-        pale = BAND_COLOURS[number % len(BAND_COLOURS)]
+        pale, faint = BAND_COLOURS[number % 8], FAINT_COLOURS[number % 8]
         curve: chart.Points = curves[0]
         if len(curves) > 1:
             curve, least, most = _combined(curves)
             panel.band(least, most, pale)
             name += f" (mean and range of {len(curves)} runs)"
         if style.smooth > 1:
-            panel.line(curve, pale, 1.5)
+            panel.line(curve, faint, 1.3)
             curve = chart.smoothed(curve, style.smooth)
         panel.line(curve, colour)
         legend.append((name, colour, ""))
