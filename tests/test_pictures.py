@@ -104,7 +104,7 @@ def low_contrast(text: str, scheme: str) -> list[str]:
         return dark.get((element, light), light) if scheme == "dark" else light
 
     boxes = [
-        (*(float(box.attrib[key]) for key in ("x", "y", "width", "height")), box.attrib["fill"])
+        Box(*(float(box.attrib[key]) for key in ("x", "y", "width", "height")), box.attrib["fill"])
         for box in root.iter(f"{SVG}rect")
     ]
     wrong = []
@@ -112,9 +112,9 @@ def low_contrast(text: str, scheme: str) -> list[str]:
         x, y, size = (float(label.attrib[key]) for key in ("x", "y", "font-size"))
         u, v = x + {"start": 3, "middle": 0, "end": -3}[label.attrib["text-anchor"]], y - size / 3
         below = [
-            box[4]
+            box.fill
             for box in boxes
-            if box[0] <= u <= box[0] + box[2] and box[1] <= v <= box[1] + box[3]
+            if 0 <= u - box.x <= box.width and 0 <= v - box.y <= box.height
         ]
         ratio = contrast(fill("text", label.attrib["fill"]), fill("rect", below[-1]))
         if ratio < 4.5:
