@@ -15,8 +15,11 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip --disable-pip-version-check install -qq -c $(CONSTRAINTS)
 BASE := $(VENV)/installed-$(LANE)
 DEV := $(VENV)/installed-dev-$(LANE)
+DOCS := $(VENV)/installed-docs-$(LANE)
 
-.PHONY: help quickstart test test-fast test-slow test-times test-all test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle check docs bench clean
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+
+.PHONY: help quickstart test test-fast test-slow test-times test-all test-timing test-layouts test-long test-matrix test-faults test-wheel test-oracle check docs site site-serve bench clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "make %-13s %s\n", $$1, $$2}'
@@ -65,18 +68,24 @@ check: $(DEV)  ## check formatting, lint, types, prose, and that generated docs 
 	  { echo "run: $(BIN)/ruff format ."; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright --pythonpath $(BIN)/python
-	@$(BIN)/maxpipe config docs --check
+	@$(BIN)/python scripts/reference_pages.py --check
 	@$(BIN)/python scripts/prose.py
 
 docs: $(DEV)  ## regenerate the generated parts of docs/, README.md and CONTRIBUTING.md
-	@$(BIN)/maxpipe config docs
+	@$(BIN)/python scripts/reference_pages.py
 	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py
+
+site: $(DOCS)  ## build the documentation site in site/, and check its links (a minute)
+	@$(MKDOCS) build --strict
+
+site-serve: $(DOCS)  ## show the documentation site in a browser, and update it after each edit
+	@$(MKDOCS) serve
 
 bench: $(DEV)  ## benchmark the schedules against reference implementations on this machine
 	@$(BIN)/python benchmarks/schedules.py
 
 clean:  ## remove the environment, caches and build output; keep runs/
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/python-$(LANE):
@@ -90,6 +99,11 @@ $(BASE): pyproject.toml $(CONSTRAINTS) | $(VENV)/python-$(LANE)
 	@echo "installing maxpipe into $(VENV) (takes minutes the first time)"
 	@$(PIP_INSTALL) -e .
 	@touch $@
+
+$(DOCS): pyproject.toml $(CONSTRAINTS) | $(VENV)/python-$(LANE)
+	@echo "installing maxpipe and the tools of its documentation site into $(VENV)"
+	@$(PIP_INSTALL) -e '.[docs]'
+	@touch $(BASE) $@
 
 $(DEV): pyproject.toml $(CONSTRAINTS) | $(VENV)/python-$(LANE)
 	@echo "installing maxpipe and its development tools into $(VENV) (takes minutes the first time)"

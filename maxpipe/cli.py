@@ -131,7 +131,17 @@ def _discard(stream: TextIO) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    parser = _parser()
+    options = parse(argv)
+    return options.command(options)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of a command line; `command` is the function that runs it.
+
+    Raises:
+        ConfigError: the command line is not valid.
+    """
+    parser = command_line_parser()
     options, rest = parser.parse_known_args(argv)
     if any(each.partition("=")[0] == "--config" for each in rest):
         argv = options.parser.expand_config_option(argv)
@@ -145,7 +155,7 @@ def _run(argv: list[str]) -> int:
         options.inputs += rest
     elif rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return options.command(options)
+    return options
 
 
 # Commands.
@@ -167,7 +177,8 @@ def _train(options: argparse.Namespace) -> int:
 # Arguments.
 
 
-def _parser() -> Parser:
+def command_line_parser() -> Parser:
+    """Return the parser of all commands."""
     parser = Parser(
         prog="maxpipe",
         description="Train decoder language models with pipeline parallelism in JAX.",

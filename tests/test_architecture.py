@@ -562,5 +562,5 @@ def _replace_block(page: Path, name: str, text: str, update: bool) -> None:
 
 def test_contributing_lists_layers(update_golden: bool):
     lines = [f"{layer:12}  {text}" for layer, text in reversed(LAYERS.items())]
-    text = "\n".join(["```", *lines, "```", ""])
+    text = "\n".join(["```text", *lines, "```", ""])
     _replace_block(ROOT / "CONTRIBUTING.md", "arrows", text, update_golden)

@@ -96,7 +96,7 @@ def test_commands_without_devices_start_fast(args: str, seconds: float):
 @pytest.mark.parametrize(
     "command",
     [
-        *("", "train", "launch gke", "config", "config print", "config docs", "schedule"),
+        *("", "train", "launch gke", "config", "config print", "schedule"),
         *("goodput", "checkpoints prune", "doctor", "env", "import", "export", "data prepare"),
     ],
 )
@@ -123,11 +123,10 @@ def test_version_option_prints_version(capsys: Capture):
         ("", "a command is required: train, launch, plan, compile, config, schedule, checkpoints"),
         ("trian", "Did you mean `maxpipe train`?"),
         ("qqq", "See `maxpipe --help`."),
-        ("config", "a command is required: print, explain, schema, docs"),
+        ("config", "a command is required: print, explain, schema"),
         ("config prnt", "Did you mean `maxpipe config print`?"),
         ("config explain a b", "unrecognized arguments: b"),
         ("config explain model.num_layer", "explain model.num_layers`?"),
-        ("config docs --chek", "Write --check."),
         ("checkpoints list", "the following arguments are required: RUN"),
         ("checkpoints prune a --keep x", "x is not an integer"),
         ("checkpoints prune a --keep-every-hours x", "x is not a number"),
@@ -263,20 +262,6 @@ def test_config_print_outputs_config_as_yaml(capsys: Capture):
 def test_config_schema_prints_json(capsys: Capture):
     assert main(["config", "schema"]) == 0
     assert "model" in json.loads(capsys.readouterr().out)["properties"]
-
-
-def test_config_docs_writes_and_checks_pages(
-    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    assert "Run the command in the root of a maxpipe checkout" in fails(capsys, "config", "docs")
-    (tmp_path / "docs" / "reference").mkdir(parents=True)
-    assert "Run `maxpipe config docs`" in fails(capsys, "config", "docs", "--check", code=1)
-    assert main(["config", "docs"]) == 0
-    assert main(["config", "docs", "--check"]) == 0
-    with (tmp_path / "docs/reference/config.md").open("a") as page:
-        page.write("more\n")
-    assert "is stale" in fails(capsys, "config", "docs", "--check", code=1)
 
 
 # --- schedule ------------------------------------------------------------------------------

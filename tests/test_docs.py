@@ -6,10 +6,8 @@ import ast
 import contextlib
 import dataclasses
 import io
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,9 @@ from maxpipe.objectives import Distill, KlPolicyGradient, Preference
 from maxpipe.planner.memory_terms import TERMS
 from maxpipe.step.step import BY_SOURCE
 from maxpipe.telemetry import metrics
+from tests.pages import DOCS, PAGES, ROOT
 
 TESTS = Path(__file__).parent
-ROOT = TESTS.parent
-DOCS = ROOT / "docs"
 PICTURES = [
     picture
     for page in sorted(DOCS.rglob("*.md"))
@@ -88,10 +85,12 @@ def test_every_image_is_drawn_and_used() -> None:
 
 
 def test_schedule_comparison_matches_command_output(update_golden: bool) -> None:
-    page = DOCS / "concepts" / "engine.md"
-    command = re.search(r"<!-- compare -->\n```\nmaxpipe (.*?)\n", page.read_text(encoding="utf-8"))
+    page = DOCS / "concepts" / "schedules.md"
+    command = re.search(
+        r"<!-- compare -->\n```text\nmaxpipe (.*?)\n", page.read_text(encoding="utf-8")
+    )
     assert command
-    text = f"```\nmaxpipe {command[1]}\n{printed(command[1].split())}```\n"
+    text = f"```text\nmaxpipe {command[1]}\n{printed(command[1].split())}```\n"
     replace_block(page, "compare", text, update_golden)
 
 
@@ -99,7 +98,7 @@ def test_schedule_comparison_matches_command_output(update_golden: bool) -> None
 def test_plan_forecast_matches_command_output(update_golden: bool) -> None:
     page = DOCS / "guides" / "plan.md"
     arguments = next(command for command, picture in PICTURES if picture.endswith("plan.svg"))
-    text = f"```\nmaxpipe {arguments}\n{printed(arguments.split())}```\n"
+    text = f"```text\nmaxpipe {arguments}\n{printed(arguments.split())}```\n"
     replace_block(page, "forecast", text, update_golden)
 
 
@@ -157,71 +156,19 @@ def test_every_written_metric_is_declared() -> None:
     assert {tag for _, tags in metrics.CHARTS for tag in tags} <= set(declared)
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param("guides/data.md", marks=pytest.mark.long),
-        pytest.param("tutorials/distill.md", marks=pytest.mark.long),
-        "tutorials/first_run.md",
-    ],
-)
-def test_commands_on_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = (DOCS / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", text, re.DOTALL)
-    assert blocks
-    if "maxpipe init" in text and "init" not in printed_help():
-        pytest.skip("this version has no `maxpipe init`")
-    (tmp_path / "configs").symlink_to(TESTS.parent / "configs")
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    for block in blocks:
-        ran = subprocess.run(
-            ["bash", "-euc", block],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | {"PATH": path},
-        )
-        assert ran.returncode == 0, ran.stdout + ran.stderr
-        assert "FAILED" not in ran.stdout
-
-
-def printed_help() -> str:
-    """Return the output of `maxpipe --help`."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        main(["--help"])
-    return out.getvalue()
-
-
 def test_schedule_code_in_guide_runs(update_golden: bool) -> None:
     page = DOCS / "guides" / "write_a_schedule.md"
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         exec("\n".join(code), {})
-    replace_block(page, "drawing", f"```\n{out.getvalue()}```\n", update_golden)
+    replace_block(page, "drawing", f"```text\n{out.getvalue()}```\n", update_golden)
     generator = code[0].split("def ")[1]
     assert len(generator.splitlines()) <= 30
 
 
-def test_schedule_commands_in_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    text = (DOCS / "guides" / "write_a_schedule.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^maxpipe (schedule .*)$", text, re.MULTILINE)
-    assert len(commands) == 2
-    for command in commands:
-        assert printed(command.split())
-
-
-def test_links_point_to_existing_files() -> None:
-    for page in DOCS.rglob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
-
-
 # --- names on pages ------------------------------------------------------------------
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 SOURCES = sorted((ROOT / "maxpipe").rglob("*.py"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.cli import _parser, main
+from maxpipe.cli import command_line_parser, main
 from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 
@@ -35,7 +35,7 @@ def test_first_screen_shows_training_and_schedule() -> None:
 
 
 def test_every_command_is_in_table() -> None:
-    names = _parser().command_names
+    names = command_line_parser().command_names
     assert {"eval", "goodput", "completion", "checkpoints"} <= set(names)
     for name in names:
         assert re.search(rf"^\| `maxpipe {name}\b", README, re.MULTILINE), name

@@ -6,7 +6,6 @@ import argparse
 import os
 import secrets
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +17,6 @@ from maxpipe.io.formatting import capitalize_first
 
 if TYPE_CHECKING:
     from maxpipe.config.config_files import BundledConfig
-
-_DOCS_FILE = Path("docs/reference/config.md")
 
 
 def _config_print(options: argparse.Namespace) -> int:
@@ -43,30 +40,6 @@ def _config_schema(options: argparse.Namespace) -> int:
     from maxpipe.config import render
 
     print(json.dumps(render.json_schema(), indent=2))
-    return ExitCode.DONE
-
-
-def _config_docs(options: argparse.Namespace) -> int:
-    from maxpipe.config import render
-
-    text = render.markdown()
-    if not _DOCS_FILE.parent.is_dir():
-        raise ConfigError.one(
-            f"{Path.cwd()}",
-            None,
-            f"has no folder {_DOCS_FILE.parent}/, where this command writes {_DOCS_FILE.name}.",
-            "Run the command in the root of a maxpipe checkout.",
-        )
-    if options.check:
-        if not _DOCS_FILE.is_file() or _DOCS_FILE.read_text(encoding="utf-8") != text:
-            print(f"{_DOCS_FILE} is stale. Run `maxpipe config docs`.", file=sys.stderr)
-            return 1
-    else:
-        try:
-            _DOCS_FILE.write_text(text, encoding="utf-8")
-        except OSError as error:
-            action = "Run the command in a writable checkout."
-            raise StorageError.unwritable(_DOCS_FILE, error, action) from error
     return ExitCode.DONE
 
 
@@ -100,11 +73,6 @@ def add(commands: Commands) -> None:
     schema = actions.add_parser("schema", help="print a JSON schema for editors")
     schema.set_defaults(command=_config_schema)
 
-    docs = actions.add_parser("docs", help=f"write {_DOCS_FILE} in a checkout")
-    docs.add_argument(
-        "--check", action="store_true", help="write nothing; exit with code 1 if the file is stale"
-    )
-    docs.set_defaults(command=_config_docs)
     parser.command_names = tuple(actions.choices)
 
 

@@ -1,4 +1,4 @@
-"""Render the config schema as key explanations, a reference page, a JSON schema and configs.
+"""Render the config schema as key explanations, a JSON schema and configs.
 
 All output is generated from the declarations in `sections/` and in the model families, the
 docstrings of the fields, and the value ranges. Keys are documented only there.
@@ -126,7 +126,7 @@ def _explain_section(section: str) -> str:
     for name in [*names, *inner]:
         key = f"{section}.{name}"
         head = f"  {name:{width}}  "
-        about = f"{_first_sentence(key)} ({'section' if name in inner else _default_text(key)})"
+        about = f"{_first_sentence(key)} ({'section' if name in inner else default_text(key)})"
         lines += textwrap.wrap(
             about, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)
         )
@@ -139,7 +139,7 @@ def _explain_key(key: str) -> str:
     lines += _labelled("type", type_name(ALL_KEYS[key]))
     if key in BOUNDS:
         lines.append(f"  range    {BOUNDS[key]}")
-    lines.append(f"  default  {_default_text(key).removeprefix('default ')}")
+    lines.append(f"  default  {default_text(key).removeprefix('default ')}")
     lines += _labelled("section", f"{section}: {field_docs()[section]}")
     if f"{key}.{NAME}" in NAMED_SECTIONS:
         inner = ", ".join(names_in(f"{key}.{NAME}"))
@@ -149,7 +149,7 @@ def _explain_key(key: str) -> str:
     if key == _AXIS_RULES:
         width = max(map(len, DEFAULT_AXIS_RULES))
         lines += ["", f"  {'axis':{width}}  {'sharded over':13}  may be set to"]
-        lines += [f"  {n:{width}}  {axes:13}  {may}".rstrip() for n, axes, may in _axis_rows()]
+        lines += [f"  {n:{width}}  {axes:13}  {may}".rstrip() for n, axes, may in axis_rows()]
     return "\n".join([*lines, ""])
 
 
@@ -157,7 +157,7 @@ def _labelled(label: str, text: str) -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=f"  {label:9}", subsequent_indent=" " * 11)
 
 
-def _axis_rows() -> list[tuple[str, str, str]]:
+def axis_rows() -> list[tuple[str, str, str]]:
     """Return (logical axis, default mesh axes, other allowed mesh axes) for each logical axis."""
     return [
         (
@@ -179,57 +179,14 @@ def _first_sentence(key: str) -> str:
     return first.removesuffix(".") + "."
 
 
-def _default_text(key: str) -> str:
+def default_text(key: str) -> str:
+    """Return the default of a key, as in `default 100`, or "required"."""
     value = default_of(key)
     if value is dataclasses.MISSING:
         return "required"
     if isinstance(value, bool):
         return f"default {str(value).lower()}"
     return "default none" if value is None else f"default {value if value != '' else 'empty'}"
-
-
-def markdown() -> str:
-    """Return the content of docs/reference/config.md."""
-    lines = [
-        "# Config reference",
-        "",
-        "<!-- Written by `maxpipe config docs` from the declarations of the keys. -->",
-        "",
-        "A config consists of YAML files, merged left to right, and `section.key=value`",
-        "overrides. `maxpipe config print FILE... [section.key=value...] --origin` prints the",
-        "result and the origin of each value. `maxpipe config explain section.key` prints one",
-        "entry of this page.",
-    ]
-    for section in _in_order():
-        lines += ["", f"## {section}", "", _escaped(field_docs()[section]), ""]
-        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for name in names_in(section):
-            key = f"{section}.{name}"
-            kind = type_name(ALL_KEYS[key])
-            if key in BOUNDS:
-                kind += f", {str(BOUNDS[key]).partition(':')[0]}"
-            default = _default_text(key).removeprefix("default ")
-            is_word = default in ("required", "empty") or default_of(key) is None
-            cell = default if is_word else f"`{default}`"
-            lines.append(f"| `{name}` | {kind} | {cell} | {_escaped(field_docs()[key])} |")
-        if f"{section}.axis_rules" == _AXIS_RULES:
-            lines += ["", f"`{_AXIS_RULES}` changes this table:", ""]
-            lines += ["| logical axis | sharded over | may be set to |", "|---|---|---|"]
-            lines += [f"| `{name}` | {axes} | {may} |" for name, axes, may in _axis_rows()]
-    return "\n".join([*lines, ""])
-
-
-def _in_order() -> list[str]:
-    """Return all sections in schema order, each followed by its named sections and item types."""
-    found = []
-    for section in SECTIONS:
-        found += [section, *(name for name in NAMED_SECTIONS if section_of(name) == section)]
-        found += [name for name in ITEM_SECTIONS if section_of(name) == section]
-    return found
-
-
-def _escaped(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def json_schema() -> dict[str, Any]:

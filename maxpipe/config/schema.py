@@ -2,9 +2,9 @@
 
 Each file in `sections/` defines one section: its keys with types, defaults and documentation, the
 valid ranges of numeric keys, and its rules. The string below each field documents that field.
-`maxpipe config explain`, `docs/reference/config.md`, the JSON schema and error messages are
-generated from these strings. The keys of each model family are declared in `maxpipe/models`. This
-package does not import jax, so that `maxpipe --help` starts quickly.
+`maxpipe config explain`, the pages of `docs/reference/config/`, the JSON schema and error messages
+are generated from these strings. The keys of each model family are declared in `maxpipe/models`.
+This package does not import jax, so that `maxpipe --help` starts quickly.
 
 The tables below `Config` list all sections and keys, including those of every model family. A
 section is a field of `Config`, or the section of a model family within `model`, such as

@@ -77,15 +77,6 @@ def test_explain_of_unrecognizable_key_points_to_sections():
         render.explain("qqqqq")
 
 
-def test_config_page_in_docs_is_up_to_date():
-    page = (ROOT / "docs/reference/config.md").read_text(encoding="utf-8")
-    assert page == render.markdown(), "run: maxpipe config docs"
-    assert all(f"\n## {section}\n" in page for section in SECTIONS)
-    # Each table row has as many cells as its header.
-    rows = [line for line in page.splitlines() if line.startswith("|")]
-    assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {4, 5}
-
-
 def test_json_schema_agrees_with_load():
     schema = render.json_schema()
     jsonschema.Draft202012Validator.check_schema(schema)

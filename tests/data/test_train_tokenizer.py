@@ -29,7 +29,8 @@ def train(*arguments: str) -> int:
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     """Write a corpus as a text file and as JSON lines."""
-    text = (DOCS / "guides" / "data.md").read_text(encoding="utf-8") + "naïve café\n" * 9
+    pages = sorted((DOCS / "guides" / "data").glob("*.md"))
+    text = "".join(page.read_text(encoding="utf-8") for page in pages) + "naïve café\n" * 9
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.md").write_text(text, encoding="utf-8")
     (tmp_path / "lines").mkdir()

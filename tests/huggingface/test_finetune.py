@@ -1,15 +1,12 @@
-"""docs/tutorials/finetune.md: import a public model, train with stages and FSDP, and export it."""
+"""Commands of docs/tutorials/finetune.md and sft.md: import, train with stages and FSDP, export."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +26,10 @@ from maxpipe.step.build import steps_from_config
 from tests.conftest import FAST_COMPILE
 from tests.huggingface import maker
 from tests.huggingface.test_oracle import PYTHON, close, reason, run_oracle
+from tests.pages import DOCS, run_page
 from tests.train.runs import ledger, losses
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "finetune.md"
+PAGE = DOCS / "tutorials" / "finetune.md"
 TOKENIZER = Path(__file__).parents[1] / "golden" / "tokenizers" / "folder"
 VOCAB = 437
 WORDS = ("the", "sea", "was", "cold", "and", "grey", "when", "we", "sailed", "out")
@@ -52,28 +50,7 @@ def loop(folder: Path) -> Loop:
     (folder / "book").mkdir()
     for number in range(12):
         (folder / "book" / f"{number}.txt").write_text(" ".join(draw.choices(WORDS, k=160)))
-    return run_blocks(folder, "run", FAST_COMPILE)
-
-
-def run_blocks(folder: Path, mark: str, variables: Mapping[str, str]) -> Loop:
-    """Run the page's blocks that have this mark."""
-    page = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(rf"<!-- {mark} -->\n```\n(.*?)```", page, re.DOTALL)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = [
-        subprocess.run(
-            ["bash", "-euc", block],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env=os.environ | dict(variables) | {"PATH": path},
-        )
-        for block in blocks
-    ]
-    failed = [each.stdout for each in done if each.returncode]
-    assert not failed, failed[0]
-    return Loop(folder, [each.stdout for each in done])
+    return Loop(folder, run_page(PAGE, folder, FAST_COMPILE))
 
 
 def assert_losses_decrease(done: Loop) -> None:
@@ -138,14 +115,14 @@ def test_finetune_page_commands(written: Loop) -> None:
 @pytest.mark.long
 def test_sft_example_learns_and_stops_early(tmp_path: Path) -> None:
     """A pretrained model learns to answer; the run stops early, and its curves are drawn."""
-    done = run_blocks(tmp_path, "sft", {})
+    outputs = run_page(DOCS / "tutorials" / "sft.md", tmp_path)
     chat = tmp_path / "runs" / "chat"
     accuracy = losses(chat, "eval/sums/accuracy")
     assert accuracy[20] < 0.8 and max(accuracy.values()) == 1
     assert [*losses(chat, "eval/loss").values()][-1] < 0.1
     [stop] = ledger(chat, "early_stop")
     assert accuracy[stop["best_step"]] == 1 and stop["evaluations"] == 3
-    said = done.outputs[-1]
+    said = outputs[-1]
     assert re.search(r"^accuracy +1\.0000", said, re.M)
     assert "3 plus 4 is 7." in said and "9 plus 8 is 17." in said
     sampled = [json.loads(line) for line in (chat / "samples.jsonl").read_text().splitlines()]

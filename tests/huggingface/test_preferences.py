@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +11,10 @@ import pytest
 from tests.conftest import FAST_COMPILE
 from tests.huggingface.test_finetune import logits
 from tests.huggingface.test_oracle import PYTHON, close, reason, run_oracle
+from tests.pages import DOCS, run_page
 from tests.train.runs import records
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "preferences.md"
+PAGE = DOCS / "tutorials" / "preferences.md"
 VOCAB = 320
 
 
@@ -24,22 +22,7 @@ VOCAB = 320
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """The folder in which the page's commands ran, and the output of each block."""
     folder = tmp_path_factory.mktemp("preferences")
-    text = PAGE.read_text(encoding="utf-8")
-    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", text, re.DOTALL)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    outputs = []
-    for block in blocks:
-        ran = subprocess.run(
-            ["bash", "-euc", block],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=folder,
-            env=os.environ | FAST_COMPILE | {"PATH": path},
-        )
-        assert ran.returncode == 0, ran.stdout
-        outputs.append(ran.stdout)
-    return folder, outputs
+    return folder, run_page(PAGE, folder, FAST_COMPILE)
 
 
 @pytest.mark.long
@@ -50,7 +33,7 @@ def test_preferences_page_commands(written: tuple[Path, list[str]]) -> None:
     assert found[40]["eval/margin"] > found[10]["eval/margin"] > 0
     assert found[40]["eval/accuracy"] == 1
     # The sequences shown on the page equal the output of the command.
-    shown = re.search(r"in `⟦ ⟧`:\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    shown = re.search(r"in `⟦ ⟧`:\n```text\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     assert shown and shown[1] in trained
     answers = re.findall(r"^ ?(Yes|No), it is", told, re.M)
     assert answers == ["Yes", "No"]

@@ -35,7 +35,7 @@ def test_capitalize_first_keeps_other_capitals():
 
 
 def test_launch_help_keeps_capitalization_of_cluster_names():
-    page = cli._parser()._subparsers._group_actions[0].choices["launch"].format_help()  # type: ignore
+    page = cli.command_line_parser()._subparsers._group_actions[0].choices["launch"].format_help()  # type: ignore
     assert "Start a run in local processes, or on SLURM, TPU VMs or GKE." in page
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -17,10 +13,10 @@ from maxpipe.models.config import AdapterConfig
 from maxpipe.models.param_names import trained
 from tests.cases import TOLERANCE, Case, steps_of
 from tests.conftest import FAST_COMPILE
+from tests.pages import DOCS, run_page
 from tests.step.states import ROWS, same_bits, trained_on
 from tests.train.runs import losses
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "adapters.md"
 ADAPTER = AdapterConfig(rank=2, kind="dora", base_quantization="int8", dropout=0.2)
 HERE = Case(2, 2, 2, fsdp=2, layers=5, adapter=ADAPTER)
 ELSEWHERE = Case(3, 1, 4, schedule="zb_h1", outside=1, data=2, layers=5, adapter=ADAPTER)
@@ -83,21 +79,7 @@ def test_initial_adapter_model_equals_base() -> None:
 @pytest.mark.long
 def test_adapters_page_commands_run(tmp_path: Path) -> None:
     """The commands in docs/tutorials/adapters.md train an adapter that lowers its base's loss."""
-    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    outputs = []
-    for block in blocks:
-        done = subprocess.run(
-            ["bash", "-euc", block],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | FAST_COMPILE | {"PATH": path},
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout
-        outputs.append(done.stdout)
+    outputs = run_page(DOCS / "tutorials" / "adapters.md", tmp_path, FAST_COMPILE)
     found = losses(tmp_path / "runs" / "hills")
     assert found[60] < found[10] - 1.0
     assert "with the weights of base@newest, step 60" in outputs[1]

@@ -3,35 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.pages import DOCS, run_page
 from tests.train.runs import losses
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorials" / "grpo.md"
+PAGE = DOCS / "tutorials" / "grpo.md"
 
 
 @pytest.mark.long
 def test_documented_run_increases_reward(tmp_path: Path) -> None:
-    blocks = re.findall(r"<!-- run -->\n```\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    output = ""
-    for block in blocks:
-        ran = subprocess.run(
-            ["bash", "-euc", block],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=tmp_path,
-            env=os.environ | {"PATH": path},
-        )
-        output = ran.stdout
-        assert not ran.returncode, output
+    output = run_page(PAGE, tmp_path)[-1]
     rewards = [*losses(tmp_path / "runs" / "rewarded", "rollout/reward").values()]
     assert max(rewards[:2]) < 0.3 and sum(rewards[-4:]) / 4 > 0.9, rewards
     assert "mesh       stage 2" in output and (tmp_path / "grpo.svg").stat().st_size

@@ -56,8 +56,8 @@ def library(name: str) -> Any:
 def corpus() -> list[str]:
     return [
         line
-        for name in ("guides/data.md", "concepts/engine.md", "guides/plan.md")
-        for line in (DOCS / name).read_text(encoding="utf-8").splitlines()
+        for page in (*sorted((DOCS / "guides/data").glob("*.md")), DOCS / "concepts/engine.md")
+        for line in page.read_text(encoding="utf-8").splitlines()
         if line.strip()
     ]
 
