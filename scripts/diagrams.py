@@ -31,7 +31,7 @@ AXES = (
     ("context", "different tokens of the same sequences", TEAL),
     ("tensor", "shards of each layer's heads and MLP", ROSE),
 )
-"""Mesh axes in the order of `parallel.axes.MESH_AXES`, what their devices hold, and a color."""
+"""Mesh axes in the order of `parallel.axes.MESH_AXES`, content of their devices, and a color."""
 
 
 def mesh_axes() -> Canvas:
@@ -80,8 +80,8 @@ def mesh_axes() -> Canvas:
     canvas.title = "Mesh axes and devices"
     canvas.description = (
         "A grid of 16 numbered devices: four stages as rows, two fsdp shards in each stage, and "
-        "two tensor shards in each fsdp shard. A table lists the six axes and what their devices "
-        "hold."
+        "two tensor shards in each fsdp shard. A table lists the six axes and the content of "
+        "their devices."
     )
     return canvas
 
@@ -129,13 +129,13 @@ TRAFFIC = (
         "per microbatch and chunk",
     ),
 )
-"""Panels of `axes`: what devices along the axis hold, what they send, and how often."""
+"""Panels of `axes`: content of the devices, sent data, and frequency."""
 
 
 def axes() -> Canvas:
     """Draw where bytes travel for each mesh axis, in six panels of four devices."""
     canvas = Canvas(width=850)
-    canvas.write(16, 28, "What devices along each mesh axis send", 16, bold=True)
+    canvas.write(16, 28, "Traffic of each mesh axis", 16, bold=True)
     colours = {name: colour for name, _, colour in AXES}
     for number, traffic in enumerate(TRAFFIC):
         panel = _traffic_panel(traffic, colours[traffic.name])
@@ -204,7 +204,7 @@ _PART_HEIGHT = 74.0
 
 
 def architecture() -> Canvas:
-    """Draw how a config becomes a compiled step, and what the training loop uses."""
+    """Draw the path from a config to a compiled step and the training loop."""
     canvas = Canvas(width=850, height=464)
     canvas.write(16, 28, "From a config to a training run", 16, bold=True)
     for part in PARTS.values():

@@ -52,7 +52,7 @@ class Axis(NamedTuple):
 
 @dataclass
 class Chart:
-    """One chart: the plot area has its upper left corner at (`left`, `top`)."""
+    """Chart with one plot area, whose upper left corner is at (`left`, `top`)."""
 
     x: Axis
     y: Axis
