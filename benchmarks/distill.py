@@ -1,7 +1,9 @@
 """Compare students that are trained with and without a teacher for the same number of steps.
 
     python benchmarks/distill.py           # prints the table
-    python benchmarks/distill.py --write   # and writes distill.md and docs/pictures/distill.svg
+    python benchmarks/distill.py --write   # and writes distill.md and distill.json
+
+`scripts/pictures.py` draws docs/pictures/distill.svg from distill.json.
 
 The teacher is trained once. Each kind of student is trained with three seeds, which determine the
 initial parameters and the document order. All computations are in float32 on one virtual device.
@@ -19,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).with_suffix(".md")
-PICTURE = ROOT / "docs" / "pictures" / "distill.svg"
+CURVES = Path(__file__).with_suffix(".json")
 SEEDS = (0, 1, 2)
 STEPS = 120
 COMMON = f"""
@@ -68,10 +70,15 @@ def maxpipe(folder: Path, *arguments: str) -> None:
         sys.exit(ran.stdout + ran.stderr)
 
 
+def curve(run: Path) -> list[tuple[int, float]]:
+    """Return the step and the loss of each evaluation of a run, in nats per token."""
+    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [(each["step"], each["eval/loss"]) for each in records if "eval/loss" in each]
+
+
 def loss(run: Path) -> float:
     """Return the loss of a run's last evaluation, in nats per token."""
-    records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [each["eval/loss"] for each in records if "eval/loss" in each][-1]
+    return curve(run)[-1][1]
 
 
 def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
@@ -88,6 +95,13 @@ def measured(folder: Path, names: list[str]) -> dict[str, list[float]]:
             maxpipe(folder, "train", "common.yml", "student.yml", *given)
             found[name].append(loss(folder / "runs" / run))
     return found
+
+
+def curves_of(folder: Path) -> str:
+    """Return the evaluation losses of all students, as JSON with one entry per run."""
+    runs = sorted((folder / "runs").glob("*-[0-9]"))
+    shown = {run.name: {"eval/loss": curve(run)} for run in runs}
+    return json.dumps(shown, separators=(",", ":")) + "\n"
 
 
 def page(found: dict[str, list[float]]) -> str:
@@ -125,8 +139,7 @@ def main() -> None:
         print(text)
         if options.write:
             PAGE.write_text(text)
-            runs = ("alone-0", "taught-0")
-            maxpipe(folder, "curves", *runs, "--tags", "eval/loss", "--out", str(PICTURE))
+            CURVES.write_text(curves_of(folder))
 
 
 if __name__ == "__main__":

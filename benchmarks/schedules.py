@@ -81,7 +81,8 @@ CHOICES = [
     Choice("zb_v, gather per step, activations saved by name", "zb_v", "step", "names"),
     Choice("zb_h1, gather per step, activations saved by name", "zb_h1", "step", "names", 1),
 ]
-GROWING = [CHOICES[0], CHOICES[3], CHOICES[4], CHOICES[6], CHOICES[8]]
+GPIPE = Choice("gpipe, one repeat, gather per iteration", "gpipe", repeats=1)
+GROWING = [CHOICES[0], GPIPE, CHOICES[3], CHOICES[4], CHOICES[6], CHOICES[8]]
 
 
 @dataclass

@@ -140,6 +140,10 @@ def test_version_option_prints_version(capsys: Capture):
         ("plan quickstart --topology cpu:2", "so that their product is 2, or use cpu:8."),
         ("plan quickstart --topology cpu:2 --draw a.gif", "Write --draw a.gif.svg."),
         (
+            "plan quickstart --topology cpu:2 --draw-timeline a.gif",
+            "Write --draw-timeline a.gif.svg.",
+        ),
+        (
             "compile quickstart --topology cpu:1 --save=",
             "--save = ''\n  must be a file or a folder",
         ),
@@ -432,7 +436,7 @@ def test_compile_save_rejects_batch_ramp(capsys: Capture):
     assert "--save, or set train.batch_ramp=[]" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--write", "--draw"])
+@pytest.mark.parametrize("option", ["--write", "--draw", "--draw-timeline"])
 def test_unwritable_output_is_reported_before_search(option: str, capsys: Capture):
     given = ["plan", "quickstart", "--topology", "cpu:8", "--search", option, "/nowhere/x.svg"]
     assert main(given) == 74

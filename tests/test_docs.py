@@ -28,9 +28,9 @@ from tests.pages import DOCS, PAGES, ROOT
 TESTS = Path(__file__).parent
 PICTURES = [
     picture
-    for page in ("concepts/schedules.md", "guides/plan.md", "tutorials/adapters.md")
+    for page in sorted(DOCS.rglob("*.md"))
     for picture in re.findall(
-        r"<!-- maxpipe (.*?) -->\n!\[\w+\]\(\.\./(.*?)\)", (DOCS / page).read_text(encoding="utf-8")
+        r"<!-- maxpipe (.*?) -->\n!\[[^\]]*\]\(\.\./(.*?)\)", page.read_text(encoding="utf-8")
     )
 ]
 
@@ -63,6 +63,7 @@ def test_images_match_output_of_their_commands(
 ) -> None:
     drawn = tmp_path / "drawn.svg"
     option = "--draw" if command.startswith("plan") else "--svg"
+    option += "-timeline" if picture.endswith("_timeline.svg") else ""
     printed([*command.split(), option, str(drawn)])
     file = DOCS / picture
     if update_golden:
@@ -71,12 +72,16 @@ def test_images_match_output_of_their_commands(
     assert file.read_text(encoding="utf-8") == drawn.read_text(encoding="utf-8")
 
 
-def test_every_image_is_used() -> None:
-    # Images of runs are drawn by commands on their pages, and differ between machines.
-    text = "".join(page.read_text(encoding="utf-8") for page in DOCS.rglob("*.md"))
-    of_runs = re.findall(r"<!-- drawn by .*? -->\n!\[\w+\]\(\.\./(.*?)\)", text)
-    shown = {DOCS / name for name in [*of_runs, *(name for _, name in PICTURES)]}
-    assert shown == set((DOCS / "pictures").iterdir())
+def test_every_image_is_drawn_and_used() -> None:
+    # tests/test_pictures.py compares the images of scripts/pictures.py.
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    script = (ROOT / "scripts" / "pictures.py").read_text(encoding="utf-8")
+    for path in (DOCS / "pictures").iterdir():
+        drawn = any(picture == f"pictures/{path.name}" for _, picture in PICTURES)
+        by_script = re.search(rf"^        (diagrams\.)?{path.stem},$", script, re.MULTILINE)
+        assert drawn != bool(by_script), f"{path.name}: drawn by no command, or by two"
+        assert re.search(rf"!\[[^\]]*\]\(\S*pictures/{path.name}\)", text), f"{path.name}: unused"
 
 
 def test_schedule_comparison_matches_command_output(update_golden: bool) -> None:

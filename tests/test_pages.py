@@ -22,7 +22,13 @@ ELSEWHERE = {
     "docs/tutorials/sft.md": "tests/huggingface/test_finetune.py",
 }
 """Pages whose commands are run by a test that also checks the models that they train."""
-QUICK = {"docs/guides/write_a_schedule.md"}
+QUICK = {
+    "docs/guides/fit_in_memory.md",
+    "docs/guides/tune_performance.md",
+    "docs/guides/write_a_schedule.md",
+    "docs/tutorials/gpu_nodes.md",
+    "docs/tutorials/tpu_pod.md",
+}
 """Pages whose commands run in less than 20 seconds; the others are run by `make test-long`."""
 
 

@@ -118,7 +118,7 @@ def test_comparison_cells_about_other_projects_have_dated_source() -> None:
             assert dated or cell == "does not apply", cell
 
 
-# --- comparison and numbers ---------------------------------------------------------------------------------
+# --- comparison and numbers ------------------------------------------------------------------
 
 
 def test_readme_states_that_no_multi_accelerator_run_was_measured() -> None:

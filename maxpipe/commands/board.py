@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from maxpipe.commands.parser import RUN, Commands, add_address, port, write_file
+from maxpipe.commands.parser import RUN, Commands, add_address, count, port, write_file
 from maxpipe.errors import ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.formatting import capitalize_first
@@ -142,11 +142,13 @@ def _curves(options: argparse.Namespace) -> int:
     if not tags:
         rule = "must name a metric in metrics.jsonl."
         raise ConfigError.one("command line: --tags", options.tags, rule, "Use train/loss.")
-    runs = {}
+    runs, units = {}, {}
     for run in options.run:
         run_dir = parse_run_address(run).run_dir
         runs[Path(run_dir).absolute().name] = curves.read(run_dir, tags)
-    drawn = curves.draw_curves(runs)
+        units |= curves.loss_units(run_dir)
+    style = curves.Style(smooth=options.smooth, band=options.band, units=units)
+    drawn = curves.draw_curves(runs, style)
     for option, kind, path in paths:
         if kind == ".png":
             write_file(path, option, drawn.png)
@@ -190,6 +192,19 @@ def add_curves(commands: Commands) -> None:
         default="train/loss,eval/loss",
         metavar="TAG,...",
         help="metrics in metrics.jsonl to plot (default: train/loss,eval/loss)",
+    )
+    parser.add_argument(
+        "--smooth",
+        type=count,
+        metavar="COUNT",
+        default=1,
+        help="plot means of this number of records, over the records in a faint color (default: 1)",
+    )
+    parser.add_argument(
+        "--band",
+        action="store_true",
+        help="plot runs whose names differ only in a final number, such as base-0 and base-1, as "
+        "their mean and range",
     )
     parser.add_argument("--out", metavar="FILE", help="write the plot to an .svg or .png file")
     parser.add_argument("--svg", metavar="FILE", help="write the plot as SVG")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+from functools import partial
 from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import (
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 SEARCH_ONLY_OPTIONS = ("compile", "measure", "fix", "write")
 """Options that require `--search`."""
 DRAWINGS = (".svg", ".png")
-"""File suffixes that `--draw` supports."""
+"""File suffixes that `--draw` and `--draw-timeline` support."""
 
 
 def add(commands: Commands) -> None:
@@ -129,20 +130,40 @@ def _check_options(options: argparse.Namespace) -> None:
         ("measure", is_remote, "runs layouts on the devices of this machine", "Add --devices."),
         *((name, is_single, "requires --search", "Add --search.") for name in SEARCH_ONLY_OPTIONS),
         ("shardings", options.search, "shows one layout, but --search ranks several", out),
-        ("draw", options.shardings, "draws a prediction, but --shardings computes none", out),
+        *(
+            (name, options.shardings, "draws a prediction, but --shardings computes none", out)
+            for name in ("draw", "draw-timeline")
+        ),
     ]
     if options.calibrate:
-        names = ("search", "shardings", "json", "draw", "slices", *SEARCH_ONLY_OPTIONS)
+        names = (
+            "search",
+            "shardings",
+            "json",
+            "draw",
+            "draw-timeline",
+            "slices",
+            *SEARCH_ONLY_OPTIONS,
+        )
         unread = [(name, True, "has no effect with --calibrate", out) for name in names]
     for name, ignored, rule, action in unread:
-        if ignored and getattr(options, name):
+        if ignored and getattr(options, name.replace("-", "_")):
             raise ConfigError.one(f"command line: --{name}", None, f"{rule}.", action)
-    if options.draw is not None and not options.draw.endswith(DRAWINGS):
-        rule, action = f"must end in {' or '.join(DRAWINGS)}.", f"Write --draw {options.draw}.svg."
-        raise ConfigError.one("command line: --draw", options.draw, rule, action)
-    for name in ("draw", "write"):  # computing the file content may take minutes
-        if (path := getattr(options, name)) is not None:
-            check_place(path, f"--{name}")
+    for option, path in _drawings(options):
+        if not path.endswith(DRAWINGS):
+            rule = f"must end in {' or '.join(DRAWINGS)}."
+            raise ConfigError.one(
+                f"command line: {option}", path, rule, f"Write {option} {path}.svg."
+            )
+    for option, path in [*_drawings(options), ("--write", options.write)]:
+        if path is not None:  # computing the file content may take minutes
+            check_place(path, option)
+
+
+def _drawings(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return (option, path) of every drawing that the command line requests."""
+    named = (("--draw", options.draw), ("--draw-timeline", options.draw_timeline))
+    return [(option, path) for option, path in named if path is not None]
 
 
 def _forecast(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
@@ -186,12 +207,12 @@ def _warn_replicated_weights(config: Config) -> None:
 
 
 def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -> None:
-    if options.draw is not None:
-        from maxpipe.planner import report
+    for option, path in _drawings(options):
+        from maxpipe.planner import draw
 
-        write_file(
-            options.draw, "--draw", lambda path: report.write(candidate, target.hardware, path)
-        )
+        drawing = draw.draw_memory if option == "--draw" else draw.draw_timeline
+        save = partial(draw.write, drawing(candidate, target.hardware))
+        write_file(path, option, save)
 
 
 def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
@@ -317,8 +338,13 @@ def _add_plan(commands: Commands) -> None:
     parser.add_argument(
         "--draw",
         metavar="FILE",
-        help="draw the memory use and timeline of the layout (with --search, of the best layout) "
-        "to an .svg or .png file",
+        help="draw the memory use of the layout (with --search, of the best layout) to an .svg or "
+        ".png file",
+    )
+    parser.add_argument(
+        "--draw-timeline",
+        metavar="FILE",
+        help="draw the timeline of one step of the layout to an .svg or .png file",
     )
     parser.set_defaults(command=_plan)
 

@@ -31,13 +31,12 @@ from maxpipe.data.unread_keys import LongConversations, remarks
 from maxpipe.errors import Problem
 from maxpipe.io import redact
 from maxpipe.io.formatting import pluralize
-from maxpipe.schedule.draw import Box, Canvas, Label
+from maxpipe.schedule.canvas import GREY, HUES, INK, Box, Canvas, Label
 
 PICTURE_SUFFIXES = (".html", ".png")
 _BAR = 40
 """Length of the longest histogram bar, in characters."""
-_INK, _PALE = "#1f2933", "#7b8794"
-_DOCUMENTS, _TOKENS = "#4c78a8", "#f58518"
+_DOCUMENTS, _TOKENS = HUES[0][1], HUES[1][1]
 _WIDTH, _ROW, _LEFT, _ROOM = 760, 22, 150, 210
 
 
@@ -117,7 +116,8 @@ def draw(all_of: Sequence[Statistics], path: Path) -> None:
     table = "".join(_table(part) for part in all_of)
     path.write_text(
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>Documents</title>\n'
-        "<style>body{font-family:Helvetica,Arial,sans-serif;margin:2em;color:#1f2933}"
+        "<style>:root{color-scheme:light dark}"
+        "body{font-family:Helvetica,Arial,sans-serif;margin:2em}"
         "td{padding:2px 16px 2px 0;vertical-align:top}</style></head><body>\n"
         f"{table}{whole.svg()}</body></html>\n",
         encoding="utf-8",
@@ -136,7 +136,7 @@ def _picture(stats: Statistics) -> Canvas:
     """Plot two histograms over document length: number of documents and number of tokens."""
     canvas, bars = Canvas(width=_WIDTH), stats.histogram()
     title = f"{stats.name}: {pluralize(len(stats.lengths), 'document')}, {stats.tokens:,} tokens"
-    canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, _INK, "l", bold=True))
+    canvas.labels.append(Label(16, 26, redact.redact_for_terminal(title), 15, INK, "l", bold=True))
     for x, head, colour in (
         (_LEFT, "documents by length", _DOCUMENTS),
         (_LEFT + _ROOM + 90, "tokens by document length", _TOKENS),
@@ -146,7 +146,7 @@ def _picture(stats: Statistics) -> Canvas:
     y = 56.0
     for shortest, longest, documents, tokens in bars:
         name = f"{shortest:,}-{longest:,}"
-        canvas.labels.append(Label(_LEFT - 10, y + 15, name, 11, _PALE, "r"))
+        canvas.labels.append(Label(_LEFT - 10, y + 15, name, 11, GREY, "r"))
         for x, value, top, colour in (
             (_LEFT, documents, most[0], _DOCUMENTS),
             (_LEFT + _ROOM + 90, tokens, most[1], _TOKENS),
@@ -154,13 +154,13 @@ def _picture(stats: Statistics) -> Canvas:
             width = max(1.0, _ROOM * value / max(1, top)) if value else 0.0
             if width:
                 canvas.boxes.append(Box(x, y + 3, width, _ROW - 6, colour, title=f"{value:,}"))
-            canvas.labels.append(Label(x + width + 6, y + 15, f"{value:,}", 11, _INK, "l"))
+            canvas.labels.append(Label(x + width + 6, y + 15, f"{value:,}", 11, INK, "l"))
         y += _ROW
     for name, text in summary_items(stats)[1:]:
         y += 18
         line = f"{name}: {redact.redact_for_terminal(text)}"
         line = line if len(line) <= 120 else f"{line[:117]}..."
-        canvas.labels.append(Label(16, y, line, 11, _INK, "l"))
+        canvas.labels.append(Label(16, y, line, 11, INK, "l"))
     canvas.height = y + 24
     return canvas
 

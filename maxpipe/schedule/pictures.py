@@ -3,7 +3,7 @@
 An image has one lane for each stage. The lane shows the stage's work over time, labeled with
 microbatch indices. The number of chunks with saved activations is plotted below the work. Each
 repeat has a color, and each slot type has a shade of this color. All stages advance in lockstep,
-and slots have the given costs.
+and slots have the given costs. A long schedule continues in further rows of lanes.
 """
 
 from __future__ import annotations
@@ -16,16 +16,25 @@ from typing import NamedTuple
 import numpy as np
 
 from maxpipe.io.formatting import pluralize
-from maxpipe.schedule.draw import (
-    EQUAL_COSTS,
+from maxpipe.schedule.canvas import (
+    BOX_INK,
+    DEFERRED,
+    GREY,
+    HUES,
+    INK,
     OVERVIEW_WIDTH,
+    PAGE_WIDTH,
+    PALE,
+    RULE,
+    SAVED,
     Area,
     Box,
     Canvas,
     Label,
-    summary,
     text_width,
+    wrap_text,
 )
+from maxpipe.schedule.draw import EQUAL_COSTS, summary
 from maxpipe.schedule.table import ActionKind, Costs, Schedule
 
 _KIND_NAMES: dict[ActionKind, str] = {
@@ -65,19 +74,19 @@ def draw_overview(schedule: Schedule) -> Canvas:
     `draw_schedule` draws all ticks instead. In the overview, microbatch indices are small and
     legible only at full size.
     """
-    times, canvas = _Timeline(schedule, EQUAL_COSTS), Canvas()
+    times, canvas = Timeline(schedule, EQUAL_COSTS), Canvas()
     ticks = min(schedule.num_ticks, _OVERVIEW_TICKS)
     left, right, lane = 36.0, 12.0, max(4.0, min(30.0, 400.0 / schedule.num_stages - 2))
     unit = (OVERVIEW_WIDTH - left - right) / float(times.ticks[ticks])
     some = "" if ticks == schedule.num_ticks else f"first {ticks} of "
     lines = (
-        (schedule.name, 20, _INK),
+        (schedule.name, 20, INK),
         (
             f"{schedule.describe_sizes()}, {pluralize(schedule.num_microbatches, 'microbatch')}",
             18,
-            _INK,
+            INK,
         ),
-        (f"bubble {schedule.idle_fraction():.1%}, {some}{schedule.num_ticks} ticks", 18, _INK),
+        (f"bubble {schedule.idle_fraction():.1%}, {some}{schedule.num_ticks} ticks", 18, INK),
     )
     y = 0.0
     for text, size, colour in lines:
@@ -87,12 +96,12 @@ def draw_overview(schedule: Schedule) -> Canvas:
     every = -(-16 // int(lane + 2))
     for stage in range(schedule.num_stages):
         y = top + stage * (lane + 2)
-        canvas.boxes.append(Box(left, y, OVERVIEW_WIDTH - left - right, lane, _PALE))
+        canvas.boxes.append(Box(left, y, OVERVIEW_WIDTH - left - right, lane, PALE))
         if stage % every == 0:
-            canvas.labels.append(Label(left - 8, y + lane / 2 + 6, f"{stage}", 16, _INK, "r"))
-    for work in _work(schedule):
+            canvas.labels.append(Label(left - 8, y + lane / 2 + 6, f"{stage}", 16, INK, "r"))
+    for work in list_work(schedule):
         if work.tick < ticks:
-            shade = _shade(work.kind, work.repeat)
+            shade = shade_of(work.kind, work.repeat)
             x, y = left + unit * times.start(work), top + work.stage * (lane + 2)
             gap = min(0.5, unit / 8)
             canvas.boxes.append(Box(x + gap, y, unit - 2 * gap, lane, shade.fill, shade.line))
@@ -103,15 +112,15 @@ def draw_overview(schedule: Schedule) -> Canvas:
     y = top + schedule.num_stages * (lane + 2) + 8
     x = 12.0
     for kind, _ in schedule.kinds:
-        shade, name = _shade(kind, 0), _KIND_NAMES[kind]
+        shade, name = shade_of(kind, 0), _KIND_NAMES[kind]
         if x + 24 + text_width(name, 18) > OVERVIEW_WIDTH:
             x, y = 12.0, y + 26
         canvas.boxes.append(Box(x, y, 18, 18, shade.fill, shade.line))
-        canvas.labels.append(Label(x + 24, y + 15, name, 18, _INK, "l"))
+        canvas.labels.append(Label(x + 24, y + 15, name, 18, INK, "l"))
         x += 24 + text_width(name, 18) + 16
     if schedule.num_repeats > 1:
         y += 26
-        canvas.labels.append(Label(12, y + 15, "one color for each repeat", 18, _INK, "l"))
+        canvas.labels.append(Label(12, y + 15, "one color for each repeat", 18, INK, "l"))
     canvas.width, canvas.height = OVERVIEW_WIDTH, y + 32
     return canvas
 
@@ -122,7 +131,7 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
     The trace shows stages as threads, slots as slices, and messages between stages as arrows. Each
     stage has a counter for the chunks with saved activations.
     """
-    times = _Timeline(schedule, costs)
+    times = Timeline(schedule, costs)
     about = {"name": summary(schedule).splitlines()[0]}
     events: list[dict[str, object]] = [
         {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": about}
@@ -133,7 +142,7 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
             thread | {"name": "thread_name", "args": {"name": f"stage {stage}"}},
             thread | {"name": "thread_sort_index", "args": {"sort_index": stage}},
         ]
-    for work in _work(schedule):
+    for work in list_work(schedule):
         events.append(
             {
                 "ph": "X",
@@ -174,7 +183,7 @@ def perfetto_trace(schedule: Schedule, costs: Costs = EQUAL_COSTS) -> str:
 # Time.
 
 
-class _Work(NamedTuple):
+class Work(NamedTuple):
     """Work of one stage in one slot."""
 
     kind: ActionKind
@@ -185,18 +194,19 @@ class _Work(NamedTuple):
     chunk: int
 
 
-def _work(schedule: Schedule) -> Iterator[_Work]:
+def list_work(schedule: Schedule) -> Iterator[Work]:
+    """Yield the work of all slots."""
     for kind, slots in schedule.kinds:
         for tick, stage in np.argwhere(slots.active).tolist():
             repeat = int(slots.repeat[tick, stage])
             chunk = schedule.ring.chunk(stage, repeat)
             microbatch = int(slots.microbatch[tick, stage])
-            yield _Work(kind, tick, stage, microbatch, repeat, chunk)
+            yield Work(kind, tick, stage, microbatch, repeat, chunk)
 
 
-def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
+def _messages(schedule: Schedule) -> Iterator[tuple[Work, Work]]:
     """Yield (sender, receiver) for every message between stages."""
-    works = {(work.kind, work.chunk, work.microbatch): work for work in _work(schedule)}
+    works = {(work.kind, work.chunk, work.microbatch): work for work in list_work(schedule)}
     for work in works.values():
         if work.kind != "W":
             target = work.chunk + (1 if work.kind == "F" else -1)
@@ -205,7 +215,7 @@ def _messages(schedule: Schedule) -> Iterator[tuple[_Work, _Work]]:
                 yield work, receiver
 
 
-class _Timeline:
+class Timeline:
     """Start times of ticks and slots if all stages advance in lockstep."""
 
     def __init__(self, schedule: Schedule, costs: Costs):
@@ -219,7 +229,8 @@ class _Timeline:
             if not schedule.mixed:
                 start = start + costs.of(kind) * slots.active.any(axis=1)
 
-    def start(self, work: _Work) -> float:
+    def start(self, work: Work) -> float:
+        """Return the start time of a slot."""
         return float(self.slots[work.kind][work.tick])
 
 
@@ -230,40 +241,37 @@ def _microseconds(time: float) -> float:
 # Geometry, in pixels.
 
 
-class _Shade(NamedTuple):
+class Shade(NamedTuple):
+    """Colors of one slot type in one repeat."""
+
     fill: str
     text: str
     line: str | None = None
 
 
-_INK, _GREY, _PALE, _RULE, _SAVED = "#1d2633", "#667085", "#eff1f5", "#dfe3e9", "#b4bdcb"
-# Light, dark and pale color for each repeat. If there are more repeats than entries, colors are
-# reused.
-_COLOURS = (
-    ("#8fb8f4", "#2456a6", "#dfeafc"),
-    ("#f6b26b", "#a8530a", "#fdebd3"),
-    ("#86cfae", "#1f6f4c", "#dcf2e7"),
-    ("#bba6ef", "#5a3aa6", "#ebe4fb"),
-    ("#f29cb3", "#a12e56", "#fce2e9"),
-    ("#7fcbd6", "#166c79", "#daf0f3"),
-    ("#cfc865", "#6b6510", "#f2f0cd"),
-    ("#a9b3c4", "#465268", "#e6e9ef"),
-)
-_LEFT, _RIGHT, _TOP, _BOTTOM = 68.0, 44.0, 58.0, 32.0
+_LEFT, _RIGHT = 100.0, 62.0
 _BOX_HEIGHT, _STRIP_HEIGHT, _LANE_GAP = 24.0, 14.0, 9.0
-_LEGEND_LINE = 24.0
+_AXIS_HEIGHT = 34.0
+_LEGEND_LINE = 22.0
 _OVERVIEW_TICKS = 64
-_MIN_WIDTH = 720.0
-_WIDTH = 1500.0
-"""Preferred width of the lanes, limited by `_MIN_UNIT` and `_MAX_UNIT`."""
-_MIN_UNIT, _MAX_UNIT, _MAX_WIDTH = 13.0, 30.0, 16000.0
+_TEXT, _NUMBER = 12, 11
+"""Font sizes of text and of microbatch indices."""
+_MIN_WIDTH = 620.0
+_ROW_WIDTH = PAGE_WIDTH - _LEFT - _RIGHT
+"""Maximum width of the lanes."""
+_MAX_UNIT = 30.0
+_MIN_UNIT = 3.0
+"""Minimum width of the shortest slot if microbatch indices do not fit."""
+_NUMBERED_ROWS, _MAX_ROWS = 4, 12
+"""Maximum number of rows of lanes, with and without microbatch indices."""
 
 
-def _shade(kind: ActionKind, repeat: int) -> _Shade:
-    light, dark, pale = _COLOURS[repeat % len(_COLOURS)]
+def shade_of(kind: ActionKind, repeat: int) -> Shade:
+    """Return the colors of a slot: light for F, dark for B and I, pale for W."""
+    light, dark, pale = HUES[repeat % len(HUES)]
     if kind == "F":
-        return _Shade(light, _INK)
-    return _Shade(pale, _INK, light) if kind == "W" else _Shade(dark, "#ffffff")
+        return Shade(light, BOX_INK)
+    return Shade(pale, INK, light) if kind == "W" else Shade(dark, "#ffffff")
 
 
 class _Picture:
@@ -271,95 +279,160 @@ class _Picture:
 
     def __init__(self, schedule: Schedule, costs: Costs):
         self.schedule, self.costs = schedule, costs
-        self.times = _Timeline(schedule, costs)
+        self.times = Timeline(schedule, costs)
         self.canvas = Canvas()
         self.boxes, self.areas = self.canvas.boxes, self.canvas.areas
         self.labels = self.canvas.labels
-        total = float(self.times.ticks[-1])
-        shortest = min(costs.of(kind) for kind, _ in schedule.kinds)
-        unit = min(max(_WIDTH * shortest / total, _MIN_UNIT), _MAX_UNIT) / shortest
-        self.unit = min(unit, _MAX_WIDTH / total)
-        self.end = _LEFT + total * self.unit
-        titles = summary(schedule, costs).splitlines()
-        needed = [
-            _LEFT + text_width(text, size) for text, size in zip(titles, (15, 12), strict=True)
-        ]
-        self.width = round(max(_MIN_WIDTH, self.end + _RIGHT, *needed))
-        self.labels += [
-            Label(_LEFT, 27, titles[0], 15, _INK, "l", bold=True),
-            Label(_LEFT, 47, titles[1], 12, _GREY, "l"),
-        ]
-        self.top = self._legend(_TOP + 6) + 18
+        self.unit = self._choose_unit()
+        self.rows = self._break_rows()
+        ends = [self._x(self.times.ticks[row.stop], row) for row in self.rows]
+        self.width = max(_MIN_WIDTH, round(max(ends) + _RIGHT))
+        self.top = self._legend(self._title())
         strip = _STRIP_HEIGHT + 2 if schedule.trains else 0
         self.pitch = _BOX_HEIGHT + strip + _LANE_GAP
+        self.row_height = schedule.num_stages * self.pitch + _AXIS_HEIGHT
         self.canvas.width = self.width
-        self.canvas.height = round(self.top + schedule.num_stages * self.pitch + _BOTTOM)
-        self._lanes()
-        self._axis()
+        self.canvas.height = round(self.top + len(self.rows) * self.row_height)
+        for number in range(len(self.rows)):
+            self._lanes(number)
         self._slots()
         if schedule.trains:
-            self._draw_saved_chunks()
+            for number in range(len(self.rows)):
+                self._draw_saved_chunks(number)
+        self._describe()
 
-    def _x(self, time: float) -> float:
-        return _LEFT + float(time) * self.unit
+    def _choose_unit(self) -> float:
+        """Return the width of one time unit: the largest of the fewest rows in which microbatch
+        indices fit, or a smaller one without indices.
+        """
+        total = float(self.times.ticks[-1])
+        shortest = min(self.costs.of(kind) for kind, _ in self.schedule.kinds)
+        longest = float(np.diff(self.times.ticks).max())
+        number = text_width(str(self.schedule.num_microbatches - 1), _NUMBER) + 2
+        # A row ends between two ticks, so up to the length of a tick is lost in every row but one.
+        unit = 0.0
+        for rows in range(1, _MAX_ROWS + 1):
+            unit = rows * _ROW_WIDTH / (total + (rows - 1) * longest)
+            if unit * shortest >= (number if rows <= _NUMBERED_ROWS else _MIN_UNIT):
+                break
+        return min(unit, _MAX_UNIT / shortest, _ROW_WIDTH / longest)
 
-    def _lane(self, stage: int) -> float:
-        return self.top + stage * self.pitch
+    def _break_rows(self) -> list[range]:
+        """Return the ticks of each row of lanes."""
+        rows, start = [], 0
+        room = _ROW_WIDTH / self.unit * (1 + 1e-9)
+        for tick in range(self.schedule.num_ticks):
+            if self.times.ticks[tick + 1] - self.times.ticks[start] > room:
+                rows.append(range(start, tick))
+                start = tick
+        return [*rows, range(start, self.schedule.num_ticks)]
+
+    def _x(self, time: float, row: range) -> float:
+        return _LEFT + float(time - self.times.ticks[row.start]) * self.unit
+
+    def _lane(self, row: int, stage: int) -> float:
+        return self.top + row * self.row_height + stage * self.pitch
+
+    def _title(self) -> float:
+        """Draw the title, and return the y coordinate of the next line."""
+        first, second = summary(self.schedule, self.costs).splitlines()
+        y = 27.0
+        for text, size in ((first, 15), (second, _TEXT)):
+            for line in wrap_text(text, size, self.width - 32):
+                self.labels.append(
+                    Label(16, y, line, size, INK if size == 15 else GREY, "l", bold=size == 15)
+                )
+                y += size + 7
+        return y - 7
 
     def _legend(self, y: float) -> float:
-        """Draw the legend, and return the y coordinate of the next line."""
-        kinds: list[ActionKind] = [kind for kind, _ in self.schedule.kinds]
-        x = _LEFT
-        for repeat in range(min(self.schedule.num_repeats, len(_COLOURS))):
-            last = repeat + 1 == len(_COLOURS) < self.schedule.num_repeats
-            text = f"repeat {repeat}, and so on" if last else f"repeat {repeat}"
-            width = 19.0 * len(kinds) + 5 + text_width(text, 12) + 16
-            x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
-            for column, kind in enumerate(kinds):
-                self._chip(x + 19 * column, y, kind, _shade(kind, repeat))
-            self.labels.append(Label(x + 19 * len(kinds) + 5, y + 12, text, 12, _INK, "l"))
+        """Draw the legend, and return the y coordinate of the lanes."""
+        x = 16.0
+        kinds = [kind for kind, _ in self.schedule.kinds]
+        repeats = range(min(self.schedule.num_repeats, len(HUES)))
+        entries = [
+            ([(kind, shade_of(kind, n)) for kind in kinds], self._repeat(n)) for n in repeats
+        ]
+        entries += [([], f"{kind} {_KIND_NAMES[kind]}") for kind in kinds]
+        entries.append(([("", Shade(PALE, INK, RULE))], "idle (bubble)"))
+        if self.schedule.trains:
+            entries.append(([("", Shade(SAVED, INK))], "saved chunks, peak at the right"))
+        if self.schedule.mixed:
+            entries.append(([("", Shade(DEFERRED, INK))], "deferred weight gradients"))
+        entries += [([], "number: microbatch"), ([], f"width: time{self._cost_ratio()}")]
+        for chips, text in entries:
+            width = 19.0 * len(chips) + 5 * bool(chips) + text_width(text, _TEXT) + 16
+            x, y = (x, y) if x == 16 or x + width <= self.width else (16.0, y + _LEGEND_LINE)
+            for column, (letter, shade) in enumerate(chips):
+                self._chip(x + 19 * column, y, letter, shade)
+            colour, left = (INK if chips else GREY), x + 19 * len(chips) + 5 * bool(chips)
+            self.labels.append(Label(left, y + 12, text, _TEXT, colour, "l"))
             x += width
-        notes = [f"{kind} {_KIND_NAMES[kind]}" for kind in kinds]
-        notes += ["box: microbatch"] + ["grey: saved chunks"] * self.schedule.trains
-        width = sum(text_width(note, 12) + 16 for note in notes)
-        x, y = (x, y) if x + width <= self.width else (_LEFT, y + _LEGEND_LINE)
-        for note in notes:
-            self.labels.append(Label(x, y + 12, note, 12, _GREY, "l"))
-            x += text_width(note, 12) + 16
-        return y + _LEGEND_LINE
+        y += 8 if self.schedule.trains else 0
+        return y + _LEGEND_LINE + 14
 
-    def _chip(self, x: float, y: float, kind: ActionKind, shade: _Shade) -> None:
+    def _repeat(self, repeat: int) -> str:
+        """Return the legend's text for one repeat; in a V, its chunks and their direction."""
+        ring = self.schedule.ring
+        if repeat + 1 == len(HUES) < ring.num_repeats:
+            return f"repeat {repeat}, and so on"
+        if ring.shape != "v" or ring.num_stages == 1:
+            return f"repeat {repeat}"
+        first = repeat * ring.num_stages
+        way = "back to the first" if repeat % 2 else "first to last"
+        return f"repeat {repeat}: chunks {first} to {first + ring.num_stages - 1}, {way} stage"
+
+    def _cost_ratio(self) -> str:
+        """Return the costs of the slot types as multiples of F."""
+        costs = [
+            f"{kind} = {self.costs.of(kind) / self.costs.forward:.3g} F"
+            for kind, _ in self.schedule.kinds[1:]
+        ]
+        return f", {', '.join(costs).replace(' 1 F', ' F')}" if costs else ""
+
+    def _chip(self, x: float, y: float, letter: str, shade: Shade) -> None:
         self.boxes.append(Box(x, y, 17, 16, shade.fill, shade.line, 3))
-        self.labels.append(Label(x + 8.5, y + 12, kind, 11, shade.text))
+        if letter:
+            self.labels.append(Label(x + 8.5, y + 12, letter, _NUMBER, shade.text))
 
-    def _lanes(self) -> None:
-        for stage in range(self.schedule.num_stages):
-            y = self._lane(stage)
-            self.boxes.append(Box(_LEFT, y, self.end - _LEFT, _BOX_HEIGHT, _PALE))
-            self.labels.append(Label(_LEFT - 10, y + 16.5, f"stage {stage}", 12, _INK, "r"))
-
-    def _axis(self) -> None:
-        """Draw tick numbers where they fit."""
-        bottom = self._lane(self.schedule.num_stages) - _LANE_GAP
+    def _lanes(self, number: int) -> None:
+        """Draw the lanes of one row, and tick numbers where they fit."""
+        row, schedule = self.rows[number], self.schedule
+        end = self._x(self.times.ticks[row.stop], row)
+        for stage in range(schedule.num_stages):
+            y = self._lane(number, stage)
+            self.boxes.append(Box(_LEFT, y, end - _LEFT, _BOX_HEIGHT, PALE))
+            self.labels.append(Label(_LEFT - 10, y + 16.5, f"stage {stage}", _TEXT, INK, "r"))
+            if schedule.num_repeats > 1 and schedule.trains:
+                text = self._chunks(stage)
+                self.labels.append(Label(_LEFT - 10, y + 34, text, _NUMBER, GREY, "r"))
+        top, bottom = self._lane(number, 0), self._lane(number, schedule.num_stages) - _LANE_GAP
         free = 0.0
-        for tick, time in enumerate(self.times.ticks[:-1]):
-            x = self._x(time)
+        for tick in row:
+            x = self._x(self.times.ticks[tick], row)
             if x >= free:
-                self.boxes.append(Box(x - 0.5, self.top - 4, 1, bottom - self.top + 10, _RULE))
-                self.labels.append(Label(x, bottom + 19, f"{tick}", 11, _GREY))
-                free = x + text_width(f"{tick}", 11) + 9
-        self.labels.append(Label(_LEFT - 10, bottom + 19, "tick", 11, _GREY, "r"))
+                self.boxes.append(Box(x - 0.5, top - 4, 1, bottom - top + 10, RULE))
+                self.labels.append(Label(x, bottom + 19, f"{tick}", _NUMBER, GREY))
+                free = x + text_width(f"{tick}", _NUMBER) + 9
+        self.labels.append(Label(_LEFT - 22, bottom + 19, "tick", _NUMBER, GREY, "r"))
+
+    def _chunks(self, stage: int) -> str:
+        """Return the chunks of a stage, as many as fit next to its lane."""
+        repeats = range(self.schedule.num_repeats)
+        chunks = [str(self.schedule.ring.chunk(stage, repeat)) for repeat in repeats]
+        text = f"chunks {', '.join(chunks)}"
+        while text_width(text, _NUMBER) > _LEFT - 14:
+            chunks.pop()
+            text = f"chunks {', '.join(chunks)}, ..."
+        return text
 
     def _slots(self) -> None:
         """Draw the slots, omitting microbatch indices that do not fit."""
-        longest = str(self.schedule.num_microbatches - 1)
-        size: dict[ActionKind, int] = {
-            kind: max([8, *(s for s in range(9, 13) if self._fits(longest, s, kind))])
-            for kind, _ in self.schedule.kinds
-        }
-        for work in _work(self.schedule):
-            shade = _shade(work.kind, work.repeat)
-            x, y = self._x(self.times.start(work)), self._lane(work.stage)
+        row_of = {tick: number for number, row in enumerate(self.rows) for tick in row}
+        for work in list_work(self.schedule):
+            shade, number = shade_of(work.kind, work.repeat), row_of[work.tick]
+            x = self._x(self.times.start(work), self.rows[number])
+            y = self._lane(number, work.stage)
             width = self.costs.of(work.kind) * self.unit
             gap = min(0.75, width / 8)
             text = str(work.microbatch)
@@ -367,7 +440,8 @@ class _Picture:
                 f"{_KIND_NAMES[work.kind]} of microbatch {work.microbatch}, chunk {work.chunk} "
                 f"(repeat {work.repeat}), stage {work.stage}, tick {work.tick}"
             )
-            inside = 0.5 if shade.line else 0.0  # half of the outline's width is outside the box
+            # half of the outline's width is outside the box
+            inside = 0.5 if shade.line and width > 4 else 0.0
             self.boxes.append(
                 Box(
                     x + gap + inside,
@@ -375,37 +449,54 @@ class _Picture:
                     width - 2 * (gap + inside),
                     _BOX_HEIGHT - 2 * inside,
                     shade.fill,
-                    shade.line,
+                    shade.line if inside else None,
                     min(3.0, width / 4),
                     title,
                 )
             )
-            if self._fits(text, size[work.kind], work.kind):
-                baseline = y + _BOX_HEIGHT / 2 + 0.36 * size[work.kind]
-                label = Label(x + width / 2, baseline, text, size[work.kind], shade.text)
-                self.labels.append(label)
+            sizes = (size for size in (12, _NUMBER) if text_width(text, size) + 2 <= width)
+            if size := next(sizes, None):
+                baseline = y + _BOX_HEIGHT / 2 + 0.36 * size
+                self.labels.append(Label(x + width / 2, baseline, text, size, shade.text))
 
-    def _fits(self, text: str, size: int, kind: ActionKind) -> bool:
-        return text_width(text, size) + 2 <= self.costs.of(kind) * self.unit
+    def _draw_saved_chunks(self, number: int) -> None:
+        """Draw, below each lane of a row, the number of chunks with saved activations, and the
+        maximum of this number.
 
-    def _draw_saved_chunks(self) -> None:
-        """Draw, below each lane, the number of chunks with saved activations and the maximum of
-        this number.
+        The part with deferred weight gradients has a darker shade.
         """
-        depths = self.schedule.stash_depth()
+        depths, row = self.schedule.stash_depth(), self.rows[number]
+        parts = [(depths, SAVED)]
+        if self.schedule.mixed:
+            parts.append((self.schedule.deferred_depth(), DEFERRED))
         per_chunk = _STRIP_HEIGHT / max(1, int(depths.max()))
-        ticks = self.times.ticks
+        end = self._x(self.times.ticks[row.stop], row)
+        if number == 0:
+            self.labels.append(Label(end + 8, self.top - 6, "peak", _TEXT, GREY, "l"))
         for stage in range(self.schedule.num_stages):
-            floor = self._lane(stage) + _BOX_HEIGHT + 2 + _STRIP_HEIGHT
-            points = [(_LEFT, floor)]
-            for tick, depth in enumerate(depths[:, stage].tolist()):
-                height = floor - depth * per_chunk
-                if points[-1][1] != height:
-                    points += [
-                        (self._x(ticks[tick]), points[-1][1]),
-                        (self._x(ticks[tick]), height),
-                    ]
-            points += [(self.end, points[-1][1]), (self.end, floor)]
-            self.areas.append(Area(points, _SAVED))
-            most = f"{int(depths[:, stage].max())}"
-            self.labels.append(Label(self.end + 8, floor - 2, most, 11, _GREY, "l"))
+            floor = self._lane(number, stage) + _BOX_HEIGHT + 2 + _STRIP_HEIGHT
+            for part, colour in parts:
+                points = [(_LEFT, floor)]
+                for tick in row:
+                    height = floor - int(part[tick, stage]) * per_chunk
+                    if points[-1][1] != height:
+                        x = self._x(self.times.ticks[tick], row)
+                        points += [(x, points[-1][1]), (x, height)]
+                points += [(end, points[-1][1]), (end, floor)]
+                self.areas.append(Area(points, colour))
+            if number == 0:
+                most = f"{int(depths[:, stage].max())}"
+                self.labels.append(Label(end + 8, floor - 2, most, _TEXT, INK, "l"))
+
+    def _describe(self) -> None:
+        schedule = self.schedule
+        self.canvas.title = f"Timeline of the {schedule.name} schedule"
+        text = (
+            f"{schedule.describe_sizes()}, {pluralize(schedule.num_microbatches, 'microbatch')}. "
+            "Each row is a stage, and each box is one slot."
+        )
+        if schedule.trains:
+            peaks = schedule.stash_depth().max(axis=0).tolist()
+            text += f" Peak of saved chunks: {', '.join(map(str, peaks[:8]))}"
+            text += ", and so on." if len(peaks) > 8 else "."
+        self.canvas.description = text

@@ -303,6 +303,15 @@ class Schedule:
         freed = np.cumsum((self.weight if self.mixed else self.backward).active, axis=0)
         return written - np.concatenate([np.zeros_like(freed[:1]), freed[:-1]])
 
+    def deferred_depth(self) -> np.ndarray:
+        """Return the number of chunks whose W is deferred in each tick on each stage `[K, P]`.
+
+        These chunks are part of `stash_depth`.
+        """
+        written = np.cumsum(self.backward.active, axis=0)
+        freed = np.cumsum(self.weight.active, axis=0)
+        return written - np.concatenate([np.zeros_like(freed[:1]), freed[:-1]])
+
 
 class Costs(NamedTuple):
     """Duration of each slot type for one chunk, in any unit. A full backward pass is I plus W."""

@@ -1,35 +1,35 @@
 """Plot metric curves of runs: values from `metrics.jsonl` against the step.
 
-Tags with the same last component, such as `train/loss` and `eval/loss`, share a panel.
+Tags with the same last component, such as `train/loss` and `eval/loss`, share a panel. Runs whose
+names differ only in a final number, such as `base-0` and `base-1`, can be drawn as one curve: their
+mean, with a band from the smallest to the largest value.
 """
 
 from __future__ import annotations
 
 import logging
-import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from maxpipe.config.config_files import METRICS_FILE
+from maxpipe.config.config_files import CONFIG_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_lines
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import check_type, parse_json
-from maxpipe.schedule.draw import Box, Canvas, Label, text_width
-from maxpipe.schedule.draw import Curve as Line
+from maxpipe.schedule import chart
+from maxpipe.schedule.canvas import Canvas
+from maxpipe.schedule.chart import BAND_COLOURS, FAINT_COLOURS, LINE_COLOURS, Axis, Chart
+from maxpipe.telemetry.metrics import unit_of
 
 FORMS = (".svg", ".png")
 MAX_VALUE = 1e300
 """Largest metric magnitude that can be plotted. Only corrupt records contain larger values."""
 _log = logging.getLogger("maxpipe")
 _SHOWN_NAMES = 30
-_INK, _GREY, _PALE = "#1d2633", "#667085", "#e4e7ec"
-_COLOURS = ("#2456a6", "#c4314b", "#1f6f4c", "#a8530a", "#5a3aa6", "#166c79", "#6b6510", "#a12e56")
-_LEFT, _WIDTH, _HEIGHT, _TOP, _BELOW = 76.0, 620.0, 200.0, 34.0, 34.0
-_LINE = 1.8
-
 Curve = list[tuple[int, float]]
 """The (step, value) points of one metric."""
 
@@ -102,55 +102,96 @@ def _is_step(value: object) -> TypeGuard[int]:
         return False
 
 
-def draw_curves(runs: Mapping[str, Mapping[str, Curve]]) -> Canvas:
+def loss_units(run_dir: str | Path) -> dict[str, str]:
+    """Return the units of the losses of a run whose objective is not a cross-entropy."""
+    try:
+        text = (expand_path(run_dir) / CONFIG_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return {}
+    special = re.search(r"^ *objective: *(preference|grpo) *$", text, re.MULTILINE)
+    name = f"{special[1]} loss, no unit" if special else ""
+    return {"train/loss": name, "eval/loss": name} if name else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """Options of `draw_curves`."""
+
+    smooth: int = 1
+    """Number of records whose mean is drawn; the records are drawn in a faint color."""
+    band: bool = False
+    """Draw runs whose names differ only in a final number as one curve with a band."""
+    marks: Mapping[int, str] = field(default_factory=dict)
+    """Text at dashed vertical lines, by step."""
+    units: Mapping[str, str] = field(default_factory=dict)
+    """Units of tags that differ from those in `telemetry.metrics`."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Names of curves in the legend (default: run and tag)."""
+    titles: Mapping[str, str] = field(default_factory=dict)
+    """Titles of panels (default: the last component of their tags)."""
+    note: str = ""
+    """Text below the last panel."""
+
+
+def draw_curves(runs: Mapping[str, Mapping[str, Curve]], style: Style | None = None) -> Canvas:
     """Draw the curves of several runs in vertically stacked panels."""
+    style = style or Style()
     canvas = Canvas()
-    ends = dict.fromkeys(tag.rpartition("/")[2] for curves in runs.values() for tag in curves)
-    for end in ends:
-        lines = {
-            f"{name}  {tag}" if len(runs) > 1 else tag: curve
-            for name, curves in runs.items()
-            for tag, curve in curves.items()
-            if tag.rpartition("/")[2] == end
-        }
-        canvas.append_canvas(_panel(end, lines), canvas.height)
+    groups: dict[str, dict[str, list[Curve]]] = {}
+    for run, curves in runs.items():
+        run = re.sub(r"-\d+$", "", run) if style.band else run
+        for tag, curve in curves.items():
+            name = f"{run}  {tag}" if len(runs) > 1 else tag
+            name = style.names.get(name, name)
+            groups.setdefault(tag.rpartition("/")[2], {}).setdefault(name, []).append(curve)
+    for end, lines in groups.items():
+        tag = next(tag for curves in runs.values() for tag in curves if tag.endswith(end))
+        unit = style.units.get(tag, unit_of(tag))
+        panel = _panel(style.titles.get(end, end), unit, lines, style)
+        if style.note and end == [*groups][-1]:
+            panel.note(style.note)
+        canvas.append_canvas(panel.canvas, canvas.height)
+    canvas.title = f"{', '.join(groups)} against the step"
+    names = [name for lines in groups.values() for name in lines]
+    canvas.description = f"Line charts of {', '.join(dict.fromkeys(names))}. {style.note}".strip()
     return canvas
 
 
-def _panel(title: str, lines: Mapping[str, Curve]) -> Canvas:
-    points = [point for curve in lines.values() for point in curve]
+def _panel(title: str, unit: str, lines: Mapping[str, Sequence[Curve]], style: Style) -> Chart:
+    points = [point for curves in lines.values() for curve in curves for point in curve]
     last = max(max(step for step, _ in points), 1)
     low, high = _range([value for _, value in points])
-    bottom = _TOP + _HEIGHT
+    panel = Chart(Axis("step", 0, last), Axis(unit or "no unit", low, high), title)
+    for row, (step, text) in enumerate(style.marks.items()):
+        panel.vertical(step, text, row=row)
+    legend = []
+    for number, (name, curves) in enumerate(lines.items()):
+        colour = LINE_COLOURS[number % len(LINE_COLOURS)]
+        pale, faint = BAND_COLOURS[number % 8], FAINT_COLOURS[number % 8]
+        curve: chart.Points = curves[0]
+        if len(curves) > 1:
+            curve, least, most = _combined(curves)
+            panel.band(least, most, pale)
+            name += f" (mean and range of {len(curves)} runs)"
+        if style.smooth > 1:
+            panel.line(curve, faint, 1.3)
+            curve = chart.smoothed(curve, style.smooth)
+        panel.line(curve, colour)
+        legend.append((name, colour, ""))
+    panel.legend(legend)
+    return panel
 
-    def place(step: float, value: float) -> tuple[float, float]:
-        return (
-            _LEFT + _WIDTH * step / last,
-            bottom - _HEIGHT * (value - low) / (high - low),
-        )
 
-    canvas = Canvas(labels=[Label(_LEFT, 22, title, 14, _INK, "l", bold=True)])
-    for value in _ticks(low, high):
-        y = place(0, value)[1]
-        canvas.boxes.append(Box(_LEFT, y, _WIDTH, 1, _PALE))
-        canvas.labels.append(Label(_LEFT - 8, y + 4, f"{value:g}", 11, _GREY, "r"))
-    for step in _ticks(0, last):
-        canvas.labels.append(Label(place(step, 0)[0], bottom + 16, f"{step:g}", 11, _GREY))
-    canvas.labels.append(Label(_LEFT + _WIDTH, bottom + 30, "step", 11, _GREY, "r"))
-    width = _LEFT + _WIDTH
-    for number, (name, curve) in enumerate(lines.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
-        y = _TOP + 16 + 18 * number
-        x = _LEFT + _WIDTH + 16
-        canvas.boxes.append(Box(x, y - 9, 14, 5, colour, radius=2))
-        canvas.labels.append(Label(x + 20, y, name, 12, _INK, "l"))
-        width = max(width, x + 20 + text_width(name, 12))
-        canvas.curves.append(Line([place(*point) for point in curve], colour, _LINE))
-        if len(curve) == 1:  # draw an isolated point as a small square
-            u, v = place(*curve[0])
-            canvas.boxes.append(Box(u - 3, v - 3, 6, 6, colour))
-    canvas.width, canvas.height = round(width + 20), round(bottom + _BELOW)
-    return canvas
+def _combined(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
+    """Return the mean, the minimum and the maximum at the steps that all curves have."""
+    values = [dict(curve) for curve in curves]
+    steps = sorted(set.intersection(*(set(each) for each in values)))
+    at = {step: [each[step] for each in values] for step in steps}
+    return (
+        [(step, sum(each) / len(each)) for step, each in at.items()],
+        [(step, min(each)) for step, each in at.items()],
+        [(step, max(each)) for step, each in at.items()],
+    )
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
@@ -160,12 +201,3 @@ def _range(values: Sequence[float]) -> tuple[float, float]:
     # If the spread is close to the smallest double, the tick spacing has no finite logarithm.
     room = 0.05 * spread if spread > 1 / MAX_VALUE else max(abs(high), 1.0) * 0.05
     return (0.0 if 0 <= low < (high - low) else low - room), high + room
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Return about five round tick values between `low` and `high`."""
-    rough = (high - low) / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
-    first = math.ceil(low / step - 1e-9)
-    return [round(number * step, 10) for number in range(first, math.floor(high / step + 1e-9) + 1)]

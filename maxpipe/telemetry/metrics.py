@@ -7,6 +7,7 @@ layers.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from maxpipe.models.registry import summaries
@@ -306,6 +307,15 @@ CHARTS = (
 )
 """Titles and tags of the custom charts in TensorBoard, most important first. NAME matches any
 name."""
+
+
+def unit_of(tag: str) -> str:
+    """Return the unit of a metric, or "" if it has none or is unknown."""
+    for metric in METRICS:
+        pattern = re.escape(metric.tag).replace("NAME", "[^/]+")
+        if re.fullmatch(pattern, tag):
+            return metric.unit
+    return ""
 
 
 def table() -> str:

@@ -36,7 +36,7 @@ from maxpipe.io.typed_json import parse_json
 from maxpipe.telemetry.metrics import CHARTS
 
 if TYPE_CHECKING:
-    from maxpipe.schedule.draw import Canvas
+    from maxpipe.schedule.canvas import Canvas
 
 _SCALE = 3
 """Number of PNG pixels per drawing unit, chosen so that images are sharp at full size."""

@@ -14,14 +14,15 @@ from maxpipe.config.load import to_dict, to_yaml
 from maxpipe.config.schema import Config, flatten
 from maxpipe.io import redact
 from maxpipe.io.formatting import pluralize
-from maxpipe.schedule.draw import OVERVIEW_WIDTH, Box, Canvas, Label, summary
+from maxpipe.schedule.canvas import INK, OVERVIEW_WIDTH, PALE, Box, Canvas, Label
+from maxpipe.schedule.draw import summary
 from maxpipe.schedule.pictures import draw_overview
 from maxpipe.schedule.table import Schedule
 from maxpipe.telemetry import writers
 from maxpipe.telemetry.writers import MetricWriter
 from maxpipe.train.run import Run
 
-_INK, _PALE, _COLOUR = "#1d2633", "#e8ecf1", "#4f7cac"
+_COLOUR = "#4f7cac"
 _MARGIN, _LINE, _TITLE, _TEXT = 16.0, 46.0, 20, 18
 _MAX_ROWS = 200
 
@@ -48,12 +49,12 @@ def draw_memory(program: Any) -> Canvas:
     longest = max(1, *sizes.values())
     width = OVERVIEW_WIDTH - 2 * _MARGIN
     title = f"memory per device: {sum(sizes.values()) / 2**20:,.1f} MiB"
-    canvas = Canvas(labels=[Label(_MARGIN, 30, title, _TITLE, _INK, "l", bold=True)])
+    canvas = Canvas(labels=[Label(_MARGIN, 30, title, _TITLE, INK, "l", bold=True)])
     y = 42.0
     for name, size in sizes.items():
         about = f"{name} {size / 2**20:,.1f} MiB"
-        canvas.labels.append(Label(_MARGIN, y + _TEXT, about, _TEXT, _INK, "l"))
-        canvas.boxes.append(Box(_MARGIN, y + 25, width, 13, _PALE))
+        canvas.labels.append(Label(_MARGIN, y + _TEXT, about, _TEXT, INK, "l"))
+        canvas.boxes.append(Box(_MARGIN, y + 25, width, 13, PALE))
         canvas.boxes.append(Box(_MARGIN, y + 25, width * max(0, size) / longest, 13, _COLOUR))
         y += _LINE
     canvas.width, canvas.height = OVERVIEW_WIDTH, y + 8

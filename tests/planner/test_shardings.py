@@ -147,5 +147,6 @@ def test_norms_are_replicated() -> None:
 def test_shardings_rejects_options_without_effect(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ARGUMENTS, "--shardings", "--search"]) == 2
     assert "--shardings" in capsys.readouterr().err
-    assert main([*ARGUMENTS, "--shardings", "--draw", "plan.svg"]) == 2
-    assert "--draw" in capsys.readouterr().err
+    for option in ("--draw", "--draw-timeline"):
+        assert main([*ARGUMENTS, "--shardings", option, "plan.svg"]) == 2
+        assert f"command line: {option}" in capsys.readouterr().err

@@ -68,7 +68,7 @@ def test_svg_has_one_box_per_slot_without_overlap(name: str, costs: Costs) -> No
         assert 0 < x < x + width < float(size["width"])
         assert 0 < y < y + height < float(size["height"])
         lanes.setdefault(int(y), []).append((x, x + width))
-    assert len(lanes) == schedule.num_stages
+    assert len(lanes) % schedule.num_stages == 0
     for lane in lanes.values():
         for (_, end), (start, _) in pairwise(sorted(lane)):
             assert end < start
@@ -96,9 +96,13 @@ def test_svg_has_microbatches_axis_legend_and_summary() -> None:
     ]
     count = Counter(texts)
     for line in draw.summary(schedule, UNEQUAL).splitlines():
-        assert line in texts
-    for word in ("stage 0", "stage 2", "repeat 0", "repeat 1", "F forward", "W weight gradient"):
+        assert line in " ".join(texts)
+    first, second = "chunks 0 to 2, first to last stage", "chunks 3 to 5, back to the first stage"
+    for word in (f"repeat 0: {first}", f"repeat 1: {second}", "chunks 2, 3", "peak"):
         assert count[word] == 1
+    for word in ("stage 0", "stage 2", "F forward", "W weight gradient", "idle (bubble)"):
+        assert count[word] == 1
+    assert count["width: time, I = 1.5 F, W = 0.5 F"] == 1
     for microbatch in map(str, range(4)):
         assert count[microbatch] >= 3 * 2 * 3
     assert count[str(schedule.num_ticks - 2)] + count[str(schedule.num_ticks - 1)] >= 1
@@ -115,15 +119,46 @@ def test_svg_edge_cases(tmp_path: Path) -> None:
     assert '"ph": "C"' not in pictures.perfetto_trace(only)
     many = pictures.svg(make_schedule("1f1b", stages=1, repeats=12, microbatches=1))
     assert "repeat 7, and so on" in many and "repeat 8<" not in many
-    # Image width is bounded for any number of ticks; labels that do not fit are omitted.
+    # The size is bounded for any number of ticks; indices that do not fit are omitted.
     long = make_schedule("1f1b", stages=1, repeats=2, microbatches=1000)
     for costs in (Costs(), Costs(1.0, 1.0, 1000.0)):
         picture = ElementTree.fromstring(pictures.svg(long, costs))
-        assert float(picture.attrib["width"]) < 20_000
+        assert float(picture.attrib["width"]) <= 850
+        assert float(picture.attrib["height"]) < 2000
     # All ticks may be much shorter or much longer than one time unit.
     for cost in (1e-6, 1e6):
         boxes = slot_boxes(pictures.svg(small("gpipe"), Costs(cost, cost, cost)))
         assert min(width for _, _, width, _ in boxes.values()) > 10
+
+
+@pytest.mark.parametrize("microbatches", [8, 16, 32, 64])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_long_schedule_continues_in_rows(name: str, microbatches: int) -> None:
+    repeats = SCHEDULES[name].repeats or 2
+    schedule = make_schedule(name, stages=4, repeats=repeats, microbatches=microbatches)
+    text = pictures.svg(schedule)
+    root = ElementTree.fromstring(text)
+    boxes = slot_boxes(text)
+    assert len(boxes) == num_slots(schedule)
+    assert float(root.attrib["width"]) <= 850
+    assert all(x + width < 850 for x, _, width, _ in boxes.values())
+    # Every row has the lanes of all stages.
+    lanes = {int(y) for _, y, _, _ in boxes.values()}
+    stages = [
+        each.text for each in root.iter(f"{SVG}text") if (each.text or "").startswith("stage ")
+    ]
+    assert len(stages) % schedule.num_stages == 0 and len(lanes) <= len(stages)
+
+
+def test_deferred_gradients_are_part_of_saved_chunks() -> None:
+    schedule = small("zb_v")
+    deferred, saved = schedule.deferred_depth(), schedule.stash_depth()
+    assert (deferred <= saved).all() and deferred.min() == 0
+    assert deferred.max() == schedule.num_deferred
+    areas = [
+        area.attrib for area in ElementTree.fromstring(pictures.svg(schedule)).iter(f"{SVG}polygon")
+    ]
+    assert len(areas) == 2 * schedule.num_stages and len({area["fill"] for area in areas}) == 2
 
 
 def test_svg_stash_depths_are_to_scale() -> None:

@@ -23,8 +23,8 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from maxpipe.cli import main
 from maxpipe.commands import board as command
 from maxpipe.commands.board import link
+from maxpipe.schedule.canvas import Canvas, text_width
 from maxpipe.schedule.catalog import make_schedule
-from maxpipe.schedule.draw import Canvas, text_width
 from maxpipe.schedule.pictures import draw_overview
 from maxpipe.telemetry import writers
 from maxpipe.telemetry.metrics import METRICS

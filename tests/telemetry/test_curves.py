@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from maxpipe.cli import main
-from maxpipe.telemetry.curves import _ticks, draw_curves, read
+from maxpipe.schedule.canvas import Canvas
+from maxpipe.schedule.chart import round_ticks, smoothed
+from maxpipe.telemetry.curves import Style, draw_curves, read
 
 Capture = pytest.CaptureFixture[str]
 
@@ -45,9 +47,9 @@ def test_tags_with_same_suffix_share_panel(runs: Path) -> None:
     assert titles == ["loss", "accuracy"]
     names = {label.text for label in canvas.labels if "  " in label.text}
     assert {"one  train/loss", "two  eval/loss"} <= names
-    # There are two lines, and two single points in each panel.
+    # There are two lines, two single points in each panel, and a line for each legend entry.
     assert [len(curve.points) for curve in canvas.curves].count(1) == 4
-    assert len(canvas.curves) == 2 + 2 + 2
+    assert len(canvas.curves) == 2 * (2 + 2 + 2)
     assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
 
 
@@ -82,7 +84,7 @@ def test_curves_command_rejects_invalid_arguments(
 
 @pytest.mark.parametrize("low, high", [(0, 1), (0.33, 0.34), (-5, 120), (2.0, 2.0001), (0, 7e6)])
 def test_ticks_are_round_and_within_range(low: float, high: float) -> None:
-    found = _ticks(low, high)
+    found = round_ticks(low, high)
     assert 2 <= len(found) <= 7 and all(low <= each <= high for each in found)
     assert all(re.fullmatch(r"-?[\d.]{1,7}(e\+\d+)?", f"{each:g}") for each in found)
 
@@ -115,3 +117,63 @@ def test_extreme_values_have_axis(values: tuple[float, float]) -> None:
     canvas = draw_curves({"one": {"train/loss": list(enumerate(values))}})
     assert all(0 <= y <= canvas.height for curve in canvas.curves for _, y in curve.points)
     assert len(canvas.labels) < 20
+
+
+def texts(canvas: Canvas) -> list[str]:
+    return [label.text for label in canvas.labels]
+
+
+def test_axes_are_named_with_units() -> None:
+    curve = [(1, 0.5), (2, 0.4)]
+    tags = ("train/loss", "eval/sums/accuracy", "perf/step_s", "own/value")
+    drawn = texts(draw_curves({"one": dict.fromkeys(tags, curve)}))
+    assert [text for text in drawn if text == "step"] == ["step"] * 4
+    assert {"nats per token", "seconds"} <= set(drawn)
+    # The accuracy and the unknown metric have no unit.
+    assert drawn.count("no unit") == 2
+
+
+@pytest.mark.parametrize(
+    ("objective", "name"),
+    [("grpo", "grpo loss, no unit"), ("preference", "preference loss, no unit"), ("sft", "nats")],
+)
+def test_loss_unit_follows_objective(objective: str, name: str, runs: Path) -> None:
+    (runs / "runs/one/config.yml").write_text(f"train:\n  objective: {objective}\n")
+    assert main(["curves", "one", "--out", "loss.svg"]) == 0
+    assert f">{name}" in (runs / "loss.svg").read_text()
+
+
+def test_band_combines_runs_that_differ_in_final_number(runs: Path) -> None:
+    curves = {
+        f"base-{seed}": {"eval/loss": [(10, 2.0 + seed), (20, 1.0 + seed)]} for seed in range(3)
+    }
+    canvas = draw_curves(curves, Style(band=True))
+    assert "base  eval/loss (mean and range of 3 runs)" in texts(canvas)
+    ((left, mean), *_) = canvas.curves[0].points
+    (band,) = canvas.areas
+    heights = [y for x, y in band.points if x == left]
+    assert sum(heights) / 2 == pytest.approx(mean) and heights[0] != heights[1]
+    # Without the option, every run has its own curve.
+    assert len(draw_curves(curves).curves) == 3 + 3
+
+
+def test_smoothing_keeps_records_in_pale_color() -> None:
+    curve = [(step, float(step % 2)) for step in range(1, 10)]
+    canvas = draw_curves({"one": {"train/loss": curve}}, Style(smooth=3))
+    (raw, mean, _) = canvas.curves
+    spread = [
+        max(y for _, y in each.points) - min(y for _, y in each.points) for each in (raw, mean)
+    ]
+    assert raw.colour != mean.colour and spread[1] < spread[0]
+
+
+def test_smoothed_is_mean_of_symmetric_window() -> None:
+    points = [(0, 1.0), (1, 2.0), (2, 6.0), (3, 4.0)]
+    assert smoothed(points, 3) == [(0, 1.0), (1, 3.0), (2, 4.0), (3, 4.0)]
+    assert smoothed(points, 1) == points
+
+
+@pytest.mark.parametrize("count", ["0", "-3", "x"])
+def test_curves_command_rejects_smoothing_below_one(count: str, capsys: Capture) -> None:
+    assert main(["curves", "one", "--smooth", count, "--out", "a.svg"]) == 2
+    assert "--smooth" in capsys.readouterr().err
