@@ -97,7 +97,7 @@ class Traffic(NamedTuple):
 
 
 TRAFFIC = (
-    Traffic("data", ("W",) * 4, "gradients: all-reduce", "once per step"),
+    Traffic("data", ("W", "W", "W", "W"), "gradients: all-reduce", "once per step"),
     Traffic(
         "fsdp",
         ("W 1/4", "W 2/4", "W 3/4", "W 4/4"),

@@ -14,6 +14,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,11 @@ BLUE, ORANGE, GREEN, VIOLET, ROSE = (dark for _, dark, _ in HUES[:5])
 def schedules() -> Canvas:
     """Draw 1F1B, interleaved and zero bubble on one time axis."""
     width, left, lane, pitch = 850.0, 70.0, 20.0, 23.0
-    sizes = {"stages": 4, "microbatches": 8}
+    make = partial(make_schedule, stages=4, microbatches=8)
     drawn = (
-        ("1F1B", make_schedule("1f1b", **sizes)),
-        ("Interleaved, 2 repeats", make_schedule("interleaved", repeats=2, **sizes)),
-        ("Zero bubble (zb_v)", make_schedule("zb_v", repeats=2, **sizes)),
+        ("1F1B", make("1f1b")),
+        ("Interleaved, 2 repeats", make("interleaved", repeats=2)),
+        ("Zero bubble (zb_v)", make("zb_v", repeats=2)),
     )
     costs = [Costs(*(1 / schedule.num_repeats,) * 3) for _, schedule in drawn]
     ends = [float(Timeline(*each).ticks[-1]) for each in zip([s for _, s in drawn], costs)]  # noqa: B905

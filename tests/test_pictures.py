@@ -104,7 +104,13 @@ def low_contrast(text: str, scheme: str) -> list[str]:
         return dark.get((element, light), light) if scheme == "dark" else light
 
     boxes = [
-        Box(*(float(box.attrib[key]) for key in ("x", "y", "width", "height")), box.attrib["fill"])
+        Box(
+            x=float(box.attrib["x"]),
+            y=float(box.attrib["y"]),
+            width=float(box.attrib["width"]),
+            height=float(box.attrib["height"]),
+            fill=box.attrib["fill"],
+        )
         for box in root.iter(f"{SVG}rect")
     ]
     wrong = []

@@ -105,6 +105,8 @@ class Area(NamedTuple):
 
     points: list[tuple[float, float]]
     fill: str
+    opacity: float = 1.0
+    """Opacity in an SVG; areas in a PNG are opaque."""
 
 
 class Curve(NamedTuple):
@@ -184,7 +186,7 @@ class Canvas:
             return [(px + x, py + y) for px, py in points]
 
         self.boxes += [box._replace(x=box.x + x, y=box.y + y) for box in other.boxes]
-        self.areas += [Area(moved(area.points), area.fill) for area in other.areas]
+        self.areas += [area._replace(points=moved(area.points)) for area in other.areas]
         self.curves += [curve._replace(points=moved(curve.points)) for curve in other.curves]
         self.labels += [each._replace(x=each.x + x, y=each.y + y) for each in other.labels]
         self.width = max(self.width, x + other.width)
@@ -255,7 +257,8 @@ class Canvas:
 
     def _shapes(self) -> Iterable[str]:
         for area in self.areas:
-            yield f'<polygon points="{_points(area.points)}" fill="{area.fill}"/>'
+            opacity = f' fill-opacity="{_number(area.opacity)}"' if area.opacity < 1 else ""
+            yield f'<polygon points="{_points(area.points)}" fill="{area.fill}"{opacity}/>'
         for curve in self.curves:
             dash = f' stroke-dasharray="{curve.dash}"' if curve.dash else ""
             yield (

@@ -95,10 +95,12 @@ class Chart:
         if len(placed) == 1:
             self.point(*points[0], colour)
 
-    def band(self, low: Points, high: Points, colour: str) -> None:
-        """Fill the area between two lines."""
+    def band(self, low: Points, high: Points, colour: str, edge: str) -> None:
+        """Fill the area between two lines, and draw the lines."""
         outline = [*low, *reversed(high)]
-        self.canvas.areas.append(Area([self.place(*point) for point in outline], colour))
+        self.canvas.areas.append(Area([self.place(*point) for point in outline], colour, 0.55))
+        for line in (low, high):
+            self.line(line, edge, 1.3, "4 3")
 
     def point(self, x: float, y: float, colour: str, radius: float = 4.0) -> None:
         """Draw a point as an octagon."""

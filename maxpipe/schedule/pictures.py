@@ -348,7 +348,7 @@ class _Picture:
     def _legend(self, y: float) -> float:
         """Draw the legend, and return the y coordinate of the lanes."""
         x = 16.0
-        kinds = [kind for kind, _ in self.schedule.kinds]
+        kinds: list[ActionKind] = [kind for kind, _ in self.schedule.kinds]
         repeats = range(min(self.schedule.num_repeats, len(HUES)))
         entries = [
             ([(kind, shade_of(kind, n)) for kind in kinds], self._repeat(n)) for n in repeats

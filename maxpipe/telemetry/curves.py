@@ -171,7 +171,7 @@ def _panel(title: str, unit: str, lines: Mapping[str, Sequence[Curve]], style: S
         curve: chart.Points = curves[0]
         if len(curves) > 1:
             curve, least, most = _combined(curves)
-            panel.band(least, most, pale)
+            panel.band(least, most, pale, faint)
             name += f" (mean and range of {len(curves)} runs)"
         if style.smooth > 1:
             panel.line(curve, faint, 1.3)

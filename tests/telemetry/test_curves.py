@@ -149,7 +149,7 @@ def test_band_combines_runs_that_differ_in_final_number(runs: Path) -> None:
     }
     canvas = draw_curves(curves, Style(band=True))
     assert "base  eval/loss (mean and range of 3 runs)" in texts(canvas)
-    ((left, mean), *_) = canvas.curves[0].points
+    ((left, mean), *_) = canvas.curves[2].points  # after the edges of the band
     (band,) = canvas.areas
     heights = [y for x, y in band.points if x == left]
     assert sum(heights) / 2 == pytest.approx(mean) and heights[0] != heights[1]
