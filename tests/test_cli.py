@@ -16,6 +16,7 @@ import maxpipe
 from maxpipe.cli import main
 from maxpipe.config.load import load, to_yaml
 from maxpipe.errors import (
+    Code,
     MaxpipeError,
     Preemption,
     StorageError,
@@ -424,8 +425,8 @@ def test_train_returns_exit_code_of_loop(monkeypatch: pytest.MonkeyPatch):
     ("error", "code"),
     [
         (Preemption("saved"), 75),
-        (StorageError("disk is full"), 74),
-        (MaxpipeError("odd"), 70),
+        (StorageError(Code.IO_UNWRITABLE, "disk is full"), 74),
+        (MaxpipeError(Code.SCHED_INVALID, "odd"), 70),
         (UserInterrupt("saved"), 130),
         (KeyboardInterrupt(), 130),
     ],

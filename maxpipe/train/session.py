@@ -42,7 +42,7 @@ from maxpipe.config.sections.source import FILES, paths_of
 from maxpipe.distributed import protocol, runtime
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import Phases
-from maxpipe.errors import ConfigError, ExitCode, Preemption, Problem, StorageError
+from maxpipe.errors import Code, ConfigError, ExitCode, Preemption, Problem, StorageError
 from maxpipe.io import files, redact
 from maxpipe.io.files import url_scheme
 from maxpipe.step.build import resolve_mesh, shared_metadata
@@ -118,7 +118,9 @@ def _model_problem(key: str, folder: str, config: Config, origins: Mapping[str, 
         settings += f" and {_TOKENIZER}=DIR"
     action = f"Download the model to this folder (`hf download NAME --local-dir {folder}`), or set "
     action += f"{settings} to the folder of a local model."
-    return Problem(error_location(key, origins), f"{_MODEL}{folder}", rule, action)
+    return Problem(
+        Code.CFG_CONFLICT, error_location(key, origins), f"{_MODEL}{folder}", rule, action
+    )
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -150,7 +152,7 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
         if key == "tokenizer.path" and config_files.is_hub_id(path):
             rule += " Nothing is downloaded."
             action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."
-        yield Problem(error_location(key, origins), path, rule, action)
+        yield Problem(Code.IO_UNWRITABLE, error_location(key, origins), path, rule, action)
 
 
 def _exists(path: str) -> bool:

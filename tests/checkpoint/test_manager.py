@@ -25,7 +25,7 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
 from maxpipe.checkpoint.storage import DamagedError
 from maxpipe.config.sections.checkpoint import CheckpointConfig
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from tests.checkpoint.cases import abstract, config, data, files, put, restore, save, tree
 from tests.errors import assert_error
 
@@ -440,7 +440,7 @@ def test_all_processes_skip_step_if_one_finds_damage(copy: Path):
 
 def test_config_mismatch_is_raised_before_reading_arrays(copy: Path):
     def accept(facts: Any) -> None:
-        raise ConfigError.one("model.d_model", 3, "must be 4.", "Set it.")
+        raise ConfigError.one(Code.CKPT_MODEL, "model.d_model", 3, "must be 4.", "Set it.")
 
     with CheckpointManager(copy) as checkpoints, pytest.raises(ConfigError):
         checkpoints.restore_newest(abstract(), accept)

@@ -261,9 +261,9 @@ def test_own_address_on_host_without_route(
 
 
 def test_single_process_exits_with_error_code():
-    then = "from maxpipe.errors import StorageError; raise StorageError('full')"
+    then = "from maxpipe.errors import Code, StorageError; raise StorageError(Code('MP-IO-001'), 'full')"
     ran = python(started("platform='cpu', compilation_cache=''", then=then))
-    assert (ran.returncode, ran.stderr) == (74, "full\n")
+    assert (ran.returncode, ran.stderr) == (74, "full  [MP-IO-001]\n")
 
 
 # --- stop requests ---------------------------------------------------------------------
