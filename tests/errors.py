@@ -44,6 +44,11 @@ def parse_problems(error: BaseException | str) -> list[Problem]:
     return problems
 
 
+def without_codes(error: object) -> str:
+    """Return an error's text without the codes at the ends of first lines."""
+    return re.sub(r"  \[MP-[A-Z]+-\d{3}\]$", "", str(error), flags=re.MULTILINE)
+
+
 def contains(text: str, name: object) -> bool:
     """Return whether a name or number occurs in `text` and is not part of a longer one.
 

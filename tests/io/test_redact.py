@@ -112,7 +112,9 @@ def test_multiline_secret_in_message_is_redacted(monkeypatch: pytest.MonkeyPatch
             Code.CFG_VALUE, "run.name", "first line\nsecond line", "is wrong.", "Correct it."
         )
     )
-    assert redact.redact_for_terminal(output).splitlines()[0] == f"run.name = {REDACTED}"
+    assert (
+        redact.redact_for_terminal(output).splitlines()[0] == f"run.name = {REDACTED}  [MP-CFG-003]"
+    )
 
 
 def test_redact_value_of_nested_containers():
