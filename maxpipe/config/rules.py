@@ -324,7 +324,7 @@ def violations(
         if findings and len(check.keys) == 1:
             wrong.update(check.keys)
         elif check.is_first:
-            wrong.update(key for key, *_ in findings)
+            wrong.update(finding.key for finding in findings)
         yield from findings
 
 

@@ -261,7 +261,7 @@ def test_own_address_on_host_without_route(
 
 
 def test_single_process_exits_with_error_code():
-    then = "from maxpipe.errors import Code, StorageError; raise StorageError(Code('MP-IO-001'), 'full')"
+    then = "from maxpipe.errors import *; raise StorageError(Code.IO_UNWRITABLE, 'full')"
     ran = python(started("platform='cpu', compilation_cache=''", then=then))
     assert (ran.returncode, ran.stderr) == (74, "full  [MP-IO-001]\n")
 
