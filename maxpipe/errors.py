@@ -8,6 +8,7 @@ user can cause is a `MaxpipeError`.
 from __future__ import annotations
 
 import enum
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -66,6 +67,19 @@ EXIT_CODES = (
     ),
 )
 """The only definition of the exit codes' meanings: help, docs and launchers print these texts."""
+
+
+def format_exit_codes() -> str:
+    """Format the exit codes for `maxpipe --help`, with at most 100 characters a line."""
+    return "\n".join(
+        textwrap.fill(
+            f"{entry.meaning} ({entry.restart})",
+            _HELP_WIDTH,
+            initial_indent=f"  {entry.code:<5}",
+            subsequent_indent=" " * 7,
+        )
+        for entry in EXIT_CODES
+    )
 
 
 class Code(enum.StrEnum):
@@ -146,8 +160,9 @@ class Code(enum.StrEnum):
     RUN_COMPILED_STEP = "MP-RUN-006"
     NET_CONNECT = "MP-NET-001"
     NET_LOST = "MP-NET-002"
-    NET_SECRET = "MP-NET-003"
-    NET_FOLDERS = "MP-NET-004"
+    NET_STALL = "MP-NET-003"
+    NET_SECRET = "MP-NET-004"
+    NET_FOLDERS = "MP-NET-005"
     ENV_PACKAGE = "MP-ENV-001"
     ENV_PLATFORM = "MP-ENV-002"
     HF_FOLDER = "MP-HF-001"
@@ -171,6 +186,7 @@ class Code(enum.StrEnum):
 MAX_VALUE_CHARS = 500
 """Maximum length in characters of a value quoted in a message."""
 _MAX_WHERE, _MAX_PROSE, _MAX_TABLE = 1000, 4000, 60_000
+_HELP_WIDTH = 100
 _MAX_PROBLEMS = 120
 """Maximum number of problems listed in one message."""
 
@@ -184,7 +200,7 @@ def truncate_middle(text: str, limit: int) -> str:
     return f"{text[: limit - limit // 4]}... ({len(text):,} characters) ...{text[-(limit // 4) :]}"
 
 
-def _with_code(code: Code, message: str) -> str:
+def with_code(code: Code, message: str) -> str:
     """Return the message with the code at the end of its first line."""
     first, line_break, rest = message.partition("\n")
     return f"{first}  [{code}]{line_break}{rest}"
@@ -213,7 +229,7 @@ class Problem:
         object.__setattr__(self, "action", truncate_middle(self.action, longest))
 
     def __str__(self) -> str:
-        return _with_code(self.code, self.message)
+        return with_code(self.code, self.message)
 
     @property
     def message(self) -> str:
@@ -275,7 +291,7 @@ class MaxpipeError(Exception):
 
     def __str__(self) -> str:
         """Return the message, with the code at the end of its first line."""
-        return _with_code(self.code, self.message) if self.code else self.message
+        return with_code(self.code, self.message) if self.code else self.message
 
 
 class ConfigError(MaxpipeError):

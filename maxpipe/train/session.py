@@ -42,7 +42,15 @@ from maxpipe.config.sections.source import FILES, paths_of
 from maxpipe.distributed import protocol, runtime
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import Phases
-from maxpipe.errors import Code, ConfigError, ExitCode, Preemption, Problem, StorageError
+from maxpipe.errors import (
+    Code,
+    ConfigError,
+    ExitCode,
+    MaxpipeError,
+    Preemption,
+    Problem,
+    StorageError,
+)
 from maxpipe.io import files, redact
 from maxpipe.io.files import url_scheme
 from maxpipe.step.build import resolve_mesh, shared_metadata
@@ -287,7 +295,9 @@ def _record_attempt(
 
     def record_failure(error_type: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, Preemption):
-            events.write("failed", error=type(error).__name__, text=str(error)[:1000])
+            code = error.code if isinstance(error, MaxpipeError) else None
+            coded = {"error_code": code} if code else {}
+            events.write("failed", error=type(error).__name__, text=str(error)[:1000], **coded)
 
     def record_exit(code: int, text: str) -> None:
         if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):
