@@ -85,7 +85,7 @@ def format_exit_codes() -> str:
 class Code(enum.StrEnum):
     """Stable codes of errors and warnings: the area of the cause and a number.
 
-    A code stands for one cause with the same ways out, described in `error_codes.yml`. A number is
+    A code identifies one cause with the same ways out, described in `error_codes.yml`. A number is
     never changed or reused: append new codes to their area.
     """
 

@@ -118,7 +118,7 @@ def add(commands: Commands) -> None:
     parser = commands.add_parser(
         "explain",
         help="print the cause of an error code, such as MP-MEM-001, and ways out",
-        description="Print the cause of an error code, and ways out. An error message contains its\n"
+        description="Print the cause of an error code, and ways out. A message contains its\n"
         "code in brackets at the end of the first line. Without a code, list all codes.",
         epilog="examples:\n  maxpipe explain MP-MEM-001\n  maxpipe explain mem-001 --json",
     )

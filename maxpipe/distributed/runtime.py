@@ -374,7 +374,7 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
         action,
     )
     if trouble.late:
-        return UnreachableError(problem.code, problem.message)
+        return UnreachableError(Code.NET_CONNECT, problem.message)
     return ConfigError([problem])
 
 

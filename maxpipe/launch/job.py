@@ -31,7 +31,7 @@ from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import named_sources
 from maxpipe.config.sections.source import FILES, paths_of
-from maxpipe.errors import Code, ConfigError, ExitCode, Problem, StorageError
+from maxpipe.errors import EXIT_CODES, Code, ConfigError, ExitCode, Problem, StorageError
 from maxpipe.hardware import known_hardware
 from maxpipe.huggingface.folder import folder_of
 from maxpipe.io import files, redact
@@ -219,16 +219,6 @@ def required_variables(names: Sequence[str]) -> str:
 FINAL_EXIT_CODES = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
 """Exit codes after which a run is not restarted: failures that would recur, and Ctrl-C."""
 
-_MEANINGS = {
-    ExitCode.DONE: "done",
-    ExitCode.CONFIG: "an error in the config or command line",
-    ExitCode.BUG: "a bug in maxpipe",
-    ExitCode.HANG: "a hang or a lost process",
-    ExitCode.STORAGE: "a storage or checkpoint error",
-    ExitCode.PREEMPTED: "stopped by SIGTERM or SIGHUP",
-    ExitCode.INTERRUPTED: "stopped by Ctrl-C",
-}
-
 
 def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
     """Return the step of the newest complete checkpoint, or None.
@@ -287,7 +277,7 @@ def describe_exit_code(code: int) -> str:
         return f"killed by {signal.Signals(number).name if number in known else number}"
     if is_interrupted(code):
         code = int(ExitCode.INTERRUPTED)
-    meaning = _MEANINGS.get(ExitCode(code)) if code in set(ExitCode) else None
+    meaning = next((entry.meaning for entry in EXIT_CODES if entry.code == code), None)
     return f"exit code {code}{f' ({meaning})' if meaning else ''}"
 
 
