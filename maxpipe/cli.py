@@ -32,7 +32,14 @@ from maxpipe.commands import (
     tokenizer,
 )
 from maxpipe.commands.parser import Parser, add_inputs, print_notes, subcommands
-from maxpipe.errors import ExitCode, MaxpipeError, format_exit_codes, out_of_memory_error
+from maxpipe.errors import (
+    Code,
+    ExitCode,
+    MaxpipeError,
+    StorageError,
+    format_exit_codes,
+    out_of_memory_error,
+)
 from maxpipe.io import redact
 
 
@@ -103,11 +110,13 @@ def _flush_error(stream: TextIO, text: str = "") -> Exception | None:
 
 
 def _report_write_error(trouble: Exception) -> int:
-    _complain(
+    text = (
         f"standard output: cannot be written\n  {getattr(trouble, 'strerror', None) or trouble}.\n"
         "  Free disk space, or redirect the output to another file."
     )
-    return int(ExitCode.STORAGE)
+    error = StorageError(Code.IO_UNWRITABLE, text)
+    _complain(str(error))
+    return int(error.exit_code)
 
 
 def _flush_output(code: object) -> Any:

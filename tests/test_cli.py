@@ -23,6 +23,7 @@ from maxpipe.errors import (
     UserInterrupt,
     out_of_memory_error,
 )
+from tests.errors import without_codes
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -210,7 +211,7 @@ def test_version_option_prints_version(capsys: Capture):
 )
 def test_error_states_location_value_rule_and_action(args: str, message: str, capsys: Capture):
     err = fails(capsys, *args.replace("TINY", TINY).replace("HAND", HANDWRITTEN).split())
-    assert message.replace("HAND", HANDWRITTEN) in err
+    assert message.replace("HAND", HANDWRITTEN) in without_codes(err)
     lines = err.rstrip("\n").split("\n")
     assert len(lines) % 3 == 0
     for where, rule, action in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -224,12 +225,12 @@ def test_all_config_errors_are_reported_together(capsys: Capture, tmp_path: Path
     file.write_text("model:\n  num_heads: 6\n  dmlp: 3\noptim:\n  beta1: 2\n")
     err = fails(capsys, "train", TINY, str(file), "train.steps=0", "--fast", "log.evry=1")
     for part in (
-        f"{file}: model.num_heads = 6\n",
-        f"{file}:3: model.dmlp = 3\n",
-        f"{file}: optim.beta1 = 2.0\n",
-        "command line: train.steps = 0\n",
-        "command line: --fast\n",
-        "command line: log.evry = 1\n",
+        f"{file}: model.num_heads = 6  [MP-MODEL-001]\n",
+        f"{file}:3: model.dmlp = 3  [MP-CFG-001]\n",
+        f"{file}: optim.beta1 = 2.0  [MP-CFG-003]\n",
+        "command line: train.steps = 0  [MP-CFG-004]\n",
+        "command line: --fast  [MP-CFG-001]\n",
+        "command line: log.evry = 1  [MP-CFG-001]\n",
     ):
         assert part in err
     assert err.count("\n") == 18
@@ -238,7 +239,7 @@ def test_all_config_errors_are_reported_together(capsys: Capture, tmp_path: Path
 def test_process_exits_with_code_of_error():
     ran = run("train", TINY, "train.steps=x")
     assert ran.returncode == 2 and not ran.stdout
-    assert ran.stderr.startswith("command line: train.steps = x\n")
+    assert ran.stderr.startswith("command line: train.steps = x  [MP-CFG-002]\n")
 
 
 # --- config --------------------------------------------------------------------------------
@@ -574,7 +575,7 @@ def test_config_that_is_named_pipe_is_rejected(tmp_path: Path, capsys: Capture):
 
 def test_control_characters_in_value_are_escaped(capsys: Capture):
     err = fails(capsys, "train", TINY, "train.steps=3", "run.name=b\nc\td")
-    assert err.splitlines()[0].endswith("= b\\nc\\td")
+    assert err.splitlines()[0].endswith("= b\\nc\\td  [MP-CFG-003]")
 
 
 def test_run_name_length_is_limited(capsys: Capture):

@@ -61,12 +61,11 @@ def calls_with_codes() -> Iterator[tuple[str, ast.Call, str]]:
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.Call) or not node.args:
                 continue
+            function = ast.unparse(node.func).replace("super().__init__", "ScheduleError")
             first = node.args[0]
-            if isinstance(first, ast.Attribute) and ast.unparse(first.value) == "Code":
-                function = ast.unparse(node.func)
-                if function == "super().__init__":
-                    function = "ScheduleError"
-                yield first.attr, node, function.removeprefix("errors.")
+            for part in [first.body, first.orelse] if isinstance(first, ast.IfExp) else [first]:
+                if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "Code":
+                    yield part.attr, node, function
 
 
 def test_every_code_has_an_entry_in_the_order_of_its_area() -> None:

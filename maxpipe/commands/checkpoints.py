@@ -141,7 +141,7 @@ def _prune(options: argparse.Namespace) -> int:
         rules = _rules(run_dir)
     if rules is None:
         raise ConfigError.one(
-            Code.CKPT_STORAGE,
+            Code.RUN_RECORDS,
             os.path.join(run_dir, CONFIG_FILE),
             None,
             "contains the retention rules, but cannot be read.",

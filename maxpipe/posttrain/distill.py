@@ -439,7 +439,7 @@ def prepare_teacher_logits(
     if config.runtime.num_processes != 1:
         rule = "must be 1: a single process computes all teacher logits on its local devices."
         raise ConfigError.one(
-            Code.POST_TEACHER,
+            Code.MESH_UNSUPPORTED,
             "runtime.num_processes",
             config.runtime.num_processes,
             rule,

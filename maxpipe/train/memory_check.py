@@ -200,7 +200,7 @@ def _allocation_error(config: Config, error: BaseException) -> ConfigError:
     )
     listed = describe_largest(_predict_memory(config).terms)
     return ConfigError.one(
-        Code.MEM_DEVICE,
+        Code.MEM_HOST if of_host else Code.MEM_DEVICE,
         "memory",
         None,
         f"ran out: {reason}{has}. Predicted memory of the train step per device:\n{listed}",

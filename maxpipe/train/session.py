@@ -126,9 +126,7 @@ def _model_problem(key: str, folder: str, config: Config, origins: Mapping[str, 
         settings += f" and {_TOKENIZER}=DIR"
     action = f"Download the model to this folder (`hf download NAME --local-dir {folder}`), or set "
     action += f"{settings} to the folder of a local model."
-    return Problem(
-        Code.CFG_CONFLICT, error_location(key, origins), f"{_MODEL}{folder}", rule, action
-    )
+    return Problem(Code.HF_FOLDER, error_location(key, origins), f"{_MODEL}{folder}", rule, action)
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -160,7 +158,7 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
         if key == "tokenizer.path" and config_files.is_hub_id(path):
             rule += " Nothing is downloaded."
             action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."
-        yield Problem(Code.IO_UNWRITABLE, error_location(key, origins), path, rule, action)
+        yield Problem(Code.DATA_MISSING, error_location(key, origins), path, rule, action)
 
 
 def _exists(path: str) -> bool:

@@ -126,7 +126,7 @@ def test_missing_platform_is_rejected(platform: str, num_processes: int):
     ran = python((joins if num_processes == 0 else "") + started(config))
     assert ran.returncode == 2, ran.stderr
     assert_complete_error(ran.stderr)
-    assert ran.stderr.startswith(f"runtime.platform = {platform}\n")
+    assert ran.stderr.startswith(f"runtime.platform = {platform}  [MP-ENV-002]\n")
     assert "runtime.platform=cpu" in ran.stderr
 
 

@@ -359,7 +359,7 @@ MISTAKES = {
     "{} mesh.ici_stage=3": "must multiply to the number of devices",
     "{} data.validation_fraction=0 eval.batches=0": "--split all",
     "{} data.path=nowhere": "data.path",
-    "{} model.d_mlp=48 model.tied_embeddings=true": "model.d_mlp = 48\n  must be 32",
+    "{} model.d_mlp=48 model.tied_embeddings=true": "model.d_mlp = 48  [MP-CKPT-006]\n  must be 32",
 }
 
 
@@ -407,8 +407,8 @@ def test_resume_with_changed_model_reports_every_key(copy: Path, tiny: Path, run
     changes = ("model.d_mlp=48", "model.tied_embeddings=true", "model.compute_dtype=bfloat16")
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=28", *changes, code=2)
     is_explained(output)
-    assert "command line: model.d_mlp = 48\n  must be 32" in output
-    assert "command line: model.tied_embeddings = true\n  must be false" in output
+    assert "command line: model.d_mlp = 48  [MP-CKPT-006]\n  must be 32" in output
+    assert "command line: model.tied_embeddings = true  [MP-CKPT-006]\n  must be false" in output
     assert "model.compute_dtype" not in output
     assert saved_digest(copy)
 

@@ -92,7 +92,7 @@ def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[RuleViolation]:
     most = config.model.vocab_size
     if config.train.objective == "distill" and config.distill.top_k > most:
         yield RuleViolation(
-            Code.CFG_SIZES,
+            Code.CFG_VALUE,
             "distill.top_k",
             f"must be at most model.vocab_size ({most}).",
             f"Set distill.top_k={most}, or less.",

@@ -154,7 +154,7 @@ def _completions_fit(config: Config) -> Iterator[RuleViolation]:
     most, tokens = config.grpo.max_tokens, config.train.sequence_length
     if _is_grpo(config) and most >= tokens:
         yield RuleViolation(
-            Code.CFG_SIZES,
+            Code.CFG_CONFLICT,
             "grpo.max_tokens",
             f"must be less than train.sequence_length ({tokens}): a sequence contains the prompt "
             "and the completion.",
