@@ -188,7 +188,9 @@ def test_damage_to_any_file_is_detected(copy: Path, saved: Path):
             with pytest.raises(StorageError) as caught:
                 restore(copy, 6)
             where, rule, action = str(caught.value).splitlines()
-            assert where == f"{step}: cannot be restored" and rule.startswith(f"  {name} ")
+            assert where == f"{step}: cannot be restored  [MP-CKPT-002]" and rule.startswith(
+                f"  {name} "
+            )
             assert "step 3" in action
             (step / name).write_bytes(content)
     assert tree_digest(restore(copy, 6)) == tree_digest(tree(6))

@@ -491,7 +491,7 @@ def test_finished_run_rejects_changed_settings_and_suggests_run_name(
     output = run("train", tiny, *arguments, code=2)
     is_explained(output)
     *_, where, rule, action = output.rstrip("\n").splitlines()
-    assert where == str(copy) and "all of its 24 steps are done" in rule
+    assert where == f"{copy}  [MP-RUN-002]" and "all of its 24 steps are done" in rule
     listed = rule.partition("would have no effect: ")[2].removesuffix(".").split("; ")
     assert sorted(listed) == sorted(CHANGES.values())
     assert "run.name=run-3" in action and "train.steps=48" in action

@@ -254,5 +254,7 @@ def test_memory_lost_during_setup_stops_run(tiny: Path, start: Start, tmp_path: 
     process = start("train", *small, modules=modules)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and "Traceback" not in output, output
-    assert "memory\n  the compiled train step needs, in addition to the state," in output
+    assert (
+        "memory  [MP-MEM-001]\n  the compiled train step needs, in addition to the state," in output
+    )
     assert "step 1/1" not in output
