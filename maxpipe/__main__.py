@@ -59,7 +59,7 @@ def handle_stop(number: int, frame: FrameType | None) -> None:
 
     While the command works, its own signal handlers are active.
     """
-    text = b"stop requested\n  No work is lost. Run the same command again to resume.\n"
+    text = b"stop requested\n  There is nothing new to save. Run the same command again.\n"
     with contextlib.suppress(OSError):
         os.write(2, text)
     os._exit(75)  # `ExitCode.PREEMPTED`, which may not be imported yet

@@ -23,6 +23,7 @@ from maxpipe.commands import (
     distill,
     doctor,
     eval,
+    explain,
     generate,
     huggingface,
     launch,
@@ -31,7 +32,14 @@ from maxpipe.commands import (
     tokenizer,
 )
 from maxpipe.commands.parser import Parser, add_inputs, print_notes, subcommands
-from maxpipe.errors import ExitCode, MaxpipeError, out_of_memory_error
+from maxpipe.errors import (
+    Code,
+    ExitCode,
+    MaxpipeError,
+    StorageError,
+    format_exit_codes,
+    out_of_memory_error,
+)
 from maxpipe.io import redact
 
 
@@ -102,11 +110,13 @@ def _flush_error(stream: TextIO, text: str = "") -> Exception | None:
 
 
 def _report_write_error(trouble: Exception) -> int:
-    _complain(
+    text = (
         f"standard output: cannot be written\n  {getattr(trouble, 'strerror', None) or trouble}.\n"
         "  Free disk space, or redirect the output to another file."
     )
-    return int(ExitCode.STORAGE)
+    error = StorageError(Code.IO_UNWRITABLE, text)
+    _complain(str(error))
+    return int(error.exit_code)
 
 
 def _flush_output(code: object) -> Any:
@@ -182,11 +192,8 @@ def command_line_parser() -> Parser:
     parser = Parser(
         prog="maxpipe",
         description="Train decoder language models with pipeline parallelism in JAX.",
-        epilog="Exit codes: 0 success; 2 error in the config or command line, out of memory, or\n"
-        "divergence (fix the cause before restarting); 70 bug in maxpipe; 71 hang or lost\n"
-        "process; 74 storage error, damaged checkpoint or corrupted replica; 75 stopped by\n"
-        "SIGTERM or SIGHUP; 130 stopped by Ctrl-C. After 75 or 130, run the same command\n"
-        "again to resume from the newest checkpoint.",
+        epilog=f"exit codes, and the action of a restart rule:\n{format_exit_codes()}\n\n"
+        "`maxpipe explain CODE` explains the code in an error message, such as MP-MEM-001.",
     )
     parser.add_argument("--version", action="version", version=f"maxpipe {maxpipe.__version__}")
     commands = subcommands(parser)
@@ -216,6 +223,7 @@ def command_line_parser() -> Parser:
     data.add(commands)
     distill.add(commands)
     doctor.add(commands)
+    explain.add(commands)
     config.add_configs(commands)
     completion.add(commands, parser)
     parser.command_names = tuple(commands.choices)

@@ -18,7 +18,7 @@ import yaml
 
 from maxpipe.config import yaml_values
 from maxpipe.config.config_files import bundled_folder
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io import files
 from maxpipe.io.typed_json import check_type
 
@@ -276,6 +276,7 @@ def _read_measured(path: Path) -> Hardware:
         return Hardware(**checked)
     except _PARSE_ERRORS as error:
         raise ConfigError.one(
+            Code.PLAN_CALIBRATION,
             str(path),
             None,
             f"is not a valid calibration file from `maxpipe plan --calibrate`: "

@@ -1,4 +1,6 @@
-"""Compares errors by key, value, quoted names and suggested action, but not by their wording."""
+"""Compares errors by code, key, value, quoted names and suggested action, but not by their
+wording.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from typing import TypeVar
 
 import pytest
 
-from maxpipe.errors import ConfigError, MaxpipeError, Problem
+from maxpipe.errors import Code, ConfigError, MaxpipeError, Problem
 
 _Error = TypeVar("_Error", bound=MaxpipeError)
 
+_CODED = re.compile(r"(.*)  \[(MP-[A-Z]+-\d{3})\]")
 _ACTION_LINES = 2
 """Number of lines of an action that are searched; a table may follow."""
 
@@ -20,8 +23,8 @@ _ACTION_LINES = 2
 def parse_problems(error: BaseException | str) -> list[Problem]:
     """Return the problems of an error, or of a command's output.
 
-    In output, a problem is a line followed by at least two indented lines: the rule and the action.
-    Other lines are ignored. A warning is a single line.
+    In output, a problem is a line that ends in a code, followed by at least two indented lines: the
+    rule and the action. Other lines are ignored. A warning is a single line.
     """
     if isinstance(error, ConfigError):
         return list(error.problems)
@@ -33,10 +36,17 @@ def parse_problems(error: BaseException | str) -> list[Problem]:
             blocks.append([line])
     problems = []
     for heading, *body in blocks:
-        if len(body) >= 2 and not heading.lower().startswith("warning"):
-            where, _, value = heading.partition(" = ")
-            problems.append(Problem(where, value, body[0], "\n".join(body[1:])))
+        coded = _CODED.fullmatch(heading)
+        if coded and len(body) >= 2 and not heading.lower().startswith("warning"):
+            where, _, value = coded[1].partition(" = ")
+            problem = Problem(Code(coded[2]), where, value, body[0], "\n".join(body[1:]))
+            problems.append(problem)
     return problems
+
+
+def without_codes(error: object) -> str:
+    """Return an error's text without the codes at the ends of first lines."""
+    return re.sub(r"  \[MP-[A-Z]+-\d{3}\]$", "", str(error), flags=re.MULTILINE)
 
 
 def contains(text: str, name: object) -> bool:
@@ -57,8 +67,9 @@ def assert_error(
     value: object = None,
     names: Sequence[object] = (),
     suggests: str | Sequence[str] = (),
+    code: Code | None = None,
 ) -> Problem:
-    """Return the problem with this key, value, names and suggested actions, or fail.
+    """Return the problem with this key, value, names, suggested actions and code, or fail.
 
     `key` must occur in the location: a config key, or a file with a line number. `names` must occur
     in the value or the rule, and `suggests` (commands, keys, `key=value`) in the action.
@@ -68,12 +79,15 @@ def assert_error(
     matched = [
         problem
         for problem in parse_problems(error)
+        if code is None or problem.code is code
         if str(key) == "" or contains(problem.where, key)
         if value is None or problem.value == str(value)
         if all(contains(problem.value, x) or contains(problem.rule, x) for x in quoted)
         if all(contains(_first_lines(problem.action), text) for text in texts)
     ]
-    wanted = f"no problem with key={key} value={value} names={quoted} suggests={texts} in:"
+    wanted = (
+        f"no problem with key={key} value={value} names={quoted} suggests={texts} code={code} in:"
+    )
     assert matched, f"{wanted}\n{error}"
     return matched[0]
 
@@ -89,6 +103,7 @@ def raises(
     value: object = None,
     names: Sequence[object] = (),
     suggests: str | Sequence[str] = (),
+    code: Code | None = None,
 ) -> Iterator[pytest.ExceptionInfo[_Error]]:
     """Check that the block raises this type, not a subclass of it, with such a problem.
 
@@ -97,4 +112,4 @@ def raises(
     with pytest.raises(kind) as caught:
         yield caught
     assert type(caught.value) is kind, f"{type(caught.value).__name__} instead of {kind.__name__}"
-    assert_error(caught.value, key, value, names, suggests)
+    assert_error(caught.value, key, value, names, suggests, code)

@@ -16,12 +16,14 @@ import maxpipe
 from maxpipe.cli import main
 from maxpipe.config.load import load, to_yaml
 from maxpipe.errors import (
+    Code,
     MaxpipeError,
     Preemption,
     StorageError,
     UserInterrupt,
     out_of_memory_error,
 )
+from tests.errors import without_codes
 
 ROOT = Path(__file__).parents[1]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -212,7 +214,7 @@ def test_version_option_prints_version(capsys: Capture):
 )
 def test_error_states_location_value_rule_and_action(args: str, message: str, capsys: Capture):
     err = fails(capsys, *args.replace("TINY", TINY).replace("HAND", HANDWRITTEN).split())
-    assert message.replace("HAND", HANDWRITTEN) in err
+    assert message.replace("HAND", HANDWRITTEN) in without_codes(err)
     lines = err.rstrip("\n").split("\n")
     assert len(lines) % 3 == 0
     for where, rule, action in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
@@ -226,12 +228,12 @@ def test_all_config_errors_are_reported_together(capsys: Capture, tmp_path: Path
     file.write_text("model:\n  num_heads: 6\n  dmlp: 3\noptim:\n  beta1: 2\n")
     err = fails(capsys, "train", TINY, str(file), "train.steps=0", "--fast", "log.evry=1")
     for part in (
-        f"{file}: model.num_heads = 6\n",
-        f"{file}:3: model.dmlp = 3\n",
-        f"{file}: optim.beta1 = 2.0\n",
-        "command line: train.steps = 0\n",
-        "command line: --fast\n",
-        "command line: log.evry = 1\n",
+        f"{file}: model.num_heads = 6  [MP-MODEL-001]\n",
+        f"{file}:3: model.dmlp = 3  [MP-CFG-001]\n",
+        f"{file}: optim.beta1 = 2.0  [MP-CFG-003]\n",
+        "command line: train.steps = 0  [MP-CFG-004]\n",
+        "command line: --fast  [MP-CFG-001]\n",
+        "command line: log.evry = 1  [MP-CFG-001]\n",
     ):
         assert part in err
     assert err.count("\n") == 18
@@ -240,7 +242,7 @@ def test_all_config_errors_are_reported_together(capsys: Capture, tmp_path: Path
 def test_process_exits_with_code_of_error():
     ran = run("train", TINY, "train.steps=x")
     assert ran.returncode == 2 and not ran.stdout
-    assert ran.stderr.startswith("command line: train.steps = x\n")
+    assert ran.stderr.startswith("command line: train.steps = x  [MP-CFG-002]\n")
 
 
 # --- config --------------------------------------------------------------------------------
@@ -413,8 +415,8 @@ def test_train_returns_exit_code_of_loop(monkeypatch: pytest.MonkeyPatch):
     ("error", "code"),
     [
         (Preemption("saved"), 75),
-        (StorageError("disk is full"), 74),
-        (MaxpipeError("odd"), 70),
+        (StorageError(Code.IO_UNWRITABLE, "disk is full"), 74),
+        (MaxpipeError(Code.SCHED_INVALID, "odd"), 70),
         (UserInterrupt("saved"), 130),
         (KeyboardInterrupt(), 130),
     ],
@@ -533,7 +535,9 @@ def test_exit_code_with_closed_or_full_streams(streams: str, code: int, unbuffer
     assert ran.returncode == code, ran.stderr
     assert "Traceback" not in ran.stderr and "Exception ignored" not in ran.stderr
     if code and "2>" not in streams:
-        assert ran.stderr.startswith("standard output: cannot be written\n  No space left")
+        assert without_codes(ran.stderr).startswith(
+            "standard output: cannot be written\n  No space left"
+        )
 
 
 @pytest.mark.fault("H6")
@@ -562,7 +566,7 @@ def test_config_that_is_named_pipe_is_rejected(tmp_path: Path, capsys: Capture):
 
 def test_control_characters_in_value_are_escaped(capsys: Capture):
     err = fails(capsys, "train", TINY, "train.steps=3", "run.name=b\nc\td")
-    assert err.splitlines()[0].endswith("= b\\nc\\td")
+    assert err.splitlines()[0].endswith("= b\\nc\\td  [MP-CFG-003]")
 
 
 def test_run_name_length_is_limited(capsys: Capture):

@@ -63,6 +63,11 @@ def test_completes_commands_and_options(ask: Ask):
     assert ask("nonsense", "x") == []
 
 
+def test_completes_error_codes_in_any_case(ask: Ask):
+    assert ask("explain", "MP-MEM-00") == ["MP-MEM-001 ", "MP-MEM-002 ", "MP-MEM-003 "]
+    assert ask("explain", "mp-gen") == ["mp-gen-001 "]
+
+
 def test_data_commands_complete_runs_and_configs(ask: Ask):
     """Commands that accept the config of a run accept a run or a config."""
     assert ask("data", "sh") == ["show "]

@@ -8,13 +8,16 @@ import dataclasses
 import io
 import re
 import subprocess
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.commands.explain import AREAS, CodeEntry, code_entries
 from maxpipe.config.schema import Config
+from maxpipe.errors import EXIT_CODES
 from maxpipe.evals.evaluate import EvalTotals
 from maxpipe.evals.multiple_choice import task_metrics
 from maxpipe.models.registry import summaries
@@ -106,6 +109,33 @@ def test_memory_terms_table_is_current(update_golden: bool) -> None:
     rows = [f"| {term.about} | {term.keys} |" for term in TERMS.values()]
     text = "\n".join(["| memory term | keys that reduce the term |", "|---|---|", *rows, ""])
     replace_block(DOCS / "guides" / "plan.md", "terms", text, update_golden)
+
+
+def format_code_section(entry: CodeEntry) -> list[str]:
+    """Format the section of an error code, whose heading is its anchor."""
+    codes = " or ".join(map(str, entry.exit_codes))
+    text = f"**{entry.title}.** {entry.cause} Exit code: {codes}."
+    lines = [f"#### {entry.code}", "", textwrap.fill(text, 100), ""]
+    for way in entry.ways:
+        lines += textwrap.wrap(way, 100, initial_indent="- ", subsequent_indent="  ")
+    return [*lines, ""]
+
+
+def test_code_sections_of_troubleshooting_are_current(update_golden: bool) -> None:
+    lines = []
+    for area, name in AREAS.items():
+        lines += [f"### Errors: {name}", ""]
+        for entry in code_entries().values():
+            lines += format_code_section(entry) if entry.area == area else []
+    text = "\n".join(["", *lines])
+    replace_block(DOCS / "guides" / "troubleshooting.md", "codes", text, update_golden)
+
+
+@pytest.mark.parametrize("page", ["reference/exit_codes.md", "guides/launch.md"])
+def test_exit_code_tables_are_current(page: str, update_golden: bool) -> None:
+    rows = [f"| {int(code)} | {meaning} | {restart} |" for code, meaning, restart in EXIT_CODES]
+    text = "\n".join(["| exit code | meaning | restart rule |", "|---|---|---|", *rows, ""])
+    replace_block(DOCS / page, "exit codes", text, update_golden)
 
 
 def test_every_fault_has_test(update_golden: bool) -> None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from maxpipe.errors import ConfigError, MaxpipeError, Problem, StorageError
+from maxpipe.errors import Code, ConfigError, MaxpipeError, Problem, StorageError
 from tests.errors import assert_error, contains, parse_problems, raises
 
 PROBLEM = Problem(
+    Code.CFG_SIZES,
     "run.yml:3: train.batch_size",
     "12",
     "must be a multiple of pipeline.microbatches (8), at most 8,434.5.",
@@ -20,6 +21,7 @@ FACTS: dict[str, Any] = {
     "value": 12,
     "names": ["pipeline.microbatches", 8, "8,434.5"],
     "suggests": ["train.batch_size=16", "`maxpipe plan run.yml`"],
+    "code": Code.CFG_SIZES,
 }
 
 
@@ -85,6 +87,7 @@ def test_assert_error_compares_each_argument(error: ConfigError | str, fact: str
         "names": [["train.batch_size"], ["run.yml"], [16], [8, 9], ["434.5"]],
         # Suggestions are not searched in the rule.
         "suggests": ["8", "train.batch_size=1", ["train.batch_size=16", "train.steps=3"]],
+        "code": [Code.CFG_VALUE],
     }
     for other in different[fact]:
         with pytest.raises(AssertionError, match="no problem with"):
@@ -93,14 +96,16 @@ def test_assert_error_compares_each_argument(error: ConfigError | str, fact: str
 
 def test_table_below_action_is_not_searched() -> None:
     action = "Write these lines.\nmodel: {num_layers: 8}\ndata: {path: text}"
-    error = ConfigError([Problem("file.json", "", "is a config of another trainer.", action)])
+    error = ConfigError(
+        [Problem(Code.CFG_VALUE, "file.json", "", "is a config of another trainer.", action)]
+    )
     assert_error(error, suggests="num_layers")
     with pytest.raises(AssertionError):
         assert_error(error, suggests="path")
 
 
 def test_all_arguments_must_match_same_problem() -> None:
-    other = Problem("train.steps", "0", "must be at least 1.", "Set train.steps=1.")
+    other = Problem(Code.CFG_VALUE, "train.steps", "0", "must be at least 1.", "Set train.steps=1.")
     error = ConfigError([PROBLEM, other])
     assert assert_error(error, "train.steps", 0, [1], "train.steps=1") == other
     for facts in ({"key": "train.steps", "value": 12}, {"value": 0, "names": [8]}):
@@ -130,11 +135,11 @@ def test_raises_compares_exact_error_type() -> None:
     text = "/tmp/run: cannot be written\n  No space left.\n  Free space."
     facts: dict[str, Any] = {"key": "/tmp/run", "names": "No space left", "suggests": "Free space"}
     with raises(StorageError, **facts) as caught:
-        raise StorageError(text)
-    assert str(caught.value) == text
+        raise StorageError(Code.IO_UNWRITABLE, text)
+    assert caught.value.message == text
     for kind in (StorageError, MaxpipeError):
         with pytest.raises(AssertionError, match="OtherError instead of"), raises(kind, **facts):
-            raise OtherError(text)
+            raise OtherError(Code.IO_UNWRITABLE, text)
     with pytest.raises(ConfigError), raises(StorageError):
         raise ConfigError([PROBLEM])
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"), raises(StorageError):

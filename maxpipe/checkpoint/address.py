@@ -20,7 +20,7 @@ from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, find_checkpoint_home,
 from maxpipe.config.config_files import CONFIG_FILE, EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.run import RunConfig
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.files import expand_path
 
 Step = int | Literal["newest", "best"] | None
@@ -141,6 +141,7 @@ def check_outside_checkpoints(path: str | Path, option: str) -> None:
         for folder in (target, *target.parents):
             if _holds_checkpoints(folder):
                 raise ConfigError.one(
+                    Code.IO_PATH,
                     option,
                     path,
                     f"must be outside {folder}, which may contain only checkpoints.",
@@ -192,8 +193,10 @@ def _step(text: str) -> Step:
 
 def _wrong(given: str, where: str, rule: str, action: str) -> ConfigError:
     if where:
-        return ConfigError.one(where, given or "''", rule, action)
-    return ConfigError.one(f"command line: {given or 'an empty argument'}", None, rule, action)
+        return ConfigError.one(Code.CKPT_ADDRESS, where, given or "''", rule, action)
+    return ConfigError.one(
+        Code.CKPT_ADDRESS, f"command line: {given or 'an empty argument'}", None, rule, action
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from maxpipe.checkpoint.storage import (
     to_epath,
 )
 from maxpipe.config.schema import upgrade_config
-from maxpipe.errors import StorageError
+from maxpipe.errors import Code, StorageError
 from maxpipe.io.typed_json import AnyFloat, parse_json
 
 Tree = Any
@@ -180,10 +180,11 @@ class CheckpointFolder:
             number = content["format"]
             if number not in range(1, FORMAT + 1):
                 raise StorageError(
+                    Code.CKPT_FORMAT,
                     f"{self / step}: cannot be read\n"
                     f"  the checkpoint has format {number}; this release reads formats 1 to "
                     f"{FORMAT}.\n"
-                    "  Use the release of maxpipe that saved the checkpoint, or a newer one."
+                    "  Use the release of maxpipe that saved the checkpoint, or a newer one.",
                 )
             facts = CheckpointMetadata(
                 step,

@@ -34,7 +34,7 @@ from maxpipe.checkpoint.retention import (
     select_retained,
 )
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, exists, files, in_bucket
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import expand_path
 
 
@@ -176,10 +176,11 @@ def verify_checkpoints(address: Address) -> Iterator[str]:
             yield f"{step:>10}  intact, {size / 2**20:.1f} MiB"
     if damaged:
         raise StorageError(
+            Code.CKPT_DAMAGED,
             f"{folder.path}: {len(damaged)} of {len(steps)} checkpoints are damaged\n"
             f"  {'; '.join(damaged)}.\n"
             "  Restore the files from a backup, or start the run: it resumes from the newest "
-            "intact checkpoint."
+            "intact checkpoint.",
         )
 
 
@@ -240,6 +241,7 @@ def check_own(run_dir: str, folder: CheckpointFolder) -> None:
     if os.fspath(real) != os.path.join(os.path.realpath(expand_path(run_dir)), CHECKPOINTS_FOLDER):
         by = "its checkpoint folder is a link" if os.path.islink(own) else "checkpoint.dir is set"
         raise ConfigError.one(
+            Code.CKPT_MISSING,
             f"run folder {run_dir}",
             None,
             f"must contain the checkpoints to delete; {by}, and the checkpoints are in {real}.",

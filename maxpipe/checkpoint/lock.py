@@ -49,7 +49,7 @@ from maxpipe.checkpoint.storage import (
     to_epath,
     translate_bucket_errors,
 )
-from maxpipe.errors import StorageError
+from maxpipe.errors import Code, StorageError
 from maxpipe.io.files import check_regular_files, read
 from maxpipe.io.typed_json import parse_json
 
@@ -133,9 +133,10 @@ class RunLock:
         except _NotALockError as error:
             self._close_folder()
             raise StorageError(
+                Code.CKPT_LOCKED,
                 f"{self.path}: is not a valid lock file\n"
                 f"  {root_cause_text(error)}.\n"
-                "  Remove the file if no run uses the folder, and start again."
+                "  Remove the file if no run uses the folder, and start again.",
             ) from error
         except OSError as error:
             self._close_folder()
@@ -215,7 +216,7 @@ class RunLock:
             StorageError: the lock was lost.
         """
         if self.lost_reason:
-            raise StorageError(self.lost_reason)
+            raise StorageError(Code.CKPT_LOCKED, self.lost_reason)
 
     def _why_lost(self) -> str:
         try:
@@ -334,9 +335,10 @@ class RunLock:
             time.sleep(min(1.0, self._beat_seconds / 2))
             age = before + time.monotonic() - begin
         raise StorageError(
+            Code.CKPT_LOCKED,
             f"{self.path.parent}: is in use by another run\n"
             f"  {_describe_holder(holder)}; last heartbeat {age:.0f} s ago.\n"
-            "  Stop that run, or set run.name to a new name."
+            "  Stop that run, or set run.name to a new name.",
         )
 
     def _beat(self) -> None:

@@ -56,7 +56,7 @@ from maxpipe.checkpoint.writer import CheckpointWriter, SaveResult, ignore_orpha
 from maxpipe.config.config_files import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.checkpoint import CheckpointConfig
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
 
 
@@ -142,9 +142,10 @@ def _lost_checkpoints_error(
 ) -> StorageError:
     action = action or "Restore the folder, or mount the disk that contains it."
     return StorageError(
+        Code.CKPT_LOST,
         f"{folder}: {what}\n"
         f"  {rule}. No file was changed.\n"
-        f"  {action} To start over, delete {os.fspath(run_dir)}, or set run.name to a new name."
+        f"  {action} To start over, delete {os.fspath(run_dir)}, or set run.name to a new name.",
     )
 
 
@@ -221,6 +222,7 @@ class CheckpointManager:
             path.unlink()
         if missing:
             raise ConfigError.one(
+                Code.NET_FOLDERS,
                 folder.key,
                 folder.path,
                 f"must be the same folder for all processes; {missing} does not see the folder of "
@@ -297,9 +299,10 @@ class CheckpointManager:
         self._handle_result(self._writer.take_result(wait=True))
         if step < self._newest:
             raise StorageError(
+                Code.CKPT_LOCKED,
                 f"{self.durable.path}: step {step} was not saved\n"
                 f"  there is already a checkpoint for a later step, {self._newest}.\n"
-                "  Set run.name to a new name, or move the folder to another path."
+                "  Set run.name to a new name, or move the folder to another path.",
             )
         facts = CheckpointMetadata(step, dict(config), dict(data), time.time(), dict(metrics or {}))
         folder = self.durable if last else self._target(step) or self.durable
@@ -465,6 +468,7 @@ def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Chec
     )
     if not checkpoints.steps():
         raise ConfigError.one(
+            Code.CKPT_MISSING,
             where or f"run folder {run_dir}",
             run_dir if where else None,
             f"must contain a folder {CHECKPOINTS_FOLDER!r} with at least one complete checkpoint; "

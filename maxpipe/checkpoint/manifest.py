@@ -46,7 +46,7 @@ from maxpipe.checkpoint.storage import (
     translate_bucket_errors,
     translate_read_errors,
 )
-from maxpipe.errors import DivergenceError, MaxpipeError, StorageError
+from maxpipe.errors import Code, DivergenceError, MaxpipeError, StorageError
 from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed, parse_json
 
 Tree = Any
@@ -278,9 +278,10 @@ def _read(folder: epath.Path, step: int) -> _ManifestContent:
     values = parse_checksummed(text, dict[str, Any])
     if isinstance(version := values.get("version"), int) and version > _VERSION:
         raise StorageError(
+            Code.CKPT_FORMAT,
             f"{folder}: cannot be read\n"
             f"  {FILE} has version {version}; this release reads versions 1 to {_VERSION}.\n"
-            "  Use the release of maxpipe that saved the checkpoint, or a newer one."
+            "  Use the release of maxpipe that saved the checkpoint, or a newer one.",
         )
     content = check_type(values, _ManifestContent)
     if content["step"] != step:
@@ -571,10 +572,11 @@ def verify_and_write_manifest(
         if bad := digests.describe_non_finite(expected.arrays):
             more = f", and {len(bad) - 3} more arrays" if len(bad) > 3 else ""
             raise DivergenceError(
+                Code.RUN_DIVERGED,
                 f"{folder}: was not saved\n"
                 f"  {'; '.join(bad[:3])}{more}; a run cannot resume from such a state.\n"
                 "  Lower optim.learning_rate, or restore an earlier checkpoint with "
-                "checkpoint.restore_from; earlier checkpoints are kept."
+                "checkpoint.restore_from; earlier checkpoints are kept.",
             )
         files = digest_files(folder, ahead)
         with ThreadPoolExecutor(1) as pool:

@@ -55,7 +55,7 @@ from maxpipe.checkpoint.storage import (
     root_cause_text,
     translate_bucket_errors,
 )
-from maxpipe.errors import StorageError, exception_chain
+from maxpipe.errors import Code, StorageError, exception_chain
 
 # Failures that a retry cannot fix. orbax reports a system call's error message, but not its errno.
 _PERMANENT_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES}
@@ -77,16 +77,18 @@ def unwritable_error(
     with contextlib.suppress(OSError, StorageError):
         if what is not None and not in_bucket(folder.path) and not exists(folder.path):
             return StorageError(
+                Code.CKPT_LOST,
                 f"{folder.path}: was moved or deleted while the run was using it\n"
                 f"  step {what.name} was not saved, and earlier checkpoints are missing.\n"
-                "  Move the folder back, then start the same command again."
+                "  Move the folder back, then start the same command again.",
             )
         newest = folder.steps()[-1:]
     resumes = f"from step {newest[0]}" if newest else "from its newest complete checkpoint"
     return StorageError(
+        Code.IO_UNWRITABLE,
         f"{what or folder.path}: cannot be written\n"
         f"  {root_cause_text(error)}.\n"
-        f"  {remedy(folder.path, folder.key)} After a restart, the run resumes {resumes}."
+        f"  {remedy(folder.path, folder.key)} After a restart, the run resumes {resumes}.",
     )
 
 
@@ -182,10 +184,11 @@ class CheckpointReader:
         ]
         if reasons:
             raise StorageError(
+                Code.CKPT_DAMAGED,
                 f"{self._folders[0].path}: no checkpoint can be used\n"
                 f"  {'; '.join(reasons)}.\n"
                 "  Restore the files of one checkpoint and rename its folder to its step, or "
-                "move all checkpoints to another path to start from scratch."
+                "move all checkpoints to another path to start from scratch.",
             )
         return None
 
@@ -197,13 +200,14 @@ class CheckpointReader:
         reasons = "; ".join(f"{one.step}: {one.reason}" for one in skipped)
         older = [step for step in newest.folder.steps() if step < skipped[-1].step]
         return StorageError(
+            Code.CKPT_DAMAGED,
             f"{newest.folder.path}: the newest {len(skipped)} checkpoints both look damaged\n"
             f"  {reasons}.\n"
             "  The usual cause is a failure of the storage or of this machine, so no checkpoint "
             "was changed. Check both, then run "
             f"`maxpipe checkpoints verify {self._run_dir}` and start again. To continue without "
             f"them, move {' and '.join(str(one.folder / one.step) for one in skipped)} to another "
-            "path" + (f": the run then resumes from step {older[-1]}." if older else ".")
+            "path" + (f": the run then resumes from step {older[-1]}." if older else "."),
         )
 
     def restore_step(
@@ -225,13 +229,14 @@ class CheckpointReader:
         except DamagedError as damage:
             older = [str(other) for other in self._folders[0].steps() if other < step]
             raise StorageError(
+                Code.CKPT_DAMAGED,
                 f"{self._folders[0] / step}: cannot be restored\n"
                 f"  {damage}.\n"
                 + (
                     f"  Use step {older[-1]}, or restore the files of this step from a backup."
                     if older
                     else "  This is the oldest checkpoint: restore its files from a backup."
-                )
+                ),
             ) from damage
 
     def _candidate(self, num_skipped: int) -> tuple[CheckpointFolder, int] | None:
@@ -334,9 +339,10 @@ def translate_storage_errors(path: epath.PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
+            Code.CKPT_STORAGE,
             f"{path}: cannot be reached\n"
             f"  {root_cause_text(error)}. No file was changed.\n"
-            "  Start again when the storage is available."
+            "  Start again when the storage is available.",
         ) from error
 
 
@@ -452,9 +458,10 @@ def _with_stored_dtypes(path: epath.Path, abstract: Tree) -> Tree:
     if lines:
         more = f" and {len(lines) - 3} more" if len(lines) > 3 else ""
         raise StorageError(
+            Code.CKPT_MODEL,
             f"{path}: cannot be restored\n"
             f"  {'; '.join(lines[:3])}{more}.\n"
-            "  Use the saved run's model and optimizer, or set run.name to a new name."
+            "  Use the saved run's model and optimizer, or set run.name to a new name.",
         )
     types = {name: leaf.dtype for name, leaf in leaves_by_name(saved).items()}
 

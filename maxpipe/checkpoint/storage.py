@@ -29,7 +29,7 @@ from maxpipe.config.config_files import CONFIG_FILE
 from maxpipe.config.load import load
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
-from maxpipe.errors import ConfigError, MaxpipeError, StorageError, exception_chain
+from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
 from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_regular, url_scheme
 
 T = TypeVar("T")
@@ -154,14 +154,17 @@ def to_epath(path: epath.PathLike) -> epath.Path:
         return epath.Path("/") / expand_path(os.fspath(path)).absolute()
     if not os.fspath(path).startswith(_BUCKET):
         rule = "must be a folder or a path in a Google Cloud Storage bucket."
-        raise ConfigError.one(os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder.")
+        raise ConfigError.one(
+            Code.IO_PATH, os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder."
+        )
     try:
         gcs_filesystem()
     except ImportError as error:
         raise StorageError(
+            Code.ENV_PACKAGE,
             f"{path}: cannot be reached\n"
             "  buckets require the package gcsfs, which is not installed.\n"
-            "  Run: pip install 'maxpipe[gcs]'"
+            "  Run: pip install 'maxpipe[gcs]'",
         ) from error
     return epath.Path(path)
 
@@ -196,10 +199,11 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
         if not in_bucket(path):
             raise
         raise StorageError(
+            Code.CKPT_STORAGE,
             f"{path}: cannot be read\n"
             f"  {root_cause_text(error)}.\n"
             "  Check the network of this machine and the permissions of its account, then start "
-            "again."
+            "again.",
         ) from error
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from maxpipe.commands.parser import RUN, Commands, add_address, count, port, write_file
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.formatting import capitalize_first
 
@@ -51,7 +51,7 @@ def _board(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         rule = "is not a folder of runs."
         action = "Specify the run.dir folder of your runs, or a run that has started."
-        raise ConfigError.one(f"command line: {options.folder}", None, rule, action)
+        raise ConfigError.one(Code.CLI_VALUE, f"command line: {options.folder}", None, rule, action)
     with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
         links = Path(name)
         if not link(folder, links):
@@ -69,7 +69,7 @@ def _board(options: argparse.Namespace) -> int:
     if code:
         rule = f"exited with code {code}; its output is above."
         raise ConfigError.one(
-            "tensorboard", None, rule, "If the port is in use, set another --port."
+            Code.CLI_OUTPUT, "tensorboard", None, rule, "If the port is in use, set another --port."
         )
     return ExitCode.DONE
 
@@ -141,7 +141,9 @@ def _curves(options: argparse.Namespace) -> int:
     tags = [tag.strip() for tag in options.tags.split(",") if tag.strip()]
     if not tags:
         rule = "must name a metric in metrics.jsonl."
-        raise ConfigError.one("command line: --tags", options.tags, rule, "Use train/loss.")
+        raise ConfigError.one(
+            Code.CLI_VALUE, "command line: --tags", options.tags, rule, "Use train/loss."
+        )
     runs, units = {}, {}
     for run in options.run:
         run_dir = parse_run_address(run).run_dir
@@ -165,14 +167,16 @@ def _paths(options: argparse.Namespace, forms: Sequence[str]) -> list[tuple[str,
         path = Path(options.out)
         if path.suffix not in forms:
             rule = f"must end in {' or '.join(forms)}."
-            raise ConfigError.one("command line: --out", options.out, rule, "Write curves.svg.")
+            raise ConfigError.one(
+                Code.CLI_OUTPUT, "command line: --out", options.out, rule, "Write curves.svg."
+            )
         paths.append(("--out", path.suffix, path))
     for kind in ("svg", "png"):
         if (name := getattr(options, kind)) is not None:
             paths.append((f"--{kind}", f".{kind}", Path(name)))
     if not paths:
         rule = "must name an output file."
-        raise ConfigError.one("command line", None, rule, "Add --out curves.svg.")
+        raise ConfigError.one(Code.CLI_OUTPUT, "command line", None, rule, "Add --out curves.svg.")
     return paths
 
 

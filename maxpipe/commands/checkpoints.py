@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, integer, number, subcommands
-from maxpipe.errors import ConfigError, ExitCode, StorageError
+from maxpipe.errors import Code, ConfigError, ExitCode, StorageError
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import capitalize_first
 from maxpipe.telemetry.console import print_line
@@ -45,9 +45,10 @@ def _storage_errors() -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
+            Code.CKPT_STORAGE,
             f"{error.filename or 'checkpoints'}: cannot be read or written\n"
             f"  {error.strerror or error}.\n"
-            "  Check that the storage is available and that you have read and write access."
+            "  Check that the storage is available and that you have read and write access.",
         ) from error
 
 
@@ -88,7 +89,9 @@ def _best(options: argparse.Namespace) -> int:
             "requires --metric: without --metric, checkpoints are ranked by "
             "checkpoint.best_metric and checkpoint.best_mode."
         )
-        raise ConfigError.one("command line: --mode", options.mode, rule, "Leave out --mode.")
+        raise ConfigError.one(
+            Code.CLI_CONFLICT, "command line: --mode", options.mode, rule, "Leave out --mode."
+        )
 
     def best() -> dict[str, Any]:
         address, step, metric, value = inspect.find_best_checkpoint(run, better)
@@ -123,7 +126,11 @@ def _prune(options: argparse.Namespace) -> int:
         if value is not None and not value >= 0:
             option = "--keep" if name == "newest" else f"--keep-{name.replace('_', '-')}"
             raise ConfigError.one(
-                f"command line: {option}", value, "must be at least 0.", f"Leave out {option}."
+                Code.CLI_VALUE,
+                f"command line: {option}",
+                value,
+                "must be at least 0.",
+                f"Leave out {option}.",
             )
     if any(value is not None for value in given.values()):
         if given["newest"] is None:
@@ -134,6 +141,7 @@ def _prune(options: argparse.Namespace) -> int:
         rules = _rules(run_dir)
     if rules is None:
         raise ConfigError.one(
+            Code.RUN_RECORDS,
             os.path.join(run_dir, CONFIG_FILE),
             None,
             "contains the retention rules, but cannot be read.",

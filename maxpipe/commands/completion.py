@@ -28,7 +28,7 @@ from maxpipe.commands.parser import (
     Commands,
     Parser,
 )
-from maxpipe.errors import ExitCode
+from maxpipe.errors import Code, ExitCode
 
 _PLAIN, _SINGLE, _DOUBLE, _ANSI = "", "'", '"', "$'"
 _ENDS_WORD = " \t\n;|&()<>"
@@ -317,6 +317,9 @@ def _values(action: argparse.Action, current: str) -> list[str]:
         from maxpipe.config.schema import KEYS, SECTIONS
 
         return _filter_prefix(current, (f"{key} " for key in (*SECTIONS, *KEYS)))
+    if shown == "CODE":
+        codes = _filter_prefix(current.upper(), (f"{code} " for code in Code))
+        return [f"{current}{code[len(current) :]}" for code in codes]
     if shown == "NAME":
         return _filter_prefix(current, _bundled_names())
     if shown == RUN_OR_FILE or shown.endswith("section.key=value"):

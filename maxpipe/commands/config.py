@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
-from maxpipe.errors import ConfigError, ExitCode, StorageError
+from maxpipe.errors import Code, ConfigError, ExitCode, StorageError
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import capitalize_first
@@ -124,7 +124,9 @@ def _init(options: argparse.Namespace) -> int:
     name = folder_name(os.path.basename(os.path.abspath(folder)))
     if os.path.exists(folder) and not os.path.isdir(folder):
         rule = "must be a folder or a new path, but is a file."
-        raise ConfigError.one("command line: DIR", folder, rule, f"Name {folder}-run.")
+        raise ConfigError.one(
+            Code.CLI_OUTPUT, "command line: DIR", folder, rule, f"Name {folder}-run."
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -139,7 +141,7 @@ def _init(options: argparse.Namespace) -> int:
 def _printable_path(given: str, where: str) -> Path:
     if not given or not given.isprintable():
         rule = "must be a non-empty path of printable characters."
-        raise ConfigError.one(where, ascii(given), rule, "Specify another path.")
+        raise ConfigError.one(Code.CLI_VALUE, where, ascii(given), rule, "Specify another path.")
     return expand_path(given, where)
 
 
@@ -158,7 +160,9 @@ def _find_bundled(name: str) -> BundledConfig:
     guess = did_you_mean(Path(name).stem.lower(), known)
     rule = f"is not a bundled config: the bundled configs are {', '.join(known)}."
     action = f"Did you mean {guess}?" if guess else "See `maxpipe configs list`."
-    raise ConfigError.one(f"command line: {name or 'an empty argument'}", None, rule, action)
+    raise ConfigError.one(
+        Code.CFG_FILE, f"command line: {name or 'an empty argument'}", None, rule, action
+    )
 
 
 def _write(path: Path, text: str, *, overwrite: bool) -> None:
@@ -166,7 +170,9 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
 
     if path.suffix not in SUFFIXES:
         rule = f"must end in {' or '.join(SUFFIXES)}, like all config files."
-        raise ConfigError.one("command line: FILE", path, rule, f"Write {path}{SUFFIX}.")
+        raise ConfigError.one(
+            Code.CLI_OUTPUT, "command line: FILE", path, rule, f"Write {path}{SUFFIX}."
+        )
     try:
         # With `overwrite`, symlinks and pipes are replaced rather than written to.
         target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path
@@ -184,7 +190,9 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
         action = f"Specify another file, such as {another}, or add {_OVERWRITE}."
         if path.name == FIRST_RUN:
             action = f"Train it with `{_train(path)}`, or specify another folder."
-        raise ConfigError.one(f"{path}", None, "already exists.", action) from error
+        raise ConfigError.one(
+            Code.CLI_OUTPUT, f"{path}", None, "already exists.", action
+        ) from error
     except OSError as error:
         raise _unwritable(path, error) from error
 

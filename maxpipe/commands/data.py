@@ -28,7 +28,7 @@ from maxpipe.commands.parser import (
     read_data_config,
     subcommands,
 )
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
@@ -50,7 +50,7 @@ def _mixture(options: argparse.Namespace) -> int:
     if not config.data.mixture:
         rule = "must have a source: without a mixture, all sequences come from data.source."
         action = "Set data.mixture.NAME.source and data.mixture.NAME.path for every source."
-        raise ConfigError.one("data.mixture", None, rule, action)
+        raise ConfigError.one(Code.DATA_MIXTURE, "data.mixture", None, rule, action)
     datasets = open_datasets(config, folder)
     try:
         train, steps = datasets.train, total_steps(config.train)
@@ -162,10 +162,10 @@ def _prepare(options: argparse.Namespace) -> int:
     if url_scheme(options.out):
         rule = "must be a local folder, because files are written while documents are read."
         action = "Specify a local folder, then copy it to the bucket with `gcloud storage "
-        raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
+        raise ConfigError.one(Code.CLI_OUTPUT, _OUT, options.out, rule, f"{action}cp -r`.")
     if not options.out:
         rule = "must name a folder, but is empty."
-        raise ConfigError.one(_OUT, '""', rule, "Add --out tokens.")
+        raise ConfigError.one(Code.CLI_OUTPUT, _OUT, '""', rule, "Add --out tokens.")
     name = _source_to_prepare(config.data, options.source)
     plan = PrepareJob(
         data=all_sources(config.data)[name],
@@ -193,10 +193,14 @@ def _source_to_prepare(data: DataConfig, given: str | None) -> str:
     where, known = "command line: --source", ", ".join(names)
     if given is None and data.mixture:
         rule = f"must be one of {known}: every source needs a separate folder."
-        raise ConfigError.one(where, given, rule, f"Add --source {min(data.mixture)}.")
+        raise ConfigError.one(
+            Code.CLI_VALUE, where, given, rule, f"Add --source {min(data.mixture)}."
+        )
     if given is not None and given not in names:
         rule = f"must be one of {known}." if known else "has no effect without data.mixture."
-        raise ConfigError.one(where, given, rule, "Specify a source, or leave out --source.")
+        raise ConfigError.one(
+            Code.CLI_VALUE, where, given, rule, "Specify a source, or leave out --source."
+        )
     return given or ""
 
 

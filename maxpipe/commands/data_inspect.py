@@ -29,7 +29,7 @@ from maxpipe.commands.parser import (
     read_data_config,
     write_file,
 )
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
@@ -68,7 +68,9 @@ def expand_data_files(inputs: Sequence[str]) -> list[str]:
     for key in ("data.source", "data.path", "data.paths", "data.mixture"):
         if key in keys:
             rule = f"conflicts with {key}: both select the documents to read."
-            raise ConfigError.one(where, None, rule, "Remove one of the two arguments.")
+            raise ConfigError.one(
+                Code.CLI_CONFLICT, where, None, rule, "Remove one of the two arguments."
+            )
     inferred = _source(paths)
     has_config = any("=" not in other for other in others)
     if inferred["data.source"] == "tokens" and not has_config:
@@ -156,10 +158,12 @@ def _source(paths: Sequence[str]) -> dict[str, Any]:
     if other is not None:
         rule = f"requires data.source={kinds[other]}, but {paths[0]} requires data.source={kind}."
         action = "Specify files of one type, or set data.mixture.NAME.path for each type."
-        raise ConfigError.one(f"command line: {other}", None, rule, action)
+        raise ConfigError.one(Code.DATA_FORMAT, f"command line: {other}", None, rule, action)
     if kind in ONE_PATH and len(paths) > 1:
         rule = f"is one of {len(paths)} paths, but data.source={kind} reads a single path."
-        raise ConfigError.one(f"command line: {paths[1]}", None, rule, "Specify one path.")
+        raise ConfigError.one(
+            Code.DATA_FORMAT, f"command line: {paths[1]}", None, rule, "Specify one path."
+        )
     named = {"data.path": paths[0]} if len(paths) == 1 else {"data.paths": list(paths)}
     return {"data.source": kind, **named}
 
@@ -301,7 +305,7 @@ def _split(datasets: Datasets, name: str) -> Loader:
     if datasets.validation is None:
         rule = "has no documents: data.validation_fraction is 0."
         action = "Add data.validation_fraction=0.05."
-        raise ConfigError.one("command line: --split", name, rule, action)
+        raise ConfigError.one(Code.DATA_VALIDATION, "command line: --split", name, rule, action)
     return datasets.validation
 
 
@@ -425,7 +429,7 @@ def _stats(options: argparse.Namespace) -> int:
     if options.out is not None and Path(options.out).suffix not in statistics.PICTURE_SUFFIXES:
         rule = f"must end in {' or '.join(statistics.PICTURE_SUFFIXES)}."
         action = "Write --out stats.html."
-        raise ConfigError.one("command line: --out", options.out, rule, action)
+        raise ConfigError.one(Code.CLI_OUTPUT, "command line: --out", options.out, rule, action)
     inputs, _ = resolve_run_inputs(options.inputs)
     config = read_data_config(expand_data_files(inputs)).config
     statistics_of = list(_compute_statistics(config))

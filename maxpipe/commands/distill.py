@@ -6,7 +6,7 @@ import argparse
 import contextlib
 
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.telemetry.console import ProgressBar
@@ -19,12 +19,14 @@ def _prepare(options: argparse.Namespace) -> int:
     if url_scheme(options.out):
         rule = "must be a local folder, because shards are written while logits are computed."
         action = "Specify a local folder, then copy it to the bucket with `gcloud storage "
-        raise ConfigError.one(_OUT, options.out, rule, f"{action}cp -r`.")
+        raise ConfigError.one(Code.CLI_OUTPUT, _OUT, options.out, rule, f"{action}cp -r`.")
     if loaded.config.train.objective != "distill" or loaded.config.distill.teacher_logits:
         rule = "must be distill, with a model in distill.teacher."
         action = "Set train.objective=distill and distill.teacher=RUN@newest, and leave out "
         action += "distill.teacher_logits."
-        raise ConfigError.one("train.objective", loaded.config.train.objective, rule, action)
+        raise ConfigError.one(
+            Code.POST_TEACHER, "train.objective", loaded.config.train.objective, rule, action
+        )
     from maxpipe.posttrain.distill import prepare_teacher_logits
 
     folder, size = expand_path(options.out, _OUT), options.shard_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_address, add_ema_option, add_inputs, count
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io.formatting import pluralize
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ def _check(options: argparse.Namespace) -> None:
             rule = "requires --choices; it does not affect the language-modeling loss."
             if options.choices is not None:
                 rule = "does not affect --choices, which evaluates only multiple-choice tasks."
-            raise ConfigError.one(f"command line: {option}", given, rule, f"Leave out {option}.")
+            raise ConfigError.one(
+                Code.CLI_CONFLICT, f"command line: {option}", given, rule, f"Leave out {option}."
+            )
 
 
 def _eval_choices(options: argparse.Namespace, model: Address | Path) -> int:
@@ -127,7 +129,9 @@ def _documents(options: argparse.Namespace) -> list[str]:
     for each in options.inputs:
         if each.startswith(("data.source=", "data.path=")):
             rule = f"conflicts with {each}: both select documents."
-            raise ConfigError.one(where, path, rule, "Leave out one of the two arguments.")
+            raise ConfigError.one(
+                Code.CLI_CONFLICT, where, path, rule, "Leave out one of the two arguments."
+            )
     source = infer_source(path, where)
     found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]
     found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]

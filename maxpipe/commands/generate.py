@@ -18,7 +18,7 @@ from maxpipe.commands.parser import (
     integer,
     number,
 )
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from maxpipe.data.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         raw = sys.stdin.buffer.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             rule = f"must be at most {MAX_BYTES} bytes."
-            raise ConfigError.one(where, None, rule, "Split the input.")
+            raise ConfigError.one(Code.GEN_PROMPT, where, None, rule, "Split the input.")
         return parse_prompts(raw, where)
     return read_prompts(options.prompts, where)
 
@@ -221,7 +221,11 @@ def _check(options: argparse.Namespace) -> None:
         option = f"--{name.replace('_', '-')}"
         if not is_right or value == float("inf"):
             raise ConfigError.one(
-                f"command line: {option}", value, f"must be {rule}.", f"Set {option} {action}."
+                Code.CLI_VALUE,
+                f"command line: {option}",
+                value,
+                f"must be {rule}.",
+                f"Set {option} {action}.",
             )
     if options.temperature == 0:
         unread = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
@@ -229,6 +233,7 @@ def _check(options: argparse.Namespace) -> None:
             if getattr(options, name) != off:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError.one(
+                    Code.CLI_CONFLICT,
                     f"command line: {option}",
                     getattr(options, name),
                     "has no effect with --temperature 0, which selects the most likely token.",
@@ -236,6 +241,7 @@ def _check(options: argparse.Namespace) -> None:
                 )
     if "" in options.stop:
         raise ConfigError.one(
+            Code.CLI_VALUE,
             "command line: --stop",
             '""',
             "must not be empty: every completion contains the empty string.",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io import files, redact
 
 INPUTS_HELP = (
@@ -39,10 +39,14 @@ class Parser(argparse.ArgumentParser):
             rule = f"is not a command: the commands are {', '.join(self.command_names)}."
             action = guess.action or see
             action = f"Did you mean `{self.prog} {guess.name}`?" if guess.name else action
-            raise ConfigError.one(f"command line: {self.prog} {choice[1]}", None, rule, action)
+            raise ConfigError.one(
+                Code.CLI_USAGE, f"command line: {self.prog} {choice[1]}", None, rule, action
+            )
         if "arguments are required: COMMAND" in message:
             message = f"a command is required: {', '.join(self.command_names)}"
-        raise ConfigError.one(f"command line: {self.prog}", None, f"{message}.", see)
+        raise ConfigError.one(
+            Code.CLI_USAGE, f"command line: {self.prog}", None, f"{message}.", see
+        )
 
     def reject_unknown(self, unknown: Sequence[str]) -> None:
         """Reject the first unknown option that resembles one of this command's options.
@@ -67,7 +71,7 @@ class Parser(argparse.ArgumentParser):
             if guess:
                 where, rule = f"command line: {name}", f"is not an option of `{self.prog}`."
                 action = f"Write {f'{guess} {value}'.rstrip()}."
-                raise ConfigError.one(where, value or None, rule, action)
+                raise ConfigError.one(Code.CLI_USAGE, where, value or None, rule, action)
 
     def _is_key(self, option: str) -> bool:
         """Return whether the option is a config key and this command accepts overrides."""
@@ -281,7 +285,8 @@ def _check_outside(path: str | Path, option: str) -> None:
 
 def _unwritable(path: str | Path, option: str, error: OSError) -> StorageError:
     return StorageError(
+        Code.IO_UNWRITABLE,
         f"command line: {option} = {path}\n"
         f"  cannot be written: {error.strerror or error}.\n"
-        "  Specify a file in an existing, writable folder."
+        "  Specify a file in an existing, writable folder.",
     )

@@ -16,7 +16,7 @@ from maxpipe.commands.parser import (
     read_config,
     write_file,
 )
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
 from maxpipe.telemetry.console import PhaseProgress, ProgressBar
@@ -77,7 +77,13 @@ def _folder(options: argparse.Namespace, loaded: LoadedConfig) -> Path | None:
     check_length(loaded.config, loaded.origins)
     if loaded.config.train.batch_ramp:
         rule = "stores one train step, but train.batch_ramp requires one step per batch size."
-        raise ConfigError.one(where, folder, rule, "Leave out --save, or set train.batch_ramp=[].")
+        raise ConfigError.one(
+            Code.RUN_COMPILED_STEP,
+            where,
+            folder,
+            rule,
+            "Leave out --save, or set train.batch_ramp=[].",
+        )
     return folder
 
 
@@ -86,13 +92,17 @@ def _compiler_options(options: argparse.Namespace) -> dict[str, str]:
     where = "command line: --xla"
     if options.xla and options.save is not None:
         rule = "is only for experiments: a saved step must use the run's compiler options."
-        raise ConfigError.one(where, options.xla, rule, "Leave out --xla or --save.")
+        raise ConfigError.one(
+            Code.CLI_CONFLICT, where, options.xla, rule, "Leave out --xla or --save."
+        )
     values = {}
     for option in options.xla:
         name, equals, value = option.partition("=")
         if not (name and equals):
             rule = "must be NAME=VALUE; an empty VALUE selects the compiler's default."
-            raise ConfigError.one(where, option, rule, f"Write --xla {name or 'NAME'}=VALUE.")
+            raise ConfigError.one(
+                Code.CLI_VALUE, where, option, rule, f"Write --xla {name or 'NAME'}=VALUE."
+            )
         # jax accepts only `True` and `False` as booleans.
         values[name] = value.title() if value in ("true", "false") else value
     return values
@@ -148,13 +158,13 @@ def _check_options(options: argparse.Namespace) -> None:
         unread = [(name, True, "has no effect with --calibrate", out) for name in names]
     for name, ignored, rule, action in unread:
         if ignored and getattr(options, name.replace("-", "_")):
-            raise ConfigError.one(f"command line: --{name}", None, f"{rule}.", action)
+            raise ConfigError.one(
+                Code.CLI_CONFLICT, f"command line: --{name}", None, f"{rule}.", action
+            )
     for option, path in _drawings(options):
         if not path.endswith(DRAWINGS):
-            rule = f"must end in {' or '.join(DRAWINGS)}."
-            raise ConfigError.one(
-                f"command line: {option}", path, rule, f"Write {option} {path}.svg."
-            )
+            rule, action = f"must end in {' or '.join(DRAWINGS)}.", f"Write {option} {path}.svg."
+            raise ConfigError.one(Code.CLI_OUTPUT, f"command line: {option}", path, rule, action)
     for option, path in [*_drawings(options), ("--write", options.write)]:
         if path is not None:  # computing the file content may take minutes
             check_place(path, option)
@@ -252,7 +262,9 @@ def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology)
         print(report.format_ranking(checked, ran=bool(options.measure)))
     if checked and not checked[0].fits:
         rule = f"found that none of the {len(checked)} best layouts fits in memory."
-        raise ConfigError.one("command line: --search", None, rule, "Check more layouts.")
+        raise ConfigError.one(
+            Code.PLAN_NO_LAYOUT, "command line: --search", None, rule, "Check more layouts."
+        )
     best = checked[0].candidate if checked else found.best[0]
     _draw(options, best, target)
     if options.write is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import Commands, add_inputs, integer, read_config, write_file
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from maxpipe.schedule.table import Costs, Schedule
@@ -24,6 +24,7 @@ def _schedule(options: argparse.Namespace) -> int:
     names, sizes = _schedule_names_and_sizes(options)
     if sizes["group"] and not any(_reads_group(name) for name in names):
         raise ConfigError.one(
+            Code.CLI_CONFLICT,
             "command line: --group",
             sizes["group"],
             f"applies only to the schedule interleaved, but the schedule is {', '.join(names)}.",
@@ -61,6 +62,7 @@ def _check_size(sizes: dict[str, Any]) -> None:
     count = sizes["stages"] * sizes["repeats"] * sizes["microbatches"]
     if count > MAX_FORWARDS:
         raise ConfigError.one(
+            Code.SCHED_SIZES,
             "command line",
             " ".join(parts),
             f"has {count:,} forward passes, more than the limit of {MAX_FORWARDS:,}.",
@@ -89,10 +91,14 @@ def _drawings(options: argparse.Namespace) -> dict[str, Path]:
     where, kind = "command line: --out", _ENDINGS.get(Path(options.out).suffix)
     if kind is None:
         rule = f"must end in {', '.join(_ENDINGS)}."
-        raise ConfigError.one(where, options.out, rule, "Write --out schedule.svg.")
+        raise ConfigError.one(
+            Code.CLI_OUTPUT, where, options.out, rule, "Write --out schedule.svg."
+        )
     if kind in found:
         rule = f"writes the same format as --{kind}."
-        raise ConfigError.one(where, options.out, rule, f"Remove --out or --{kind}.")
+        raise ConfigError.one(
+            Code.CLI_CONFLICT, where, options.out, rule, f"Remove --out or --{kind}."
+        )
     return found | {kind: Path(options.out)}
 
 
@@ -158,7 +164,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     )
     guess = found.rstrip(".")
     if found and guess not in SCHEDULES:  # several schedule names match
-        return ConfigError.one(where, None, rule, f"Write {found}")
+        return ConfigError.one(Code.SCHED_NAME, where, None, rule, f"Write {found}")
     if name.endswith(".csv"):
         guess = f"{FILE_PREFIX}{name}"
     elif not guess and "--" not in where:
@@ -168,7 +174,7 @@ def _unknown_schedule(where: str, name: str) -> ConfigError:
     action = (
         f"Did you mean `maxpipe schedule {guess}`?" if guess else "See `maxpipe schedule --help`."
     )
-    return ConfigError.one(where, None, rule, action)
+    return ConfigError.one(Code.SCHED_NAME, where, None, rule, action)
 
 
 def _check_compare_options(options: argparse.Namespace, names: list[str]) -> None:
@@ -179,7 +185,9 @@ def _check_compare_options(options: argparse.Namespace, names: list[str]) -> Non
     if others:
         rule = f"compares the schedules in its list, but {others[0]}."
         action = f"Leave out --compare or {others[0].split()[0]}."
-        raise ConfigError.one("command line: --compare", options.compare, rule, action)
+        raise ConfigError.one(
+            Code.CLI_CONFLICT, "command line: --compare", options.compare, rule, action
+        )
 
 
 def _sizes_of_config(
@@ -192,6 +200,7 @@ def _sizes_of_config(
     stages = axis_size(config.mesh, "stage") or options.stages
     if stages is None:
         raise ConfigError.one(
+            Code.CLI_USAGE,
             "mesh.ici_stage",
             config.mesh.ici_stage,
             "depends on the number of devices, which this command does not detect.",

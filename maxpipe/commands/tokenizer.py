@@ -17,7 +17,7 @@ from maxpipe.commands.parser import (
     read_data_config,
     subcommands,
 )
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
 from maxpipe.telemetry.console import ProgressBar
@@ -39,7 +39,9 @@ def _train(options: argparse.Namespace) -> int:
     size = options.vocab_size
     if not smallest <= size <= largest:
         rule = f"must be between {smallest} (the bytes and three control tokens) and {largest}."
-        raise ConfigError.one("command line: --vocab-size", size, rule, "Set --vocab-size 32768.")
+        raise ConfigError.one(
+            Code.CLI_VALUE, "command line: --vocab-size", size, rule, "Set --vocab-size 32768."
+        )
     folder = expand_path(options.out, "command line: --out")
     check_outside_checkpoints(folder, "command line: --out")
     train_tokenizer.check_free(folder)
@@ -80,7 +82,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
     if not inputs:
         rule = "must include data files, a config or data.* keys."
         action = "Specify a file, such as `maxpipe tokenizer train docs.jsonl`."
-        raise ConfigError.one("command line: FILE", None, rule, action)
+        raise ConfigError.one(Code.CLI_USAGE, "command line: FILE", None, rule, action)
     if not any(map(is_config, inputs)):
         return open_training_files(inputs, options.field or "text")
     given = [f"data.text_field={options.field}"] if options.field else []
@@ -93,7 +95,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
                 rule = "must be off: a tokenizer is trained on plain text, not on conversations."
                 action = "Set data.chat=off, and set data.text_field or data.template to the text "
                 action += "columns."
-                raise ConfigError.one("data.chat", source.chat, rule, action)
+                raise ConfigError.one(Code.CFG_CONFLICT, "data.chat", source.chat, rule, action)
             seed = seed_of(name, config.run.seed)
             sources.append(open_source(source, seed, cache_dir=index))
     return sources

@@ -40,7 +40,7 @@ from maxpipe.config.yaml_values import (
     syntax_problem,
     to_yaml_line,
 )
-from maxpipe.errors import Problem
+from maxpipe.errors import Code, Problem
 from maxpipe.io import redact
 from maxpipe.io.formatting import pluralize
 
@@ -66,14 +66,14 @@ class Assignment:
         """Whether the assignment comes from a config file."""
         return self.place != "command line"
 
-    def problem(self, rule: str, action: str, *, given: bool = True) -> Problem:
+    def problem(self, code: Code, rule: str, action: str, *, given: bool = True) -> Problem:
         """Return an error about this assignment, with secrets redacted."""
         is_secret = self.path[:2] == ("launch", "environment")
         raw = redact.redact_variable_names(self.raw) if is_secret else self.raw
         if is_secret and len(self.path) > 2:
             raw = redact.REDACTED
         text = format_raw(raw) if given else ""
-        return Problem(f"{self.place}: {'.'.join(self.path)}", text, rule, action)
+        return Problem(code, f"{self.place}: {'.'.join(self.path)}", text, rule, action)
 
 
 def from_document(
@@ -144,11 +144,15 @@ def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
     elif key in SECTIONS:
         rule = "is a section: an override must be `section.key=value`."
         action = f"Run `maxpipe config explain {key}` to list its keys."
-        problems.append(Problem(f"command line: {key}", format_raw(text), rule, action))
+        problems.append(
+            Problem(Code.CFG_UNKNOWN_KEY, f"command line: {key}", format_raw(text), rule, action)
+        )
     elif not all(path):
         rule = "has no section: an override must be `section.key=value`."
         action = "Write section.key=value."
-        problems.append(Problem(f"command line: {key}", format_raw(text), rule, action))
+        problems.append(
+            Problem(Code.CFG_UNKNOWN_KEY, f"command line: {key}", format_raw(text), rule, action)
+        )
     elif not _is_collection(_hint(path)):
         yield Assignment(path, text, arg, "command line")
     else:
@@ -223,10 +227,10 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
             items = to_yaml_line(upgrade_setting(".".join(each.path), each.raw)[1])
             setting = f"`{new.path[-1]}: {items}`" if each.is_in_file else f'"{key}={items}"'
             rule = f"uses a format from an earlier release: {key} is now a list of mappings."
-            yield each.problem(rule, f"Write {setting}.")
+            yield each.problem(Code.CFG_RENAMED, rule, f"Write {setting}.")
             continue
         text += "" if new.raw == each.raw else f"={format_raw(new.raw)}"
-        yield each.problem(f"was renamed to {text}.", f"Write {text} instead.")
+        yield each.problem(Code.CFG_RENAMED, f"was renamed to {text}.", f"Write {text} instead.")
 
 
 def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
@@ -239,7 +243,9 @@ def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
             former = each if ".".join(each.path) != key else other
             place = other.place if former is each else each.place
             yield former.problem(
-                f"was renamed to {key}, which is also set ({place}).", f"Keep only {key}."
+                Code.CFG_RENAMED,
+                f"was renamed to {key}, which is also set ({place}).",
+                f"Keep only {key}.",
             )
 
 
@@ -335,7 +341,7 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
             "must be a section with keys or the name of a bundled model (`maxpipe configs list`)."
         )
         action = action or "Write `model: tiny`, or write the model's keys below `model:`."
-        problems.append(reference.problem(rule, action))
+        problems.append(reference.problem(Code.CFG_FILE, rule, action))
         return []
     document = read_file(ConfigFile(found.path, f"shipped config {found.name}"), problems)
     return (

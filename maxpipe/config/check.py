@@ -19,7 +19,7 @@ from maxpipe.config.sections.optim import optimizer_warnings
 from maxpipe.config.sections.source import COLUMNS, paths_of
 from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
 from maxpipe.config.translation import infer_source
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io import redact
 
 DEFAULT = "default"
@@ -78,6 +78,7 @@ def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Prob
     rule = "must be more than 0 if train.tokens is 0: one of the two keys must set the run length."
     return [
         Problem(
+            Code.CFG_MISSING,
             error_location("train.steps", origins),
             "0",
             rule,
@@ -98,8 +99,10 @@ def _check_evaluation(
     if not {"eval.tasks", "eval.batches", "data.mixture", "data.validation"}.isdisjoint(skip):
         return []
     return [
-        Problem(error_location(key, origins), format_value(value_of(config, key)), text, action)
-        for key, text, action in check_eval_during_training(config)
+        Problem(
+            code, error_location(key, origins), format_value(value_of(config, key)), text, action
+        )
+        for code, key, text, action in check_eval_during_training(config)
     ]
 
 
@@ -120,7 +123,13 @@ def _check_sft_data(config: Config, origins: Mapping[str, str]) -> list[Problem]
             action = f"Set {records}{section}.chat=messages, or train.objective=pretrain to train "
             action += "on all tokens."
             problems.append(
-                Problem(error_location(f"{section}.chat", origins), "off", rule, action)
+                Problem(
+                    Code.CFG_CONFLICT,
+                    error_location(f"{section}.chat", origins),
+                    "off",
+                    rule,
+                    action,
+                )
             )
     return problems
 
@@ -136,7 +145,7 @@ def _check_adapter_base(
         return []
     rule = f"must be set to the adapters' base model (adapter.rank={config.adapter.rank})."
     action = f"Set {key}=hf:DIR, the folder of a public model, or {key}=RUN@STEP."
-    return [Problem(error_location(key, origins), "''", rule, action)]
+    return [Problem(Code.MODEL_ADAPTER, error_location(key, origins), "''", rule, action)]
 
 
 def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem]:
@@ -161,7 +170,11 @@ def find_unused_path(config: Config, origins: Mapping[str, str]) -> list[Problem
             elif not source:
                 action = f"Set {key} to files of one format, such as '*.jsonl' with "
                 action += f"{section}.source=jsonl, or leave {key} out."
-            problems.append(Problem(error_location(key, origins), ", ".join(paths), rule, action))
+            problems.append(
+                Problem(
+                    Code.CFG_IGNORED, error_location(key, origins), ", ".join(paths), rule, action
+                )
+            )
     return problems
 
 
@@ -181,6 +194,7 @@ def _check_vocabulary(
     if config.tokenizer.kind == "bytes":
         problems.append(
             Problem(
+                Code.TOK_VOCABULARY,
                 error_location("tokenizer.kind", origins),
                 "bytes",
                 f"has {BYTES_VOCABULARY} ids, but model.vocab_size is {vocabulary}: the model "
@@ -192,6 +206,7 @@ def _check_vocabulary(
     if not prompts and origins.get("data.source", DEFAULT) == DEFAULT and not config.data.mixture:
         problems.append(
             Problem(
+                Code.TOK_VOCABULARY,
                 error_location("data.source", origins),
                 config.data.source,
                 "is the default dataset for first runs (the source code of Python's standard "
@@ -206,10 +221,10 @@ def _check_vocabulary(
 def check(config: Config, origins: Mapping[str, str], skip: Collection[str] = ()) -> list[Problem]:
     """Return all rule violations. Rules that read a key in `skip` are skipped."""
     problems: list[Problem] = []
-    for key, text, action in violations(config, skip, [*KEYS]):
+    for code, key, text, action in violations(config, skip, [*KEYS]):
         value = value_of(config, key)
         shown = format_value(
             redact.redact_variable_names(value) if key == "launch.environment" else value
         )
-        problems.append(Problem(error_location(key, origins), shown, text, action))
+        problems.append(Problem(code, error_location(key, origins), shown, text, action))
     return problems

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from maxpipe.config.rules import did_you_mean, folder_name
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.files import read
 
 SUFFIX = ".yml"
@@ -215,6 +215,7 @@ def _check_ambiguous_name(found: BundledConfig) -> None:
     except OSError:
         pass
     raise ConfigError.one(
+        Code.CFG_FILE,
         f"command line: {found.name}",
         None,
         f"is ambiguous: it is a bundled config, but {here} in this folder has different content.",
@@ -225,33 +226,35 @@ def _check_ambiguous_name(found: BundledConfig) -> None:
 def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
     where = f"command line: {argument}" if argument else "command line: empty argument"
     if argument in keys:
-        return Problem(where, "", "has no value.", f"Write {argument}=VALUE without spaces.")
+        return Problem(
+            Code.CFG_FILE, where, "", "has no value.", f"Write {argument}=VALUE without spaces."
+        )
     rule = "must be a .yml or .yaml file, the name of a bundled config, or `section.key=value`."
     if os.path.isfile(argument) and os.path.splitext(argument)[1] in _DATA:
         action = f"Specify a config, and set data.path={argument} and its data.source."
-        return Problem(where, "", f"{rule} It is a data file.", action)
+        return Problem(Code.CFG_FILE, where, "", f"{rule} It is a data file.", action)
     if os.path.splitext(argument)[1] in _PROGRAMS:
         action = "Write each setting as section.key=value, such as train.batch_size=64, or edit a "
         action += "file written by `maxpipe init DIR`."
-        return Problem(where, "", f"{rule} Programs cannot be configs.", action)
+        return Problem(Code.CFG_FILE, where, "", f"{rule} Programs cannot be configs.", action)
     if os.path.isfile(argument):  # pathlib raises an error for a name that is too long
-        return Problem(where, "", rule, f"Rename the file to {argument}.yml.")
+        return Problem(Code.CFG_FILE, where, "", rule, f"Rename the file to {argument}.yml.")
     if os.path.isfile(inside := os.path.join(argument, CONFIG_FILE)):
-        return Problem(where, "", f"{rule} It is a run folder.", f"Use {inside}.")
+        return Problem(Code.CFG_FILE, where, "", f"{rule} It is a run folder.", f"Use {inside}.")
     if os.path.isfile(os.path.join(argument, "config.json")):
         action = f"Run `maxpipe import {argument} --out runs/NAME` first, and use "
         action += f"runs/NAME/{CONFIG_FILE}."
-        return Problem(where, "", f"{rule} It is a Hugging Face folder.", action)
+        return Problem(Code.CFG_FILE, where, "", f"{rule} It is a Hugging Face folder.", action)
     if is_hub_id(argument) and not os.path.lexists(argument):
         rule += (
             " It looks like the ID of a Hugging Face Hub model, but maxpipe does not download "
             "models."
         )
-        return Problem(where, "", rule, _hub_model_action(argument))
+        return Problem(Code.CFG_FILE, where, "", rule, _hub_model_action(argument))
     if guess := did_you_mean(os.path.basename(argument).lower(), bundled_configs()):
-        return Problem(where, "", rule, f"Did you mean {guess}? {_LIST}.")
+        return Problem(Code.CFG_FILE, where, "", rule, f"Did you mean {guess}? {_LIST}.")
     action = f"{_LIST}, and `maxpipe config explain` lists sections and keys."
-    return Problem(where, "", rule, action)
+    return Problem(Code.CFG_FILE, where, "", rule, action)
 
 
 def _hub_model_action(argument: str) -> str:

@@ -25,7 +25,7 @@ from maxpipe.config.translation import (
     yaml_line_of_text,
 )
 from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, compose, to_yaml_line
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.formatting import pluralize
 
@@ -51,14 +51,14 @@ def read_foreign(path: Path, origin: str) -> list[Assignment]:
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}."
         action = "Use an existing YAML file; `maxpipe init DIR` writes an example."
-        raise ConfigError.one(origin, None, rule, action) from error
+        raise ConfigError.one(Code.CFG_YAML, origin, None, rule, action) from error
     except (ValueError, RecursionError) as error:
         rule = f"is not a config: {path.suffix[1:]} cannot be parsed ({error})."
         action = "Write a config in YAML; `maxpipe init DIR` writes an example."
-        raise ConfigError.one(origin, None, rule, action) from error
+        raise ConfigError.one(Code.CFG_YAML, origin, None, rule, action) from error
     if not isinstance(values, dict):
         rule = "must contain keys and values."
-        raise ConfigError.one(origin, None, rule, "Write a config in YAML.")
+        raise ConfigError.one(Code.CFG_YAML, origin, None, rule, "Write a config in YAML.")
     return list(from_values(values, origin))
 
 
@@ -225,7 +225,7 @@ def translate_file(
         f"{named}. A config must be a YAML file with sections and keys below them."
     )
     action = f"Write these lines to a .yml file, and use it instead of {origin}:\n{body}"
-    problem = Problem(origin, "", rule, action)
+    problem = Problem(Code.CFG_FOREIGN, origin, "", rule, action)
     return TranslationReport(
         problem, origin, "\n".join(text) + "\n", has_config_file_key=config is not None
     )
@@ -243,7 +243,7 @@ def _unambiguous(path: tuple[str, ...], names: Mapping[str, Raw]) -> tuple[str, 
 
 def _launcher_problem(origin: str, name: str, file: str) -> Problem:
     rule = f"contains another trainer's command-line options; {name} refers to the config {file}."
-    return Problem(origin, "", rule, f"Use {file} instead of {origin}.")
+    return Problem(Code.CFG_FOREIGN, origin, "", rule, f"Use {file} instead of {origin}.")
 
 
 def _family(given: Sequence[tuple[tuple[str, ...], Raw]], context: TranslationContext) -> str:

@@ -73,7 +73,7 @@ from maxpipe.config.yaml_values import (
     texts,
     to_yaml_line,
 )
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 
 _MOST_IN_CONTEXT = 2000
 """Maximum number of unknown keys whose values are considered when other keys are translated. The
@@ -296,7 +296,9 @@ def _build(
     for done, assignment in enumerate(assignments):
         if len(problems) >= _MAX_PROBLEMS:
             rule = f"{len(assignments) - done} more values were not read."
-            problems.append(Problem("config", "", rule, "Fix these problems first."))
+            problems.append(
+                Problem(Code.CFG_VALUE, "config", "", rule, "Fix these problems first.")
+            )
             raise ConfigError(problems)
         problem = _assign(nodes, assignment)
         if problem is None:
@@ -310,7 +312,9 @@ def _build(
     for done, problem in enumerate(_unknown_problem(each, context) for each in unknown):
         if len(problems) >= _MAX_PROBLEMS:
             rule = f"{len(unknown) - done} more values were not read."
-            problems.append(Problem("config", "", rule, "Fix these problems first."))
+            problems.append(
+                Problem(Code.CFG_UNKNOWN_KEY, "config", "", rule, "Fix these problems first.")
+            )
             raise ConfigError(problems)
         problems.append(problem)
     wrong.update(prefix for each in unknown for prefix in _prefixes(each.path))
@@ -380,6 +384,7 @@ def _other_family_problems(assignments: Iterable[Assignment], family: str) -> It
         ):
             other = section.rpartition(".")[2]
             yield assignment.problem(
+                Code.CFG_CONFLICT,
                 f"requires {FAMILY}={other}, but the family is {family}.",
                 f"Leave it out, or set {FAMILY}={other}.",
             )
@@ -394,6 +399,7 @@ def _missing_problem(keys: Sequence[str], assignments: Sequence[Assignment]) -> 
     where = ", ".join(files) or "command line"
     verb = "is required." if len(keys) == 1 else "are required."
     return Problem(
+        Code.CFG_MISSING,
         f"{where}: {', '.join(keys)}",
         "",
         f"{verb}",
@@ -448,7 +454,7 @@ def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
     for text in texts(assignment.raw):
         refusal = find_invalid_text(text)
         if refusal:
-            return assignment.problem(*refusal)
+            return assignment.problem(Code.CFG_TYPE, *refusal)
     node = _copied(nodes, section)
     if (of_name := NAMED_SECTIONS.get(f"{section}.{name}.{NAME}")) is not None:
         within = _locate_in_named_section(node, assignment, of_name, name, entry)
@@ -471,7 +477,7 @@ def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
     except ItemError as error:
         return _item_problem(assignment, error)
     except TooLargeError as error:
-        return assignment.problem(str(error), _type_problem(assignment, hint).action)
+        return assignment.problem(Code.CFG_TYPE, str(error), _type_problem(assignment, hint).action)
     except (ValueError, OverflowError):
         return _type_problem(assignment, hint)
     return None
@@ -480,7 +486,7 @@ def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
 def _item_problem(assignment: Assignment, error: ItemError) -> Problem:
     wrong = dataclasses.replace(assignment, path=tuple(error.key.split(".")), raw=error.raw)
     if error.rule:
-        return wrong.problem(error.rule, error.action)
+        return wrong.problem(Code.CFG_TYPE, error.rule, error.action)
     return _type_problem(wrong, error.hint)
 
 
@@ -498,7 +504,7 @@ def _locate_in_named_section(
                 "must be a mapping of names to keys." if not entry else "must be a mapping of keys."
             )
             name = entry[0] if entry else "web"
-            return assignment.problem(rule, f"Set {full}.{name}.path='web/*.txt'.")
+            return assignment.problem(Code.CFG_TYPE, rule, f"Set {full}.{name}.path='web/*.txt'.")
         if entry:
             node[key][entry[0]] = _empty_section(of_name)
         else:
@@ -511,10 +517,13 @@ def _locate_in_named_section(
         guess = did_you_mean(field, known)
         action = f"Did you mean {full}.{name}.{guess}? " if guess else ""
         return assignment.problem(
-            f"is not a key of {full}.{name}.", f"{action}Its keys are {', '.join(known)}."
+            Code.CFG_UNKNOWN_KEY,
+            f"is not a key of {full}.{name}.",
+            f"{action}Its keys are {', '.join(known)}.",
         )
     if not NAME_FORM.fullmatch(name):
         return assignment.problem(
+            Code.CFG_VALUE,
             f"must have a name of at most 64 letters, digits, `_` and `-`; got {name}.",
             f"Set {full}.web.{field}=... (with another name).",
         )
@@ -569,22 +578,24 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
         action = value_action(key, str(assignment.raw), choices) or f"Set {key}={choices[0]}."
         if "[" in key:
             action = f"Write `{assignment.path[-1]}: {choices[0]}`."
-        return assignment.problem(f"must be {type_name(hint)}.", action)
+        return assignment.problem(Code.CFG_VALUE, f"must be {type_name(hint)}.", action)
     if is_mapping(hint):
         example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
         rule = "must be a list of mesh axes" if len(assignment.path) > 2 else "must be a mapping"
-        return assignment.problem(f"{rule}.", f"{example}.")
+        return assignment.problem(Code.CFG_TYPE, f"{rule}.", f"{example}.")
     if hint in _LISTS:
         is_name = hint == list[str] and isinstance(assignment.raw, str)
         example = f"[{assignment.raw}]" if is_name else _LISTS[hint][1]
-        return assignment.problem(f"must be a {type_name(hint)}.", f"Set {key}={example}.")
+        return assignment.problem(
+            Code.CFG_TYPE, f"must be a {type_name(hint)}.", f"Set {key}={example}."
+        )
     if hint is str and isinstance(assignment.raw, list) and (action := list_action(key)):
-        return assignment.problem("must be a string, not a list.", action)
+        return assignment.problem(Code.CFG_TYPE, "must be a string, not a list.", action)
     if hint is str:
         action = f"Write {key} = '...', or leave the key out."
         if "[" in key:
             action = f"Write `{assignment.path[-1]}: ...`."
-        return assignment.problem("must be a string.", action)
+        return assignment.problem(Code.CFG_TYPE, "must be a string.", action)
     example = {int: "8", float: "0.1", bool: "true"}[hint]
     if bound := BOUNDS.get(declared_key(key)):
         example = str(bound.example)
@@ -594,7 +605,9 @@ def _type_problem(assignment: Assignment, hint: Any) -> Problem:
     article = {int: "an integer", float: "a finite number", bool: "true or false"}[hint]
     if hint is float and _is_too_large(assignment.raw):
         article = "a number below 1.8e308, the largest 64-bit float"
-    return assignment.problem(f"must be {article}.", f"Write a value such as {setting}.")
+    return assignment.problem(
+        Code.CFG_TYPE, f"must be {article}.", f"Write a value such as {setting}."
+    )
 
 
 def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:
@@ -604,24 +617,29 @@ def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Pro
     if section in SECTIONS and not names and not is_text and not assignment.option:
         rule = "is a section: write its keys below it, one `key: value` per line."
         action = f"Run `maxpipe config explain {section}` to list its keys."
-        return assignment.problem(rule, action)
+        return assignment.problem(Code.CFG_UNKNOWN_KEY, rule, action)
     if key in KEYS and not assignment.option:
         lines = [f"`{each}:`" for each in section_of(key).split(".")]
         rule = "is a full key: in a file, write it below its section."
         last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
-        return assignment.problem(rule, f"Write {', below it '.join(lines)}, {last}")
+        return assignment.problem(
+            Code.CFG_UNKNOWN_KEY, rule, f"Write {', below it '.join(lines)}, {last}"
+        )
     rule, show = _rule(assignment)
     if (
         isinstance(assignment.raw, dict)
         and not names
         and (close := did_you_mean(section, SECTIONS))
     ):
-        return assignment.problem(rule, f"Did you mean {close}? {show}", given=False)
+        return assignment.problem(
+            Code.CFG_UNKNOWN_KEY, rule, f"Did you mean {close}? {show}", given=False
+        )
     translation = _translate_unknown(assignment, context)
     action = translation.action_text(in_file=assignment.is_in_file)
     if translation.key and not translation.is_exact:
         action = f"Did you mean {translation.key}? {show}"
     problem = assignment.problem(
+        Code.CFG_UNKNOWN_KEY,
         join_reason(rule, translation.why),
         action or show,
         given=bool(assignment.option) or bool(names) or not isinstance(assignment.raw, dict),

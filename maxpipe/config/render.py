@@ -40,7 +40,7 @@ from maxpipe.config.schema import (
 )
 from maxpipe.config.translation import MODEL
 from maxpipe.config.yaml_values import NAME_FORM, to_yaml_line
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, DEFAULT_AXIS_RULES
 from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
 
@@ -103,6 +103,7 @@ def explain(key: str) -> str:
     guess = guess or match.name
     action = f"Did you mean `maxpipe config explain {guess}`?" if guess else match.action
     raise ConfigError.one(
+        Code.CFG_UNKNOWN_KEY,
         f"command line: {key}",
         None,
         f"is neither a config section nor a config key{f': {match.why}' if match.why else '.'}",

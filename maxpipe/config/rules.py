@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import format_nested
 from maxpipe.models.config import Bound
@@ -104,7 +104,9 @@ def add_nonempty_rule(key: str) -> None:
         if not value_of(config, key):
             section, name = key.split(".")
             schema = {f.name: f.default for f in dataclasses.fields(getattr(config, section))}
-            yield RuleViolation(key, "must not be empty.", f"Set {key}={schema[name]}.")
+            yield RuleViolation(
+                Code.CFG_MISSING, key, "must not be empty.", f"Set {key}={schema[name]}."
+            )
 
 
 def add_local_folder_rule(key: str, action: str) -> None:
@@ -113,7 +115,7 @@ def add_local_folder_rule(key: str, action: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
         if url_scheme(value_of(config, key)):
-            yield RuleViolation(key, "must be a folder path, not a URL.", action)
+            yield RuleViolation(Code.CFG_VALUE, key, "must be a folder path, not a URL.", action)
 
 
 MAX_FINDINGS = 8
@@ -244,7 +246,10 @@ def _add_range_rule(bound: Bound) -> None:
     def find(config: Config) -> Iterator[RuleViolation]:
         if not bound.holds(value_of(config, bound.key)):
             yield RuleViolation(
-                bound.key, f"must be {bound}.", f"Set {bound.key}={format_value(bound.example)}."
+                Code.CFG_VALUE,
+                bound.key,
+                f"must be {bound}.",
+                f"Set {bound.key}={format_value(bound.example)}.",
             )
 
 
@@ -270,10 +275,12 @@ def add_item_rules(
             given = [name for name in exclusive if name in item]
             if len(given) > 1:
                 text = f"must have either {' or '.join(exclusive)}, not both."
-                yield RuleViolation(place, text, f"Leave {given[1]} out.")
+                yield RuleViolation(Code.CFG_CONFLICT, place, text, f"Leave {given[1]} out.")
             elif one_of and not given:
                 action = f'Add `{one_of[0]}: ...`, as in "{key}={example}".'
-                yield RuleViolation(place, f"requires {' or '.join(one_of)}.", action)
+                yield RuleViolation(
+                    Code.CFG_MISSING, place, f"requires {' or '.join(one_of)}.", action
+                )
 
 
 def _out_of_range(declared: str, place: str, value: Any) -> Iterator[RuleViolation]:
@@ -281,11 +288,16 @@ def _out_of_range(declared: str, place: str, value: Any) -> Iterator[RuleViolati
         for name, part in value.items():
             yield from _out_of_range(declared, f"{place}.{name}", part)
         if not any(value.values()):
-            yield RuleViolation(place, "must have a weight above 0.", "Set a weight to 1.")
+            yield RuleViolation(
+                Code.CFG_VALUE, place, "must have a weight above 0.", "Set a weight to 1."
+            )
     elif (bound := BOUNDS.get(declared)) and not bound.holds(value):
         name = place.rpartition(".")[2]
         yield RuleViolation(
-            place, f"must be {bound}.", f"Write `{name}: {format_value(bound.example)}`."
+            Code.CFG_VALUE,
+            place,
+            f"must be {bound}.",
+            f"Write `{name}: {format_value(bound.example)}`.",
         )
 
 
@@ -312,7 +324,7 @@ def violations(
         if findings and len(check.keys) == 1:
             wrong.update(check.keys)
         elif check.is_first:
-            wrong.update(key for key, *_ in findings)
+            wrong.update(finding.key for finding in findings)
         yield from findings
 
 

@@ -22,7 +22,7 @@ import yaml
 from maxpipe.config.config_files import ConfigFile, broken_link, missing_file_action
 from maxpipe.config.rules import EXAMPLES, ITEM, did_you_mean, field_name
 from maxpipe.config.schema import ITEM_KEYS, ITEM_SECTIONS, names_in, without_none
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.formatting import format_nested
 
@@ -221,7 +221,7 @@ def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | N
         action = missing_file_action(path) if not os.path.lexists(path) else "Use a readable file."
         what = broken_link(path)
         reason = f"cannot be read: {f'it is {what}' if what else error.strerror or error}."
-        problems.append(Problem(arg, "", reason, action))
+        problems.append(Problem(Code.CFG_FILE, arg, "", reason, action))
     except ConfigError as error:
         problems += error.problems
     except yaml.YAMLError as error:
@@ -229,7 +229,9 @@ def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | N
     else:
         if not text.strip():
             rule = "is empty, perhaps because the disk was full."
-            problems.append(Problem(arg, "", rule, "Write the file again, or leave it out."))
+            problems.append(
+                Problem(Code.CFG_YAML, arg, "", rule, "Write the file again, or leave it out.")
+            )
             return None
         if root is None or raw_of(root) is None:
             return yaml.MappingNode("", [])
@@ -237,7 +239,7 @@ def read_file(file: ConfigFile, problems: list[Problem]) -> yaml.MappingNode | N
             return root
         rule = "must contain sections, such as `model:`, with keys below them."
         action = "See `maxpipe configs show quickstart` for an example."
-        problems.append(Problem(arg, format_raw(raw_of(root)), rule, action))
+        problems.append(Problem(Code.CFG_YAML, arg, format_raw(raw_of(root)), rule, action))
     return None
 
 
@@ -247,6 +249,7 @@ def _read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError.one(
+            Code.CFG_YAML,
             str(path),
             None,
             f"is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}.",
@@ -263,6 +266,7 @@ def syntax_problem(place: str, error: yaml.YAMLError) -> Problem:
     what = what or str(getattr(error, "reason", "unexpected end of input"))
     line = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
     return Problem(
+        Code.CFG_YAML,
         f"{place}{line}",
         "",
         f"is not supported YAML: {what}.",
@@ -283,6 +287,7 @@ def entries(
         if key in first:
             problems.append(
                 Problem(
+                    Code.CFG_YAML,
                     f"{file}:{line}: {prefix}{key}" if file else f"command line: {prefix}{key}",
                     format_raw(raw_of(value)),
                     f"appears twice in this file, first on line {first[key]}."

@@ -43,7 +43,7 @@ from maxpipe.data.sources import Heartbeat, Progress, Source, UnreadableRecord
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatProcess, ChatTemplate, Masking, RenderError
 from maxpipe.data.tokenizers.files import wrap_text_errors
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 
@@ -179,13 +179,15 @@ def load_chat_template(config: SourceConfig, tokenizer: Tokenizer) -> ChatTempla
         except (OSError, ValueError) as error:
             rule = f"must be a UTF-8 text file: {getattr(error, 'strerror', None) or error}."
             action = "Set data.chat_template to a Jinja template file."
-            raise ConfigError.one("data.chat_template", path, rule, action) from error
+            raise ConfigError.one(
+                Code.TOK_TEMPLATE, "data.chat_template", path, rule, action
+            ) from error
         return ChatTemplate(text, path, tokenizer.role_texts, settings)
     if tokenizer.chat is None:
         rule = "requires a chat template, but the tokenizer folder does not contain one."
         action = "Set data.chat_template to a Jinja file, or put chat_template.jinja into the "
         action += "folder of tokenizer.path."
-        raise ConfigError.one("data.chat", config.chat, rule, action)
+        raise ConfigError.one(Code.TOK_TEMPLATE, "data.chat", config.chat, rule, action)
     return tokenizer.chat.with_settings(settings)
 
 
@@ -238,7 +240,9 @@ def wrap_record_errors(source: Source, document: int) -> Iterator[None]:
         with wrap_text_errors(lambda _: source.where(document)):
             yield
     except BadRecord as error:
-        problem = Problem(source.where(document), error.value, error.rule, error.action)
+        problem = Problem(
+            Code.DATA_RECORD, source.where(document), error.value, error.rule, error.action
+        )
         raise UnreadableRecord([problem]) from error
 
 
@@ -461,7 +465,7 @@ def empty_documents_error(path: str | None, documents: int, chat: str) -> Config
     if chat == "pairs":
         rule = f"must contain responses: found {pluralize(documents, 'pair')}, all empty."
         action = "Set data.chosen_field and data.rejected_field to the response fields."
-    return ConfigError.one("data.path", path, rule, action)
+    return ConfigError.one(Code.DATA_EMPTY, "data.path", path, rule, action)
 
 
 def no_trained_tokens_error(template: str, count: int) -> ConfigError:
@@ -469,7 +473,7 @@ def no_trained_tokens_error(template: str, count: int) -> ConfigError:
     rule = f"must mark text to train on: no token of {pluralize(count, 'conversation')} is marked."
     action = "Set data.trained_roles to roles in the conversations, or correct `weight` and "
     action += "`train` of the messages or the template's {% generation %} blocks."
-    return ConfigError.one(template, None, rule, action)
+    return ConfigError.one(Code.TOK_TEMPLATE, template, None, rule, action)
 
 
 def encode_and_count(conversations: ChatEncoder, document: int) -> CountedConversation:

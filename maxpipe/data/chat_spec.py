@@ -30,7 +30,7 @@ from maxpipe.data.sources import Heartbeat, Progress
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.data.tokenizers.control import Framing
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import check_type
 
@@ -371,5 +371,5 @@ def check_remaining(
 def _wrong(policy: str, rule: str, other: str) -> ConfigError:
     larger = "a larger train.sequence_length"
     return ConfigError.one(
-        _KEY, policy, rule, f"Set {f'{larger}, or {other}' if other else larger}."
+        Code.DATA_EMPTY, _KEY, policy, rule, f"Set {f'{larger}, or {other}' if other else larger}."
     )

@@ -72,7 +72,7 @@ from maxpipe.data.unread_keys import (
     remarks,
     suggest_settings,
 )
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 SOURCES = "sources"
 """Name of the fingerprint entry that contains the metadata of each source in a mixture."""
@@ -122,7 +122,7 @@ class IndexedSource:
             if sequences is not None and not len(sequences):
                 rule = f"must have a document of at least two tokens: the split {split} has none."
                 action = "Set data.path to documents with text."
-                raise ConfigError.one("data.path", None, rule, action)
+                raise ConfigError.one(Code.DATA_EMPTY, "data.path", None, rule, action)
         return sequences
 
     def _packed(self, split: Split, fraction: float, packer: Packer) -> Sequences | None:

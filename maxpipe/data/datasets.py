@@ -23,7 +23,7 @@ from maxpipe.data.loader import Datasets, build_loaders
 from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.files import expand_path
 from maxpipe.rewards.process import RewardFunction, check
 
@@ -246,7 +246,7 @@ def check_overlap(
             f"data: the first is {overlap.first}, which has the same text as {overlap.trained}."
         )
         action = "Remove the overlapping documents, or set data.validation_overlap=ignore."
-        problems.append(Problem(key, "", rule, action))
+        problems.append(Problem(Code.DATA_VALIDATION, key, "", rule, action))
     if problems and how == "stop":
         raise ConfigError(problems)
     for problem in problems:

@@ -26,7 +26,7 @@ from maxpipe.data.formats.source import track_read
 from maxpipe.data.sources import Heartbeat, Progress, Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.files import wrap_text_errors
-from maxpipe.errors import StorageError
+from maxpipe.errors import Code, StorageError
 
 _LOG = logging.getLogger(__name__)
 
@@ -307,10 +307,11 @@ class EncodedDocuments:
 
     def _changed_error(self, document: int, what: str = "different content") -> StorageError:
         return StorageError(
+            Code.DATA_CHANGED,
             f"{self._source.where(document)}: the file has changed\n"
             f"  document {document} of {self._source.name} has {what}; documents must not "
             "change after they are indexed.\n"
-            "  Restore the file, or start a new run with the changed file."
+            "  Restore the file, or start a new run with the changed file.",
         )
 
     def _read(self, document: int) -> EncodedDocument:

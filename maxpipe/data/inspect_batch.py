@@ -20,7 +20,7 @@ from maxpipe.data.loader import Loader
 from maxpipe.data.packing import PAIRS
 from maxpipe.data.pairs import HALVES
 from maxpipe.data.tokenizer import Tokenizer, open_text_stream
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
 from maxpipe.io.formatting import pluralize
 
@@ -82,10 +82,12 @@ def inspect_sequence(
             "must be a step for which data exists: it would read batch "
             f"{batch + 1}, but the last batch is {last}."
         )
-        raise ConfigError.one("command line: step", None, rule, "Set a smaller step.")
+        raise ConfigError.one(
+            Code.CLI_VALUE, "command line: step", None, rule, "Set a smaller step."
+        )
     if row >= len(rows):
         rule = f"must be a zero-based row index in a batch with {pluralize(len(rows), 'sequence')}."
-        raise ConfigError.one("command line: row", row, rule, "Set a smaller row.")
+        raise ConfigError.one(Code.CLI_VALUE, "command line: row", row, rule, "Set a smaller row.")
     place = rows[row]
     arrays = {name: array[0] for name, array in loader.batch(batch, [row]).items()}
     segments = list(_segments(loader, tokenizer, place.source, place.documents, arrays))
@@ -175,8 +177,9 @@ def _events(run_dir: str | Path) -> list[_BatchEvent]:
         return []
     except OSError as error:
         raise StorageError(
+            Code.RUN_RECORDS,
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Specify an unmodified run folder (default: runs/<run.name>)."
+            "  Specify an unmodified run folder (default: runs/<run.name>).",
         ) from error
 
 

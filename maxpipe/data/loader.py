@@ -32,7 +32,7 @@ from maxpipe.data.packing import Sequences
 from maxpipe.data.pairs import PairDocuments
 from maxpipe.data.sources import Heartbeat
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 # The version is incremented if a release changes the batches for the same seed and data.
 _ORDER, _ORDER_VERSION = "order_version", 1
@@ -525,5 +525,7 @@ def build_single_pass(
     if loader is None:
         rule = "leaves no documents for validation."
         action = "Evaluate on all documents with --split all, or on other files with --data FILES."
-        raise ConfigError.one("data.validation_fraction", data.validation_fraction, rule, action)
+        raise ConfigError.one(
+            Code.DATA_VALIDATION, "data.validation_fraction", data.validation_fraction, rule, action
+        )
     return loader, corpus.tokenizer

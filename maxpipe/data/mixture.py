@@ -28,7 +28,7 @@ from maxpipe.config.sections.train import BatchRamp
 from maxpipe.data.formats.source import track_read
 from maxpipe.data.packing import Permutation, Sequences
 from maxpipe.data.sources import wrap_section_errors
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 BLOCK = 1 << 16
 _MIXTURE_ORDER = 2
@@ -261,13 +261,16 @@ def build_mixture(
     firsts = [0, *texts.stage_ends(stages, ramp, sequence_length)]
     if firsts[-1] > _MAX_SAMPLES:
         rule = f"must end before sequence {_MAX_SAMPLES}: the stages end after {firsts[-1]}."
-        raise ConfigError.one("data.mixture_stages", None, rule, "Make the stages shorter.")
+        raise ConfigError.one(
+            Code.DATA_MIXTURE, "data.mixture_stages", None, rule, "Make the stages shorter."
+        )
     for first, weight in zip(firsts, weights, strict=True):
         shares = texts.mixture_shares(weight, data.mixture_temperature)
         dealt = compute_quotas(list(shares.values()))
         for (name, share), quota in zip(shares.items(), dealt, strict=True):
             if share and not quota:
                 raise ConfigError.one(
+                    Code.DATA_MIXTURE,
                     f"data.mixture.{name}",
                     f"a share of {share:.2g}",
                     f"must be at least {1 / BLOCK:.2g} of the total: smaller shares round to 0.",

@@ -31,7 +31,7 @@ from maxpipe.data.formats import disk_cache
 from maxpipe.data.formats.files import digest
 from maxpipe.data.formats.source import track_read
 from maxpipe.data.sources import Heartbeat
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 _FEISTEL_ROUNDS = 8
 _FEISTEL_BLOCK = 1 << 16
@@ -98,7 +98,9 @@ def split_documents(
         rule += f"{num_documents}."
         action = "Set data.validation_fraction=0 and eval.batches=0, or split the text into "
         action += "documents."
-        raise ConfigError.one("data.validation_fraction", validation_fraction, rule, action)
+        raise ConfigError.one(
+            Code.DATA_VALIDATION, "data.validation_fraction", validation_fraction, rule, action
+        )
     num_validation = min(max(round(validation_fraction * num_documents), 1), num_documents - 1)
     return order[num_validation:], order[:num_validation]
 

@@ -33,7 +33,7 @@ from maxpipe.data.formats.record_text import BadRecord, shorten
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, Message
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.formatting import pluralize
 
 TRUNCATED, DROPPED, IDENTICAL = 1, 2, 4
@@ -163,7 +163,9 @@ class PairEncoder:
         if self._config.long_pairs == "truncate":
             rule = f"leaves no training examples: in each of {pairs}, the prompts alone fill {row}."
             action = "Set a larger train.sequence_length, or shorten the prompts."
-        raise ConfigError.one("data.long_pairs", self._config.long_pairs, rule, action)
+        raise ConfigError.one(
+            Code.DATA_EMPTY, "data.long_pairs", self._config.long_pairs, rule, action
+        )
 
     def fingerprint(self) -> str:
         """Return a digest of the settings that determine the token ids and loss masks."""

@@ -50,7 +50,7 @@ from maxpipe.data.packing import Permutation, TokenSpan, assemble_sequence
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
 from maxpipe.data.tokenizers.files import wrap_text_errors
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
@@ -96,6 +96,7 @@ def _conversation(line: bytes, where: str) -> ChatInput:
         return chat_of(record)
     except ValueError as error:
         raise ConfigError.one(
+            Code.GEN_PROMPT,
             where,
             None,
             f"must be an object with messages: {error}.",
@@ -108,6 +109,7 @@ def _read_file(path: str | Path, where: str) -> bytes:
         return files.read(path, MAX_BYTES)
     except OSError as error:
         raise ConfigError.one(
+            Code.DATA_UNREADABLE,
             where,
             None,
             f"must be a readable file: {error.strerror or error}.",
@@ -125,7 +127,11 @@ def _lines(raw: bytes, where: str) -> list[tuple[int, bytes]]:
     lines = [(place, line) for place, line in enumerate(raw.splitlines(), 1) if line.strip()]
     if not lines:
         raise ConfigError.one(
-            where, None, "must have at least one non-blank line.", "Write a prompt."
+            Code.DATA_EMPTY,
+            where,
+            None,
+            "must have at least one non-blank line.",
+            "Write a prompt.",
         )
     return lines
 
@@ -142,7 +148,7 @@ def parse_prompt(line: bytes, where: str, *, is_json: bool = False) -> str:
     except ValueError as error:  # includes encoding errors
         rule = "must be an object with a string `prompt`" if is_json else "must be UTF-8"
         raise ConfigError.one(
-            where, None, f"{rule}: {error}.", "Correct the line, or remove it."
+            Code.GEN_PROMPT, where, None, f"{rule}: {error}.", "Correct the line, or remove it."
         ) from error
 
 
@@ -292,7 +298,7 @@ def _content(path: str) -> bytes:
     except OSError as error:
         rule = f"must be a readable file: {error.strerror or error}."
         action = 'Set grpo.prompts to a file with lines such as {"prompt": "3+4=", "answer": "7"}.'
-        raise ConfigError.one(_KEY, path, rule, action) from error
+        raise ConfigError.one(Code.DATA_UNREADABLE, _KEY, path, rule, action) from error
 
 
 class _PromptLine(NamedTuple):
@@ -329,11 +335,17 @@ def _records(content: bytes, path: str, check: Check, data: SourceConfig) -> lis
         except ValueError as error:  # includes encoding errors
             rule = f"must be an object with a prompt that the reward function accepts: {error}."
             action = "Correct or remove the line."
-            raise ConfigError.one(f"{_KEY}: {path}, line {number}", None, rule, action) from error
+            raise ConfigError.one(
+                Code.DATA_RECORD, f"{_KEY}: {path}, line {number}", None, rule, action
+            ) from error
         lines.append(parsed)
     if not lines:
         raise ConfigError.one(
-            _KEY, path, "contains no prompts: each non-blank line must contain one.", "Add prompts."
+            Code.DATA_EMPTY,
+            _KEY,
+            path,
+            "contains no prompts: each non-blank line must contain one.",
+            "Add prompts.",
         )
     if remark := _unread_fields_remark([part.record for part in lines], data):
         _LOG.warning("%s: %s", path, remark)
@@ -435,7 +447,7 @@ def _encode_prompts(
         rule += "tokenizer has none."
         action = "Write a `prompt` in each line, or set the model folder: tokenizer.kind=auto "
         action += "tokenizer.path=FOLDER."
-        raise ConfigError.one(_KEY, None, rule, action)
+        raise ConfigError.one(Code.TOK_TEMPLATE, _KEY, None, rule, action)
     places = [record.where for record in records if record.chat is None]
     with wrap_text_errors(lambda number: places[number]):
         plain = iter(tokenizer.encode_batch(texts))
@@ -449,7 +461,9 @@ def _encode_prompts(
                 ids = tokenizer.encode_chat(next(rendered))
         if not len(ids):
             rule = "must be messages that the chat template renders to non-empty text."
-            raise ConfigError.one(f"{_KEY}: {record.where}", None, rule, "Correct the messages.")
+            raise ConfigError.one(
+                Code.TOK_TEMPLATE, f"{_KEY}: {record.where}", None, rule, "Correct the messages."
+            )
         prompts.append(
             PromptRecord(
                 record.record, record.message_texts[-1], ids.astype(np.int32), record.where
@@ -464,6 +478,7 @@ def _check_lengths(prompts: list[PromptRecord], config: GrpoConfig, sequence_len
     if size + config.max_tokens > sequence_length:
         text = longest.text
         raise ConfigError.one(
+            Code.GEN_PROMPT,
             f"{_KEY}: {longest.where}",
             repr(text[:_SHOWN]) + ("..." if len(text) > _SHOWN else ""),
             f"has {size} tokens, including BOS: with grpo.max_tokens ({config.max_tokens}) "

@@ -14,7 +14,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, fields, replace
+from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
@@ -37,7 +37,7 @@ from maxpipe.data.formats.source import (
     Source,
     UnreadableRecord,
 )
-from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.io.formatting import pluralize
 
 __all__ = [
@@ -111,7 +111,7 @@ def _open_records(
         case "tokens" | "megatron":
             rule = "must be a text source for this command: this source contains token ids."
             action = "Set data.source and data.path to the original text."
-            raise ConfigError.one("data.source", config.source, rule, action)
+            raise ConfigError.one(Code.DATA_FORMAT, "data.source", config.source, rule, action)
 
 
 ENDINGS: dict[str, SourceKind] = {".jsonl": "jsonl", ".parquet": "parquet", ".array": "arrayrecord"}
@@ -144,7 +144,7 @@ def infer_source(path: str, where: str) -> SourceKind:
         return kinds.pop()
     rule = f"must contain files of one format: found {' and '.join(sorted(kinds))}."
     action = f"Select files with a pattern such as '{os.path.join(path, '*.jsonl')}'."
-    raise ConfigError.one(where, path, rule, action)
+    raise ConfigError.one(Code.DATA_FORMAT, where, path, rule, action)
 
 
 _KEYS = re.compile(rf"\bdata\.({'|'.join(field.name for field in fields(SourceConfig))})\b")
@@ -159,13 +159,14 @@ def wrap_section_errors(name: str) -> Iterator[None]:
         if not name:
             raise
         problems = [
-            Problem(*(_qualify_keys(name, text) for text in astuple(p))) for p in error.problems
+            Problem(p.code, *(_qualify_keys(name, text) for text in p.texts))
+            for p in error.problems
         ]
         raise ConfigError(problems) from error
     except StorageError as error:
         if not name:
             raise
-        raise StorageError(_qualify_keys(name, str(error))) from error
+        raise StorageError(error.code, _qualify_keys(name, error.message)) from error
 
 
 def _qualify_keys(name: str, text: str) -> str:
@@ -187,7 +188,7 @@ class TextFiles:
         if not self.files:
             rule = f"must contain text: found {pluralize(len(files), 'file')}, all empty."
             action = "Set data.path to a folder with text, or data.source=corpus."
-            raise ConfigError.one("data.path", common_folder(files), rule, action)
+            raise ConfigError.one(Code.DATA_EMPTY, "data.path", common_folder(files), rule, action)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -219,7 +220,7 @@ def open_stdlib_corpus() -> TextFiles:
     if not files:
         rule = f"requires the source files of Python's standard library, but {root} has none."
         action = "Set data.source=text and data.path to a folder with text."
-        raise ConfigError.one("data.source", "corpus", rule, action)
+        raise ConfigError.one(Code.DATA_MISSING, "data.source", "corpus", rule, action)
     return TextFiles("corpus", stat_files(files, root), errors="replace")
 
 

@@ -20,7 +20,7 @@ from maxpipe.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxpipe.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from maxpipe.data.tokenizers.tiktoken import TiktokenTokenizer
 from maxpipe.data.tokenizers.tokenizer_class import FILE_AS_IT_IS
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 _CONTEXT = 4
 _REPLACEMENT_CHARACTER = "\ufffd"
@@ -117,9 +117,9 @@ def fit_tokenizer(tokenizer: Tokenizer, rows: int, *, model: str = "") -> Tokeni
     if model:
         rule = f"{rule[:-1]}, but the embedding of {model} has {rows} rows."
         action = "Use the tokenizer of this model: tokenizer.kind=auto tokenizer.path=FOLDER."
-        raise ConfigError.one("model.vocab_size", rows, rule, action)
+        raise ConfigError.one(Code.TOK_VOCABULARY, "model.vocab_size", rows, rule, action)
     action = f"Set model.vocab_size={-(-need // 128) * 128} (or any value of at least {need})."
-    raise ConfigError.one("model.vocab_size", rows, rule, action)
+    raise ConfigError.one(Code.TOK_VOCABULARY, "model.vocab_size", rows, rule, action)
 
 
 def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
@@ -131,7 +131,7 @@ def check_token_ids(where: str, ids: np.ndarray, tokenizer: Tokenizer) -> None:
     rule += f"number of embedding rows: the tokenizer has {tokenizer.vocab_size} ids."
     action = f"Set model.vocab_size={tokenizer.vocab_size}, or re-prepare the dataset without the "
     action += "text that produces this token."
-    raise ConfigError.one(where, f"id {largest}", rule, action)
+    raise ConfigError.one(Code.TOK_VOCABULARY, where, f"id {largest}", rule, action)
 
 
 def suggest_tokenizer_action(tokenizer: Tokenizer, fingerprint: str, action: str) -> str:

@@ -22,7 +22,7 @@ from maxpipe.config.sections.data import DataConfig
 from maxpipe.data.sources import Source, infer_source, open_source
 from maxpipe.data.tokenizers.byte_bpe import LLAMA3
 from maxpipe.data.tokenizers.files import missing_package_error
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 
 VocabularyKind = Literal["bpe", "unigram"]
 MIN_VOCAB_SIZE = 256 + 3
@@ -90,7 +90,7 @@ def _texts(sources: Sequence[Source], report: ProgressCallback) -> Iterator[str]
             yield text
     if not characters:
         rule = f"must contain text: found {total} documents, all of them empty."
-        raise ConfigError.one(_FILE, None, rule, "Choose other files.")
+        raise ConfigError.one(Code.DATA_EMPTY, _FILE, None, rule, "Choose other files.")
     report("computing the vocabulary", 0, 0)
 
 
@@ -188,7 +188,7 @@ def check_free(folder: Path) -> None:
     if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
         action = f"Choose another folder, such as --out {folder}-2."
         rule = "must not exist, or must be an empty folder."
-        raise ConfigError.one("command line: --out", folder, rule, action)
+        raise ConfigError.one(Code.CLI_OUTPUT, "command line: --out", folder, rule, action)
 
 
 def write(folder: Path, content: str) -> None:

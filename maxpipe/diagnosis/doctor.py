@@ -78,11 +78,12 @@ class CheckResult:
     status: Literal["ok", "warning", "FAILED"]
     text: str
     action: str = ""
+    code: str = ""
+    """Error code, if the check failed with an error."""
 
     def __str__(self) -> str:
-        return redact.redact_text(
-            f"{self.status:8} {self.name:24} {self.text} {self.action}".rstrip()
-        )
+        text = f"{self.status:8} {self.name:24} {self.text} {self.action}".rstrip()
+        return redact.redact_text(f"{text} [{self.code}]" if self.code else text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,11 @@ def examine(inputs: Sequence[str]) -> Iterator[CheckResult]:
             target = CheckTarget.of(loaded)
             yield from (
                 CheckResult(
-                    "config", "warning", f"{each.where} = {each.value} {each.rule}", each.action
+                    "config",
+                    "warning",
+                    f"{each.where} = {each.value} {each.rule}",
+                    each.action,
+                    each.code,
                 )
                 for each in (*loaded.warnings, *find_warnings(loaded.config))
             )
@@ -187,7 +192,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _config_error_checks(name: str, error: ConfigError) -> Iterator[CheckResult]:
     for problem in error.problems:
         given = f" = {problem.value}" if problem.value else ""
-        yield CheckResult(name, "FAILED", f"{problem.where}{given} {problem.rule}", problem.action)
+        text = f"{problem.where}{given} {problem.rule}"
+        yield CheckResult(name, "FAILED", text, problem.action, problem.code)
 
 
 # Folders.
@@ -236,11 +242,11 @@ def check_restore_source(config: Config) -> Iterator[CheckResult]:
         yield from _config_error_checks(name, error)
         return
     except (StorageError, OSError) as error:
-        reason = (
-            root_cause_text(error) if isinstance(error, OSError) else str(error).splitlines()[0]
-        )
+        is_coded = isinstance(error, StorageError)
+        reason = error.message.splitlines()[0] if is_coded else root_cause_text(error)
         action = "Check the storage and this account's permissions."
-        yield CheckResult(name, "FAILED", f"{restore_from} cannot be read: {reason}.", action)
+        text = f"{restore_from} cannot be read: {reason}."
+        yield CheckResult(name, "FAILED", text, action, error.code or "" if is_coded else "")
         return
     if not steps or (isinstance(address.step, int) and address.step not in steps):
         has = f"has steps {', '.join(map(str, steps))}" if steps else "has no checkpoint"
@@ -268,8 +274,8 @@ def _checkpoints(path: str, config: Config) -> CheckResult:
     try:
         probe_writable(to_epath(path))
     except StorageError as error:
-        where, rule, action = (line.strip() for line in str(error).splitlines())
-        return CheckResult(name, "FAILED", f"{where}: {rule}", action)
+        where, rule, action = (line.strip() for line in error.message.splitlines())
+        return CheckResult(name, "FAILED", f"{where}: {rule}", action, error.code or "")
     except OSError as error:
         text = f"{path} cannot be written: {root_cause_text(error)}."
         return CheckResult(name, "FAILED", text, remedy(path, "checkpoint.dir"))
@@ -367,9 +373,9 @@ def check_data(config: Config) -> Iterator[CheckResult]:
 
 
 def _storage_error_check(name: str, error: StorageError) -> CheckResult:
-    where, *words = str(error).splitlines()
+    where, *words = error.message.splitlines()
     text = " ".join([where, *map(str.strip, words[:-1])])
-    return CheckResult(name, "FAILED", text, words[-1].strip())
+    return CheckResult(name, "FAILED", text, words[-1].strip(), error.code or "")
 
 
 def _conversations(

@@ -47,7 +47,8 @@ def main(text: str) -> int:
             _check_mesh(config, mesh_config, spec.get("teacher_devices", 0))
     except ConfigError as error:
         for problem in error.problems:
-            _print_check("devices", "FAILED", f"{problem.where}: {problem.rule}", problem.action)
+            text = f"{problem.where}: {problem.rule}"
+            _print_check("devices", "FAILED", text, problem.action, code=problem.code)
         return int(error.exit_code)
     return 0
 

@@ -52,17 +52,21 @@ from maxpipe.distributed.protocol import (
     connect,
 )
 from maxpipe.errors import (
+    Code,
     DivergenceError,
     ExitCode,
     MaxpipeError,
     Preemption,
     ReplicaError,
     UserInterrupt,
+    with_code,
 )
 from maxpipe.io import redact
 
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
-_COORDINATOR_GONE = f"process 0 disconnected\n  See its output for the reason.\n{_AGAIN}"
+_COORDINATOR_GONE = with_code(
+    Code.NET_LOST, f"process 0 disconnected\n  See its output for the reason.\n{_AGAIN}"
+)
 _NO_TIME = (
     "the time limit for saving has expired\n"
     f"  The stop request was more than runtime.stop_grace_seconds ago.\n{_AGAIN}"
@@ -413,7 +417,7 @@ class ControlChannel:
             return
         text = f"process 0 did not respond for {limit:g} s\n"
         text += f"  Process 0 was stopped, or its host is down or unreachable.\n{_AGAIN}"
-        self._exit(ExitCode.HANG, text)
+        self._exit(ExitCode.HANG, with_code(Code.NET_LOST, text))
 
     def _heartbeat(self) -> Heartbeat:
         """Return this process's state, which is sent to the coordinator about once per second."""

@@ -19,7 +19,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from maxpipe.distributed.phases import SAVE, UNTIMED
 from maxpipe.distributed.protocol import AuthenticatedConnection, Listener
-from maxpipe.errors import ExitCode, escape_control_chars
+from maxpipe.errors import Code, ExitCode, escape_control_chars, with_code
 from maxpipe.io.formatting import pluralize
 
 _STRAGGLER_STEPS = 20
@@ -31,7 +31,8 @@ _RESEND_SECONDS = 0.05
 """Time in seconds between attempts to send queued data."""
 _AGAIN = "  Start the same command again: it resumes from the newest checkpoint, if there is one."
 STOPPED_BEFORE_FIRST_STEP = (
-    f"stopped before the first step\n  There is nothing new to save.\n{_AGAIN}"
+    "stopped before the first step\n  There is nothing new to save.\n"
+    "  Start the same command again."
 )
 
 
@@ -520,7 +521,7 @@ class Coordinator:
         where = f"It was in {beat['phase']} at step {beat['step']}; its" if beat else "Its"
         if self._welcomed:
             text = f"{member} disconnected\n  {where} output shows the reason.\n{_AGAIN}"
-            self._end(ExitCode.HANG, text)
+            self._end(ExitCode.HANG, with_code(Code.NET_LOST, text))
             return
         with self._lock:
             if self._members.get(member.index) is member:
@@ -531,7 +532,7 @@ class Coordinator:
             names = ", ".join(map(str, silent))
             text = f"{names} did not respond for {self._limits.heartbeat_seconds:g} s\n"
             text += f"  The limit is runtime.heartbeat_timeout_seconds.\n{_AGAIN}"
-            self._end(ExitCode.HANG, text)
+            self._end(ExitCode.HANG, with_code(Code.NET_LOST, text))
 
     def _check_early_exits(self) -> None:
         """End the run if a process has left early and other processes are waiting for it.
@@ -550,7 +551,7 @@ class Coordinator:
         others = self._format_processes(each.index for each in rest)
         text = f"{gone} exited {alone:.0f} s ago, but {others} did not\n"
         text += f"  The remaining processes would wait forever.\n{_AGAIN}"
-        self._end(ExitCode.HANG, text)
+        self._end(ExitCode.HANG, with_code(Code.NET_LOST, text))
 
     def _check_stall(self) -> None:
         """End the run if no process makes progress.
@@ -580,7 +581,7 @@ class Coordinator:
             for each in holding[:8]
         )
         text = f"no progress for {limit:g} s (runtime.stall_timeout_seconds)\n  {words}.\n{_AGAIN}"
-        self._end(ExitCode.HANG, text, stacks=True)
+        self._end(ExitCode.HANG, with_code(Code.NET_STALL, text), stacks=True)
 
     def _check_stragglers(self) -> None:
         here = [each for each in self._members.values() if each.beat]

@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.typed_json import parse_json
 
 _T = TypeVar("_T")
@@ -301,7 +301,7 @@ def secret_from_environment(environment: Mapping[str, str] = os.environ) -> byte
                 f"must have {_MIN_SECRET_BYTES} to {_MAX_SECRET_BYTES} characters, but has "
                 f"{len(found)}."
             )
-            raise ConfigError.one(VARIABLE, None, rule, _ACTION)
+            raise ConfigError.one(Code.NET_SECRET, VARIABLE, None, rule, _ACTION)
         return found
     if (path := environment.get(FILE_VARIABLE)) is None:
         return None
@@ -315,7 +315,7 @@ def secret_from_environment(environment: Mapping[str, str] = os.environ) -> byte
         if isinstance(error, PermissionError):
             action = "On every host, make this user the owner and the only reader of the file "
             action += "(`chmod 600`)."
-        raise ConfigError.one(FILE_VARIABLE, None, rule, action) from error
+        raise ConfigError.one(Code.NET_SECRET, FILE_VARIABLE, None, rule, action) from error
 
 
 def secret_path(folder: Path, port: int) -> Path:
@@ -380,7 +380,7 @@ def read_published_secret(folder: Path, port: int) -> bytes | None:
         return _read(path)
     except PermissionError as error:
         rule = f"must be readable only by the user that runs the processes: {error.strerror}."
-        raise ConfigError.one(str(path), None, rule, _ACTION) from error
+        raise ConfigError.one(Code.NET_SECRET, str(path), None, rule, _ACTION) from error
     except OSError:  # the file has not been written yet or is being replaced
         return None
 

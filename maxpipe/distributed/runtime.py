@@ -29,7 +29,7 @@ from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.coordinator import JoinFailure, Timeouts, free_port
 from maxpipe.distributed.phases import Phases
 from maxpipe.distributed.protocol import own_addresses
-from maxpipe.errors import ConfigError, MaxpipeError, Problem, UnreachableError
+from maxpipe.errors import Code, ConfigError, MaxpipeError, Problem, UnreachableError
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path, has_home
 
@@ -122,6 +122,7 @@ def _find_devices(config: RuntimeConfig) -> None:
     except (RuntimeError, AssertionError) as error:  # AssertionError: no plugin for the platform
         reason = (str(error).splitlines() or ["jax has no plugin for this platform."])[0]
         raise ConfigError.one(
+            Code.ENV_PLATFORM,
             "runtime.platform",
             config.platform,
             f"must have devices on this machine: {reason}",
@@ -366,12 +367,15 @@ def _join_error(config: RuntimeConfig, trouble: JoinFailure) -> MaxpipeError:
             "with its own process_id; or set runtime.num_processes=1."
         )
     problem = Problem(
+        Code.NET_CONNECT,
         "runtime.coordinator",
         config.coordinator or "detected by jax",
         f"must connect all processes; {rank if config.num_processes else 'jax'}: {trouble.text}",
         action,
     )
-    return UnreachableError(str(problem)) if trouble.late else ConfigError([problem])
+    if trouble.late:
+        return UnreachableError(Code.NET_CONNECT, problem.message)
+    return ConfigError([problem])
 
 
 @contextlib.contextmanager

@@ -37,7 +37,7 @@ from maxpipe.data.loader import Datasets, Loader, build_single_pass
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
-from maxpipe.errors import ConfigError, DivergenceError, Preemption
+from maxpipe.errors import Code, ConfigError, DivergenceError, Preemption
 from maxpipe.evals.multiple_choice import Task, task_metrics
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
@@ -418,6 +418,7 @@ def _check_documents(chosen: OpenedModel) -> None:
     loaded = chosen.loaded
     if not chosen.is_overridden(*_SOURCE_KEYS) and not chosen.is_trained:
         raise ConfigError.one(
+            Code.CFG_MISSING,
             "data",
             None,
             f"must be given: {chosen.name} contains only weights and no validation documents.",
@@ -506,6 +507,7 @@ def _fit_mesh(chosen: OpenedModel, say: MessageCallback) -> Config:
     if axis is None:
         first = problems[0][0]
         raise ConfigError.one(
+            Code.MESH_DEVICES,
             "mesh",
             own or "one device",
             f"must fit the {pluralize(count, 'device')} of this machine; neither the run's mesh "
@@ -593,6 +595,7 @@ def _report(
     loss = metrics["eval/loss"]
     if not totals.targets:
         raise ConfigError.one(
+            Code.DATA_EMPTY,
             "data",
             loader.fingerprint()["source"],
             "must contain target tokens: a document needs at least two tokens in one sequence.",
@@ -600,9 +603,10 @@ def _report(
         )
     if not math.isfinite(loss):
         raise DivergenceError(
+            Code.RUN_NOT_FINITE,
             f"{chosen.name}: the loss is {loss}\n"
             "  the outputs of the model are not finite.\n"
-            "  Evaluate an earlier step, or set model.compute_dtype=float32."
+            "  Evaluate an earlier step, or set model.compute_dtype=float32.",
         )
     found: _ReportHeader = {
         "checkpoint": chosen.name,

@@ -23,7 +23,7 @@ except ImportError as error:
 from maxpipe.config.yaml_values import to_yaml_line
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.tokenizers.chat import ChatInput
-from maxpipe.errors import ConfigError, MaxpipeError
+from maxpipe.errors import Code, ConfigError, MaxpipeError
 from maxpipe.evals.language_model import LanguageModel, ScoringTokenizer
 from maxpipe.generation.load_model import open_model
 from maxpipe.huggingface.folder import resolve_model
@@ -112,6 +112,7 @@ class HarnessModel(LM):
         """
         if self._tokenizer.chat is None:
             raise ConfigError.one(
+                Code.TOK_TEMPLATE,
                 "--apply_chat_template",
                 None,
                 f"requires a chat template, but the tokenizer of {self._name} has none.",

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.errors import ConfigError, DivergenceError
+from maxpipe.errors import Code, ConfigError, DivergenceError
 from maxpipe.generation.completions import (
     Completion,
     GenerationLimits,
@@ -134,6 +134,7 @@ class ScoringTokenizer:
             return row
         if over > len(row.context) - max(len(self._bos_ids), 1):
             raise ConfigError.one(
+                Code.GEN_PROMPT,
                 "a continuation",
                 f"{len(row.target)} tokens",
                 f"must fit into {self.max_length} tokens (train.sequence_length).",
@@ -255,9 +256,10 @@ def _score(row: ScoringSequence, logprobs: np.ndarray, best: np.ndarray) -> Scor
     logprob = float(logprobs[mine].sum(dtype=np.float64))
     if not math.isfinite(logprob):
         raise DivergenceError(
+            Code.RUN_NOT_FINITE,
             f"a text of {row.length} tokens has the log-probability {logprob}\n"
             "  the outputs of the model are not finite.\n"
-            "  Use an earlier step, or set model.compute_dtype=float32."
+            "  Use an earlier step, or set model.compute_dtype=float32.",
         )
     return Score(logprob, bool(best[mine].all()))
 
@@ -370,7 +372,9 @@ class LanguageModel:
         unknown = [name for name in settings if name not in _KNOWN_SETTINGS]
         if unknown:
             rule = f"must be among the supported settings: {', '.join(sorted(_KNOWN_SETTINGS))}."
-            raise ConfigError.one(where, ", ".join(unknown), rule, "Remove the setting.")
+            raise ConfigError.one(
+                Code.CLI_VALUE, where, ", ".join(unknown), rule, "Remove the setting."
+            )
         samples = settings.get("do_sample") is not False
         temperature = float(settings.get("temperature") or 0.0) if samples else 0.0
         taken = (
@@ -380,7 +384,9 @@ class LanguageModel:
         most = int(settings.get("max_gen_toks", _MAX_TOKENS))
         if not 1 <= most < self.texts.max_length:
             rule = f"must be from 1 to {self.texts.max_length - 1}, below the sequence length."
-            raise ConfigError.one(f"{where}: max_gen_toks", most, rule, "Set a smaller value.")
+            raise ConfigError.one(
+                Code.CLI_VALUE, f"{where}: max_gen_toks", most, rule, "Set a smaller value."
+            )
         until = settings.get("until") or ()
         until = (until,) if isinstance(until, str) else tuple(until)
         texts = [text for text in until if text]

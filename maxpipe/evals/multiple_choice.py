@@ -26,7 +26,7 @@ from maxpipe.config.sections.eval import TaskConfig
 from maxpipe.data.datasets import load_run_chat_template
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
-from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.evals.language_model import Score, ScoringSequence, ScoringTokenizer, right_pad
 from maxpipe.io import files
 from maxpipe.io.formatting import round_up
@@ -95,7 +95,7 @@ def read_questions(path: str, where: str) -> list[Question]:
     except OSError as error:
         rule = f"must be a readable file: {error.strerror or error}."
         raise ConfigError.one(
-            where, path, rule, f"Use a file with lines such as {_EXAMPLE}."
+            Code.DATA_UNREADABLE, where, path, rule, f"Use a file with lines such as {_EXAMPLE}."
         ) from error
     found: list[Question] = []
     problems: list[Problem] = []
@@ -106,12 +106,16 @@ def read_questions(path: str, where: str) -> list[Question]:
             except ValueError as error:
                 given = line[:60].decode("utf-8", "replace") + ("..." if len(line) > 60 else "")
                 action = f"Correct or remove this line. Example: {_EXAMPLE}."
-                problems.append(Problem(f"{path}:{number}", given, f"{error}.", action))
+                problems.append(
+                    Problem(Code.DATA_RECORD, f"{path}:{number}", given, f"{error}.", action)
+                )
     if problems:
         raise ConfigError(problems[:_MAX_PROBLEMS])
     if not found:
         rule = "must contain at least one question, one per line."
-        raise ConfigError.one(where, path, rule, f"Write lines such as {_EXAMPLE}.")
+        raise ConfigError.one(
+            Code.DATA_EMPTY, where, path, rule, f"Write lines such as {_EXAMPLE}."
+        )
     return found
 
 
@@ -174,7 +178,7 @@ def apply_chat_template(
     if chat is None:
         rule = "requires a chat template, but the tokenizer's folder has none."
         action = f"{remedy}, or add chat_template.jinja to the folder of tokenizer.path."
-        raise ConfigError.one(where, None, rule, action)
+        raise ConfigError.one(Code.TOK_TEMPLATE, where, None, rule, action)
     texts = chat.render(
         [ChatInput([{"role": "user", "content": each.context}]) for each in questions]
     )
@@ -214,7 +218,9 @@ class MultipleChoice:
                     "(train.sequence_length)."
                 )
                 action = f"Shorten the question, or set train.sequence_length={longest}."
-                problems.append(Problem(f"{path}:{question.line}", "", rule, action))
+                problems.append(
+                    Problem(Code.DATA_RECORD, f"{path}:{question.line}", "", rule, action)
+                )
         if problems:
             raise ConfigError(problems[:_MAX_PROBLEMS])
 
@@ -296,7 +302,9 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
     try:
         if not _is_replaceable(path):
             rule = "must be a new file, or a file with earlier results."
-            raise ConfigError.one(where, path, rule, "Use another path, or delete the file first.")
+            raise ConfigError.one(
+                Code.CLI_OUTPUT, where, path, rule, "Use another path, or delete the file first."
+            )
         descriptor = files.open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     except OSError as error:
         raise unwritable(error) from error

@@ -16,7 +16,7 @@ import numpy as np
 
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatInput, ChatTemplate
-from maxpipe.errors import ConfigError, DivergenceError
+from maxpipe.errors import Code, ConfigError, DivergenceError
 from maxpipe.generation.decoding import DecodeShape, Refill, RefillPrompt, padded_length
 
 _REPLACEMENT_CHARACTER = "\ufffd"
@@ -234,6 +234,7 @@ def parse_stops(
             ids.add(special[text])
         elif inside := next((name for name in special if name and name in text), None):
             raise ConfigError.one(
+                Code.CLI_VALUE,
                 where,
                 repr(text),
                 f"must not contain the control token {inside} next to other text, because "
@@ -270,6 +271,7 @@ def _check_text(number: int, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ConfigError.one(
+            Code.GEN_PROMPT,
             f"prompt {number + 1}",
             ascii(text[:40]),
             "must be UTF-8.",
@@ -295,6 +297,7 @@ def encode_chats(
     """
     if (chat := chat or tokenizer.chat) is None:
         raise ConfigError.one(
+            Code.TOK_TEMPLATE,
             where,
             None,
             "requires a chat template, but the tokenizer has none.",
@@ -310,6 +313,7 @@ def encode_chats(
         ids = tokenizer.encode_chat(text).tolist()
         if not ids:
             raise ConfigError.one(
+                Code.TOK_TEMPLATE,
                 chat.path,
                 None,
                 f"must render at least one token, but rendered none for prompt {number + 1}.",
@@ -323,6 +327,7 @@ def _check_length(prompt: Prompt, room: int) -> Prompt:
     text, size = prompt.text, len(prompt.ids)
     if size >= room:
         raise ConfigError.one(
+            Code.GEN_PROMPT,
             f"prompt {prompt.number + 1}",
             repr(text[:40]) + ("..." if len(text) > 40 else ""),
             f"has {size} tokens including control tokens, but must have fewer than the model's "
@@ -440,10 +445,11 @@ def _append_token(
 ) -> None:
     if not math.isfinite(logprob):
         raise DivergenceError(
+            Code.RUN_NOT_FINITE,
             f"prompt {row.prompt.number + 1}: token {len(row.tokens) + 1} has the "
             f"log-probability {logprob}\n"
             "  The log-probabilities that the model returns must be finite.\n"
-            "  Use an earlier step, or set model.compute_dtype=float32."
+            "  Use an earlier step, or set model.compute_dtype=float32.",
         )
     row.tokens.append(token)
     row.logprobs.append(logprob)

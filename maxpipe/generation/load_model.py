@@ -24,7 +24,7 @@ from maxpipe.config.schema import Config
 from maxpipe.config.sections.source import parse_template_kwargs
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed import runtime
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.pipeline_decoding import (
     AnyDecodeEngine,
@@ -195,6 +195,7 @@ def _check_no_stages(config: Config) -> None:
     for key in ("ici_stage", "dcn_stage"):
         if (size := getattr(config.mesh, key)) != 1:
             raise ConfigError.one(
+                Code.MESH_UNSUPPORTED,
                 f"mesh.{key}",
                 size,
                 "must be 1, because scoring does not support pipeline stages.",
@@ -205,6 +206,7 @@ def _check_no_stages(config: Config) -> None:
 def _check_processes(config: Config) -> None:
     if config.runtime.num_processes != 1:
         raise ConfigError.one(
+            Code.MESH_UNSUPPORTED,
             "runtime.num_processes",
             config.runtime.num_processes,
             "must be 1, because generation runs in one process on all devices of its machine.",
@@ -229,6 +231,7 @@ def _fit_mesh(loaded: LoadedConfig, name: str, say: MessageCallback) -> Config:
             say(f"generating on {pluralize(count, 'device')}: {describe_mesh(build_mesh(mesh))}")
             return fitted
     raise ConfigError.one(
+        Code.MESH_DEVICES,
         "mesh",
         f"{pluralize(count, 'device')}",
         "cannot be selected automatically: the model cannot be sharded over either tensor or fsdp.",

@@ -16,7 +16,7 @@ from maxpipe.config.load import load
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import KEYS, names_in
 from maxpipe.config.sections.model import family_section
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.files import read
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
@@ -366,6 +366,7 @@ def read_description(folder: Path) -> ModelDescription:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError.one(
+            Code.HF_FOLDER,
             str(path),
             None,
             f"must be the config of a Hugging Face model: {reason}.",
@@ -376,7 +377,9 @@ def read_description(folder: Path) -> ModelDescription:
         inner = content.get(whole.section)
         if not isinstance(inner, dict):
             rule = f"must be an object: the language-model config of {whole.architecture}."
-            raise ConfigError.one(f"{path}: {whole.section}", json.dumps(inner), rule, _COPY)
+            raise ConfigError.one(
+                Code.HF_FOLDER, f"{path}: {whole.section}", json.dumps(inner), rule, _COPY
+            )
     try:
         found = normalize(content, table, whole)
     except UnsupportedError as error:
@@ -389,7 +392,9 @@ def read_description(folder: Path) -> ModelDescription:
         (section[family] if outer else section)[key] = value
     if ours["num_layers"] > _MAX_LAYERS:
         rule = f"must be at most {_MAX_LAYERS}, the maximum number of layers."
-        raise ConfigError.one(f"{path}: num_hidden_layers", ours["num_layers"], rule, _COPY)
+        raise ConfigError.one(
+            Code.HF_UNSUPPORTED, f"{path}: num_hidden_layers", ours["num_layers"], rule, _COPY
+        )
     known = table.names() | _IGNORED_KEYS
     kept = {
         row.theirs: content[row.theirs]
@@ -432,6 +437,7 @@ def _table(path: Path, content: Mapping[str, Any]) -> tuple[HuggingFace, Whole |
         return known[name]
     guess = did_you_mean(name, known) if isinstance(name, str) else ""
     raise ConfigError.one(
+        Code.HF_UNSUPPORTED,
         f"{path}: architectures",
         json.dumps(names)[:200],
         f"must be a list with one of {', '.join(sorted(known))}, or null if model_type identifies "
@@ -459,12 +465,15 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
         except (TypeError, ZeroDivisionError, OverflowError) as error:
             given = {name: content.get(name) for name in row.names}
             rule = f"must be valid for {table.architecture}: {error}."
-            raise ConfigError.one(str(path), json.dumps(given)[:200], rule, _COPY) from error
+            raise ConfigError.one(
+                Code.HF_FOLDER, str(path), json.dumps(given)[:200], rule, _COPY
+            ) from error
     return ours
 
 
 def _conversion_error(where: str, table: HuggingFace, error: UnsupportedError) -> ConfigError:
     return ConfigError.one(
+        Code.HF_UNSUPPORTED,
         f"{where}: {error.key}",
         json.dumps(error.value)[:200],
         error.rule,
@@ -513,6 +522,7 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
             return table, written(table.keys, ours)
         except UnsupportedError as error:
             last = ConfigError.one(
+                Code.HF_EXPORT,
                 error.key,
                 error.value,
                 f"{error.rule.rstrip('.')} to be exported as {table.architecture}.",
@@ -522,6 +532,7 @@ def table_for(config: ModelConfig) -> tuple[HuggingFace, dict[str, Any]]:
     if last is not None:
         raise last
     raise ConfigError.one(
+        Code.HF_EXPORT,
         "model.family",
         config.family,
         "has no Hugging Face format.",

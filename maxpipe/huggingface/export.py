@@ -34,7 +34,7 @@ from maxpipe.config.load import load
 from maxpipe.config.schema import Config
 from maxpipe.data.chat_spec import ChatSpec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping
 from maxpipe.huggingface.config_json import FILE, table_for, to_json
 from maxpipe.huggingface.folder import (
@@ -219,9 +219,10 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
 
 def _damaged(path: epath.Path, reason: str) -> StorageError:
     return StorageError(
+        Code.CKPT_DAMAGED,
         f"{path}: cannot be exported\n"
         f"  {reason}.\n"
-        "  Use another step (`maxpipe checkpoints list RUN`), or restore this step's files."
+        "  Use another step (`maxpipe checkpoints list RUN`), or restore this step's files.",
     )
 
 
@@ -398,6 +399,7 @@ def _cast(values: np.ndarray, writer: SafetensorsWriter, name: str) -> np.ndarra
         mapping.copy(cast, values)
     if dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all():
         raise ConfigError.one(
+            Code.HF_EXPORT,
             "command line: --dtype",
             str(dtype),
             f"cannot represent {name}: its largest magnitude is {np.abs(values).max():g}, but the "
@@ -479,7 +481,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         rule = f"must be a JSON object: {getattr(error, 'strerror', None) or error}."
         action = "Fix this file in the folder of tokenizer.path."
-        raise ConfigError.one(path.name, None, rule, action) from error
+        raise ConfigError.one(Code.HF_DAMAGED, path.name, None, rule, action) from error
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

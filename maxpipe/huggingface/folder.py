@@ -30,7 +30,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse_address
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping, safetensors
 from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
 from maxpipe.huggingface.mapping import TensorMapping, TensorSlice, intersect, map_tensors
@@ -210,6 +210,7 @@ class HuggingFaceFolder:
 
         if bad := num_non_finite(tensor):
             raise ConfigError.one(
+                Code.HF_DAMAGED,
                 f"{self._files[name].path}: {self._names[name]}",
                 None,
                 f"must be finite, but has {pluralize(bad, 'value')} that are NaN or infinite.",
@@ -225,6 +226,7 @@ class HuggingFaceFolder:
         for copy, original in self.mapping.originals.items():
             if copy in self._files and not self._is_same(copy, original):
                 raise ConfigError.one(
+                    Code.HF_TENSORS,
                     f"{self._files[copy].path}: {self._names[copy]}",
                     None,
                     f"must be bitwise equal to {self._names[original]}, because multi-token "
@@ -236,6 +238,7 @@ class HuggingFaceFolder:
             return
         if not self._is_same(HEAD, self.mapping.slices[EMBEDDING][0].tensor):
             raise ConfigError.one(
+                Code.HF_TENSORS,
                 f"{self._files[HEAD].path}: {self._names[HEAD]}",
                 None,
                 "must be bitwise equal to the embedding table, because config.json ties the two.",
@@ -270,6 +273,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     path = expand_path(folder, where)
     if not folder.strip() or "\0" in folder or not os.path.isdir(path):
         raise ConfigError.one(
+            Code.HF_FOLDER,
             where,
             folder or "''",
             "must be a folder on this machine with config.json and safetensors files.",
@@ -358,16 +362,20 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         rule = f"must map each tensor to a file: {reason}."
-        raise ConfigError.one(str(path), None, rule, "Copy the file again.") from error
+        raise ConfigError.one(
+            Code.HF_DAMAGED, str(path), None, rule, "Copy the file again."
+        ) from error
     listed = content["weight_map"]
     for name in dict.fromkeys(listed.values()):
         if not _FILE_NAME.fullmatch(name):
             rule = "must list only files in this folder, as NAME.safetensors."
             action = "Do not use this folder: no tool writes such names."
-            raise ConfigError.one(str(path), quote_name(name), rule, action)
+            raise ConfigError.one(Code.HF_FOLDER, str(path), quote_name(name), rule, action)
         if not (folder / name).exists():
             rule = f"must name existing files, but {folder} has no {name}."
-            raise ConfigError.one(str(path), None, rule, "Download the missing files.")
+            raise ConfigError.one(
+                Code.HF_FOLDER, str(path), None, rule, "Download the missing files."
+            )
     files = {name: SafetensorsReader(folder / name) for name in dict.fromkeys(listed.values())}
     readers: dict[str, SafetensorsReader] = {}
     for name, reader in files.items():
@@ -375,11 +383,15 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
             if listed.get(tensor) != name:
                 there = f"to {listed[tensor]}" if tensor in listed else "to no file"
                 rule = f"must map {quote_name(tensor)} to {name}, but maps it {there}."
-                raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
+                raise ConfigError.one(
+                    Code.HF_DAMAGED, str(path), None, rule, "Copy the complete folder again."
+                )
             readers[tensor] = reader
     if lacking := [name for name in listed if name not in readers]:
         rule = f"maps {quote_name(lacking[0])} to {listed[lacking[0]]}, which lacks this tensor."
-        raise ConfigError.one(str(path), None, rule, "Copy the complete folder again.")
+        raise ConfigError.one(
+            Code.HF_DAMAGED, str(path), None, rule, "Copy the complete folder again."
+        )
     return readers
 
 
@@ -395,7 +407,7 @@ def _check_entries(
         if entry.dtype not in DTYPES:
             rule = f"must have dtype {' or '.join(DTYPES)}."
             action = "Use unquantized weights."
-            raise ConfigError.one(where, entry.dtype, rule, action)
+            raise ConfigError.one(Code.HF_TENSORS, where, entry.dtype, rule, action)
         if entry.shape != shape:
             raise safetensors.wrong_shape(folder, where, name, entry.shape, shape)
 
@@ -437,12 +449,16 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
     given = expand_path(path, option)
     if not path.strip() or "\0" in path or url_scheme(path):
         rule = "must be a new folder on this machine."
-        raise ConfigError.one(option, path or "''", rule, "Use a path such as ./model.")
+        raise ConfigError.one(
+            Code.CLI_OUTPUT, option, path or "''", rule, "Use a path such as ./model."
+        )
     where = given.absolute()
     check_outside_checkpoints(where, option)
     if os.path.lexists(where):
         rule = "must not exist, because existing folders are never overwritten."
-        raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
+        raise ConfigError.one(
+            Code.CLI_OUTPUT, option, path, rule, "Use another name, or delete the folder."
+        )
     prefix = f".{where.name}."
     try:
         where.parent.mkdir(parents=True, exist_ok=True)
@@ -458,7 +474,9 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
         os.fsync(held)
         if os.path.lexists(where):
             rule = "was created by another process, and existing folders are never overwritten."
-            raise ConfigError.one(option, path, rule, "Use another name, or delete the folder.")
+            raise ConfigError.one(
+                Code.CLI_OUTPUT, option, path, rule, "Use another name, or delete the folder."
+            )
         partial.rename(where)
     except OSError as error:
         raise unwritable_error(where, error) from error
@@ -560,7 +578,9 @@ def copy_tokenizer_files(
         except OSError as error:
             rule = f"cannot be copied: {error.strerror or error}."
             action = "Copy the file again from its source, or move it out of the folder."
-            raise ConfigError.one(str(source / name), None, rule, action) from error
+            raise ConfigError.one(
+                Code.HF_DAMAGED, str(source / name), None, rule, action
+            ) from error
         write(target / name, content)
         copied.append(name)
     return copied
@@ -581,7 +601,11 @@ def _check_inside(folder: Path, path: Path) -> None:
     if not real.is_relative_to(whole) and not real.is_relative_to(blobs):
         rule = f"must not link to {real} outside the folder: that file would be copied."
         raise ConfigError.one(
-            str(path), None, rule, "To copy that file anyway, replace the link with the file."
+            Code.IO_UNSAFE,
+            str(path),
+            None,
+            rule,
+            "To copy that file anyway, replace the link with the file.",
         )
 
 
@@ -638,5 +662,7 @@ def resolve_model(
         return dataclasses.replace(parse_address(text, where, runs), average=average)
     if average:
         rule = "must be a run or checkpoint: a Hugging Face folder has no averaged parameters."
-        raise ConfigError.one("command line: --average", text, rule, "Omit --average.")
+        raise ConfigError.one(
+            Code.CLI_CONFLICT, "command line: --average", text, rule, "Omit --average."
+        )
     return expand_path(folder, where) if where else expand_path(folder)

@@ -31,7 +31,7 @@ from maxpipe.checkpoint.reader import combine_digests
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.writer import Region
 from maxpipe.config.schema import Config
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface.folder import HuggingFaceFolder, folder_of, open_folder
 from maxpipe.huggingface.mapping import TensorMapping, TensorSlice
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
@@ -209,6 +209,7 @@ class CheckpointAdapters:
         """
         if (digest := combine_digests(self._sums)) != self.base_record["digest"]:
             raise ConfigError.one(
+                Code.CKPT_BASE,
                 "base",
                 self.base_record["address"],
                 "must contain the weights with which the adapters were trained: expected digest "
@@ -273,6 +274,7 @@ def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
             is_matmul = is_matmul and _input_output_dims(place, piece)[2]
             if shared[piece.tensor] > 1 or piece.interleave.every > 1 or not is_matmul:
                 raise ConfigError.one(
+                    Code.HF_EXPORT,
                     "command line: --adapter",
                     None,
                     f"{name} shares the tensor {piece.tensor} with other matrices, but PEFT "

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface.config_json import FILE, ModelDescription
 from maxpipe.io.files import open_regular
 from maxpipe.io.formatting import pluralize
@@ -127,6 +127,7 @@ class SafetensorsReader:
 def damaged_file_error(path: Path, reason: str) -> ConfigError:
     """Return the error for an invalid file."""
     return ConfigError.one(
+        Code.HF_DAMAGED,
         str(path),
         None,
         f"cannot be used as a safetensors file: {reason}.",
@@ -493,7 +494,7 @@ def tensor_mismatch_error(
     """Return the error for missing tensors, or for unexpected (`surplus`) tensors in the files."""
     for pattern, rule, action in _KNOWN_MISMATCHES:
         if names := [name for name in surplus if re.search(pattern, name)]:
-            return _error(folder, f"{rule}: {format_names(names)}.", action)
+            return _error(Code.HF_TENSORS, folder, f"{rule}: {format_names(names)}.", action)
     config = folder / FILE
     if [*missing] == [HEAD] and not surplus:
         rule = f"has no {HEAD}, but {FILE} sets tie_word_embeddings = false."
@@ -501,7 +502,7 @@ def tensor_mismatch_error(
             "If the embedding table is also the output projection, set tie_word_embeddings to "
             f"true in {config}. Otherwise, save the model with AutoModelForCausalLM."
         )
-        return _error(folder, rule, action)
+        return _error(Code.HF_TENSORS, folder, rule, action)
     if error := _layers(folder, said, missing, surplus):
         return error
     name = said.table.architecture
@@ -519,7 +520,7 @@ def tensor_mismatch_error(
             f"them with save_pretrained from transformers. Otherwise, use the {FILE} that was "
             "saved with these weights."
         )
-    return _error(folder, f"{'; it '.join(parts)}.", action)
+    return _error(Code.HF_TENSORS, folder, f"{'; it '.join(parts)}.", action)
 
 
 def _layers(
@@ -546,19 +547,25 @@ def _layers(
         f"has {pluralize(count, 'layer')} of weights, but {FILE} sets num_hidden_layers = "
         f"{said_count}."
     )
-    return _error(folder, rule, f"Set num_hidden_layers to {count} in {folder / FILE}.")
+    return _error(
+        Code.HF_TENSORS, folder, rule, f"Set num_hidden_layers to {count} in {folder / FILE}."
+    )
 
 
 def duplicate_tensor_error(folder: Path, first: str, second: str) -> ConfigError:
     """Return the error for two tensors with equivalent names."""
     rule = f"has {quote_name(first)} and {quote_name(second)}, which are the same tensor."
-    return _error(folder, rule, "Save the model again with only one of the two names.")
+    return _error(
+        Code.HF_TENSORS, folder, rule, "Save the model again with only one of the two names."
+    )
 
 
 def missing_tensors_error(folder: Path, count: int) -> ConfigError:
     """Return the error for a config.json that describes a much larger model than the weights."""
     rule = f"has {pluralize(count, 'tensor')}, but {FILE} describes a much larger model."
-    return _error(folder, rule, f"Use the {FILE} that was saved with these weights.")
+    return _error(
+        Code.HF_TENSORS, folder, rule, f"Use the {FILE} that was saved with these weights."
+    )
 
 
 def adapter_error(folder: Path) -> ConfigError | None:
@@ -567,6 +574,7 @@ def adapter_error(folder: Path) -> ConfigError | None:
         return None
     rule = f"is a PEFT adapter ({ADAPTER_CONFIG}) without a base model."
     return _error(
+        Code.HF_FOLDER,
         folder,
         rule,
         "Merge the adapter into its base model with peft, torch and transformers: "
@@ -601,7 +609,7 @@ def missing_weights_error(folder: Path, single: str, index: str) -> ConfigError:
     elif packed:
         rule += f" {packed[0]} is a llama.cpp (GGUF) file, which maxpipe does not read."
         action = "Download the safetensors files from which the file was converted."
-    return _error(folder, rule, action)
+    return _error(Code.HF_FOLDER, folder, rule, action)
 
 
 def format_names(names: Sequence[str]) -> str:
@@ -623,12 +631,12 @@ def wrong_shape(
     if len(shape) == len(wanted) > 1 and shape == (*wanted[:-2], wanted[-1], wanted[-2]):
         action = "Transpose the last two dims of the tensor, as in the transformers layout."
     rule = f"must have the shape {_shape(wanted)} from {FILE}."
-    return ConfigError.one(where, _shape(shape), rule, action)
+    return ConfigError.one(Code.HF_TENSORS, where, _shape(shape), rule, action)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _error(folder: Path, rule: str, action: str) -> ConfigError:
-    return ConfigError.one(str(folder), None, rule, action)
+def _error(code: Code, folder: Path, rule: str, action: str) -> ConfigError:
+    return ConfigError.one(code, str(folder), None, rule, action)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.typed_json import parse_json
 
 T = TypeVar("T")
@@ -43,12 +43,16 @@ def expand_path(path: str | Path, where: str = "path") -> Path:
     """
     if where.startswith("command line") and not os.fspath(path):
         rule = "must be a file or a folder."
-        raise ConfigError.one(where, "''", rule, "Specify a path, or . for the current folder.")
+        raise ConfigError.one(
+            Code.IO_PATH, where, "''", rule, "Specify a path, or . for the current folder."
+        )
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
         rule = "begins with ~, but this machine has no such home folder."
-        raise ConfigError.one(where, path, rule, "Write the path without ~.") from error
+        raise ConfigError.one(
+            Code.IO_PATH, where, path, rule, "Write the path without ~."
+        ) from error
 
 
 def has_home() -> bool:
@@ -225,15 +229,17 @@ def check_regular_files(folder: Path, names: Iterable[str]) -> None:
             continue
         if stat.S_ISLNK(mode):
             raise StorageError(
+                Code.IO_UNSAFE,
                 f"{path}: is a symbolic link to {os.readlink(path)}\n"
                 "  A run writes this file, but does not follow links.\n"
-                f"  Remove the link, or move its target to {path}."
+                f"  Remove the link, or move its target to {path}.",
             )
         if not stat.S_ISREG(mode):
             raise StorageError(
+                Code.IO_UNSAFE,
                 f"{path}: is not a regular file\n"
                 "  A run writes this file.\n"
-                f"  Remove {path}, or move it elsewhere."
+                f"  Remove {path}, or move it elsewhere.",
             )
 
 

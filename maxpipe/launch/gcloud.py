@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 
 from maxpipe.distributed.protocol import FILE_VARIABLE
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.launch.job import CONFIG_FILE, KEY, Job, Submission, required_variables, tpu_of
 
 _START, _STOP, _HOST, _SECRET = "start.sh", "stop.sh", "host.sh", "secret"
@@ -134,13 +134,15 @@ def create_submission(job: Job) -> Submission:
     tpu = tpu_of(topology)
     if not tpu.runtime_version:
         rule = "is supported only on Kubernetes clusters."
-        raise ConfigError.one(KEY, topology.name, rule, "Use `maxpipe launch gke`.")
+        raise ConfigError.one(
+            Code.LAUNCH_HOSTS, KEY, topology.name, rule, "Use `maxpipe launch gke`."
+        )
     if not launch.zone:
         rule, action = (
             "must name the zone in which the TPUs are located.",
             "Set launch.zone=us-east5-a or another zone.",
         )
-        raise ConfigError.one("launch.zone", "''", rule, action)
+        raise ConfigError.one(Code.LAUNCH_SETTING, "launch.zone", "''", rule, action)
     location = [f"--zone={launch.zone}"]
     if launch.project:
         location.append(f"--project={launch.project}")

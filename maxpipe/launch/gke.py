@@ -17,7 +17,7 @@ import yaml
 
 from maxpipe.config.rules import value_of
 from maxpipe.distributed.protocol import VARIABLE
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.launch.job import (
     CONFIG_FILE,
     KEY,
@@ -117,7 +117,9 @@ def create_submission(job: Job) -> Submission:
     launch = job.config.launch
     if not tpu_of(job.hosts.topology).node_label:
         rule = "is not supported on Kubernetes clusters."
-        raise ConfigError.one(KEY, job.hosts.topology.name, rule, "Use `maxpipe launch gcloud`.")
+        raise ConfigError.one(
+            Code.LAUNCH_HOSTS, KEY, job.hosts.topology.name, rule, "Use `maxpipe launch gcloud`."
+        )
     _check(job)
     config_map = {
         "apiVersion": "v1",
@@ -152,21 +154,21 @@ def _check(job: Job) -> None:
     if not launch.image:
         rule = "must name a container image that contains maxpipe and that the cluster can pull."
         action = "Build one with the Dockerfile, then set launch.image=REGISTRY/maxpipe:TAG."
-        raise ConfigError.one("launch.image", "''", rule, action)
+        raise ConfigError.one(Code.LAUNCH_SETTING, "launch.image", "''", rule, action)
     if not launch.volume:
         rule = "must name persistent storage, because all other files are lost when a pod exits."
         action = "Set launch.volume to gs://BUCKET or the name of a persistent volume claim."
-        raise ConfigError.one("launch.volume", "''", rule, action)
+        raise ConfigError.one(Code.LAUNCH_SETTING, "launch.volume", "''", rule, action)
     _check_volume(launch.volume)
     if launch.cluster and not (launch.project and launch.zone):
         rule = "requires launch.project and launch.zone, but at least one of them is empty."
         action = "Set both keys, or leave launch.cluster empty to use kubectl's current cluster."
-        raise ConfigError.one("launch.cluster", launch.cluster, rule, action)
+        raise ConfigError.one(Code.LAUNCH_SETTING, "launch.cluster", launch.cluster, rule, action)
     mount = job.workdir
     if not mount.is_absolute():
         rule = "must be an absolute path, because the volume is mounted there."
         action = f"Set launch.workdir={DEFAULT_WORKDIR}."
-        raise ConfigError.one("launch.workdir", launch.workdir, rule, action)
+        raise ConfigError.one(Code.LAUNCH_SETTING, "launch.workdir", launch.workdir, rule, action)
     for key, path in output_paths(job.config).items():
         folder = mount / path
         if is_remote(path) or (folder.is_relative_to(mount) and ".." not in folder.parts):
@@ -175,7 +177,7 @@ def _check(job: Job) -> None:
         action = (
             "Set run.dir=runs." if key == "run.dir" else "Set checkpoint.dir=gs://my-bucket/runs."
         )
-        raise ConfigError.one(key, value_of(job.config, key), rule, action)
+        raise ConfigError.one(Code.LAUNCH_SETTING, key, value_of(job.config, key), rule, action)
 
 
 _BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
@@ -192,10 +194,12 @@ def _check_volume(volume: str) -> None:
                 rule += "starting and ending with a letter or digit."
             action = f"Set launch.volume=gs://{bucket if is_name else 'my-bucket'}"
             action += f" and run.dir={below.strip('/')}/runs." if below.strip("/") else "."
-            raise ConfigError.one("launch.volume", volume, rule, action)
+            raise ConfigError.one(Code.LAUNCH_SETTING, "launch.volume", volume, rule, action)
     elif not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", volume):
         rule = "must be gs://BUCKET or a claim name of lower-case letters, digits, `.` and `-`."
-        raise ConfigError.one("launch.volume", volume, rule, "Set launch.volume=gs://my-bucket.")
+        raise ConfigError.one(
+            Code.LAUNCH_SETTING, "launch.volume", volume, rule, "Set launch.volume=gs://my-bucket."
+        )
 
 
 def _jobset(job: Job) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from maxpipe.config.rules import value_of
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import named_sources
 from maxpipe.config.sections.source import FILES, paths_of
-from maxpipe.errors import ConfigError, ExitCode, Problem, StorageError
+from maxpipe.errors import EXIT_CODES, Code, ConfigError, ExitCode, Problem, StorageError
 from maxpipe.hardware import known_hardware
 from maxpipe.huggingface.folder import folder_of
 from maxpipe.io import files, redact
@@ -111,7 +111,7 @@ def hosts_of(topology: Topology) -> Hosts:
             f"has {chips} chips per slice, but each {topology.hardware.name} host has {per_host}."
         )
         action = f"Set {KEY} to a size that is a multiple of {per_host}."
-        raise ConfigError.one(KEY, topology.name, rule, action)
+        raise ConfigError.one(Code.LAUNCH_HOSTS, KEY, topology.name, rule, action)
     return Hosts(topology, chips // per_host, per_host)
 
 
@@ -124,7 +124,7 @@ def tpu_of(topology: Topology) -> Tpu:
     if topology.hardware.topology not in _TPUS:
         rule = f"must be a TPU topology: {', '.join(_TPUS)}."
         action = f"Set {KEY}=v5p:2x4x4, or use `maxpipe launch slurm`."
-        raise ConfigError.one(KEY, topology.name, rule, action)
+        raise ConfigError.one(Code.LAUNCH_HOSTS, KEY, topology.name, rule, action)
     return _TPUS[topology.hardware.topology]
 
 
@@ -200,6 +200,7 @@ class Submission:
         """
         if shutil.which(self.tool) is None:
             raise ConfigError.one(
+                Code.LAUNCH_TOOL,
                 "command line: --submit",
                 None,
                 f"requires {self.tool}, which is not on the PATH of this machine.",
@@ -217,16 +218,6 @@ def required_variables(names: Sequence[str]) -> str:
 
 FINAL_EXIT_CODES = (ExitCode.CONFIG, ExitCode.BUG, ExitCode.STORAGE, ExitCode.INTERRUPTED)
 """Exit codes after which a run is not restarted: failures that would recur, and Ctrl-C."""
-
-_MEANINGS = {
-    ExitCode.DONE: "done",
-    ExitCode.CONFIG: "an error in the config or command line",
-    ExitCode.BUG: "a bug in maxpipe",
-    ExitCode.HANG: "a hang or a lost process",
-    ExitCode.STORAGE: "a storage or checkpoint error",
-    ExitCode.PREEMPTED: "stopped by SIGTERM or SIGHUP",
-    ExitCode.INTERRUPTED: "stopped by Ctrl-C",
-}
 
 
 def newest_step(run_dir: Path, elsewhere: str = "") -> int | None:
@@ -286,7 +277,7 @@ def describe_exit_code(code: int) -> str:
         return f"killed by {signal.Signals(number).name if number in known else number}"
     if is_interrupted(code):
         code = int(ExitCode.INTERRUPTED)
-    meaning = _MEANINGS.get(ExitCode(code)) if code in set(ExitCode) else None
+    meaning = next((entry.meaning for entry in EXIT_CODES if entry.code == code), None)
     return f"exit code {code}{f' ({meaning})' if meaning else ''}"
 
 
@@ -334,8 +325,10 @@ class Preflight:
     def add_unchecked(self, text: str) -> None:
         self.lines.append(f"  unchecked  {text}")
 
-    def add_problem(self, key: str, given: object, rule: str, action: str) -> None:
-        self.problems.append(Problem(error_location(key, self.origins), str(given), rule, action))
+    def add_problem(self, code: Code, key: str, given: object, rule: str, action: str) -> None:
+        self.problems.append(
+            Problem(code, error_location(key, self.origins), str(given), rule, action)
+        )
 
     def report(self) -> str:
         """Return the report, with secrets redacted.
@@ -375,9 +368,10 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
     total = config.mesh.cpu_devices
     if processes < 1:
         rule, action = "must be at least 1.", "Leave out --processes to use one process."
-        raise ConfigError.one("command line: --processes", processes, rule, action)
+        raise ConfigError.one(Code.CLI_VALUE, "command line: --processes", processes, rule, action)
     if processes > 1 and config.runtime.platform != "cpu":
         found.add_problem(
+            Code.CFG_CONFLICT,
             "runtime.platform",
             config.runtime.platform,
             f"must be cpu for {processes} processes: one process drives all TPU chips or GPUs in a "
@@ -386,6 +380,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         )
     elif processes > 1 and total % processes:
         found.add_problem(
+            Code.CFG_SIZES,
             "mesh.cpu_devices",
             total,
             f"must be a multiple of --processes ({processes}), because devices are divided "
@@ -411,7 +406,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
             found.add_ok(f"{key} = {path}: exists")
         else:
             rule = f"must be an existing path: {os.path.abspath(path)} does not exist."
-            found.add_problem(key, path, rule, f"Set {key} to an existing path.")
+            found.add_problem(Code.DATA_MISSING, key, path, rule, f"Set {key} to an existing path.")
     return found.report()
 
 
@@ -430,13 +425,16 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
     if not config.launch.topology:
         rule = "must name the device type and the size of one slice."
         action = f"Set {KEY}=v5p:2x4x4, h100:8 or another topology that `maxpipe plan` accepts."
-        raise ConfigError.one(error_location(KEY, loaded.origins), "''", rule, action)
+        raise ConfigError.one(
+            Code.LAUNCH_SETTING, error_location(KEY, loaded.origins), "''", rule, action
+        )
     topology = parse_topology(
         config.launch.topology, config.launch.slices, error_location(KEY, loaded.origins)
     )
     hosts = hosts_of(topology)
     if config.runtime.platform not in ("auto", topology.platform):
         found.add_problem(
+            Code.CFG_CONFLICT,
             "runtime.platform",
             config.runtime.platform,
             f"must be {topology.platform}, the platform of {topology.name}, or auto.",
@@ -476,7 +474,13 @@ def _refuse_secrets(loaded: LoadedConfig) -> None:
         "the variable to launch.environment."
     )
     problems = [
-        Problem(error_location(f"{section}.{key}", loaded.origins), str(shown), rule, action)
+        Problem(
+            Code.LAUNCH_SECRET,
+            error_location(f"{section}.{key}", loaded.origins),
+            str(shown),
+            rule,
+            action,
+        )
         for section, values in to_dict(loaded.config).items()
         for key, value in values.items()
         if (shown := redact.redact_value(value, key)) != value
@@ -519,7 +523,13 @@ def _check_output_paths(config: Config, found: Preflight) -> None:
             tempfile.TemporaryFile(dir=path).close()
         except OSError as error:
             rule = f"must be a writable folder: {error.strerror or error}."
-            found.add_problem(key, value_of(config, key), rule, f"Set {key} to a writable folder.")
+            found.add_problem(
+                Code.IO_UNWRITABLE,
+                key,
+                value_of(config, key),
+                rule,
+                f"Set {key} to a writable folder.",
+            )
         else:
             found.add_ok(f"{path}: is writable")
 

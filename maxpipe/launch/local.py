@@ -327,7 +327,8 @@ def _stopped(failure: Failure, requests: _StopSignals, step: int | None) -> int:
         return requests.code
     # During startup, a process has no state to save, and the signal ends the process.
     if failure.code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED, -requests.signal_number):
-        _print_status(f"stopped: {saved}; run the same command again to resume")
+        again = "" if step is None else " to resume"
+        _print_status(f"stopped: {saved}; run the same command again{again}")
         return requests.code
     _print_status(
         f"process {failure.process} failed instead of stopping: "

@@ -11,7 +11,7 @@ import signal
 
 from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.distributed.protocol import FILE_VARIABLE
-from maxpipe.errors import ConfigError, ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.launch.job import (
     CONFIG_FILE,
     FINAL_EXIT_CODES,
@@ -115,7 +115,7 @@ def create_submission(job: Job) -> Submission:
     if topology.platform == "tpu":
         rule = "must be a GPU or CPU topology, because SLURM does not manage TPUs."
         action = f"Use `maxpipe launch gcloud` or `gke`, or set {KEY}=h100:8."
-        raise ConfigError.one(KEY, topology.name, rule, action)
+        raise ConfigError.one(Code.LAUNCH_HOSTS, KEY, topology.name, rule, action)
     _check_paths(job)
     per_host = job.hosts.num_processes // job.hosts.num_hosts
     checkpoint = job.config.checkpoint
@@ -180,4 +180,4 @@ def _check_paths(job: Job) -> None:
     ):
         if not re.fullmatch(r"[\w/.,+@:-]+", str(path)):
             rule = "may only contain letters, digits and `/._,+@:-`: sbatch interprets the path."
-            raise ConfigError.one(key, path, rule, action)
+            raise ConfigError.one(Code.LAUNCH_SETTING, key, path, rule, action)

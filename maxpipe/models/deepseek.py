@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface, moe
 from maxpipe.models.config import Bound, ModelConfig
@@ -108,6 +108,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from moe.rules(config)
     if config.num_kv_heads != config.num_heads:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.num_kv_heads",
             f"must be model.num_heads ({config.num_heads}) with model.family=deepseek, because "
             "each head has separate keys and values.",
@@ -117,6 +118,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         largest = max(2, (config.head_dim - 1) // 2 * 2)
         valid = min(largest, max(2, own.qk_rope_head_dim // 2 * 2))
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.deepseek.qk_rope_head_dim",
             f"must be even and less than model.head_dim ({config.head_dim}), because only the "
             "last dims of a head are rotated, in pairs.",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.config import Bound, ModelConfig
 from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.layers.attention import Attention, Rope
@@ -104,6 +104,7 @@ def embeddings_are_tied(config: ModelConfig) -> Iterator[RuleViolation]:
     """Yield a violation unless embeddings are tied, as in all released models of this family."""
     if not config.tied_embeddings:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "model.tied_embeddings",
             f"must be true with model.family={config.family}, because the output projection is "
             "the embedding table.",

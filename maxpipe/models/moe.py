@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface, moe_base, rope_config
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
@@ -92,6 +92,7 @@ def rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from _grouped(own, section)
     if own.num_dense_layers >= config.num_layers:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"{section}.num_dense_layers",
             f"must be less than model.num_layers ({config.num_layers}), because only the layers "
             "after the dense ones have experts.",
@@ -110,6 +111,7 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
     size = own.num_experts // own.num_expert_groups
     if own.num_experts % own.num_expert_groups:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"{section}.num_expert_groups",
             f"must divide {section}.num_experts ({own.num_experts}), because all groups have the "
             "same size.",
@@ -118,6 +120,7 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
         )
     elif own.expert_groups_per_token > own.num_expert_groups:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"{section}.expert_groups_per_token",
             f"must be at most {section}.num_expert_groups ({own.num_expert_groups}), because a "
             "token cannot select a group more than once.",
@@ -125,6 +128,7 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
         )
     elif own.top_k <= own.num_experts and own.expert_groups_per_token * size < own.top_k:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"{section}.expert_groups_per_token",
             f"must provide at least {section}.top_k={own.top_k} experts per token, but covers "
             f"only {own.expert_groups_per_token * size} of {own.num_experts} experts.",
@@ -132,6 +136,7 @@ def _grouped(own: RoutedConfig, section: str) -> Iterator[RuleViolation]:
         )
     elif own.group_scores == "top2" and own.num_expert_groups > 1 and size < 2:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"{section}.group_scores",
             f"must be max, because each of the {own.num_expert_groups} groups has only one expert.",
             f"Set {section}.group_scores=max, or use fewer groups.",

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
@@ -131,6 +131,7 @@ def moe_rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation
     section = f"model.{config.family}"
     if own.capacity_factor and own.dispatch != "auto":
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             f"{section}.dispatch",
             f"must be auto with {section}.capacity_factor={own.capacity_factor:g}, because a "
             "capacity limit determines the dispatch method.",
@@ -139,6 +140,7 @@ def moe_rules(config: ModelConfig, own: MixtureConfig) -> Iterator[RuleViolation
         )
     if own.top_k > own.num_experts:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"{section}.top_k",
             f"must be at most {section}.num_experts ({own.num_experts}), because a token cannot "
             "select an expert more than once.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface, rope_config
 from maxpipe.models.config import Bound, ModelConfig
@@ -82,6 +82,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     size = own.rope_size or config.head_dim
     if own.rope_size > config.head_dim or own.rope_size % 2:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.phi3.rope_size",
             f"must be even and at most model.head_dim ({config.head_dim}), because dims are "
             "rotated in pairs.",

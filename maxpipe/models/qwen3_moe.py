@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface, moe_base, rope_config
 from maxpipe.models.config import Bound, ModelConfig
@@ -57,6 +57,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     if wrong := [layer for layer in own.dense_layers if not 0 <= layer < count]:
         left = [layer for layer in own.dense_layers if layer not in wrong]
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.qwen3_moe.dense_layers",
             f"must contain layer indices from 0 to {count - 1}, but contains {wrong[0]}.",
             f"Set model.qwen3_moe.dense_layers=[{','.join(map(str, left))}].",
@@ -64,6 +65,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     elif all(_dense(config, own)):
         name = "moe_layer_interval" if own.moe_layer_interval > 1 else "dense_layers"
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"model.qwen3_moe.{name}",
             f"must leave experts in at least one of {count} layers.",
             "Set model.qwen3_moe.moe_layer_interval=1 and model.qwen3_moe.dense_layers=[], or "

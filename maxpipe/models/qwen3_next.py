@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models import family, huggingface, moe_base
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
@@ -123,6 +123,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     yield from moe_base.moe_rules(config, own)
     if own.linear_num_value_heads % own.linear_num_key_heads:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.qwen3_next.linear_num_value_heads",
             "must be a multiple of model.qwen3_next.linear_num_key_heads "
             f"({own.linear_num_key_heads}), because every key head serves the same number of "
@@ -131,6 +132,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         )
     if own.rotary_dim > config.head_dim or own.rotary_dim % 2:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.qwen3_next.rotary_dim",
             f"must be even and at most model.head_dim ({config.head_dim}), because dims are "
             "rotated in pairs.",
@@ -138,6 +140,7 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
         )
     if own.gdn_chunk_size & (own.gdn_chunk_size - 1):
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.qwen3_next.gdn_chunk_size",
             "must be a power of two, because chunks are computed by recursive halving.",
             f"Set model.qwen3_next.gdn_chunk_size={1 << own.gdn_chunk_size.bit_length() - 1}.",

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.huggingface import Key, Only, Ours, Rotary, Row, Theirs, UnsupportedError
@@ -129,6 +129,7 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
     fast = own.rope_beta_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
     if (own.rope_beta_slow or 1.0) >= fast:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             f"{section}.rope_beta_slow",
             f"must be less than {section}.rope_beta_fast ({fast:g}).",
             f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 to use the values "
@@ -142,15 +143,19 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
     kind = f"requires {section}.rope_type=longrope, but rope_type is {own.rope_type}."
     for name in ("rope_short_factor", "rope_long_factor"):
         if getattr(own, name):
-            yield RuleViolation(f"{section}.{name}", kind, f"Set {section}.{name}=[].")
+            yield RuleViolation(
+                Code.CFG_IGNORED, f"{section}.{name}", kind, f"Set {section}.{name}=[]."
+            )
     if own.rope_attention_factor and own.rope_type != "yarn":
         yield RuleViolation(
+            Code.CFG_IGNORED,
             f"{section}.rope_attention_factor",
             f"requires {section}.rope_type=yarn or longrope, but rope_type is {own.rope_type}.",
             f"Set {section}.rope_attention_factor=0.",
         )
     if own.rope_type == "dynamic" and config.head_dim < 4:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.head_dim",
             f"must be at least 4 with {section}.rope_type=dynamic, because its formula divides by "
             "head_dim - 2.",
@@ -173,6 +178,7 @@ def factor_rules(
             continue
         if wanted or short or long:
             yield RuleViolation(
+                Code.MODEL_SIZES,
                 f"{section}.{name}",
                 f"must contain {size // 2} positive factors, one per pair of the {size} rotated "
                 f"dims of a head, but contains {len(factors)}.",

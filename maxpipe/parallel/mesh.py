@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.formatting import format_divisors, pluralize, round_up
 from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
 
@@ -77,6 +77,7 @@ def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshCo
         else:
             action = f"Set axis sizes whose product is {len(devices)}."
         raise ConfigError.one(
+            Code.MESH_DEVICES,
             "mesh",
             wanted,
             f"must multiply to the number of devices: the run needs {total}, but there "
@@ -104,6 +105,7 @@ def _remainder_error(
     enough = round_up(count, math.lcm(fixed, processes))
     more = f"mesh.cpu_devices={enough // processes}, or " if kind == "cpu" else ""
     return ConfigError.one(
+        Code.MESH_DEVICES,
         f"mesh.{rest}",
         "-1",
         f"is computed from {pluralize(count, f'{kind} device')}, but the other sizes "
@@ -164,7 +166,7 @@ def partition_devices(
         if devices[0].platform == "cpu" and not remainder:
             fits.append(f"mesh.cpu_devices={2 * each}")
         action = f"Set {', or '.join([*fits, f'{key}=0 to share all devices'])}."
-        raise ConfigError.one(key, count, rule, action)
+        raise ConfigError.one(Code.MESH_DEVICES, key, count, rule, action)
     kept = [device for local in own.values() for device in local[:-each]]
     split_off = [device for local in own.values() for device in local[-each:]]
     return kept, split_off
@@ -193,6 +195,7 @@ def _check_slices(dcn: list[int], slices: int, kind: str) -> None:
     total = math.prod(dcn)
     if slices > 1 and total not in allowed:
         raise ConfigError.one(
+            Code.MESH_DEVICES,
             "mesh",
             " x ".join(f"dcn_{axis} {size}" for axis, size in zip(AXES, dcn, strict=True)),
             f"must multiply to the number of slices: the product is {total}, and the {kind} "

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.parallel.axes import MeshConfig, axis_table_with_sequence
 from maxpipe.parallel.mesh import BATCH_AXES, FSDP, STAGE
 
@@ -162,6 +162,7 @@ class AxisRules:
             for axis in axes:
                 if axis in owner:
                     raise ConfigError.one(
+                        Code.MESH_AXIS_RULE,
                         "mesh.axis_rules",
                         f"{name}: [{', '.join(axes)}]",
                         f"{where} has dims {owner[axis]!r} and {name!r} on the same mesh axis "

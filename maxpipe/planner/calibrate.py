@@ -27,7 +27,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import Hardware, measured_file, published_hardware
 from maxpipe.io.formatting import pluralize
 from maxpipe.nn.decoder import Decoder
@@ -361,6 +361,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     for name, seconds in times.items():
         if seconds <= 0:
             raise ConfigError.one(
+                Code.PLAN_CALIBRATION,
                 "command line: --calibrate",
                 None,
                 f"measured a negative time for {name}, because timings on this machine are too "

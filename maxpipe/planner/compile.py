@@ -22,7 +22,7 @@ import numpy as np
 
 from maxpipe.config.load import LoadedConfig, to_dict
 from maxpipe.config.schema import Config
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.models.count import train_flops_per_token
 from maxpipe.models.layers.attention import AUTO
@@ -284,14 +284,14 @@ def _lower(steps: Steps, config: Config, topology: Topology) -> Any:
         if config.model.attention == AUTO:
             rule += " model.attention=auto selects cuDNN on these GPUs."
         action = f"Run: {INSTALL}, which includes cuDNN; or set model.attention=blockwise."
-        raise ConfigError.one("model.attention", given, rule, action) from error
+        raise ConfigError.one(Code.PLAN_COMPILER, "model.attention", given, rule, action) from error
 
 
 def _save_error(save: Path) -> ConfigError:
     rule = "cannot save a step for absent GPUs: XLA selects kernels by timing them on the GPU, so "
     rule += "this program would be slower."
     action = "Remove --save, or compile on a machine with these GPUs."
-    return ConfigError.one("command line: --save", save, rule, action)
+    return ConfigError.one(Code.RUN_COMPILED_STEP, "command line: --save", save, rule, action)
 
 
 def _unknown_figures(attention: str, config: Config, topology: Topology) -> list[str]:
@@ -318,7 +318,9 @@ def _option_error(message: str, given: Mapping[str, str]) -> ConfigError | None:
         return None
     rule = f"must be an option of this compiler: {message.partition(': ')[2].splitlines()[0]}"
     action = "Remove the option, or set a value of its type, such as true or false."
-    return ConfigError.one("command line: --xla", f"{name}={given[name]}", rule, action)
+    return ConfigError.one(
+        Code.CLI_VALUE, "command line: --xla", f"{name}={given[name]}", rule, action
+    )
 
 
 def _out_of_memory_error(
@@ -340,7 +342,7 @@ def _out_of_memory_error(
     if changes:
         action = f"Set {changes[0].partition(':')[0]}, or see `maxpipe plan` for other changes."
     rule = f"has {gib(there)} per device, but the step {needed}. {terms}"
-    return ConfigError.one(TOPOLOGY_OPTION, topology.name, rule, action)
+    return ConfigError.one(Code.MEM_PREDICTED, TOPOLOGY_OPTION, topology.name, rule, action)
 
 
 def build_report(config: Config, topology: Topology, steps: Steps, compiled: Any) -> CompileReport:

@@ -33,7 +33,7 @@ from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig, parse_setting
 from maxpipe.config.schema import KEYS, Config, default_of
 from maxpipe.config.sections.model import has_experts, has_sequential_layers
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import Hardware
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MESH_AXES
@@ -173,6 +173,7 @@ def search(
     devices = f"{pluralize(num_devices, 'device')} of {hardware.name}"
     if not considered:
         raise ConfigError.one(
+            Code.PLAN_NO_LAYOUT,
             "command line: maxpipe plan --search",
             " ".join(f"{key}={value}" for key, value in fixed.items()) or None,
             f"found no valid layout on {devices}: axis sizes must divide the batch size, the "
@@ -180,6 +181,7 @@ def search(
             "Change the number of devices or train.batch_size, or remove a --fix.",
         )
     raise ConfigError.one(
+        Code.PLAN_NO_LAYOUT,
         "command line: maxpipe plan --search",
         None,
         f"found no layout that fits in {hardware.memory_gib:g} GiB on {devices}; {computed} of "
@@ -218,6 +220,7 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
         key, _, value = text.partition("=")
         if key not in KEYS or key.partition(".")[0] not in ("mesh", "pipeline") or not value:
             raise ConfigError.one(
+                Code.CLI_VALUE,
                 "command line: --fix",
                 text,
                 "must be KEY=VALUE, where KEY is in mesh or pipeline.",
@@ -226,12 +229,9 @@ def parse_fixed_keys(loaded: LoadedConfig, texts: Sequence[str]) -> dict[str, An
         _, fixed[key] = parse_setting(text)
         size_of_axis = key.startswith(("mesh.ici_", "mesh.dcn_"))
         if size_of_axis and fixed[key] < 1:
-            raise ConfigError.one(
-                f"command line: --fix {key}",
-                value,
-                "must be a device count of at least 1.",
-                f"Write --fix {key}=2, or remove it to search over all values.",
-            )
+            rule = "must be a device count of at least 1."
+            action = f"Write --fix {key}=2, or remove it to search over all values."
+            raise ConfigError.one(Code.CLI_VALUE, f"command line: --fix {key}", value, rule, action)
     return fixed
 
 

@@ -28,7 +28,7 @@ from maxpipe.config.load import LoadedConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.runtime import RuntimeConfig
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import Hardware, hardware_of_device, known_hardware
 from maxpipe.io.files import gpus
 from maxpipe.io.formatting import pluralize
@@ -239,25 +239,31 @@ def parse_topology(text: str, num_slices: int = 1, where: str = TOPOLOGY_OPTION)
     kinds = known_hardware()
     if kind not in kinds:
         rule = f"must name a device type: {', '.join(kinds)}."
-        raise ConfigError.one(where, text, rule, f"Did you mean {_suggest_topology(text, kinds)}?")
+        raise ConfigError.one(
+            Code.PLAN_TOPOLOGY, where, text, rule, f"Did you mean {_suggest_topology(text, kinds)}?"
+        )
     hardware = kinds[kind]
     example = {0: "8", 2: "4x4", 3: "2x4x4"}[hardware.torus_dims]
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", sizes):
         rule = "must be a device type, a colon and a size."
-        raise ConfigError.one(where, text, rule, f"Write {kind}:{example}.")
+        raise ConfigError.one(Code.PLAN_TOPOLOGY, where, text, rule, f"Write {kind}:{example}.")
     dims = tuple(int(size) for size in sizes.split("x"))
     if len(dims) != max(1, hardware.torus_dims):
         shape = f"{hardware.torus_dims} numbers" if hardware.torus_dims else "one number"
         rule = f"must give the size of a {hardware.name} slice as {shape}."
         raise ConfigError.one(
-            where, text, rule, f"Write {_topology_name(hardware, math.prod(dims))}."
+            Code.PLAN_TOPOLOGY,
+            where,
+            text,
+            rule,
+            f"Write {_topology_name(hardware, math.prod(dims))}.",
         )
     topology = Topology(hardware, dims, num_slices)
     if topology.devices_per_slice > hardware.largest_slice:
         rule = f"has {pluralize(topology.devices_per_slice, 'device')}; a slice of {hardware.name} "
         rule += f"has at most {hardware.largest_slice}."
         action = f"Use several smaller slices, such as {kind}:{example}."
-        raise ConfigError.one(where, text, rule, action)
+        raise ConfigError.one(Code.PLAN_TOPOLOGY, where, text, rule, action)
     return topology
 
 
@@ -315,7 +321,9 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
     hardware = hardware_of_device(kind)
     if hardware is None:
         rule = "must have a file in configs/hardware with its peak FLOP/s, memory and link speeds."
-        raise ConfigError.one("command line", kind, rule, "Name a device type with --topology.")
+        raise ConfigError.one(
+            Code.PLAN_TOPOLOGY, "command line", kind, rule, "Name a device type with --topology."
+        )
     dims = _cube(count or len(present), max(1, hardware.torus_dims))
     return Topology(hardware, dims, option="--devices" if count else CPU_DEVICES)
 
@@ -332,7 +340,11 @@ def local_devices(topology: Topology) -> Sequence[Any]:
     if len(present) != topology.num_devices or jax.process_count() > 1:
         rule = f"must be {len(present)}, the number of devices on this machine, with --measure."
         raise ConfigError.one(
-            "command line: --devices", topology.num_devices, rule, "Remove --measure."
+            Code.PLAN_TOPOLOGY,
+            "command line: --devices",
+            topology.num_devices,
+            rule,
+            "Remove --measure.",
         )
     return present
 
@@ -380,6 +392,7 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
     if mesh.num_devices != topology.num_devices or mesh.num_slices not in slices:
         wanted = " x ".join(f"{axis} {size}" for axis, size in mesh.axes.items() if size > 1)
         raise ConfigError.one(
+            Code.MESH_DEVICES,
             "mesh",
             wanted or "one device",
             "axis sizes must multiply to the number of devices in the topology: the mesh has "
@@ -489,10 +502,12 @@ def _check_compiler(topology: Topology) -> None:
     if kind not in GPU_SPECS:
         rule = f"must be a GPU type whose compiler settings are known: {', '.join(GPU_SPECS)}."
         action = "Use one of these types, or compile on a machine with these GPUs."
-        raise ConfigError.one(TOPOLOGY_OPTION, topology.name, rule, action)
+        raise ConfigError.one(Code.PLAN_COMPILER, TOPOLOGY_OPTION, topology.name, rule, action)
     if missing := missing_compiler():
         reason, command = missing
-        raise ConfigError.one(TOPOLOGY_OPTION, topology.name, f"{reason}.", f"Run: {command}.")
+        raise ConfigError.one(
+            Code.PLAN_COMPILER, TOPOLOGY_OPTION, topology.name, f"{reason}.", f"Run: {command}."
+        )
 
 
 @contextlib.contextmanager
@@ -526,6 +541,7 @@ def compiler_version_error(topology: Topology, error: Exception) -> ConfigError 
         return None
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
     return ConfigError.one(
+        Code.PLAN_COMPILER,
         TOPOLOGY_OPTION,
         topology.name,
         f"requires another libtpu: jax {importlib.metadata.version('jax')} requires libtpu "
@@ -538,6 +554,7 @@ def _topology_error(topology: Topology, error: Exception) -> ConfigError:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:300]
     extra = {"tpu": "tpu", "cuda": "gpu-aot"}[topology.platform]
     return ConfigError.one(
+        Code.PLAN_COMPILER,
         TOPOLOGY_OPTION,
         topology.name,
         f"cannot be used for compilation on this machine: {reason}",

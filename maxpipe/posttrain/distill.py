@@ -16,7 +16,7 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +51,7 @@ from maxpipe.data.prepared.manifest import check_folder, convert_signals, lock_j
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import STEP, Phases
-from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.huggingface.folder import folder_of, resolve_model
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.io.formatting import pluralize
@@ -219,8 +219,10 @@ def _layout_error(error: ConfigError) -> ConfigError:
         key = problem.where.rpartition(": ")[2]
         if not f"{key}.".startswith(_LAYOUT_SECTIONS):
             return problem
-        _, given, rule, action = astuple(problem)
-        return Problem(f"{_LAYOUT_KEY}: {key}", given, rule, f"For the teacher only: {action}")
+        _, given, rule, action = problem.texts
+        return Problem(
+            problem.code, f"{_LAYOUT_KEY}: {key}", given, rule, f"For the teacher only: {action}"
+        )
 
     return ConfigError([placed(problem) for problem in error.problems])
 
@@ -231,6 +233,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
     key = error_location(KEY, loaded.origins)
     if mine != its:
         raise ConfigError.one(
+            Code.POST_TEACHER,
             key,
             chosen.name,
             f"must have the same vocabulary as the student: the teacher has {its} ids, but "
@@ -246,6 +249,7 @@ def _check_vocabulary(loaded: LoadedConfig, chosen: OpenedModel, own: Tokenizer)
         return
     if not np.array_equal(other.encode(_PROBE), own.encode(_PROBE)):
         raise ConfigError.one(
+            Code.POST_TEACHER,
             key,
             chosen.name,
             "must use the same tokenizer as the student: the teacher's tokenizer encodes "
@@ -435,7 +439,11 @@ def prepare_teacher_logits(
     if config.runtime.num_processes != 1:
         rule = "must be 1: a single process computes all teacher logits on its local devices."
         raise ConfigError.one(
-            "runtime.num_processes", config.runtime.num_processes, rule, "Omit the key."
+            Code.MESH_UNSUPPORTED,
+            "runtime.num_processes",
+            config.runtime.num_processes,
+            rule,
+            "Omit the key.",
         )
     with convert_signals(folder):
         check_folder(folder, MANIFEST)

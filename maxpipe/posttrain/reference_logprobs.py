@@ -24,7 +24,7 @@ from maxpipe.data.loader import Loader
 from maxpipe.data.pairs import PairDocuments
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import COMPILE, EVAL, Phases
-from maxpipe.errors import ConfigError, DivergenceError, StorageError
+from maxpipe.errors import Code, ConfigError, DivergenceError, StorageError
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
@@ -146,10 +146,11 @@ class PairReferences:
     def _missing_error(self, missing: int, reason: str = "") -> StorageError:
         what = pluralize(missing, "pair") if missing else "the pairs"
         return StorageError(
+            Code.POST_REFERENCE,
             f"{self._path}: lacks the reference log-probabilities of {what}\n"
             f"  {reason}the run resumes from a checkpoint, but the log-probabilities can only be "
             "computed with its initial weights.\n"
-            "  Restore the file and the original pairs, or set run.name to a new name."
+            "  Restore the file and the original pairs, or set run.name to a new name.",
         )
 
     def _check_same_file(self) -> None:
@@ -158,6 +159,7 @@ class PairReferences:
             digest.update(self._values[name].tobytes())
         if len(self._channel.compare_across_processes("reference", digest.hexdigest())) > 1:
             raise ConfigError.one(
+                Code.NET_FOLDERS,
                 "run.dir",
                 str(self._path.parent),
                 f"must be a folder shared by all processes: their {REFERENCE_FILE} files differ.",
@@ -221,9 +223,10 @@ class PairReferences:
             if not np.isfinite(halves).all():
                 where = self._documents[source].where(documents[0])
                 raise DivergenceError(
+                    Code.RUN_NOT_FINITE,
                     f"{where}: the reference log-probability of this pair is not finite\n"
                     "  the model returns NaN or infinity with the initial weights of the run.\n"
-                    "  Start from other weights, or set model.compute_dtype=float32."
+                    "  Start from other weights, or set model.compute_dtype=float32.",
                 )
             self._values[source][documents] = halves.reshape(-1, 2)
 
@@ -298,11 +301,14 @@ def attach_stored_references(run_dir: Path, loader: Loader) -> None:
         stored = load_references(path)
     except (OSError, ValueError) as error:
         action = "Restore the file."
-        raise StorageError(f"{path}: cannot be read\n  {error}.\n  {action}") from error
+        raise StorageError(
+            Code.POST_REFERENCE, f"{path}: cannot be read\n  {error}.\n  {action}"
+        ) from error
     for name, documents in loader.pairs.items():
         known = None if stored is None else stored.for_source(name, documents)
         if known is None or np.isnan(known).any():
             raise ConfigError.one(
+                Code.POST_REFERENCE,
                 "data",
                 None,
                 "must be preference pairs for which the run has stored reference "

@@ -26,7 +26,7 @@ from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.data.loader import Batch, Datasets
 from maxpipe.data.mixture import seed_of
 from maxpipe.data.prompts import PromptRecord, PromptSequences
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.generation.completions import (
     Completion,
     GenerationLimits,
@@ -64,6 +64,7 @@ class ReferenceParams:
         self.digest = steps.digest(mine)
         if saved_digest not in (None, self.digest):
             raise ConfigError.one(
+                Code.POST_REFERENCE,
                 where,
                 None,
                 "must point to the initial weights of this run, which are the reference "
@@ -262,6 +263,7 @@ class Rollouts:
         values = json.dumps([[each.reward for each in drawn] for drawn in self._completions])
         if len(self._same("rewards", hashlib.sha256(values.encode()).hexdigest())) > 1:
             raise ConfigError.one(
+                Code.POST_REWARD,
                 "grpo.reward_file",
                 self._config.reward_file,
                 "must return the same reward for the same completion and record; processes of this "

@@ -40,7 +40,7 @@ from maxpipe.config.schema import (
     upgrade_setting,
 )
 from maxpipe.config.sections.model import FAMILY
-from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.huggingface.folder import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of
 from maxpipe.huggingface.folder import open_folder as open_folder
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
@@ -259,6 +259,7 @@ def _check_not_adapters(facts: CheckpointMetadata, text: str, loaded: LoadedConf
     """
     if has_adapters(facts):
         raise ConfigError.one(
+            Code.CKPT_BASE,
             error_location(KEY, loaded.origins),
             text,
             f"must hold a complete model, but step {facts.step} holds only adapters "
@@ -325,6 +326,7 @@ def check_model(
     then, now = upgrade_model_section(saved), flatten({"model": wanted})
     problems = [
         Problem(
+            Code.CKPT_MODEL,
             error_location(key, origins),
             format_value(now.get(key, "missing")),
             f"must be {format_value(then[key])}, the value in the checkpoint.",
@@ -386,8 +388,9 @@ def read_base(
         said = check_type(facts.data[BASE], AdapterBase)
     except (ValueError, KeyError) as error:
         raise StorageError(
+            Code.CKPT_BASE,
             f"step {facts.step}: does not record the base model of its adapters\n"
-            f"  {error}.\n  Use another step."
+            f"  {error}.\n  Use another step.",
         ) from error
     given = loaded.config.checkpoint.restore_from
     moved = own and given not in ("", said["given"])
@@ -395,6 +398,7 @@ def read_base(
     now = base_record(found, said["given"] if own and not moved else given)
     if now["digest"] != said["digest"]:
         raise ConfigError.one(
+            Code.CKPT_BASE,
             error_location(KEY, loaded.origins),
             found.address,
             f"must hold the base weights that step {facts.step} was trained with: "
@@ -420,6 +424,7 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
         if before != getattr(now, name):
             key = f"{_SECTION}.{name}"
             raise ConfigError.one(
+                Code.CKPT_RESUME,
                 error_location(key, loaded.origins),
                 format_value(getattr(now, name)),
                 f"must be {format_value(before)}, the value in step {facts.step}, because "
@@ -435,6 +440,7 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
         changes = [f"{', '.join(sorted(before - after))} had an adapter"] if before - after else []
         changes += [f"{', '.join(sorted(after - before))} had none"] if after - before else []
         raise ConfigError.one(
+            Code.CKPT_RESUME,
             error_location(key, loaded.origins),
             format_value(now.targets),
             f"must select the matrices that had an adapter when step {facts.step} was saved: "

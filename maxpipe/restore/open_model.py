@@ -20,7 +20,7 @@ from maxpipe.config.check import DEFAULT, error_location
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, suggest_tokenizer_action
-from maxpipe.errors import ConfigError, Problem, StorageError
+from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.huggingface.config_json import lines
 from maxpipe.huggingface.folder import WITHOUT_MTP, open_folder
 from maxpipe.optim.state_spec import EMA
@@ -95,6 +95,7 @@ class OpenedModel:
         saved, config = self.fingerprint.get("tokenizer"), self.loaded.config.tokenizer
         if saved not in (None, tokenizer.fingerprint()):  # imported weights may have no fingerprint
             raise ConfigError.one(
+                Code.TOK_MISMATCH,
                 "tokenizer",
                 config.path or config.kind,
                 f"must be the tokenizer of {self.name}: that tokenizer has the fingerprint "
@@ -163,13 +164,15 @@ def _open_checkpoint(
         others = [str(each) for each in folder.steps() if each != step]
         other = f"Use {address.address_at(int(others[-1]))}, or restore" if others else "Restore"
         raise StorageError(
-            f"{folder / step}: cannot be used\n  {damage}.\n  {other} the files of this step."
+            Code.CKPT_DAMAGED,
+            f"{folder / step}: cannot be used\n  {damage}.\n  {other} the files of this step.",
         ) from damage
     except OSError as error:
         raise StorageError(
+            Code.CKPT_STORAGE,
             f"{folder / step}: cannot be reached\n"
             f"  {root_cause_text(error)}.\n"
-            "  Try again when the storage is available."
+            "  Try again when the storage is available.",
         ) from error
     saved = saved_of(_without_teacher(facts.config))
     if isinstance(own := saved.get("runtime"), Mapping):
@@ -247,11 +250,16 @@ def _open_folder(
     if rank := loaded.config.adapter.rank:
         rule = f"must be 0, because {name} holds a complete model without separate adapters."
         action = "Omit the key, or name the run that trained the adapters."
-        raise ConfigError.one(error_location("adapter.rank", loaded.origins), rank, rule, action)
+        raise ConfigError.one(
+            Code.CFG_CONFLICT, error_location("adapter.rank", loaded.origins), rank, rule, action
+        )
     wanted = to_dict(loaded.config)["model"]
     check_model(model, wanted, loaded.origins, "omit the key", weights_alone=True)
 
-    twice = [Problem(name, "", line, "") for line in lines(source.description.differences)]
+    twice = [
+        Problem(Code.HF_UNSUPPORTED, name, "", line, "")
+        for line in lines(source.description.differences)
+    ]
     loaded = replace(loaded, warnings=(*loaded.warnings, *twice))
 
     def params(loaded: LoadedConfig, steps: Steps) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from maxpipe.config.sections.grpo import GrpoConfig
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import files
 from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
@@ -141,9 +141,11 @@ class RewardFunction:
     def _config_error(self, rule: str) -> ConfigError:
         if not self._config.reward_file:
             action = "Correct or remove the record."
-            return ConfigError.one("grpo.reward", self._config.reward, rule, action)
+            return ConfigError.one(
+                Code.POST_REWARD, "grpo.reward", self._config.reward, rule, action
+            )
         action = "Correct the function: `def reward(completion: str, record: dict) -> float`."
-        return ConfigError.one(_KEY, self._config.reward_file, rule, action)
+        return ConfigError.one(Code.POST_REWARD, _KEY, self._config.reward_file, rule, action)
 
 
 class _RewardError(Exception):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.schedule import orders
 from maxpipe.schedule.orders import read_orders
 from maxpipe.schedule.placement import place_orders
@@ -204,6 +204,7 @@ def _check_sizes(
 ) -> None:
     if name not in SCHEDULES:
         raise ConfigError.one(
+            Code.SCHED_NAME,
             "pipeline.schedule",
             name,
             f"must be one of {', '.join(SCHEDULES)}, or {FILE_PREFIX}PATH.",
@@ -215,10 +216,13 @@ def _check_sizes(
         ("pipeline.microbatches", microbatches),
     ):
         if value < 1:
-            raise ConfigError.one(key, value, "must be at least 1.", f"Set {key}=1.")
+            raise ConfigError.one(
+                Code.SCHED_SIZES, key, value, "must be at least 1.", f"Set {key}=1."
+            )
     spec = SCHEDULES[name]
     if spec.repeats is not None and repeats != spec.repeats:
         raise ConfigError.one(
+            Code.SCHED_SIZES,
             "pipeline.repeats",
             repeats,
             repeats_rule(name, spec),
@@ -227,6 +231,7 @@ def _check_sizes(
     if delayed and not spec.supports_delay:
         allowed = ", ".join(each for each, other in SCHEDULES.items() if other.supports_delay)
         raise ConfigError.one(
+            Code.SCHED_SIZES,
             "pipeline.delayed_forwarding",
             delayed,
             f"is supported only by {allowed} and {FILE_PREFIX}PATH; pipeline.schedule is {name}.",
@@ -234,6 +239,7 @@ def _check_sizes(
         )
     if group and not (min(stages, microbatches) <= group <= microbatches):
         raise ConfigError.one(
+            Code.SCHED_SIZES,
             "pipeline.group",
             group,
             f"must be between the number of stages ({stages}) and the number of microbatches "

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 from maxpipe.schedule.table import Action, ActionKind, Orders, Ring, Schedule
@@ -357,7 +357,7 @@ def read_orders(
     ):
         if wanted is not None and wanted != found:
             rule = f"must be {found}, as in {path}."
-            raise ConfigError.one(key, wanted, rule, f"Set {key}={found}.")
+            raise ConfigError.one(Code.SCHED_FILE, key, wanted, rule, f"Set {key}={found}.")
     return ring, _orders(lines, ring)
 
 
@@ -397,7 +397,7 @@ def _read(path: Path) -> str:
         reason = "the path is invalid"
     rule = f"cannot be read: {reason}."
     action = "Write a file with `maxpipe schedule interleaved --csv FILE`."
-    raise ConfigError.one("pipeline.schedule", f"file:{path}", rule, action)
+    raise ConfigError.one(Code.SCHED_FILE, "pipeline.schedule", f"file:{path}", rule, action)
 
 
 def _parse(text: str, path: Path) -> list[_CsvLine]:
@@ -415,10 +415,12 @@ def _parse(text: str, path: Path) -> list[_CsvLine]:
     except csv.Error as error:
         where = f"{path}: line {reader.line_num}"
         action = "Write one line per stage, such as 0F0,0B0."
-        raise ConfigError.one(where, None, f"is not CSV: {error}.", action) from error
+        raise ConfigError.one(
+            Code.SCHED_FILE, where, None, f"is not CSV: {error}.", action
+        ) from error
     if not lines:
         action = "Write one line per stage, such as 0F0,0B0."
-        raise ConfigError.one(f"{path}", None, "contains no actions.", action)
+        raise ConfigError.one(Code.SCHED_FILE, f"{path}", None, "contains no actions.", action)
     return lines
 
 
@@ -427,6 +429,7 @@ def _parse_cell(text: str, where: str, column: int) -> _CsvCell:
     if match is None:
         shown = ascii(text)[1:-1]
         raise ConfigError.one(
+            Code.SCHED_FILE,
             where,
             shown if len(shown) <= 40 else f"{shown[:40]}...",
             "must be an action: chunk number, one of F B I W, microbatch number, each number with "
@@ -442,6 +445,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
     repeats, remainder = divmod(num_chunks, len(lines))
     if remainder:
         raise ConfigError.one(
+            Code.SCHED_FILE,
             f"{path}",
             f"{pluralize(num_chunks, 'chunk')} on {pluralize(len(lines), 'line')}",
             "the number of chunks must be a multiple of the number of lines. Each line is a "
@@ -465,6 +469,7 @@ def _ring_of(lines: list[_CsvLine], path: Path) -> Ring:
         home = lines[ring.locate_chunk(cell.chunk)[0]].number
         shape = "loop" if ring.shape == "loop" else "V"
         raise ConfigError.one(
+            Code.SCHED_FILE,
             f"{path}: line {line.number}, cell {cell.column}",
             cell,
             f"chunk {cell.chunk} of {num_chunks} belongs to line {home} in a {shape} over "
@@ -482,6 +487,7 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
             other = done.setdefault((cell.chunk, cell.microbatch, part), cell)
             if other is not cell:
                 raise ConfigError.one(
+                    Code.SCHED_FILE,
                     f"{path}: line {line.number}, cell {cell.column}",
                     cell,
                     f"repeats {other} in cell {other.column}, but each action must appear only "
@@ -503,6 +509,7 @@ def _check_line(line: _CsvLine, ring: Ring, count: int, path: Path) -> None:
     backward = part != "F" and (chunk, microbatch, "W" if part == "I" else "I") not in done
     name = f"{chunk}{'B' if backward else part}{microbatch}"
     raise ConfigError.one(
+        Code.SCHED_FILE,
         f"{path}: line {line.number}",
         f"no {name}",
         f"each of {pluralize(count, 'microbatch')} (0 to {count - 1}) needs F and B, or F, I "

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.schedule.table import (
     IDLE,
     Action,
@@ -157,6 +157,7 @@ def _deadlock_error(name: str, ring: Ring, orders: Orders, position: list[int]) 
         for action in order[place : place + 1]
     ]
     problem = Problem(
+        Code.SCHED_FILE,
         name,
         "",
         "the stages wait for each other: "

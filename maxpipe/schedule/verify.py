@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maxpipe.errors import MaxpipeError
+from maxpipe.errors import Code, MaxpipeError
 from maxpipe.schedule import draw
 from maxpipe.schedule.table import IDLE, ActionKind, Schedule, SlotColumns
 
@@ -27,7 +27,7 @@ class ScheduleError(MaxpipeError):
         self.tick, self.stage, self.kind = tick, stage, kind
         where = f"schedule {schedule.name}: {kind} slot of stage {stage} in tick {tick}"
         grid = draw.draw_timeline(schedule, mark=(tick, stage, kind))
-        super().__init__(f"{where}: {reason}\n{grid}")
+        super().__init__(Code.SCHED_INVALID, f"{where}: {reason}\n{grid}")
 
 
 def verify(schedule: Schedule, *, idle: float | None = None) -> None:

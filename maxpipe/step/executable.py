@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 import jax
 from jax.experimental import serialize_executable
 
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io import files, redact
 from maxpipe.io.typed_json import parse_json
 
@@ -80,8 +80,9 @@ def load(
         made_of, digest = record["facts"], record["sha256"]
     except OSError as error:
         raise StorageError(
+            Code.RUN_COMPILED_STEP,
             f"{CONFIG_KEY} = {folder}\n  cannot be read: {error.strerror}.\n  Create it with "
-            f"`maxpipe compile ... --save {folder}`, or omit {CONFIG_KEY}."
+            f"`maxpipe compile ... --save {folder}`, or omit {CONFIG_KEY}.",
         ) from error
     except ValueError as error:
         raise _damage_error(folder) from error
@@ -89,6 +90,7 @@ def load(
         mine, its = facts.get(name), made_of.get(name)
         if mine != its:
             raise ConfigError.one(
+                Code.RUN_COMPILED_STEP,
                 CONFIG_KEY,
                 folder,
                 f"was compiled for {name} = {its}, but this run has {mine}.",
@@ -112,13 +114,16 @@ def check_devices(platform: str, count: int, where: str, folder: Path, action: s
     """
     if platform == "cpu" and count > 1:
         rule = f"cannot be used by {count} CPU devices: XLA loses the device order "
-        raise ConfigError.one(where, folder, f"{rule}of a loaded program.", action)
+        raise ConfigError.one(
+            Code.RUN_COMPILED_STEP, where, folder, f"{rule}of a loaded program.", action
+        )
 
 
 def _damage_error(folder: Path) -> StorageError:
     return StorageError(
+        Code.RUN_COMPILED_STEP,
         f"{CONFIG_KEY} = {folder}\n  is damaged: the program's checksum does not match.\n  "
-        "Recompile with `maxpipe compile ... --save`."
+        "Recompile with `maxpipe compile ... --save`.",
     )
 
 
@@ -132,9 +137,10 @@ def _read_private(path: Path, most: int = -1) -> bytes:
 def _check_private(path: Path, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise StorageError(
+            Code.IO_UNSAFE,
             f"{CONFIG_KEY} = {path}\n  can be written by other users, who could replace the "
             "program code.\n  If you trust the content, chown the folder to yourself and chmod it "
-            "to 700."
+            "to 700.",
         )
 
 

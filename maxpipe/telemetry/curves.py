@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 from maxpipe.config.config_files import CONFIG_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_lines
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import check_type, parse_json
@@ -67,8 +67,9 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
                     left_out[tag] += 1
     except OSError as error:
         raise StorageError(
+            Code.RUN_RECORDS,
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run (default: runs/<run.name>) with its original files."
+            "  Give the folder of a run (default: runs/<run.name>) with its original files.",
         ) from error
     if damaged:
         what = pluralize(damaged, "line")
@@ -87,7 +88,9 @@ def read(run_dir: str | Path, tags: Sequence[str]) -> dict[str, Curve]:
         if (more := len(known) - _SHOWN_NAMES) > 0:
             names.append(f"and {more} more")
         rule = f"must be a metric that the run recorded: {', '.join(names)}."
-        raise ConfigError.one(str(path), ", ".join(tags), rule, f"Use --tags {guess}.")
+        raise ConfigError.one(
+            Code.CLI_VALUE, str(path), ", ".join(tags), rule, f"Use --tags {guess}."
+        )
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any, NotRequired, TypedDict
 
 from maxpipe.config.config_files import EVENTS_FILE
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
 from maxpipe.telemetry.console import duration
 
@@ -109,11 +109,13 @@ def read_goodput(run_dir: str | Path) -> Goodput:
         pass
     except OSError as error:
         raise StorageError(
+            Code.RUN_RECORDS,
             f"{path}: cannot be read\n  {error.strerror or error}.\n"
-            "  Give the folder of a run (default: runs/<run.name>) with its original files."
+            "  Give the folder of a run (default: runs/<run.name>) with its original files.",
         ) from error
     if not attempts:
         raise ConfigError.one(
+            Code.RUN_RECORDS,
             f"run folder {run_dir}",
             None,
             f"must contain the file {EVENTS_FILE}, which `maxpipe train` writes.",

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 
 from maxpipe.config.config_files import EVENTS_FILE
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.files import read_json_lines
 from maxpipe.models.layers.attention import AUTO, Attention
 from maxpipe.models.layers.latent_attention import LatentAttention
@@ -91,6 +91,7 @@ def check_run_attention(session: Session, steps: Steps) -> None:
     worst = max(session.channel.compare_across_processes("attention", verdict))
     if worst:
         raise ConfigError.one(
+            Code.MODEL_ATTENTION,
             "model.attention",
             None,
             f"differs from plain attention on {jax.local_devices()[0].device_kind} with jax "

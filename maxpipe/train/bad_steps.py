@@ -14,7 +14,7 @@ from typing import Any
 
 from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.data.loader import Loader
-from maxpipe.errors import DivergenceError
+from maxpipe.errors import Code, DivergenceError
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.writers import EventLog
 
@@ -147,7 +147,9 @@ class BadStepMonitor:
             numbers += f", learning rate {rate:.4g}: the update is not finite"
         if refusal:
             rule, remedy = refusal
-            raise DivergenceError(f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}")
+            raise DivergenceError(
+                Code.RUN_DIVERGED, f"{self._run_dir}: step {step}: {numbers}\n  {rule}\n  {remedy}"
+            )
         if action == "rollback":
             raise Rollback(step)
         done = (

@@ -17,7 +17,7 @@ from maxpipe.data.formats.source import longest_active_read, take_read_times
 from maxpipe.data.loader import Loader
 from maxpipe.data.sources import section_of
 from maxpipe.distributed.phases import DATA, Phases
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.formatting import pluralize
 from maxpipe.telemetry.console import Console
 
@@ -39,6 +39,7 @@ def check_enough_data(train: Loader, length: int, offset: int) -> None:
         return
     steps = train.ramp.num_batches(number + 1) - 1 - offset
     raise ConfigError.one(
+        Code.DATA_END,
         "data.end",
         "fail",
         f"must be repeat or stop for a run of {pluralize(length, 'step')}: {section_of(name)} has "
@@ -61,6 +62,7 @@ def resolve_last_step(
     length = total_steps(config.train)
     if first > length:
         raise ConfigError.one(
+            Code.RUN_FINISHED,
             error_location("train.steps" if config.train.steps else "train.tokens", loaded.origins),
             config.train.steps or config.train.tokens,
             f"is {pluralize(length, 'step')}; must be at least {first}, the step that this "

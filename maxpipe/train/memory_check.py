@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from maxpipe.config.schema import Config
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import hardware_of_device
 from maxpipe.planner.memory import Memory, predict_memory
 from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION, describe_largest, gib
@@ -175,6 +175,7 @@ def _check(
         warn(f"memory: {rule}. The step may not fit. {terms}")
         return
     raise ConfigError.one(
+        Code.MEM_PREDICTED,
         "memory",
         None,
         f"{rule}. {terms}",
@@ -199,6 +200,7 @@ def _allocation_error(config: Config, error: BaseException) -> ConfigError:
     )
     listed = describe_largest(_predict_memory(config).terms)
     return ConfigError.one(
+        Code.MEM_HOST if of_host else Code.MEM_DEVICE,
         "memory",
         None,
         f"ran out: {reason}{has}. Predicted memory of the train step per device:\n{listed}",

@@ -33,7 +33,7 @@ from maxpipe.config.sections.train import BatchRamp, total_steps
 from maxpipe.data.corpus import compare_fingerprints
 from maxpipe.data.loader import Datasets
 from maxpipe.data.prepared.logits import TeacherEntry
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.evals.early_stopping import EarlyStoppingState
 from maxpipe.huggingface.folder import folder_of
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY
@@ -254,6 +254,7 @@ def _imported_folder_error(loaded: LoadedConfig) -> ConfigError:
     """Return the error for a run folder that contains imported weights."""
     folder = run_folder(loaded.config.run)
     return ConfigError.one(
+        Code.CKPT_MISSING,
         error_location("run.name", loaded.origins),
         loaded.config.run.name,
         f"names {folder}, which contains imported weights, not a run.",
@@ -281,6 +282,7 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
         folder = CheckpointFolder(os.path.join(each, CHECKPOINTS_FOLDER))
         if folder.path != checkpoints.durable.path and (saved := folder.steps()):
             raise ConfigError.one(
+                Code.CKPT_LOST,
                 error_location("checkpoint.dir", loaded.origins),
                 loaded.config.checkpoint.dir or "''",
                 f"points to {checkpoints.durable.path}, which is empty; this run has checkpoints "
@@ -307,6 +309,7 @@ def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bo
     changes += [f"{more} now trained"] if more else []
     action = _restart_advice(loaded, own=own)
     raise ConfigError.one(
+        Code.CKPT_RESUME,
         error_location(_FROZEN, loaded.origins),
         format_value(model.frozen),
         f"must freeze the same parameters as when step {step} was saved, because optimizer state "
@@ -332,6 +335,7 @@ def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bo
             continue  # two names for the same dtype
         if then != now:
             raise ConfigError.one(
+                Code.CKPT_RESUME,
                 error_location(key, loaded.origins),
                 format_value(now),
                 f"must be {format_value(then)}, as in the checkpoint of step {facts.step}, because "
@@ -357,6 +361,7 @@ def _check_teacher(
         return
     key = "distill.teacher" if loaded.config.distill.teacher else "distill.teacher_logits"
     raise ConfigError.one(
+        Code.CKPT_RESUME,
         error_location(key, loaded.origins),
         now["name"],
         f"must be the teacher used for the checkpoint of step {step}, {before['name']}; the "
@@ -375,6 +380,7 @@ def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
     then = facts.config.get("train", {}).get("objective", legacy_value_of(key))
     if then != now:
         raise ConfigError.one(
+            Code.CKPT_RESUME,
             error_location("checkpoint.restore", loaded.origins),
             "all",
             f"restores optimizer state, step and data position of a run with {key}={then}, but "
@@ -395,6 +401,7 @@ def _restart_advice(loaded: LoadedConfig, *, own: bool) -> str:
 def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:
     listed = "; ".join(f"{name} was {before} and is {now}" for name, before, now in differences)
     return ConfigError.one(
+        Code.DATA_CHANGED,
         "data",
         None,
         f"must be unchanged since step {step} was saved: {listed}.",
@@ -434,6 +441,7 @@ def _check_finished(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
     )
     more = f"train.steps={2 * train.steps}" if train.steps else f"train.tokens={2 * train.tokens}"
     raise ConfigError.one(
+        Code.RUN_FINISHED,
         str(run_folder(config.run)),
         None,
         f"is a finished run: all of its {facts.step} steps are done, so settings that changed "

@@ -17,7 +17,7 @@ from maxpipe.config.sections.train import total_steps
 from maxpipe.data.chat_spec import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
 from maxpipe.distributed.phases import RESTORE
-from maxpipe.errors import ReplicaError
+from maxpipe.errors import Code, ReplicaError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
 from maxpipe.io import redact
@@ -204,7 +204,7 @@ class Run:
                 "replicas_differ", step=step, arrays=list(map(str, differences))
             )
             where = f"{self.session.run_dir}: step {step}"
-            raise ReplicaError(format_differences(differences, where))
+            raise ReplicaError(Code.RUN_REPLICAS, format_differences(differences, where))
 
     def roll_back(self, bad_step: int) -> None:
         """Restore the newest checkpoint, and skip the batches between it and the bad step,

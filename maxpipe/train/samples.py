@@ -20,7 +20,7 @@ from maxpipe.data.loader import Datasets
 from maxpipe.data.prompts import read_conversations, read_prompts, user_chat
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.generation.completions import (
     Completion,
     GenerationLimits,
@@ -126,6 +126,7 @@ class SampleGenerator:
             prompts.append(Prompt(number, prompt.text, prompt.ids))
         if not prompts:
             raise ConfigError.one(
+                Code.DATA_VALIDATION,
                 "eval.sample_conversations",
                 eval_config.sample_conversations,
                 "requires a conversation that is held out for validation, has content to train on "

@@ -42,7 +42,15 @@ from maxpipe.config.sections.source import FILES, paths_of
 from maxpipe.distributed import protocol, runtime
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import Phases
-from maxpipe.errors import ConfigError, ExitCode, Preemption, Problem, StorageError
+from maxpipe.errors import (
+    Code,
+    ConfigError,
+    ExitCode,
+    MaxpipeError,
+    Preemption,
+    Problem,
+    StorageError,
+)
 from maxpipe.io import files, redact
 from maxpipe.io.files import url_scheme
 from maxpipe.step.build import resolve_mesh, shared_metadata
@@ -118,7 +126,7 @@ def _model_problem(key: str, folder: str, config: Config, origins: Mapping[str, 
         settings += f" and {_TOKENIZER}=DIR"
     action = f"Download the model to this folder (`hf download NAME --local-dir {folder}`), or set "
     action += f"{settings} to the folder of a local model."
-    return Problem(error_location(key, origins), f"{_MODEL}{folder}", rule, action)
+    return Problem(Code.HF_FOLDER, error_location(key, origins), f"{_MODEL}{folder}", rule, action)
 
 
 def _is_inside(path: str, folder: str) -> bool:
@@ -150,7 +158,7 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
         if key == "tokenizer.path" and config_files.is_hub_id(path):
             rule += " Nothing is downloaded."
             action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."
-        yield Problem(error_location(key, origins), path, rule, action)
+        yield Problem(Code.DATA_MISSING, error_location(key, origins), path, rule, action)
 
 
 def _exists(path: str) -> bool:
@@ -285,7 +293,9 @@ def _record_attempt(
 
     def record_failure(error_type: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and not isinstance(error, Preemption):
-            events.write("failed", error=type(error).__name__, text=str(error)[:1000])
+            code = error.code if isinstance(error, MaxpipeError) else None
+            coded = {"error_code": code} if code else {}
+            events.write("failed", error=type(error).__name__, text=str(error)[:1000], **coded)
 
     def record_exit(code: int, text: str) -> None:
         if code in (ExitCode.PREEMPTED, ExitCode.INTERRUPTED):

@@ -21,7 +21,7 @@ from maxpipe.data.mixture import SourceSequences
 from maxpipe.data.packing import packing_efficiency
 from maxpipe.data.prompts import PromptSequences
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
 from maxpipe.evals.multiple_choice import Task, open_tasks
@@ -153,6 +153,7 @@ def _check_same_data(session: Session, datasets: Datasets, tasks: Sequence[Task]
             f"processes {', '.join(map(str, group))}" for group in processes_by_digest.values()
         )
         raise ConfigError.one(
+            Code.NET_FOLDERS,
             "data.path",
             None,
             f"must contain the same documents for every process; those of {groups} differ.",

@@ -77,7 +77,7 @@ def test_address_relative_to_checkpoints_folder(workspace: Path, monkeypatch: py
 def test_run_name_containing_at_sign_is_ambiguous(workspace: Path):
     (workspace / "runs/quick@120/checkpoints").mkdir(parents=True)
     where, rule, action = error_lines("quick@120")
-    assert where == "command line: quick@120"
+    assert where == "command line: quick@120  [MP-CKPT-009]"
     assert rule == "is ambiguous: both the folder runs/quick@120 and step 120 of runs/quick exist."
     for address, wanted in zip(
         action.removeprefix("Write ").removesuffix(".").split(" to select the folder, or "),
@@ -117,7 +117,7 @@ def test_run_named_checkpoints_or_with_numeric_name(workspace: Path):
 
 def test_unknown_run_suggests_similar_names(workspace: Path):
     where, rule, action = error_lines("quikc@120")
-    assert where == "command line: quikc@120"
+    assert where == "command line: quikc@120  [MP-CKPT-009]"
     assert rule.startswith("is not a run: ") and "runs/quikc" in rule
     assert action == "Did you mean quick?"
     assert error_lines("runs/slw")[2] == "Did you mean runs/slow?"
@@ -126,7 +126,8 @@ def test_unknown_run_suggests_similar_names(workspace: Path):
     assert error_lines("zzz")[2] == "The runs in runs are quick, slow."
     assert error_lines("nowhere/zzz")[2].startswith("Give the folder of a run")
     where, _, action = error_lines("qick", "my.yml:3: checkpoint.restore_from", "runs")
-    assert where == "my.yml:3: checkpoint.restore_from = qick" and action == "Did you mean quick?"
+    assert where == "my.yml:3: checkpoint.restore_from = qick  [MP-CKPT-009]"
+    assert action == "Did you mean quick?"
     for number in range(20):
         (workspace / f"many/{number}/checkpoints/4").mkdir(parents=True)
     assert error_lines("zzz", "key", "many")[2].endswith(" and 12 more.")

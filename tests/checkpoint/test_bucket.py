@@ -204,7 +204,7 @@ def test_second_run_is_rejected_and_names_the_holder(empty: Bucket):
         with pytest.raises(StorageError) as caught, RunLock("gs://bucket/runs/a"):
             pass
         where, rule, action = str(caught.value).splitlines()
-        assert where == "gs://bucket/runs/a: is in use by another run"
+        assert where == "gs://bucket/runs/a: is in use by another run  [MP-CKPT-004]"
         assert "run a on host" in rule and "run.name" in action
         assert empty.objects == before
     assert not empty.objects

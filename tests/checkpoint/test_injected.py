@@ -326,7 +326,7 @@ def test_storage_errors_do_not_change_checkpoints(
             assert left == [0], reader
         with monkeypatch.context() as patch:
             inject_read_errors(patch, reader, error, 10_000)
-            with pytest.raises(StorageError, match=r"cannot be (reached|written)\n.*it fails"):
+            with pytest.raises(StorageError, match=r"cannot be (reached|written) .*\n.*it fails"):
                 resume(copy)
         assert names(copy) == ["3", "6"], reader
     assert resume(copy) == (6, [])
@@ -391,7 +391,7 @@ def test_non_finite_state_is_not_saved(value: float, last: bool, copy: Path):
         checkpoints.wait()
     assert caught.value.exit_code == ExitCode.CONFIG
     where, rule, _ = str(caught.value).splitlines()
-    assert where == f"{copy / CHECKPOINTS_FOLDER / '9'}: was not saved"
+    assert where == f"{copy / CHECKPOINTS_FOLDER / '9'}: was not saved  [MP-RUN-003]"
     assert contains(rule, "optimizer.nu.layers.scale contains 1 values")
     assert contains(rule, "NaN or infinite")
     assert names(copy) == ["3", "6"] and resume(copy) == (6, [])

@@ -24,6 +24,7 @@ from maxpipe.cli import main
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import StorageError
 from tests.checkpoint.cases import config, data, put, save, tree
+from tests.errors import without_codes
 
 Capture = pytest.CaptureFixture[str]
 
@@ -33,7 +34,7 @@ def run(capsys: Capture, *args: object, code: int = 0) -> list[str]:
     assert main(["checkpoints", *map(str, args)]) == code
     out, err = capsys.readouterr()
     assert bool(err) == (code not in (0, 1)) and "Traceback" not in err
-    return (out + err).splitlines()
+    return without_codes(out + err).splitlines()
 
 
 def steps(run_dir: Path) -> list[str]:
@@ -386,4 +387,6 @@ def test_stdout_write_error_is_not_a_storage_error(
         assert (code, written, steps(six)) == (0, "", ["5", "6"])
     else:
         assert code == 74
-        assert written.startswith("standard output: cannot be written\n  No space left on device.")
+        assert without_codes(written).startswith(
+            "standard output: cannot be written\n  No space left on device."
+        )

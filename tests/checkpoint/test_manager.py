@@ -25,9 +25,9 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, open_run
 from maxpipe.checkpoint.storage import DamagedError
 from maxpipe.config.sections.checkpoint import CheckpointConfig
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from tests.checkpoint.cases import abstract, config, data, files, put, restore, save, tree
-from tests.errors import assert_error
+from tests.errors import assert_error, without_codes
 
 Tree = dict[str, Any]
 Capture = pytest.CaptureFixture[str]
@@ -188,7 +188,9 @@ def test_damage_to_any_file_is_detected(copy: Path, saved: Path):
             with pytest.raises(StorageError) as caught:
                 restore(copy, 6)
             where, rule, action = str(caught.value).splitlines()
-            assert where == f"{step}: cannot be restored" and rule.startswith(f"  {name} ")
+            assert where == f"{step}: cannot be restored  [MP-CKPT-002]" and rule.startswith(
+                f"  {name} "
+            )
             assert "step 3" in action
             (step / name).write_bytes(content)
     assert tree_digest(restore(copy, 6)) == tree_digest(tree(6))
@@ -276,7 +278,7 @@ def test_unreachable_storage_is_not_damage(copy: Path, monkeypatch: pytest.Monke
     inject_read_errors(monkeypatch, OSError(errno.ESTALE, "Stale file handle"), 1000)
     with CheckpointManager(copy) as checkpoints, pytest.raises(StorageError) as caught:
         checkpoints.restore_newest(abstract())
-    assert "6: cannot be reached\n  Stale file handle." in str(caught.value)
+    assert "6: cannot be reached\n  Stale file handle." in without_codes(caught.value)
     assert names(copy) == ["3", "6"]
 
 
@@ -440,7 +442,7 @@ def test_all_processes_skip_step_if_one_finds_damage(copy: Path):
 
 def test_config_mismatch_is_raised_before_reading_arrays(copy: Path):
     def accept(facts: Any) -> None:
-        raise ConfigError.one("model.d_model", 3, "must be 4.", "Set it.")
+        raise ConfigError.one(Code.CKPT_MODEL, "model.d_model", 3, "must be 4.", "Set it.")
 
     with CheckpointManager(copy) as checkpoints, pytest.raises(ConfigError):
         checkpoints.restore_newest(abstract(), accept)
@@ -496,9 +498,8 @@ def test_moved_checkpoints_are_reported(tmp_path: Path):
         with pytest.raises(StorageError) as caught:
             put(checkpoints, 8, last=True)
     where, _, action = str(caught.value).splitlines()
-    assert (
-        where == f"{tmp_path / CHECKPOINTS_FOLDER}: was moved or deleted while the run was using it"
-    )
+    rule = "was moved or deleted while the run was using it"
+    assert where == f"{tmp_path / CHECKPOINTS_FOLDER}: {rule}  [MP-CKPT-005]"
     assert "start the same command again" in action
     assert (tmp_path / "away" / "4").is_dir()
 
@@ -510,7 +511,7 @@ def test_save_failure_is_raised_at_next_step(tmp_path: Path, broken_writes: Any)
         with pytest.raises(StorageError, match="No space left") as caught:
             checkpoints.poll()
     where, rule, action = str(caught.value).splitlines()
-    assert where == f"{tmp_path / CHECKPOINTS_FOLDER / '4'}: cannot be written"
+    assert where == f"{tmp_path / CHECKPOINTS_FOLDER / '4'}: cannot be written  [MP-IO-001]"
     assert rule == "  No space left on device." and action.startswith("  Free disk space")
 
 

@@ -90,7 +90,7 @@ def test_unsupported_or_unreachable_storage_is_reported(monkeypatch: pytest.Monk
     with pytest.raises(StorageError) as caught:
         to_epath("gs://bucket/run")
     where, rule, action = str(caught.value).splitlines()
-    assert where == "gs://bucket/run: cannot be reached" and "gcsfs" in rule
+    assert where == "gs://bucket/run: cannot be reached  [MP-ENV-001]" and "gcsfs" in rule
     assert action == "  Run: pip install 'maxpipe[gcs]'"
 
 

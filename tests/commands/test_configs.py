@@ -85,7 +85,7 @@ def test_configs_show_prints_file(capsys: Capture):
         == config_files.bundled_configs()["llama3-8b"].text
     )
     err = output_of(capsys, "configs", "show", "x", code=2)
-    assert err.startswith("command line: x\n")
+    assert err.startswith("command line: x  [MP-CFG-009]\n")
     assert_error(err, "x", names=["quickstart", "deepseek-v2"], suggests="`maxpipe configs list`")
     err = output_of(capsys, "configs", "show", "llama3_8b", code=2)
     assert_error(err, "llama3_8b", names=["quickstart", "deepseek-v2"], suggests="llama3-8b")
@@ -99,7 +99,7 @@ def test_configs_copy_does_not_overwrite_files(here: Path, capsys: Capture):
     ].text
     (here / "quickstart.yml").write_text("mine")
     err = output_of(capsys, "configs", "copy", "quickstart", code=2)
-    assert err.startswith("quickstart.yml\n")
+    assert err.startswith("quickstart.yml  [MP-CLI-004]\n")
     assert_error(
         err, "quickstart.yml", names="exists", suggests=["quickstart-2.yml", "--overwrite"]
     )

@@ -360,7 +360,7 @@ def test_all_rules_are_reported_together():
 def test_message_format():
     [problem] = problems(["model.num_heads=6"])
     assert str(problem) == (
-        "command line: model.num_heads = 6\n"
+        "command line: model.num_heads = 6  [MP-MODEL-001]\n"
         "  must be a multiple of model.num_kv_heads (4): query heads share key/value heads "
         "evenly.\n"
         "  Set model.num_heads=8, or model.num_kv_heads to 1, 2, 3 or 6."

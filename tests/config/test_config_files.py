@@ -40,7 +40,7 @@ def test_name_loads_shipped_config(workspace: Path):
 
 def test_errors_in_shipped_config_name_it(workspace: Path):
     assert error_text("tiny", "my-run.yml", "model.num_kv_heads=3").startswith(
-        "shipped config tiny: model.num_heads = 8\n"
+        "shipped config tiny: model.num_heads = 8  [MP-MODEL-001]\n"
     )
 
 

@@ -12,7 +12,7 @@ from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.config.schema import KEYS, flatten, sections_of
 from maxpipe.config.yaml_values import MAX_FILE_BYTES
 from maxpipe.errors import ConfigError
-from tests.errors import assert_error
+from tests.errors import assert_error, without_codes
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -102,7 +102,7 @@ def test_empty_file_is_rejected(write: Write):
     empty = write("\n")
     with pytest.raises(ConfigError) as caught:
         load([*VALID, empty])
-    assert f"{empty}\n  is empty" in str(caught.value)
+    assert f"{empty}\n  is empty" in without_codes(caught.value)
 
 
 # --- parsing of values ---------------------------------------------------------------

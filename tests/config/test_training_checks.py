@@ -94,8 +94,8 @@ def test_training_commands_reject_builtin_data_for_large_models(
     monkeypatch.chdir(tmp_path)
     assert main([*command.split(), STEPS]) == 2
     out, err = capsys.readouterr()
-    assert not out and "default: tokenizer.kind = bytes\n" in err
-    assert "default: data.source = corpus\n" in err
+    assert not out and "default: tokenizer.kind = bytes  [MP-TOK-002]\n" in err
+    assert "default: data.source = corpus  [MP-TOK-002]\n" in err
     assert not list(tmp_path.iterdir())
 
 

@@ -13,7 +13,7 @@ from maxpipe.config.load import load, parse_setting, to_dict
 from maxpipe.config.schema import KEYS, flatten
 from maxpipe.config.sections.model import FAMILY
 from maxpipe.config.translation import CONTEXT_KEYS, Translation, TranslationContext, translate
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 
 TRAINERS: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "foreign_keys.json").read_text()
@@ -81,7 +81,9 @@ def test_foreign_keys_on_command_line_are_translated(trainer: str):
             problems = {problem.where: problem for problem in caught.value.problems}
             for name, text in some:
                 written = form.format(name, text) if form.startswith("--") else name
-                problem = problems.get(Problem(f"command line: {written}", "", "", "").where)
+                problem = problems.get(
+                    Problem(Code.CFG_UNKNOWN_KEY, f"command line: {written}", "", "", "").where
+                )
                 if problem is None:
                     pytest.fail(f"{written} has no answer")
                 assert problem.action.startswith(

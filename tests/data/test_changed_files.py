@@ -285,7 +285,7 @@ def test_prepared_block_is_verified_after_each_write(tmp_path: Path) -> None:
     path.touch()
     assert all((a == b).all() for a, b in zip(reads_all(found), expected, strict=True))
     flip(path, path.stat().st_size // 2)
-    with pytest.raises(StorageError, match=r"\.bin: is damaged\n  the checksum of bytes 0 to"):
+    with pytest.raises(StorageError, match=r"\.bin: is damaged .*\n  the checksum of bytes 0 to"):
         reads_all(found)
     flip(path, path.stat().st_size // 2)
     path.write_bytes(path.read_bytes() + b"x")
@@ -409,7 +409,7 @@ def test_megatron_file_change_during_read_raises_error(tmp_path: Path) -> None:
     path.touch()
     assert (loader.batch(0)["tokens"] == first["tokens"]).all()
     flip(path, path.stat().st_size // 2)
-    with pytest.raises(ConfigError, match=r"a\.bin\n.*must not change while in use"):
+    with pytest.raises(ConfigError, match=r"a\.bin .*\n.*must not change while in use"):
         loader.batch(1)
 
 

@@ -251,7 +251,7 @@ def test_decompression_bomb_stops_at_limit(
     message = refusal(lambda: source(file, tmp_path))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert f"{file}:2\n" in message and "16777216" in message
+    assert f"{file}:2  [MP-DATA-005]\n" in message and "16777216" in message
     assert peak < 1 << 27
     file.write_bytes(packed(b'{"text": "a"}\n') + 8 * packed(b"{}\n" * (1 << 22)))
     few = {"max_decompressed_bytes": 1 << 24}
@@ -349,7 +349,7 @@ def test_record_above_size_limit_is_rejected(
     file.write_bytes(json_lines(["a", "b" * 1000, "c"]))
     found = source(file)
     message = refusal(lambda: found[1])
-    assert f"{file}:2 = 1014 bytes\n" in message and "1000" in message
+    assert f"{file}:2 = 1014 bytes  [MP-DATA-005]\n" in message and "1000" in message
     assert found[2] == "c"
 
 

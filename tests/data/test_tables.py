@@ -129,7 +129,7 @@ def test_concurrent_threads_read_same_rows(tmp_path: Path) -> None:
 def test_missing_columns_are_rejected(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet")
     message = refusal(lambda: source(file, text_field="body")[12])
-    assert f"{file}: row 12 = fields text, id, meta, messages, raw\n" in message
+    assert f"{file}: row 12 = fields text, id, meta, messages, raw  [MP-DATA-005]\n" in message
     facts = ["data.text_field", "body", "missing"]
     assert_error(message, "row 12", names=facts, suggests="data.text_field=text")
     assert "which is of type int" in refusal(lambda: source(file, text_field="id")[0])
@@ -283,7 +283,7 @@ def test_oversized_row_groups_are_rejected(
     monkeypatch.setattr(parquet_format, "MAX_GROUP_BYTES", 1000)
     assert found[0] == ""
     message = refusal(lambda: found.record(49))
-    assert f"{file}: row group 4 = 10 rows\n" in message and "1000" in message
+    assert f"{file}: row group 4 = 10 rows  [MP-DATA-005]\n" in message and "1000" in message
 
 
 def test_missing_pyarrow_suggests_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

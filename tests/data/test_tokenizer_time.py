@@ -189,5 +189,5 @@ def test_slow_tokenizer_show_exits_with_error(tmp_path: Path) -> None:
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 2, result.stderr
-    assert result.stderr.startswith(f"tokenizer.path = {path}\n")
+    assert result.stderr.startswith(f"tokenizer.path = {path}  [MP-TOK-001]\n")
     assert "remove the offending text" in result.stderr

@@ -14,6 +14,7 @@ from maxpipe.cli import main
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data import train_tokenizer
 from maxpipe.data.tokenizer import open_tokenizer
+from tests.errors import without_codes
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -66,7 +67,7 @@ def test_train_rejects_nonempty_output_folder(corpus: Path, capsys: Capture) -> 
     out.mkdir()
     (out / "mine").write_text("mine")
     assert train(str(corpus / "text"), "--vocab-size", "300", "--out", str(out)) == 2
-    assert capsys.readouterr().err.splitlines() == [
+    assert without_codes(capsys.readouterr().err).splitlines() == [
         f"command line: --out = {out}",
         "  must not exist, or must be an empty folder.",
         f"  Choose another folder, such as --out {out}-2.",
@@ -168,6 +169,6 @@ def test_train_accepts_config_and_data_keys(corpus: Path, capsys: Capture) -> No
         assert (corpus / name / "tokenizer.json").read_bytes() == wanted
     capsys.readouterr()
     assert train(*keys, "data.chat=messages", *common, str(corpus / "d")) == 2
-    assert "data.chat = messages\n  must be off" in capsys.readouterr().err
+    assert "data.chat = messages\n  must be off" in without_codes(capsys.readouterr().err)
     assert train(*common, str(corpus / "d")) == 2
     assert "must include data files, a config or data.* keys." in capsys.readouterr().err

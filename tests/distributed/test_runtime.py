@@ -126,7 +126,7 @@ def test_missing_platform_is_rejected(platform: str, num_processes: int):
     ran = python((joins if num_processes == 0 else "") + started(config))
     assert ran.returncode == 2, ran.stderr
     assert_complete_error(ran.stderr)
-    assert ran.stderr.startswith(f"runtime.platform = {platform}\n")
+    assert ran.stderr.startswith(f"runtime.platform = {platform}  [MP-ENV-002]\n")
     assert "runtime.platform=cpu" in ran.stderr
 
 
@@ -150,7 +150,7 @@ def test_default_cache_without_home_folder_is_warning():
     assert line.startswith("runtime.compilation_cache = ~/") and "(HOME is not set)" in line
     ran = python(code + started("platform='cpu', compilation_cache='~/mine'"))
     assert ran.returncode == 2
-    assert ran.stderr.startswith("runtime.compilation_cache = ~/mine\n")
+    assert ran.stderr.startswith("runtime.compilation_cache = ~/mine  [MP-IO-003]\n")
 
 
 def test_libraries_do_not_print_log_records_twice():
@@ -187,7 +187,7 @@ def test_missing_processes_are_reported_after_timeout(rank: int):
     assert time.monotonic() - start < 30
     assert ran.returncode == 71, ran.stderr
     assert_complete_error(ran.stderr)
-    assert ran.stderr.startswith(f"runtime.coordinator = {address}\n")
+    assert ran.stderr.startswith(f"runtime.coordinator = {address}  [MP-NET-001]\n")
     assert f"process {rank} of 2" in ran.stderr and "within 2 s" in ran.stderr
     if rank:
         assert "process 0 has not written a secret to the run folder" in ran.stderr
@@ -261,9 +261,9 @@ def test_own_address_on_host_without_route(
 
 
 def test_single_process_exits_with_error_code():
-    then = "from maxpipe.errors import StorageError; raise StorageError('full')"
+    then = "from maxpipe.errors import *; raise StorageError(Code.IO_UNWRITABLE, 'full')"
     ran = python(started("platform='cpu', compilation_cache=''", then=then))
-    assert (ran.returncode, ran.stderr) == (74, "full\n")
+    assert (ran.returncode, ran.stderr) == (74, "full  [MP-IO-001]\n")
 
 
 # --- stop requests ---------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_missing_or_invalid_task_file_is_reported(tmp_path: Path, questions: Pat
 
 
 def test_chat_task_requires_chat_template(questions: Path) -> None:
-    with pytest.raises(ConfigError, match=r"eval.tasks.q.chat\n  requires a chat template"):
+    with pytest.raises(ConfigError, match=r"eval.tasks.q.chat .*\n  requires a chat template"):
         build_task(questions, MODEL, ["eval.tasks.q.chat=true"])
 
 

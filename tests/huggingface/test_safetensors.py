@@ -107,7 +107,7 @@ def test_invalid_file_is_rejected_with_reason(name: str, tmp_path: Path) -> None
     with pytest.raises(ConfigError) as caught:
         SafetensorsReader(path)
     text = str(caught.value)
-    assert text.startswith(f"{path}\n") and reason in text
+    assert text.startswith(f"{path}  [MP-HF-004]\n") and reason in text
     assert len(text.splitlines()) == 3
 
 

@@ -10,7 +10,7 @@ import pytest
 from maxpipe.cli import main
 from maxpipe.config.load import load, to_dict, to_yaml
 from maxpipe.config.schema import KEYS
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import redact
 from maxpipe.io.redact import REDACTED
 
@@ -107,8 +107,14 @@ def test_overlapping_secrets_are_redacted(value: str, monkeypatch: pytest.Monkey
 
 def test_multiline_secret_in_message_is_redacted(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HF_TOKEN", "first line\nsecond line")
-    output = str(ConfigError.one("run.name", "first line\nsecond line", "is wrong.", "Correct it."))
-    assert redact.redact_for_terminal(output).splitlines()[0] == f"run.name = {REDACTED}"
+    output = str(
+        ConfigError.one(
+            Code.CFG_VALUE, "run.name", "first line\nsecond line", "is wrong.", "Correct it."
+        )
+    )
+    assert (
+        redact.redact_for_terminal(output).splitlines()[0] == f"run.name = {REDACTED}  [MP-CFG-003]"
+    )
 
 
 def test_redact_value_of_nested_containers():

@@ -61,7 +61,7 @@ def test_first_failed_process_is_printed_last(
     assert time.monotonic() - begin < 20  # without waiting for the other process
     err = capsys.readouterr().err
     assert f"launch: this process failed first; log: {tmp_path}/run/logs/process-1.log\n" in err
-    assert "process 1 of 2: exit code 70 (a bug in maxpipe)" in err
+    assert "process 1 of 2: exit code 70 (bug in maxpipe)" in err
     assert err.endswith(f"process-1.log\n{first}")
 
 

@@ -56,7 +56,7 @@ def test_no_secret_in_output_of_cluster_launch(
     assert main(["launch", cluster, QUICKSTART, *CLUSTERS[cluster], *given]) == 2
     out, err = capsys.readouterr()
     what, rule, action = err.splitlines()
-    assert what == f"command line: {where}" and not out
+    assert what == f"command line: {where}  [MP-LAUNCH-004]" and not out
     assert "must not contain a secret" in rule and "launch.environment" in action
     for option in ("--write", "--submit"):
         folder = [str(tmp_path / "job")] if option == "--write" else []

@@ -67,7 +67,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path):
         (-9, "killed by SIGKILL"),
         (134, "killed by SIGABRT"),
         (-127, "killed by 127"),
-        (74, "exit code 74 (a storage or checkpoint error)"),
+        (71, "exit code 71 (hang, lost process, or processes that do not connect)"),
         (1, "exit code 1"),
         (130, "exit code 130 (stopped by Ctrl-C)"),
         (-2, "exit code 130 (stopped by Ctrl-C)"),

@@ -351,7 +351,7 @@ def test_published_values_are_used_without_home_folder(
     with pytest.raises(StorageError) as error:
         hardware.save_measured(published_hardware()["cpu"])
     assert str(error.value).startswith(
-        "~/.cache/maxpipe/hardware/cpu.yml: cannot be written\n  HOME is not set.\n"
+        "~/.cache/maxpipe/hardware/cpu.yml: cannot be written  [MP-IO-001]\n  HOME is not set.\n"
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.config.load import load
+from tests.errors import without_codes
 
 RUN = ["plan", "configs/quickstart.yml", "--topology", "cpu:8"]
 SEARCH = [*RUN, "--search", "--fix", "mesh.ici_stage=4", "pipeline.schedule=zb_v"]
@@ -118,7 +119,7 @@ def test_invalid_arguments_are_rejected(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    assert says in capsys.readouterr().err
+    assert says in without_codes(capsys.readouterr().err)
 
 
 def test_search_changes_only_layout_keys(tmp_path: Path) -> None:
@@ -137,7 +138,10 @@ def test_bundled_model_does_not_require_train_steps(capsys: pytest.CaptureFixtur
     assert "\n  steps: 0\n" in capsys.readouterr().out
     assert main(["compile", "tiny", "--topology", "cpu:1", "--save", "step"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("default: train.steps = 0\n") and "Set train.steps=100," in error
+    assert (
+        error.startswith("default: train.steps = 0  [MP-CFG-004]\n")
+        and "Set train.steps=100," in error
+    )
 
 
 def test_plan_without_topology_uses_local_devices(

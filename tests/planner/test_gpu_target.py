@@ -89,14 +89,16 @@ def test_missing_gpu_compiler_error_has_install_command(absent: pytest.MonkeyPat
     for of_it in (topology.prepare, topology.topology_devices):
         with pytest.raises(ConfigError) as caught:
             of_it(parse_topology("h100:8"))
-        told = "command line: --topology = h100:8\n  needs it.\n  Run: pip install it."
+        told = (
+            "command line: --topology = h100:8  [MP-PLAN-002]\n  needs it.\n  Run: pip install it."
+        )
         assert str(caught.value) == told
 
 
 def test_gpu_type_without_spec_is_rejected(absent: pytest.MonkeyPatch) -> None:
     wanted = parse_topology("h100:8")
     wanted = replace(wanted, hardware=replace(wanted.hardware, topology="x100"))
-    with pytest.raises(ConfigError, match="x100:8\n  must be a GPU type") as caught:
+    with pytest.raises(ConfigError, match="x100:8 .*\n  must be a GPU type") as caught:
         topology.topology_devices(wanted)
     assert "Use one of these types" in str(caught.value)
 

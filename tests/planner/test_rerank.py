@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.planner import rerank
 from maxpipe.planner.report import format_ranking
 from maxpipe.planner.search import Candidate, best_layouts
@@ -40,7 +40,9 @@ def test_rerank_puts_fitting_layouts_first_by_speed(
     def compile_step(*_: Any) -> FakeReport:
         report = next(reports)
         if report is None:
-            raise ConfigError.one("command line", "v5p", "the step needs more", "Shrink it.")
+            raise ConfigError.one(
+                Code.MEM_PREDICTED, "command line", "v5p", "the step needs more", "Shrink it."
+            )
         return report
 
     monkeypatch.setattr(rerank, "compile_step", compile_step)

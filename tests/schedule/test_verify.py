@@ -708,6 +708,7 @@ def test_error_has_slot_reason_and_grid() -> None:
     first, *rest = str(error).splitlines()
     assert first == (
         "schedule interleaved: F slot of stage 2 in tick 2: needs output 1 of 0 but finds nothing."
+        "  [MP-SCHED-004]"
     )
     assert any(line.startswith("stage  2 F") and "[0a]" in line for line in rest)
 

@@ -82,7 +82,7 @@ def test_separate_checkpoint_dir_survives_kill_and_corruption(
         second = run(*arguments, f"run.dir={tmp_path / 'others'}", code=74)
         process.kill()
     where, rule, action = second.splitlines()[-3:]
-    assert where == f"{checkpoint_dir.dir}/run: is in use by another run"
+    assert where == f"{checkpoint_dir.dir}/run: is in use by another run  [MP-CKPT-004]"
     assert f"process {process.pid}," in rule and "run.name" in action
     assert "4" in checkpoint_dir.names() and newest_step(folder, checkpoint_dir.dir) in (4, 8)
 
@@ -118,7 +118,7 @@ def test_missing_checkpoint_dir_does_not_start_new_run(tiny: Path, run: Run, tmp
     before = (run_dir / "metrics.jsonl").read_bytes()
     place.rename(tmp_path / "away")
     where, rule, action = run(*arguments, code=74).splitlines()[-3:]
-    assert where == f"{place}/run/checkpoints: contains no checkpoint"
+    assert where == f"{place}/run/checkpoints: contains no checkpoint  [MP-CKPT-005]"
     assert f"step {STEPS} was saved there" in rule and f"delete {run_dir}" in action
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     shutil.rmtree(place)
@@ -137,7 +137,7 @@ def test_missing_checkpoints_do_not_start_new_run(tiny: Path, run: Run, tmp_path
     (run_dir / "checkpoints").rename(tmp_path / "away")
     for _ in range(2):  # the first start does not create the folder
         where, rule, action = run(*arguments, code=74).splitlines()[-3:]
-        assert where == f"{run_dir}/checkpoints: is missing"
+        assert where == f"{run_dir}/checkpoints: is missing  [MP-CKPT-005]"
         assert f"has records up to step {STEPS}. No file was changed." in rule
         assert f"To start over, delete {run_dir}, or set run.name to a new name." in action
     (run_dir / "events.jsonl").rename(tmp_path / "events.jsonl")
@@ -145,7 +145,7 @@ def test_missing_checkpoints_do_not_start_new_run(tiny: Path, run: Run, tmp_path
     (tmp_path / "events.jsonl").rename(run_dir / "events.jsonl")
     (run_dir / "checkpoints").mkdir()
     where, rule, _ = run(*arguments, code=74).splitlines()[-3:]
-    assert where == f"{run_dir}/checkpoints: contains no checkpoint"
+    assert where == f"{run_dir}/checkpoints: contains no checkpoint  [MP-CKPT-005]"
     assert f"records that step {STEPS} was saved there" in rule
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert "starting a new run" in run(*arguments, "run.name=other", "train.steps=1")
@@ -163,7 +163,7 @@ def test_changed_checkpoint_dir_does_not_start_new_run(
     arguments += (f"checkpoint.dir={tmp_path / 'new'}",)
     output = run(*arguments, code=2)
     where, rule, action = output.splitlines()[-3:]
-    assert where == f"command line: checkpoint.dir = {tmp_path / 'new'}"
+    assert where == f"command line: checkpoint.dir = {tmp_path / 'new'}  [MP-CKPT-005]"
     assert (
         f"up to step {STEPS} in {run_dir}/checkpoints" in rule and "Copy the checkpoints" in action
     )

@@ -19,7 +19,7 @@ from maxpipe.config.load import load
 from maxpipe.nn.decoder import Decoder
 from maxpipe.parallel.sharding import AxisRules
 from tests.conftest import FAST_COMPILE
-from tests.errors import assert_error
+from tests.errors import assert_error, without_codes
 from tests.train.conftest import ROOT
 from tests.train.runs import SAME, Run, Start, is_explained, saved, state_of, wait_for
 
@@ -174,4 +174,4 @@ def test_generate_rejects_invalid_arguments(
     assert main(["generate", *(named.get(word, word) for word in given)]) == 2
     output = capsys.readouterr().err
     is_explained(output)
-    assert GENERATE_MISTAKES[arguments] in output
+    assert GENERATE_MISTAKES[arguments] in without_codes(output)

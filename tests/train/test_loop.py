@@ -359,7 +359,7 @@ MISTAKES = {
     "{} mesh.ici_stage=3": "must multiply to the number of devices",
     "{} data.validation_fraction=0 eval.batches=0": "--split all",
     "{} data.path=nowhere": "data.path",
-    "{} model.d_mlp=48 model.tied_embeddings=true": "model.d_mlp = 48\n  must be 32",
+    "{} model.d_mlp=48 model.tied_embeddings=true": "model.d_mlp = 48  [MP-CKPT-006]\n  must be 32",
 }
 
 
@@ -407,8 +407,8 @@ def test_resume_with_changed_model_reports_every_key(copy: Path, tiny: Path, run
     changes = ("model.d_mlp=48", "model.tied_embeddings=true", "model.compute_dtype=bfloat16")
     output = run("train", tiny, f"run.dir={copy.parent}", "train.steps=28", *changes, code=2)
     is_explained(output)
-    assert "command line: model.d_mlp = 48\n  must be 32" in output
-    assert "command line: model.tied_embeddings = true\n  must be false" in output
+    assert "command line: model.d_mlp = 48  [MP-CKPT-006]\n  must be 32" in output
+    assert "command line: model.tied_embeddings = true  [MP-CKPT-006]\n  must be false" in output
     assert "model.compute_dtype" not in output
     assert saved_digest(copy)
 
@@ -491,7 +491,7 @@ def test_finished_run_rejects_changed_settings_and_suggests_run_name(
     output = run("train", tiny, *arguments, code=2)
     is_explained(output)
     *_, where, rule, action = output.rstrip("\n").splitlines()
-    assert where == str(copy) and "all of its 24 steps are done" in rule
+    assert where == f"{copy}  [MP-RUN-002]" and "all of its 24 steps are done" in rule
     listed = rule.partition("would have no effect: ")[2].removesuffix(".").split("; ")
     assert sorted(listed) == sorted(CHANGES.values())
     assert "run.name=run-3" in action and "train.steps=48" in action

@@ -28,10 +28,10 @@ LARGER = ("model.d_model=4096", "model.d_mlp=16384")
 """Overrides to be given last, for 9 GiB of parameters and moments."""
 
 
-def is_explained(text: str) -> None:
+def is_explained(text: str, code: str = "MP-MEM-001") -> None:
     """Assert an error with location, needed and available memory, largest terms and action."""
     where, rule, *terms, action = text.splitlines()
-    assert where == "memory" and "GiB" in rule
+    assert where == f"memory  [{code}]" and "GiB" in rule
     assert len(terms) > 1 and all("reduce with " in each for each in terms)
     assert action.strip().startswith("Change one of the")
 
@@ -56,7 +56,7 @@ def test_run_that_cannot_fit_is_rejected_before_any_file_is_written(
     sizes = ("model.d_model=65536", "model.d_mlp=262144", f"run.dir={tmp_path}")
     output = run("train", tiny, *sizes, code=2)
     assert "reading data" not in output and not list(tmp_path.iterdir())
-    is_explained(output[output.index("memory\n") :].strip())
+    is_explained(output[output.index("memory  [MP-MEM-001]\n") :].strip())
     assert "runtime.memory_check=warn" in output
 
 
@@ -166,7 +166,7 @@ def test_failed_host_allocation_raises_config_error(
     with pytest.raises(ConfigError) as caught, memory_check.explain_allocation_errors(config):
         np.empty(2**57)
     assert caught.value.exit_code == 2
-    is_explained(str(caught.value))
+    is_explained(str(caught.value), "MP-MEM-003")
     assert "1.00 EiB" in str(caught.value)
     # Without a run, the command prints a shorter error.
     monkeypatch.setattr(cli, "_run", lambda argv: np.empty(2**57))
@@ -178,7 +178,7 @@ def test_failed_host_allocation_raises_config_error(
 def test_failed_device_allocation_raises_config_error(config: Config) -> None:
     with pytest.raises(ConfigError) as caught, memory_check.explain_allocation_errors(config):
         jax.jit(lambda: jax.numpy.zeros((2**30, 2**25)) + 1)().block_until_ready()
-    is_explained(str(caught.value))
+    is_explained(str(caught.value), "MP-MEM-003")
     assert "RESOURCE_EXHAUSTED" in str(caught.value)
     with pytest.raises(jax.errors.JaxRuntimeError), memory_check.explain_allocation_errors(config):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
@@ -196,7 +196,7 @@ def test_run_over_memory_limit_reports_error(tiny: Path, start: Start, tmp_path:
         process = start("train", *arguments, modules=modules)
         output, _ = process.communicate(timeout=240)
         assert process.returncode == 2 and "Traceback" not in output, output
-        is_explained(output[output.index("memory\n") :].strip())
+        is_explained(output[output.index("memory  [MP-MEM-001]\n") :].strip())
         return output
 
     assert "is predicted to need" in run_until_error()
@@ -254,5 +254,7 @@ def test_memory_lost_during_setup_stops_run(tiny: Path, start: Start, tmp_path: 
     process = start("train", *small, modules=modules)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 2 and "Traceback" not in output, output
-    assert "memory\n  the compiled train step needs, in addition to the state," in output
+    assert (
+        "memory  [MP-MEM-001]\n  the compiled train step needs, in addition to the state," in output
+    )
     assert "step 1/1" not in output

@@ -224,7 +224,10 @@ def test_ema_parameters_are_evaluated_and_exported(tiny: Path, run: Run, tmp_pat
     output = run("eval", out, "--average", code=2)
     assert "a Hugging Face folder has no averaged parameters" in output
     output = run("train", *arguments[:3], "train.steps=6", "optim.name=muon", frozen[1], code=2)
-    assert "optim.ema_decay = 0.0\n  must be 0.5, as in the checkpoint of step 4" in output
+    assert (
+        "optim.ema_decay = 0.0  [MP-CKPT-007]\n  must be 0.5, as in the checkpoint of step 4"
+        in output
+    )
     run("train", *arguments[:3], "train.steps=2", "run.name=bare")
     output = run("eval", tmp_path / "bare", "--average", code=2)
     assert "was trained with optim.ema_decay = 0" in output

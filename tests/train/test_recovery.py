@@ -94,7 +94,7 @@ def test_run_without_intact_checkpoint_does_not_start_from_scratch(
     output = run("train", tiny, f"run.dir={copy.parent}", *ARGUMENTS, code=74)
     assert "Traceback" not in output and "compiling train step" not in output
     *_, where, rule, action = output.rstrip("\n").splitlines()
-    assert where == f"{copy}/checkpoints: the newest 2 checkpoints both look damaged"
+    assert where == f"{copy}/checkpoints: the newest 2 checkpoints both look damaged  [MP-CKPT-002]"
     assert all(f"{step}: state/" in rule for step in (8, 12))
     assert f"maxpipe checkpoints verify {copy}" in action
     assert names(copy) == {"4", "8", "12"}, "two damaged checkpoints indicate a storage failure"
@@ -131,7 +131,7 @@ os.rename, os.replace = slowly(os.rename), slowly(os.replace)
         assert {path: path.read_bytes() for path in before} == before
         process.kill()
     where, rule, action = second.splitlines()[-3:]
-    assert where == f"{copy}: is in use by another run"
+    assert where == f"{copy}: is in use by another run  [MP-CKPT-004]"
     assert f"process {process.pid}," in rule and "last heartbeat" in rule
     assert "run.name" in action
     assert (folder / "16.orbax-checkpoint-tmp").exists(), "the save finished before the kill"
@@ -188,7 +188,7 @@ def test_full_disk_is_reported_before_save(copy: Path, tiny: Path, run: Run):
         output = run("train", tiny, f"run.dir={small}", *ARGUMENTS, code=74)
         assert "Traceback" not in output
         where, rule, action = output.splitlines()[-3:]
-        assert where == f"{small}/run/checkpoints/16: cannot be written"
+        assert where == f"{small}/run/checkpoints/16: cannot be written  [MP-IO-001]"
         assert "needs 0." in rule and " are free." in rule
         assert "resumes from step 12" in action
         assert names(small / "run") == {"12"}

@@ -52,7 +52,9 @@ def test_missing_files_are_reported_before_device_count(capsys: pytest.CaptureFi
         == 2
     )
     err = capsys.readouterr().err
-    assert err.startswith("shipped config llama3-8b-sft: checkpoint.restore_from = hf:base\n")
+    assert err.startswith(
+        "shipped config llama3-8b-sft: checkpoint.restore_from = hf:base  [MP-HF-001]\n"
+    )
     assert err.index("data.path = chats.jsonl") < err.index("the run needs 64, but there ")
     assert "Run on 64 accelerators, or set mesh.cpu_devices=64" in err
 

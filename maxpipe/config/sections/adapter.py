@@ -17,7 +17,7 @@ from maxpipe.config.rules import (
     rule,
 )
 from maxpipe.config.sections.model import MODEL_KEYS
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.adapters import (
     block_size,
     dim_of_scales,
@@ -52,6 +52,7 @@ def _adapter_keys_need_a_rank(config: Config) -> Iterator[RuleViolation]:
     for key in ("targets", "dropout", "base_quantization", "kind"):
         if getattr(config.adapter, key) != getattr(AdapterConfig(), key):
             yield RuleViolation(
+                Code.MODEL_ADAPTER,
                 f"adapter.{key}",
                 "is ignored with adapter.rank = 0, which trains all parameters without adapters.",
                 f"Set adapter.rank=16, or leave adapter.{key} out.",
@@ -66,6 +67,7 @@ def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
     can = names_of_adaptable(model)
     if not can:
         yield RuleViolation(
+            Code.MODEL_ADAPTER,
             "adapter.rank",
             f"must be 0: layers of model.family={config.model.family} have no matrices that "
             "support adapters.",
@@ -86,6 +88,7 @@ def _targets_support_adapters(config: Config) -> Iterator[RuleViolation]:
         )
         kept = ",".join([*good, *filter(None, [guess])])
         yield RuleViolation(
+            Code.MODEL_ADAPTER,
             "adapter.targets",
             f"contains {wrong!r}, {what}: adapters support {', '.join(can)}.",
             f"Set adapter.targets=[{kept}]" + ("." if kept else " to adapt all of these."),
@@ -102,6 +105,7 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
         small = min(math.prod(size for size, _ in side) for side in sides)
         if adapter.rank > small:
             yield RuleViolation(
+                Code.MODEL_ADAPTER,
                 "adapter.rank",
                 f"must be at most {small}, the smaller dimension of {name}, which limits its rank.",
                 f"Set adapter.rank={small}, or select only larger matrices in adapter.targets.",
@@ -113,6 +117,7 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
 def _no_mtp_with_adapters(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank and config.model.mtp_heads:
         yield RuleViolation(
+            Code.MODEL_ADAPTER,
             "model.mtp_heads",
             "must be 0 with adapters: multi-token prediction heads do not support adapters.",
             "Set model.mtp_heads=0; MTP heads in the base weights are then ignored.",
@@ -123,6 +128,7 @@ def _no_mtp_with_adapters(config: Config) -> Iterator[RuleViolation]:
 def _dora_needs_default_matmul(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank and config.adapter.kind == "dora" and config.model.matmul != "default":
         yield RuleViolation(
+            Code.MODEL_ADAPTER,
             "adapter.kind",
             "must be lora with 8-bit matmuls: dora normalizes weight columns, but "
             f"model.matmul={config.model.matmul} quantizes the weights.",
@@ -143,6 +149,7 @@ def _nf4_blocks_divide_over_tensor(config: Config) -> Iterator[RuleViolation]:
             piece = max(block_size(size), 2)
             if size % (piece * parts):
                 yield RuleViolation(
+                    Code.MODEL_ADAPTER,
                     "adapter.base_quantization",
                     f"nf4 stores {name} in blocks of {piece} values along {axis} ({size}), which "
                     f"{parts} devices of mesh axis tensor cannot shard evenly."

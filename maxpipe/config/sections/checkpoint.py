@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import add_local_folder_rule, add_ranges, rule, value_of
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
@@ -98,13 +98,14 @@ def _add_folder_or_bucket_rule(key: str) -> None:
         scheme = url_scheme(value_of(config, key))
         if scheme not in ("", "gs"):
             yield RuleViolation(
+                Code.IO_PATH,
                 key,
                 f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not supported.",
                 f"Set {key}=gs://my-bucket/runs, or mount the storage and set {key} to its folder.",
             )
         elif scheme and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
             yield RuleViolation(
-                key, "must contain a bucket name.", f"Set {key}=gs://my-bucket/runs."
+                Code.IO_PATH, key, "must contain a bucket name.", f"Set {key}=gs://my-bucket/runs."
             )
 
 
@@ -118,6 +119,7 @@ _add_folder_or_bucket_rule("checkpoint.restore_from")
 def _best_is_evaluated(config: Config) -> Iterator[RuleViolation]:
     if config.checkpoint.keep_best and not (config.eval.every and config.eval.batches):
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "checkpoint.keep_best",
             "requires evaluations: eval.every and eval.batches must be more than 0.",
             f"Set eval.every={config.checkpoint.every or 1000}, or checkpoint.keep_best=0.",
@@ -129,6 +131,7 @@ def _local_has_folder_and_period(config: Config) -> Iterator[RuleViolation]:
     local_dir, every = config.checkpoint.local_dir, config.checkpoint.local_every
     if local_dir and not every:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "checkpoint.local_every",
             "must be more than 0 with checkpoint.local_dir.",
             "Set checkpoint.local_every=100, or checkpoint.local_dir='' to save only in the run "
@@ -136,6 +139,7 @@ def _local_has_folder_and_period(config: Config) -> Iterator[RuleViolation]:
         )
     elif every and not local_dir:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "checkpoint.local_dir",
             f"must be set to a folder with checkpoint.local_every={every}.",
             "Set checkpoint.local_dir to a folder on a fast disk, or checkpoint.local_every=0.",

@@ -27,7 +27,7 @@ from maxpipe.config.sections.source import (
     split_template,
 )
 from maxpipe.config.sections.train import BatchRamp
-from maxpipe.errors import ConfigError, RuleViolation
+from maxpipe.errors import Code, ConfigError, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound
 
@@ -145,7 +145,10 @@ def _prompt_field_is_named(config: Config) -> Iterator[RuleViolation]:
     # With data.chat=pairs, each response may be a full conversation, including the prompt.
     if not config.data.prompt_field and config.data.chat != "pairs":
         yield RuleViolation(
-            "data.prompt_field", "must not be empty.", "Set data.prompt_field=prompt."
+            Code.CFG_MISSING,
+            "data.prompt_field",
+            "must not be empty.",
+            "Set data.prompt_field=prompt.",
         )
 
 
@@ -195,7 +198,9 @@ def _numbers(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         bound = BOUNDS.get(f"data.{field.name}")
         if bound is not None and not bound.holds(getattr(source, field.name)):
             key = f"{section}.{field.name}"
-            yield RuleViolation(key, f"must be {bound}.", f"Set {key}={bound.example}.")
+            yield RuleViolation(
+                Code.CFG_VALUE, key, f"must be {bound}.", f"Set {key}={bound.example}."
+            )
 
 
 @_source_rule("path", "paths")
@@ -205,6 +210,7 @@ def _paths(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         examples = {"tfds": "c4/en:3.1.0", "text": "data/*.txt", "huggingface": "saved"}
         examples |= {"tokens": "data/tokens", "megatron": "data/*.idx"}
         yield RuleViolation(
+            Code.DATA_MISSING,
             f"{section}.path",
             f"must not be empty with {section}.source={kind}.",
             f"Set {section}.path={examples.get(kind, f'data/*.{kind}')} (your own path), or "
@@ -212,18 +218,21 @@ def _paths(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         )
     if path.startswith("[") and path.endswith("]") and "," in path:
         yield RuleViolation(
+            Code.CFG_TYPE,
             f"{section}.path",
             "must be a single path, not a list.",
             list_action("data.path").replace("data.path", f"{section}.path"),
         )
     if source.paths and path:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             f"{section}.paths",
             f"must be empty if {section}.path ({path}) is set.",
             f"Add that path to {section}.paths, and leave {section}.path out.",
         )
     if source.paths and kind in ONE_PATH:
         yield RuleViolation(
+            Code.CFG_IGNORED,
             f"{section}.paths",
             f"is ignored with {section}.source={kind}, which accepts only one path.",
             f"Set {section}.path to that path.",
@@ -237,6 +246,7 @@ def _template(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         return
     if source.source not in COLUMNS:
         yield RuleViolation(
+            Code.CFG_IGNORED,
             key,
             f"is ignored with {section}.source={source.source}, whose documents have no columns.",
             f"Leave {key} out, or set {section}.source to one of {', '.join(COLUMNS)}.",
@@ -246,11 +256,11 @@ def _template(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         pieces = split_template(source.template)
     except ValueError as error:
         action = f"{example}; write {{{{ for a literal brace."
-        yield RuleViolation(key, f"cannot be parsed: {error}.", action)
+        yield RuleViolation(Code.DATA_FIELDS, key, f"cannot be parsed: {error}.", action)
         return
     if len(pieces) == 1:
         rule = "must contain a column name: otherwise all documents are identical."
-        yield RuleViolation(key, rule, f"{example}.")
+        yield RuleViolation(Code.DATA_FIELDS, key, rule, f"{example}.")
 
 
 @_source_rule(*(f"{prefix}_field" for prefix in _JOINED))
@@ -265,7 +275,9 @@ def _field_templates(section: str, source: SourceConfig) -> Iterator[RuleViolati
             example = f"{section}.{prefix}_field='{{instruction}}\\n{{input}}'"
             action = f"Write column names in braces, such as {example}; write {{{{ for a literal "
             action += "brace."
-            yield RuleViolation(f"{section}.{prefix}_field", f"cannot be parsed: {error}.", action)
+            yield RuleViolation(
+                Code.DATA_FIELDS, f"{section}.{prefix}_field", f"cannot be parsed: {error}.", action
+            )
 
 
 @_source_rule("chat", "chat_template", "bad_records")
@@ -273,6 +285,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.chat == "off":
         if source.chat_template:
             yield RuleViolation(
+                Code.CFG_IGNORED,
                 f"{section}.chat_template",
                 f"is ignored with {section}.chat=off.",
                 f"Set {section}.chat=messages or {section}.chat=prompt, or leave "
@@ -281,6 +294,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         return
     if source.source in _WITHOUT_FIELDS:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             f"{section}.chat",
             f"must be off with {section}.source={source.source}, whose documents have no fields.",
             f"Set {section}.source=jsonl and {section}.path to a file of conversations, or "
@@ -288,6 +302,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
         )
     if source.bad_records == "skip":
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             f"{section}.bad_records",
             f"must be stop if {section}.chat is set: records without messages cannot be skipped.",
             f"Set {section}.bad_records=stop, and correct or remove the reported records.",
@@ -298,6 +313,7 @@ def _chat(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
 def _pairs_are_not_split(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     if source.chat == "pairs" and source.packing == "concatenate":
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             f"{section}.packing",
             f"must not be concatenate with {section}.chat=pairs: pairs cannot be split across "
             "sequences.",
@@ -310,7 +326,7 @@ def _pair_fields_differ(section: str, source: SourceConfig) -> Iterator[RuleViol
     if source.chat == "pairs" and source.chosen_field == source.rejected_field:
         key = f"{section}.rejected_field"
         rule = f"must differ from {section}.chosen_field: a pair consists of two responses."
-        yield RuleViolation(key, rule, f"Set {key}=rejected.")
+        yield RuleViolation(Code.DATA_FIELDS, key, rule, f"Set {key}=rejected.")
 
 
 @_source_rule("chat_roles", "trained_roles")
@@ -319,12 +335,14 @@ def _roles(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     key, known = f"{section}.trained_roles", f"{section}.chat_roles"
     if not trained:
         yield RuleViolation(
+            Code.DATA_FIELDS,
             key,
             "must not be empty: otherwise no token contributes to the loss.",
             f"Set {key}=[assistant].",
         )
     elif others := [role for role in trained if role not in roles]:
         yield RuleViolation(
+            Code.DATA_FIELDS,
             key,
             f"must be a subset of {known} ({', '.join(roles) or 'none'}): {others[0]} is missing.",
             f"Set {known}=[{', '.join([*roles, *others])}], or leave {others[0]} out.",
@@ -335,6 +353,7 @@ def _roles(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
 def _one_source_or_a_mixture(config: Config) -> Iterator[RuleViolation]:
     if config.data.mixture and paths_of(config.data):
         yield RuleViolation(
+            Code.CFG_IGNORED,
             "data.path" if config.data.path else "data.paths",
             "is ignored if data.mixture is set, which defines the sources "
             f"{', '.join(sorted(config.data.mixture))}.",
@@ -348,6 +367,7 @@ def _packing_is_set_per_source(config: Config) -> Iterator[RuleViolation]:
     if data.mixture and data.packing != "auto":
         name = sorted(data.mixture)[0]
         yield RuleViolation(
+            Code.CFG_IGNORED,
             "data.packing",
             "is ignored if data.mixture is set: each source has its own packing key.",
             f"Set data.mixture.{name}.packing={data.packing}, and the same key of every other "
@@ -365,11 +385,14 @@ def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
         ):
             if not 0 <= value <= most:
                 full = f"data.mixture.{name}.{key}"
-                yield RuleViolation(full, f"must be from 0 to {most:.2g}.", f"Set {full}=1.")
+                yield RuleViolation(
+                    Code.DATA_MIXTURE, full, f"must be from 0 to {most:.2g}.", f"Set {full}=1."
+                )
     with_weight = [name for name, source in mixture.items() if source.weight]
     with_epochs = [name for name, source in mixture.items() if source.epochs]
     if with_weight and with_epochs:
         yield RuleViolation(
+            Code.DATA_MIXTURE,
             f"data.mixture.{with_epochs[0]}.epochs",
             f"cannot be combined with data.mixture.{with_weight[0]}.weight: shares are "
             "defined by either weights or epochs.",
@@ -377,6 +400,7 @@ def _weights_or_epochs(config: Config) -> Iterator[RuleViolation]:
         )
     elif with_epochs and (without := [name for name in mixture if name not in with_epochs]):
         yield RuleViolation(
+            Code.DATA_MIXTURE,
             f"data.mixture.{without[0]}.epochs",
             "must be more than 0 if another source has epochs.",
             f"Set data.mixture.{without[0]}.epochs=1, or leave the source out.",
@@ -388,10 +412,10 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
     data, key = config.data, "data.mixture_stages"
     if not data.mixture:
         if data.mixture_stages:
-            yield RuleViolation(key, "requires data.mixture.", f"Set {key}=[].")
+            yield RuleViolation(Code.DATA_MIXTURE, key, "requires data.mixture.", f"Set {key}=[].")
         if data.mixture_temperature != 1:
             key = "data.mixture_temperature"
-            yield RuleViolation(key, "requires data.mixture.", f"Set {key}=1.")
+            yield RuleViolation(Code.DATA_MIXTURE, key, "requires data.mixture.", f"Set {key}=1.")
         return
     name = sorted(data.mixture)[0]
     known = ", ".join(sorted(data.mixture))
@@ -400,7 +424,7 @@ def _stages_are_of_the_mixture(config: Config) -> Iterator[RuleViolation]:
             guess = did_you_mean(other, data.mixture)
             action = f"Did you mean {guess}?" if guess else f"Write `{name}: 1`."
             rule = f"does not match a source in data.mixture ({known})."
-            yield RuleViolation(f"{key}[{number}].weights.{other}", rule, action)
+            yield RuleViolation(Code.DATA_MIXTURE, f"{key}[{number}].weights.{other}", rule, action)
 
 
 @rule(*_SOURCES, "data.validation", "data.validation_fraction", "eval.batches")
@@ -408,6 +432,7 @@ def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
     data, batches = config.data, config.eval.batches
     if data.validation and not batches:
         yield RuleViolation(
+            Code.DATA_VALIDATION,
             "eval.batches",
             f"must be more than 0 if data.validation is set ({', '.join(data.validation)}): "
             "otherwise nothing is evaluated.",
@@ -417,6 +442,7 @@ def _validation_has_documents(config: Config) -> Iterator[RuleViolation]:
     has_documents = data.validation_fraction or data.validation or is_synthetic(data)
     if batches and not has_documents:
         yield RuleViolation(
+            Code.DATA_VALIDATION,
             "data.validation_fraction",
             f"must be more than 0 if eval.batches is {batches}: evaluation uses documents that are "
             "not trained on.",
@@ -430,6 +456,7 @@ def _validation_names_are_unreserved(config: Config) -> Iterator[RuleViolation]:
     for name in SPLITS:
         if name in config.data.validation:
             yield RuleViolation(
+                Code.DATA_VALIDATION,
                 f"data.validation.{name}",
                 f"must have a different name: {', '.join(SPLITS)} are reserved for splits of the "
                 "training documents.",
@@ -504,7 +531,7 @@ def check_split(name: str, known: Sequence[str]) -> None:
     if name not in known:
         action = f"Write --split {did_you_mean(name, known) or known[0]}."
         rule = f"must be one of {', '.join(known)}."
-        raise ConfigError.one("command line: --split", name, rule, action)
+        raise ConfigError.one(Code.CLI_VALUE, "command line: --split", name, rule, action)
 
 
 def is_synthetic(data: DataConfig) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import add_ranges, rule
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
 
@@ -71,6 +71,7 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
     section = config.distill
     if not (section.teacher or section.teacher_logits):
         yield RuleViolation(
+            Code.POST_TEACHER,
             "distill.teacher",
             "must be set to a teacher model with train.objective=distill.",
             "Set distill.teacher=RUN@newest or hf:DIR, or set distill.teacher_logits to a folder "
@@ -78,6 +79,7 @@ def _teacher_is_named(config: Config) -> Iterator[RuleViolation]:
         )
     elif section.teacher and section.teacher_logits:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "distill.teacher_logits",
             "must be empty if distill.teacher is set: teacher logits are either computed or read.",
             "Set distill.teacher='' to read precomputed logits, or distill.teacher_logits='' to "
@@ -90,6 +92,7 @@ def _top_k_is_in_the_vocabulary(config: Config) -> Iterator[RuleViolation]:
     most = config.model.vocab_size
     if config.train.objective == "distill" and config.distill.top_k > most:
         yield RuleViolation(
+            Code.CFG_VALUE,
             "distill.top_k",
             f"must be at most model.vocab_size ({most}).",
             f"Set distill.top_k={most}, or less.",
@@ -111,6 +114,7 @@ def _stored_logits_need_no_devices(config: Config) -> Iterator[RuleViolation]:
         if value:
             empty = "0" if name == "teacher_devices" else "[]"
             yield RuleViolation(
+                Code.CFG_IGNORED,
                 f"distill.{name}",
                 "has no effect if distill.teacher_logits is set, because no teacher model runs.",
                 f"Set distill.{name}={empty}.",
@@ -123,6 +127,7 @@ def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
         key = text.partition("=")[0]
         if "=" not in text or not key.startswith(("mesh.", "pipeline.")):
             yield RuleViolation(
+                Code.POST_TEACHER,
                 "distill.teacher_layout",
                 "must contain only KEY=VALUE settings from the sections mesh and pipeline; got "
                 f"{text!r}.",
@@ -130,6 +135,7 @@ def _layout_is_of_two_sections(config: Config) -> Iterator[RuleViolation]:
             )
         elif key == "mesh.cpu_devices":
             yield RuleViolation(
+                Code.POST_TEACHER,
                 "distill.teacher_layout",
                 "must not contain mesh.cpu_devices, which applies to both the teacher and the "
                 "student.",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import BATCH_AXES, add_ranges, axis_keys, batch_shards, did_you_mean, rule
 from maxpipe.config.sections.data import all_sources, is_synthetic
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import round_up
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound
@@ -139,7 +139,10 @@ def _tasks_have_files(config: Config) -> Iterator[RuleViolation]:
         if not task.path:
             key = f"eval.tasks.{name}.path"
             yield RuleViolation(
-                key, "must be a file of multiple-choice examples.", f"Set {key}={name}.jsonl."
+                Code.DATA_MISSING,
+                key,
+                "must be a file of multiple-choice examples.",
+                f"Set {key}={name}.jsonl.",
             )
 
 
@@ -154,6 +157,7 @@ def _samples_have_prompts(config: Config) -> Iterator[RuleViolation]:
     prompts = section.sample_prompts or section.sample_prompts_file or section.sample_conversations
     if section.sample_every and not prompts:
         yield RuleViolation(
+            Code.CFG_MISSING,
             "eval.sample_prompts",
             "must contain a prompt if eval.sample_every is more than 0.",
             "Set eval.sample_prompts=['Once upon a time'], or eval.sample_every=0.",
@@ -172,14 +176,16 @@ def check_eval_during_training(config: Config) -> Iterator[RuleViolation]:
         rule = (
             f"must be more than 0 with eval.patience={section.patience}, which counts evaluations."
         )
-        yield RuleViolation("eval.every", rule, "Set eval.every=100, or eval.patience=0.")
+        yield RuleViolation(
+            Code.CFG_CONFLICT, "eval.every", rule, "Set eval.every=100, or eval.patience=0."
+        )
     if section.patience > 0 or (best.best_metric, best.best_mode) != (LOSS, "min"):
         yield from _check_best_metric(config)
     chats = [source for source in all_sources(config.data).values() if source.chat != "off"]
     if section.sample_conversations and not chats:
         rule = "requires conversations, but no source sets data.chat."
         action = "Set eval.sample_conversations=0, or data.chat=messages."
-        yield RuleViolation("eval.sample_conversations", rule, action)
+        yield RuleViolation(Code.CFG_CONFLICT, "eval.sample_conversations", rule, action)
 
 
 def _check_best_metric(config: Config) -> Iterator[RuleViolation]:
@@ -189,15 +195,18 @@ def _check_best_metric(config: Config) -> Iterator[RuleViolation]:
         if not known:
             rule = "requires an evaluation metric, but evaluation is disabled (eval.batches=0)."
             yield RuleViolation(
-                key, rule, "Set eval.batches=8, or eval.tasks.mine.path=questions.jsonl."
+                Code.CFG_CONFLICT,
+                key,
+                rule,
+                "Set eval.batches=8, or eval.tasks.mine.path=questions.jsonl.",
             )
             return
         rule = f"must be an evaluation metric of this run: {', '.join(known)}."
-        yield RuleViolation(key, rule, f"Set {key}={guess or next(iter(known))}.")
+        yield RuleViolation(Code.CFG_VALUE, key, rule, f"Set {key}={guess or next(iter(known))}.")
     elif config.checkpoint.best_mode != known[metric]:
         key = "checkpoint.best_mode"
         rule = f"must be {known[metric]} with checkpoint.best_metric={metric}."
-        yield RuleViolation(key, rule, f"Set {key}={known[metric]}.")
+        yield RuleViolation(Code.CFG_CONFLICT, key, rule, f"Set {key}={known[metric]}.")
 
 
 @rule("eval.batch_size", *axis_keys(*BATCH_AXES))
@@ -206,6 +215,7 @@ def _eval_batch_divides(config: Config) -> Iterator[RuleViolation]:
     shards, sizes = batch_shards(config.mesh)
     if size % shards:
         yield RuleViolation(
+            Code.CFG_SIZES,
             "eval.batch_size",
             f"must be a multiple of {' x '.join(sizes)} = {shards}: each device gets the same "
             "number of sequences.",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import add_ranges, format_value, rule, value_of
 from maxpipe.config.sections.train import LENGTH_KEYS, total_steps
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import format_choices, round_up
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, Bound
@@ -129,6 +129,7 @@ def _is_grpo(config: Config) -> bool:
 def _there_are_prompts(config: Config) -> Iterator[RuleViolation]:
     if _is_grpo(config) and not config.grpo.prompts:
         yield RuleViolation(
+            Code.DATA_MISSING,
             _PROMPTS,
             "must be a file of prompts with train.objective=grpo.",
             'Set grpo.prompts=prompts.jsonl, with lines such as {"prompt": "3+4=", "answer": "7"}.',
@@ -140,6 +141,7 @@ def _groups_fill_a_batch(config: Config) -> Iterator[RuleViolation]:
     size, rows = config.grpo.group_size, config.train.batch_size
     if _is_grpo(config) and rows % size:
         yield RuleViolation(
+            Code.CFG_SIZES,
             _GROUP,
             f"must divide train.batch_size ({rows}): each step consists of complete groups.",
             f"Set train.batch_size={round_up(rows, size)}, or grpo.group_size to "
@@ -152,6 +154,7 @@ def _completions_fit(config: Config) -> Iterator[RuleViolation]:
     most, tokens = config.grpo.max_tokens, config.train.sequence_length
     if _is_grpo(config) and most >= tokens:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "grpo.max_tokens",
             f"must be less than train.sequence_length ({tokens}): a sequence contains the prompt "
             "and the completion.",
@@ -166,12 +169,14 @@ def _code_is_allowed(config: Config) -> Iterator[RuleViolation]:
         return
     if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", reward_file):
         yield RuleViolation(
+            Code.POST_REWARD,
             _FILE,
             "must be a Python file and the name of a function in it, as FILE.py:FUNCTION.",
             "Set grpo.reward_file=rewards.py:reward.",
         )
     elif not config.grpo.allow_code:
         yield RuleViolation(
+            Code.POST_REWARD,
             _FILE,
             "requires grpo.allow_code=true: the run executes this code with your permissions.",
             "Read the file, and set grpo.allow_code=true if you trust it.",
@@ -195,7 +200,10 @@ def _add_required_value_rule(key: str, wanted: object, why: str) -> None:
         if _is_grpo(config) and value_of(config, key) != wanted:
             value = format_value(wanted)
             yield RuleViolation(
-                key, f"must be {value} with train.objective=grpo: {why}.", f"Set {key}={value}."
+                Code.CFG_CONFLICT,
+                key,
+                f"must be {value} with train.objective=grpo: {why}.",
+                f"Set {key}={value}.",
             )
 
 
@@ -219,6 +227,7 @@ def _rollouts_are_whole(config: Config) -> Iterator[RuleViolation]:
             value = f"train.steps={round_up(steps, updates)}"
             value = value if key.startswith("train") else f"{key}={round_up(period, updates)}"
             yield RuleViolation(
+                Code.CFG_SIZES,
                 key,
                 f"must be a multiple of grpo.updates_per_rollout ({updates}): checkpoints are only "
                 "saved after complete rollouts, so that a run resumes with the same completions.",
@@ -238,6 +247,7 @@ def _no_rollback_within_a_rollout(config: Config) -> Iterator[RuleViolation]:
     else:
         return
     yield RuleViolation(
+        Code.CFG_CONFLICT,
         key,
         f"must not be rollback with grpo.updates_per_rollout ({updates}) above 1: the run would "
         "continue in the middle of a rollout.",

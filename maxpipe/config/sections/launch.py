@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from maxpipe.config.rules import add_ranges, rule, value_of
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.config import Bound
 
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ def _add_word_rule(key: str, pattern: str, words: str, example: str) -> None:
         text = value_of(config, key)
         if len(text) > _LONGEST_WORD:
             rule = f"must have at most {_LONGEST_WORD} characters; this value has {len(text)}."
-            yield RuleViolation(key, rule, f"Set {key}={example}.")
+            yield RuleViolation(Code.CFG_VALUE, key, rule, f"Set {key}={example}.")
         elif not re.fullmatch(pattern, text):
-            yield RuleViolation(key, f"must be {words}.", f"Set {key}={example}.")
+            yield RuleViolation(Code.CFG_VALUE, key, f"must be {words}.", f"Set {key}={example}.")
         elif any(len(name) > _LONGEST_NAME for name in text.split("/")):
             rule = f"must have at most {_LONGEST_NAME} characters in each path component."
-            yield RuleViolation(key, rule, f"Set {key}={example}.")
+            yield RuleViolation(Code.CFG_VALUE, key, rule, f"Set {key}={example}.")
 
 
 _LONGEST_WORD, _LONGEST_NAME = 1024, 255
@@ -141,12 +141,14 @@ def _environment_has_names(config: Config) -> Iterator[RuleViolation]:
     names = config.launch.environment
     if not all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) for name in names):
         yield RuleViolation(
+            Code.CFG_VALUE,
             "launch.environment",
             "must contain names of environment variables, without values.",
             "Write only the names, such as launch.environment=[MY_TOKEN].",
         )
     elif len(names) > _MOST_VARIABLES or any(len(name) > _LONGEST_NAME for name in names):
         yield RuleViolation(
+            Code.CFG_VALUE,
             "launch.environment",
             f"must contain at most {_MOST_VARIABLES} names of at most {_LONGEST_NAME} characters.",
             "List fewer or shorter names, such as launch.environment=[MY_TOKEN].",

@@ -21,7 +21,7 @@ from maxpipe.config.rules import (
     value_of,
 )
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, has_experts, layer_parts
-from maxpipe.errors import Problem, RuleViolation
+from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.models.config import Bound
 from maxpipe.models.layers.gated_delta import GatedDelta
 from maxpipe.models.layers.latent_attention import LatentAttention
@@ -50,7 +50,10 @@ def _add_axis_size_rule(key: str) -> None:
         size = value_of(config, key)
         if size < 1 and size != -1:
             yield RuleViolation(
-                key, "must be at least 1, or -1 for the remaining devices.", f"Set {key}=1."
+                Code.CFG_VALUE,
+                key,
+                "must be at least 1, or -1 for the remaining devices.",
+                f"Set {key}=1.",
             )
 
 
@@ -66,6 +69,7 @@ def _add_single_inferred_axis_rule(link: str) -> None:
         first, *others = [key for key in keys if value_of(config, key) == -1] or [""]
         for key in others:
             yield RuleViolation(
+                Code.MESH_DEVICES,
                 key,
                 f"cannot also be -1 ({first} is -1): only one mesh.{link}_* axis can use the "
                 "remaining devices.",
@@ -87,6 +91,7 @@ def _experts_divide(config: Config) -> Iterator[RuleViolation]:
         return
     if not has_experts(config):
         yield RuleViolation(
+            Code.MESH_UNSUPPORTED,
             key,
             f"must be 1: layers of {FAMILY} = {config.model.family} have no experts.",
             f"Set {key}=1, and use the devices for mesh.ici_fsdp or mesh.ici_tensor.",
@@ -100,6 +105,7 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
     key = next(key for key in axis_keys("context") if value_of(config, key) != 1)
     if any(isinstance(part, GatedDelta) for part in layer_parts(config)):
         yield RuleViolation(
+            Code.MESH_UNSUPPORTED,
             key,
             f"must be 1 with {FAMILY} = {config.model.family}: its linear attention needs all "
             "tokens of a sequence on one device.",
@@ -107,6 +113,7 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
         )
     if config.model.mtp_heads:
         yield RuleViolation(
+            Code.MESH_UNSUPPORTED,
             key,
             f"must be 1 with model.mtp_heads = {config.model.mtp_heads}: some target "
             "tokens would be on other devices.",
@@ -118,6 +125,7 @@ def _context_is_supported_by_layers(config: Config) -> Iterator[RuleViolation]:
 def _collective_matmul_needs_sequence_parallel(config: Config) -> Iterator[RuleViolation]:
     if config.mesh.collective_matmul and not config.mesh.sequence_parallel:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "mesh.collective_matmul",
             "requires mesh.sequence_parallel=true: without sharded tokens, there is no "
             "all-gather to overlap with matmuls.",
@@ -131,6 +139,7 @@ def _collective_matmul_needs_idle_compute(config: Config) -> Iterator[RuleViolat
     alone = axis_size(mesh, "stage") == 1 or axis_size(mesh, "tensor") == 1
     if mesh.collective_matmul and config.pipeline.idle == "skip" and not alone:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "mesh.collective_matmul",
             "requires pipeline.idle=compute with more than one stage: a stage that skips a slot "
             "would not join the collective, and all other stages would wait forever.",
@@ -146,6 +155,7 @@ def _axis_rules_are_known(config: Config) -> Iterator[RuleViolation]:
             guess = did_you_mean(name, ALLOWED_AXIS_RULES)
             owned = name in LOGICAL_AXES
             yield RuleViolation(
+                Code.MESH_AXIS_RULE,
                 key,
                 "cannot be changed, because the pipeline determines the sharding of this axis."
                 if owned
@@ -157,6 +167,7 @@ def _axis_rules_are_known(config: Config) -> Iterator[RuleViolation]:
         elif tuple(axes) not in ALLOWED_AXIS_RULES[name]:
             allowed = [format_value(list(choice)) for choice in ALLOWED_AXIS_RULES[name]]
             yield RuleViolation(
+                Code.MESH_AXIS_RULE,
                 key,
                 f"must be {' or '.join(allowed)}.",
                 f"Set {key}={format_value(list(DEFAULT_AXIS_RULES[name])).replace(' ', '')}.",
@@ -170,6 +181,7 @@ def _one_split_per_weight(config: Config) -> Iterator[RuleViolation]:
     split = [name for name in ("heads", "kv_heads") if "tensor" in table[name]]
     if rules.get("head_dim") == ["tensor"] and split:
         yield RuleViolation(
+            Code.MESH_AXIS_RULE,
             "mesh.axis_rules.head_dim",
             f"must be [] if {' and '.join(split)} is sharded over tensor: a mesh axis can shard "
             "only one dimension of a weight.",
@@ -188,6 +200,7 @@ def _heads_divide_over_context(config: Config) -> Iterator[RuleViolation]:
     for key in keys:
         if (size := getattr(model, key)) % (context * tensor):
             yield RuleViolation(
+                Code.CFG_SIZES,
                 "mesh.context_attention",
                 f"requires model.{key} ({size}) to be a multiple of context ({context}) x tensor "
                 f"({tensor}): each device computes full sequences for an equal number of heads.",
@@ -282,6 +295,7 @@ def _large_weights_are_divided(config: Config) -> Iterator[RuleViolation]:
         key = f"mesh.axis_rules.{logical}" if logical else LIMIT
         default = format_value(list(DEFAULT_AXIS_RULES.get(logical, ()))).replace(" ", "")
         yield RuleViolation(
+            Code.MESH_REPLICATED,
             key,
             f"replicates {largest.name} ({largest.num_bytes:,} bytes): "
             f"{largest.description}. This exceeds {LIMIT} "
@@ -303,6 +317,7 @@ def replication_warnings(config: Config) -> Iterator[Problem]:
         largest = max(group, key=lambda weight: weight.num_bytes)
         more = f", and {len(group) - 1} more weights" if len(group) > 1 else ""
         yield Problem(
+            Code.MESH_REPLICATED,
             f"mesh.axis_rules.{logical}",
             format_value(list(config.mesh.axis_rules[logical])),
             f"replicates {largest.name} ({largest.num_bytes:,} bytes per device{more}): "

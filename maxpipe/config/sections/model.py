@@ -22,7 +22,7 @@ from maxpipe.config.rules import (
     value_of,
 )
 from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import format_divisors, round_up
 from maxpipe.models.config import LARGEST, SMALLEST, Bound, ModelConfig
 from maxpipe.models.layers.attention import Attention
@@ -88,6 +88,7 @@ def _heads_share_kv_heads(config: Config) -> Iterator[RuleViolation]:
     heads, kv_heads = config.model.num_heads, config.model.num_kv_heads
     if heads % kv_heads:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.num_heads",
             f"must be a multiple of model.num_kv_heads ({kv_heads}): query heads share "
             "key/value heads evenly.",
@@ -101,6 +102,7 @@ def _head_size_is_even(config: Config) -> Iterator[RuleViolation]:
     size = config.model.head_dim
     if size % 2:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.head_dim",
             "must be even: rotary embeddings rotate pairs of dimensions.",
             f"Set model.head_dim={size + 1}.",
@@ -116,24 +118,28 @@ def _cudnn_runs_there(config: Config) -> Iterator[RuleViolation]:
         return
     if config.runtime.platform in ("cpu", "tpu"):
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "model.attention",
             f"requires an NVIDIA GPU, but runtime.platform is {config.runtime.platform}.",
             "Set model.attention=xla.",
         )
     if config.model.compute_dtype == "float32":
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "model.compute_dtype",
             "must be bfloat16 with model.attention=cudnn, which has no float32 kernel.",
             "Set model.compute_dtype=bfloat16, or model.attention=xla.",
         )
     if (tokens := config.train.sequence_length) % 2:
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "train.sequence_length",
             "must be even with model.attention=cudnn, whose backward pass requires even lengths.",
             f"Set train.sequence_length={tokens + 1}, or model.attention=xla.",
         )
     if (size := config.model.head_dim) % 8 or size > 256:
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "model.head_dim",
             "must be a multiple of 8 and at most 256 with model.attention=cudnn.",
             "Set model.attention=xla.",
@@ -156,6 +162,7 @@ def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]
     for option in sorted(options):
         key = f"{section}.{option}" if f"{section}.{option}" in MODEL_KEYS else FAMILY
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "model.attention",
             f"does not support {option.replace('_', ' ')}, which {key} = "
             f"{format_value(value_of(config, key))} "
@@ -169,6 +176,7 @@ def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
     heads, tokens = config.model.mtp_heads, config.train.sequence_length
     if heads >= tokens:
         yield RuleViolation(
+            Code.MODEL_SIZES,
             "model.mtp_heads",
             f"must be less than train.sequence_length ({tokens}): no sequence has target tokens "
             "that far ahead.",
@@ -180,6 +188,7 @@ def _mtp_fits_sequence_length(config: Config) -> Iterator[RuleViolation]:
 def _vocabulary_holds_bytes(config: Config) -> Iterator[RuleViolation]:
     if config.tokenizer.kind == "bytes" and config.model.vocab_size < BYTES_VOCABULARY:
         yield RuleViolation(
+            Code.TOK_VOCABULARY,
             "model.vocab_size",
             f"must be at least {BYTES_VOCABULARY} with tokenizer.kind=bytes: 256 bytes and "
             "three control ids.",
@@ -212,6 +221,7 @@ def _ring_attention_needs_blockwise(config: Config) -> Iterator[RuleViolation]:
     rings = config.mesh.context_attention == "ring" and axis_size(config.mesh, "context") != 1
     if rings and config.model.attention not in ("auto", "blockwise"):
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "model.attention",
             "must be blockwise or auto with mesh.context_attention=ring: attention scores are "
             "computed block by block as keys arrive from other devices.",
@@ -261,6 +271,7 @@ def _add_divisibility_rule(logical: str, key: str, partners: Mapping[str, str] =
                 size % rest == 0
             )
             yield RuleViolation(
+                Code.CFG_SIZES,
                 key,
                 f"must be a multiple of the {' x '.join(axes)} size ({shards}): mesh.axis_rules "
                 f"shards {logical} over it.",
@@ -281,6 +292,7 @@ def _rows_of_experts_split_evenly(config: Config) -> Iterator[RuleViolation]:
     if is_read and size % shards["embed"] == 0 and size % shards["expert_embed"]:
         axes = [axis for axis, count in ways["expert_embed"].items() if count > 1]
         yield RuleViolation(
+            Code.CFG_SIZES,
             "model.d_model",
             f"must be a multiple of the {' x '.join(axes)} size ({shards['expert_embed']}): "
             "mesh.axis_rules shards expert_embed, the rows of each expert's weights, over it.",
@@ -317,6 +329,7 @@ def _frozen_parameters_exist(config: Config) -> Iterator[RuleViolation]:
     for pattern in wrong[:MAX_FINDINGS]:
         guess = did_you_mean(pattern, suggestions(model))
         yield RuleViolation(
+            Code.MODEL_PARAMS,
             _KEY,
             f"contains {pattern!r}, which matches none of the parameters: "
             f"{', '.join(declared(model))}.",
@@ -332,12 +345,14 @@ def _something_is_trained(config: Config) -> Iterator[RuleViolation]:
         return
     if config.adapter.rank:
         yield RuleViolation(
+            Code.MODEL_PARAMS,
             _KEY,
             "freezes all adapters, in addition to the base model, which is always frozen.",
             f"Set {_KEY}=[], or {_KEY}=['*_lora_a'] to train only the second factor of adapters.",
         )
     else:
         yield RuleViolation(
+            Code.MODEL_PARAMS,
             _KEY,
             "freezes every parameter, so nothing would be trained.",
             f"Set {_KEY}=[layers.*] to train only embedding, final norm and output projection, "
@@ -356,7 +371,7 @@ def _int8_sums_fit(config: Config) -> Iterator[RuleViolation]:
         return
     if model.d_mlp > _LONGEST_SUM:
         rule = f"must be at most {_LONGEST_SUM} with model.matmul=int8, which sums in 32 bits."
-        yield RuleViolation("model.d_mlp", rule, "Set model.matmul=fp8.")
+        yield RuleViolation(Code.MODEL_MATMUL, "model.d_mlp", rule, "Set model.matmul=fp8.")
 
 
 @rule(
@@ -377,7 +392,7 @@ def _int8_weight_gradient_sums_fit(config: Config) -> Iterator[RuleViolation]:
             f"{_LONGEST_SUM} products of 8-bit integers."
         )
         action = "Set model.matmul_weight_gradients=default."
-        yield RuleViolation("model.matmul_weight_gradients", rule, action)
+        yield RuleViolation(Code.MODEL_MATMUL, "model.matmul_weight_gradients", rule, action)
 
 
 @rule(
@@ -406,6 +421,7 @@ def _scale_blocks_are_not_sharded(config: Config) -> Iterator[RuleViolation]:
         block = math.gcd(size, QUANTIZATION_BLOCK)
         if size % (pieces * block):
             yield RuleViolation(
+                Code.MODEL_MATMUL,
                 "model.matmul_scales",
                 f"uses one scale per block of {block} {words}; {pieces} shards over mesh axis "
                 f"{axis} would split such a block, so the loss would depend on the mesh.",
@@ -423,6 +439,7 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
         return
     if config.runtime.platform in ("cpu", "cuda"):
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "model.attention",
             f"requires a TPU, but runtime.platform is {config.runtime.platform}.",
             "Set model.attention=xla.",
@@ -432,6 +449,7 @@ def _splash_runs_there(config: Config) -> Iterator[RuleViolation]:
     if tokens % (pieces * _SPLASH_BLOCK):
         each = f" in each of a sequence's {pieces} chunks" if pieces > 1 else ""
         yield RuleViolation(
+            Code.MODEL_ATTENTION,
             "train.sequence_length",
             f"must be a multiple of {pieces * _SPLASH_BLOCK} with model.attention=splash, whose "
             f"kernels use blocks of {_SPLASH_BLOCK} tokens{each}.",

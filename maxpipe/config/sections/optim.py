@@ -22,7 +22,7 @@ from maxpipe.config.rules import (
 )
 from maxpipe.config.sections.model import MODEL_KEYS
 from maxpipe.config.sections.train import LENGTH_KEYS, total_steps
-from maxpipe.errors import Problem, RuleViolation
+from maxpipe.errors import Code, Problem, RuleViolation
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import LARGEST, SMALLEST, Bound
@@ -205,6 +205,7 @@ def optimizer_warnings(config: Config) -> Iterator[Problem]:
     warmup, steps = config.optim.warmup_steps, total_steps(config.train)
     if warmup >= steps > 0:
         yield Problem(
+            Code.CFG_NO_LEARNING,
             "optim.warmup_steps",
             str(warmup),
             f"must be less than the {pluralize(steps, 'step')} of the run: otherwise the learning "
@@ -224,6 +225,7 @@ def _phases_beyond_the_run(config: Config) -> Iterator[Problem]:
         end += phase.steps
     if late and steps:
         yield Problem(
+            Code.CFG_NO_LEARNING,
             "optim.lr_phases",
             format_value(phases),
             f"covers {pluralize(end, 'step')}, but the run has {steps}: the run ends before the "
@@ -240,6 +242,7 @@ def _decays_past_zero(config: Config) -> Iterator[Problem]:
     rates = [1.0, *(item.multiplier for item in optim.lr_multipliers)]
     if (taken := optim.learning_rate * max(rates) * decay) > 1:
         yield Problem(
+            Code.CFG_NO_LEARNING,
             f"optim.{key}",
             f"{decay:g}",
             f"reduces each parameter by {taken:.3g} times its value in every step if "
@@ -256,6 +259,7 @@ are at most about 0.02."""
 def _rate_is_large(config: Config) -> Iterator[Problem]:
     if (rate := config.optim.learning_rate) >= _LARGEST_RATE:
         yield Problem(
+            Code.CFG_NO_LEARNING,
             "optim.learning_rate",
             f"{rate:g}",
             "changes each parameter by about this amount in one step: the loss will diverge.",
@@ -267,6 +271,7 @@ def _updates_too_small(config: Config) -> Iterator[Problem]:
     optim = config.optim
     if optim.learning_rate < 1e-10:  # parameters are typically about 0.01, and updates this small
         yield Problem(
+            Code.CFG_NO_LEARNING,
             "optim.learning_rate",
             f"{optim.learning_rate:g}",
             "is too small: all updates are lost in float32 rounding, so parameters do not change.",
@@ -276,6 +281,7 @@ def _updates_too_small(config: Config) -> Iterator[Problem]:
     entry = (optim.clip_norm or 1.0) / math.sqrt(config.model.vocab_size * config.model.d_model)
     if entry < optim.epsilon and optim.name in ("adamw", "muon"):
         yield Problem(
+            Code.CFG_NO_LEARNING,
             "optim.epsilon",
             f"{optim.epsilon:g}",
             f"is larger than a typical gradient entry ({entry:.1g} with optim.clip_norm = "
@@ -305,11 +311,13 @@ def _moments_can_be_computed(config: Config) -> Iterator[RuleViolation]:
             "must be more than 1e-30 with optim.name=muon: smaller values may be lost in float32 "
             "arithmetic."
         )
-        yield RuleViolation("optim.epsilon", rule, "Set optim.epsilon=1e-8.")
+        yield RuleViolation(Code.CFG_VALUE, "optim.epsilon", rule, "Set optim.epsilon=1e-8.")
     for name, usual in (("beta1", 0.9), ("beta2", 0.95)):
         if getattr(optim, name) >= limit:
             rule = f"must be less than {shown} with optim.name={optim.name}: float32 may round it"
-            yield RuleViolation(f"optim.{name}", f"{rule} to 1.", f"Set optim.{name}={usual}.")
+            yield RuleViolation(
+                Code.CFG_VALUE, f"optim.{name}", f"{rule} to 1.", f"Set optim.{name}={usual}."
+            )
 
 
 @rule("optim.lr_phases")
@@ -320,10 +328,14 @@ def _one_phase_is_open(config: Config) -> Iterator[RuleViolation]:
         place = f"optim.lr_phases[{number}]"
         if config.optim.lr_phases[number].times > 1:
             text = "must be 1 if the phase covers the remaining steps of the run."
-            yield RuleViolation(f"{place}.times", text, "Add `steps: ...`, or leave out `times`.")
+            yield RuleViolation(
+                Code.CFG_CONFLICT, f"{place}.times", text, "Add `steps: ...`, or leave out `times`."
+            )
         elif number != is_open[-1]:
             text = "must set a length: another phase already covers the remaining steps."
-            yield RuleViolation(place, text, "Add `steps: 100`, or `percent: 10`.")
+            yield RuleViolation(
+                Code.CFG_CONFLICT, place, text, "Add `steps: 100`, or `percent: 10`."
+            )
 
 
 @rule("optim.lr_phases", "optim.warmup_steps", *LENGTH_KEYS)
@@ -332,6 +344,7 @@ def _phases_replace_the_warmup(config: Config) -> Iterator[RuleViolation]:
     phases = resolve_phases(config.optim.lr_phases, steps)
     if phases and warmup:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "optim.warmup_steps",
             "must be 0 if optim.lr_phases is set, because the phases include the warm-up.",
             "Set optim.warmup_steps=0, and write the first phase as "
@@ -339,6 +352,7 @@ def _phases_replace_the_warmup(config: Config) -> Iterator[RuleViolation]:
         )
     if phases and steps and all(phase.start == phase.end == 0 for phase in phases if phase.steps):
         yield RuleViolation(
+            Code.CFG_NO_LEARNING,
             "optim.lr_phases",
             "must have a phase with a learning rate above 0: otherwise nothing is learned.",
             f'Set "optim.lr_phases={EXAMPLES["optim.lr_phases"]}".',
@@ -356,13 +370,13 @@ def _param_values_match_parameters(config: Config) -> Iterator[RuleViolation]:
             guess = did_you_mean(items[number].pattern, suggestions(model))
             action = f"Did you mean `pattern: {guess}`?" if guess else "Leave this item out."
             rule = f"matches no parameter: {names}."
-            yield RuleViolation(f"{key}[{number}].pattern", rule, action)
+            yield RuleViolation(Code.MODEL_PARAMS, f"{key}[{number}].pattern", rule, action)
         if name == "lr_multipliers" and trained(model):
             rates = chosen(model, [(item.pattern, item.multiplier) for item in items])
             if all(rates.get(name) == 0 for name in trained(model)):
                 rule = "sets the learning rate of all trained parameters to 0: nothing is learned."
                 action = f"Set {key}=[] to use the same learning rate for all parameters."
-                yield RuleViolation(key, rule, action)
+                yield RuleViolation(Code.MODEL_PARAMS, key, rule, action)
 
 
 class LRPhase(NamedTuple):

@@ -20,7 +20,7 @@ from maxpipe.config.rules import (
 )
 from maxpipe.config.sections.model import MODEL_KEYS
 from maxpipe.config.sections.train import BatchRamp
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import format_divisors, pluralize, round_up
 from maxpipe.io.typed_json import legacy_value, renamed_from
 from maxpipe.models.config import Bound, ModelConfig
@@ -115,6 +115,7 @@ def _ring_attention_needs_idle_compute(config: Config) -> Iterator[RuleViolation
     rings = config.mesh.context_attention == "ring" and context != 1
     if rings and stages != 1 and config.pipeline.idle != "compute":
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "pipeline.idle",
             "must be compute with mesh.context_attention=ring and several stages: devices exchange "
             "keys in each layer, and would wait forever for a stage that has fewer layers.",
@@ -137,6 +138,7 @@ def _schedule_is_known(config: Config) -> Iterator[RuleViolation]:
     name = config.pipeline.schedule
     if name not in SCHEDULES and not name.startswith(FILE_PREFIX):
         yield RuleViolation(
+            Code.SCHED_NAME,
             "pipeline.schedule",
             f"must be one of {', '.join(SCHEDULES)}, or {FILE_PREFIX}PATH.",
             value_action("pipeline.schedule", name, SCHEDULES)
@@ -152,6 +154,7 @@ def _repeats_fit_the_schedule(config: Config) -> Iterator[RuleViolation]:
     if spec and spec.repeats and spec.repeats != config.pipeline.repeats:
         free = CIRCULAR if spec.repeats == 1 else INTERLEAVED
         yield RuleViolation(
+            Code.SCHED_SIZES,
             "pipeline.repeats",
             repeats_rule(config.pipeline.schedule, spec),
             f"Set pipeline.schedule={free}, or pipeline.repeats={spec.repeats}.",
@@ -166,6 +169,7 @@ def _schedule_uses_delayed_forwarding(config: Config) -> Iterator[RuleViolation]
     readers = [name for name, spec in SCHEDULES.items() if spec.supports_delay]
     if config.pipeline.delayed_forwarding and schedule in SCHEDULES and schedule not in readers:
         yield RuleViolation(
+            Code.SCHED_SIZES,
             "pipeline.delayed_forwarding",
             f"is only supported by pipeline.schedule {', '.join(readers)} and {FILE_PREFIX}PATH, "
             f"but the schedule is {schedule}.",
@@ -193,6 +197,7 @@ def _layers_per_chunk_sum_matches(config: Config) -> Iterator[RuleViolation]:
     if outside:
         wanted += f" - pipeline.prologue_layers ({outside}) = {layers}"
     yield RuleViolation(
+        Code.SCHED_SIZES,
         "pipeline.layers_per_chunk",
         f"must be {chunks} (stages x repeats) positive integers that sum to {wanted}; got "
         f"{len(cut)} that sum to {sum(cut)}.",
@@ -210,6 +215,7 @@ def _names_are_known(key: str) -> None:
             if name not in choices:
                 guess = did_you_mean(name, choices) or "matmuls"
                 yield RuleViolation(
+                    Code.CFG_VALUE,
                     key,
                     f"contains {name!r}, which is neither an activation of this model "
                     f"({', '.join(single)}) nor a preset ({', '.join(presets)}).",
@@ -227,6 +233,7 @@ _names_are_known("pipeline.offloaded_names")
 def _offloaded_names_are_read(config: Config) -> Iterator[RuleViolation]:
     if config.pipeline.offloaded_names and config.pipeline.remat != "names":
         yield RuleViolation(
+            Code.CFG_IGNORED,
             "pipeline.offloaded_names",
             f"requires pipeline.remat=names, but pipeline.remat is {config.pipeline.remat}.",
             "Set pipeline.offloaded_names=[], or pipeline.remat=names.",
@@ -246,11 +253,14 @@ def _each_chunk_has_a_layer(config: Config) -> Iterator[RuleViolation]:
     more = f"model.num_layers={stages * repeats} or more"
     if layers >= stages:
         yield RuleViolation(
-            "pipeline.repeats", rule, f"Set pipeline.repeats={layers // stages}, or {more}."
+            Code.SCHED_SIZES,
+            "pipeline.repeats",
+            rule,
+            f"Set pipeline.repeats={layers // stages}, or {more}.",
         )
     else:
         fewer = f"or at most {pluralize(layers, 'stage')} with pipeline.repeats=1"
-        yield RuleViolation("mesh.ici_stage", rule, f"Set {more}, {fewer}.")
+        yield RuleViolation(Code.SCHED_SIZES, "mesh.ici_stage", rule, f"Set {more}, {fewer}.")
 
 
 @rule("pipeline.prologue_layers", "pipeline.repeats", "model.num_layers", *axis_keys("stage"))
@@ -261,6 +271,7 @@ def _prologue_leaves_a_layer_per_chunk(config: Config) -> Iterator[RuleViolation
     if stages is None or not 0 <= most < config.pipeline.prologue_layers:
         return
     yield RuleViolation(
+        Code.SCHED_SIZES,
         "pipeline.prologue_layers",
         f"must be at most {most} = model.num_layers ({layers}) - stages ({stages}) x repeats "
         f"({repeats}): each chunk needs at least one layer.",
@@ -281,6 +292,7 @@ def _group_is_read(config: Config) -> Iterator[RuleViolation]:
     schedule = config.pipeline.schedule
     if config.pipeline.group and not _reads_group(schedule):
         yield RuleViolation(
+            Code.SCHED_SIZES,
             "pipeline.group",
             f"is only supported by pipeline.schedule={INTERLEAVED}, but the schedule is "
             f"{schedule}.",
@@ -297,6 +309,7 @@ def _group_is_in_range(config: Config) -> Iterator[RuleViolation]:
         return
     known = f"the stages ({stages})" if stages else "1"
     yield RuleViolation(
+        Code.SCHED_SIZES,
         "pipeline.group",
         f"must be 0, or between {known} and the microbatches ({microbatches}): a smaller group "
         "would stall the pipeline.",
@@ -316,6 +329,7 @@ def _schedule_has_an_end(config: Config) -> Iterator[RuleViolation]:
     # Any divisor of the given number of microbatches also divides the batch size.
     fewer = next((n for n in range(most, 0, -1) if microbatches % n == 0), 1)
     yield RuleViolation(
+        Code.SCHED_SIZES,
         "pipeline.microbatches",
         f"results in {count:,} forward slots with stages ({stages}) x repeats ({repeats}), but a "
         f"schedule can have at most {MAX_FORWARDS:,}.",
@@ -334,6 +348,7 @@ def _batch_divides(config: Config) -> Iterator[RuleViolation]:
     if batch % shards == 0:
         action += f", or pipeline.microbatches to {format_divisors(batch // shards)}"
     yield RuleViolation(
+        Code.CFG_SIZES,
         "train.batch_size",
         f"must be a multiple of {' x '.join(sizes)} = {microbatches * shards}: each device gets "
         "the same number of sequences of each microbatch.",
@@ -364,6 +379,7 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
             larger = round_up(rows, microbatch)
             take = f"Use {larger}" if larger < train.batch_size else f"Leave {rows} out"
             yield RuleViolation(
+                Code.CFG_SIZES,
                 key,
                 f"must have batch sizes that are multiples of {microbatch}, the microbatch size "
                 f"(train.batch_size ({train.batch_size}) / {_MICROBATCHES} "
@@ -378,4 +394,4 @@ def _ramp_has_whole_microbatches(config: Config) -> Iterator[RuleViolation]:
         )
         for finding in (f for reader in _MICROBATCH_RULES for f in reader.find(fewer)):
             text = f"has a batch size of {rows}, for which {finding.key} {finding.rule}"
-            yield RuleViolation(key, text, f"Leave {rows} out, or: {finding.action}")
+            yield RuleViolation(finding.code, key, text, f"Leave {rows} out, or: {finding.action}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import add_ranges, rule
 from maxpipe.config.sections.data import named_sources
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.config import LARGEST, Bound
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def _pairs_for_preferences(config: Config) -> Iterator[RuleViolation]:
         key, has_pairs = f"{section}.chat", each.chat == "pairs"
         if wants_pairs and not has_pairs:
             yield RuleViolation(
+                Code.CFG_CONFLICT,
                 key,
                 "must be pairs with train.objective=preference, which compares two responses.",
                 f"Set {key}=pairs, {section}.packing=best_fit, {section}.source=jsonl, and "
@@ -75,6 +76,7 @@ def _pairs_for_preferences(config: Config) -> Iterator[RuleViolation]:
             )
         if has_pairs and not wants_pairs:
             yield RuleViolation(
+                Code.CFG_CONFLICT,
                 key,
                 f"must not be pairs with train.objective={config.train.objective}, which would "
                 "also train on rejected responses.",
@@ -87,6 +89,7 @@ def _pairs_for_preferences(config: Config) -> Iterator[RuleViolation]:
 def _no_mtp_with_preferences(config: Config) -> Iterator[RuleViolation]:
     if config.train.objective == "preference" and config.model.mtp_heads:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "model.mtp_heads",
             "must be 0 with train.objective=preference: MTP heads would also train on rejected "
             "responses.",
@@ -99,6 +102,7 @@ def _orpo_needs_length_normalisation(config: Config) -> Iterator[RuleViolation]:
     section = config.preference
     if section.loss == "orpo" and section.length_normalised == "off":
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "preference.length_normalised",
             "must not be off with preference.loss=orpo: the odds of a full response are close to "
             "zero.",
@@ -111,6 +115,7 @@ def _smoothed_labels(config: Config) -> Iterator[RuleViolation]:
     section = config.preference
     if section.loss != "dpo" and section.label_smoothing:
         yield RuleViolation(
+            Code.CFG_IGNORED,
             "preference.label_smoothing",
             f"is ignored with preference.loss={section.loss}.",
             "Set preference.label_smoothing=0, or preference.loss=dpo.",

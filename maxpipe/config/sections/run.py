@@ -14,7 +14,7 @@ from maxpipe.config.rules import (
     folder_name,
     rule,
 )
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.config import Bound
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def _name_is_a_folder(config: Config) -> Iterator[RuleViolation]:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(rf"[A-Za-z0-9._-]{{1,{MAX_NAME}}}", name):
         yield RuleViolation(
+            Code.CFG_VALUE,
             "run.name",
             f"must be a folder name of at most {MAX_NAME} letters, digits, `.`, `_` and `-`.",
             f"Set run.name={folder_name(name)}.",

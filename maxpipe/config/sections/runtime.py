@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import add_ranges, rule
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
 
@@ -80,6 +80,7 @@ add_ranges(
 def _ramp_needs_no_executable(config: Config) -> Iterator[RuleViolation]:
     if config.train.batch_ramp and config.runtime.compiled_step:
         yield RuleViolation(
+            Code.RUN_COMPILED_STEP,
             "runtime.compiled_step",
             "contains one compiled train step, but train.batch_ramp needs one per batch size.",
             "Set runtime.compiled_step='' to compile the steps in this run, or "
@@ -92,6 +93,7 @@ def _process_id_is_in_range(config: Config) -> Iterator[RuleViolation]:
     process, processes = config.runtime.process_id, config.runtime.num_processes
     if processes and process >= processes:
         yield RuleViolation(
+            Code.CFG_VALUE,
             "runtime.process_id",
             f"must be less than runtime.num_processes ({processes}): ranks start at 0.",
             f"Set runtime.process_id={processes - 1} or less, or "
@@ -119,6 +121,7 @@ def _coordinator_is_an_address(config: Config) -> Iterator[RuleViolation]:
     host, _, port = address.rpartition(":")
     if not _is_host(host) or not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 2**16:
         yield RuleViolation(
+            Code.CFG_MISSING,
             "runtime.coordinator",
             f"must be the host:port of process 0 if runtime.num_processes is {processes}.",
             "Set runtime.coordinator=localhost:12345 on one machine, or the address of process 0.",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from maxpipe.config.rules import rule, value_of
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
@@ -53,12 +53,14 @@ def _path_goes_with_kind(config: Config) -> Iterator[RuleViolation]:
     kind, path = config.tokenizer.kind, config.tokenizer.path
     if kind == "bytes" and path:
         yield RuleViolation(
+            Code.CFG_IGNORED,
             "tokenizer.path",
             "is ignored with tokenizer.kind=bytes: the run would train on raw bytes.",
             "Set tokenizer.kind=auto, which detects the format of the file, or tokenizer.path=''.",
         )
     elif kind != "bytes" and not path:
         yield RuleViolation(
+            Code.TOK_FILE,
             "tokenizer.path",
             f"must be a tokenizer file or folder with tokenizer.kind={kind}.",
             f"Set tokenizer.path={_EXAMPLES.get(kind, 'tokenizer.json')} (your file), or "
@@ -80,18 +82,21 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
     keys = [key for key in _TIKTOKEN if value_of(config, key) not in ("none", "", [])]
     if keys and kind not in ("tiktoken", "auto"):
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             keys[0],
             f"requires tokenizer.kind=tiktoken, but tokenizer.kind is {kind}.",
             f"Set {keys[0]}={_TIKTOKEN[keys[0]]}, or tokenizer.kind=tiktoken.",
         )
     elif len(keys) > 1 and keys[0] == "tokenizer.preset":
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             keys[1],
             f"cannot be combined with tokenizer.preset={config.tokenizer.preset}, which sets it.",
             f"Set {keys[1]}={_TIKTOKEN[keys[1]]}, or tokenizer.preset=none.",
         )
     elif kind == "tiktoken" and not keys:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "tokenizer.preset",
             "must be set with tokenizer.kind=tiktoken: the file does not define how text is split.",
             "Set tokenizer.preset=llama3, another preset, or tokenizer.split_pattern and "
@@ -99,6 +104,7 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
         )
     elif keys == ["tokenizer.special_tokens"]:
         yield RuleViolation(
+            Code.CFG_CONFLICT,
             "tokenizer.split_pattern",
             "must not be empty if tokenizer.special_tokens is set: it defines how text is split.",
             "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "
@@ -111,6 +117,7 @@ def _special_tokens_are_texts(config: Config) -> Iterator[RuleViolation]:
     special = config.tokenizer.special_tokens
     if len(set(special)) != len(special) or "" in special:
         yield RuleViolation(
+            Code.CFG_VALUE,
             "tokenizer.special_tokens",
             "must be unique, non-empty strings: their order defines their ids.",
             f"Set tokenizer.special_tokens=[{','.join(filter(None, dict.fromkeys(special)))}], or "

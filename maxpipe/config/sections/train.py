@@ -17,7 +17,7 @@ from maxpipe.config.rules import (
     rule,
     upgrade_batch_ramp,
 )
-from maxpipe.errors import RuleViolation
+from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import pluralize, round_up
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
@@ -120,10 +120,14 @@ def _ramp_grows_and_ends(config: Config) -> Iterator[RuleViolation]:
     ramp, steps = BatchRamp.from_config(config.train), total_steps(config.train)
     if wrong := check_order(ramp):
         yield RuleViolation(
-            "train.batch_ramp", wrong, "Set train.batch_ramp=[] for a constant batch size."
+            Code.CFG_VALUE,
+            "train.batch_ramp",
+            wrong,
+            "Set train.batch_ramp=[] for a constant batch size.",
         )
     elif ramp.stages and ramp.steps >= steps > 0:
         yield RuleViolation(
+            Code.CFG_VALUE,
             "train.batch_ramp",
             f"has {pluralize(ramp.steps, 'step')}, but the run has {steps}: no batch reaches "
             f"train.batch_size ({ramp.batch_size}).",
@@ -136,6 +140,7 @@ def _context_divides_sequence_length(config: Config) -> Iterator[RuleViolation]:
     size, tokens = axis_size(config.mesh, "context") or 1, config.train.sequence_length
     if size > 1 and tokens % (2 * size):
         yield RuleViolation(
+            Code.CFG_SIZES,
             "train.sequence_length",
             f"must be a multiple of 2 x context ({size}) = {2 * size}: for load balance, each "
             "device computes an early and a late chunk of a sequence.",
@@ -152,6 +157,7 @@ def _tokens_divide(config: Config) -> Iterator[RuleViolation]:
         more = round_up(tokens, math.lcm(context * tensor, 2 * context if context > 1 else 1))
         sizes = f"context ({context}) x tensor ({tensor})" if context > 1 else f"tensor ({tensor})"
         yield RuleViolation(
+            Code.CFG_SIZES,
             "train.sequence_length",
             f"must be a multiple of {sizes} with mesh.sequence_parallel=true: tokens are sharded "
             "evenly between matmuls.",

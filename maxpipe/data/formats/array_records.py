@@ -23,7 +23,7 @@ from maxpipe.data.formats.record_text import (
     shorten,
 )
 from maxpipe.data.formats.source import Record, place_of
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 
 class ArrayRecords:
@@ -38,7 +38,7 @@ class ArrayRecords:
             if file.in_bucket:
                 rule = "must be in a file system if data.source=arrayrecord."
                 action = "Copy the files to a disk, or mount the bucket as a folder."
-                raise ConfigError.one("data.path", file.path, rule, action)
+                raise ConfigError.one(Code.DATA_FORMAT, "data.path", file.path, rule, action)
         self.files = files
         path = files[0].path
         try:
@@ -48,6 +48,7 @@ class ArrayRecords:
             first = self._records[0]
         except Exception as error:  # the reader raises various types of exceptions
             raise ConfigError.one(
+                Code.DATA_FORMAT,
                 "data.path",
                 path if len(files) == 1 else f"{path} and {len(files) - 1} more",
                 f"must be ArrayRecord files with records: {shorten(str(error))}.",
@@ -102,7 +103,7 @@ def wrap_damage_errors(where: Callable[[], str]) -> Iterator[None]:
     except Exception as error:  # the reader raises various types of exceptions
         rule = f"must be in a complete ArrayRecord file: {shorten(str(error))}."
         action = "Copy the file again from an intact source, or remove it from data.path."
-        raise ConfigError.one(where(), None, rule, action) from error
+        raise ConfigError.one(Code.DATA_DAMAGED, where(), None, rule, action) from error
 
 
 _NAME = re.compile(r"[A-Za-z]\w*(/[\w+.-]+)?(:\d+\.\d+\.\d+)?")
@@ -117,18 +118,20 @@ class TfdsExamples:
         self._dataset = dataset
         if not dataset:
             action = "Set data.path, e.g. data.path=c4/en:3.1.0."
-            raise ConfigError.one("data.path", '""', "must name a dataset.", action)
+            raise ConfigError.one(
+                Code.DATA_MISSING, "data.path", '""', "must name a dataset.", action
+            )
         if not _NAME.fullmatch(dataset):
             rule = "must be name, name:version or name/config:version: a name with a namespace, "
             rule += "such as huggingface:, would load code from the network."
             action = "Set data.path, e.g. data.path=c4/en:3.1.0."
-            raise ConfigError.one("data.path", dataset, rule, action)
+            raise ConfigError.one(Code.DATA_MISSING, "data.path", dataset, rule, action)
         try:
             import tensorflow_datasets as tfds
         except ImportError as error:
             rule = f"requires the package tensorflow_datasets: {error}."
             action = "Run: pip install tensorflow-datasets"
-            raise ConfigError.one("data.source", "tfds", rule, action) from error
+            raise ConfigError.one(Code.ENV_PACKAGE, "data.source", "tfds", rule, action) from error
         try:
             self._examples: Any = tfds.data_source(
                 dataset,
@@ -143,6 +146,7 @@ class TfdsExamples:
         self.files = stat_files(paths, self._examples.dataset_info.data_dir)
         if not len(self._examples):
             raise ConfigError.one(
+                Code.DATA_EMPTY,
                 "data.path",
                 dataset,
                 "must have examples in its train split.",
@@ -178,11 +182,12 @@ def _not_prepared(tfds: Any, dataset: str, folder: str, error: Exception) -> Con
             else "Correct the name, or set data.tfds_dir to the parent folder of the dataset."
         )
         rule += f"no prepared dataset found, and tfds has no builder named {name}."
-        return ConfigError.one("data.path", dataset, rule, action)
+        return ConfigError.one(Code.DATA_MISSING, "data.path", dataset, rule, action)
     # Reading requires neither package, but most dataset builders require both.
     code = f"import tensorflow_datasets as tfds; tfds.builder({dataset!r}, "
     code += f"data_dir={os.path.expanduser(folder) or None!r}, file_format='array_record')"
     return ConfigError.one(
+        Code.ENV_PACKAGE,
         "data.path",
         dataset,
         rule + shorten(str(error)),

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from maxpipe.config.config_files import broken_link, is_hub_id
 from maxpipe.config.rules import did_you_mean
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import files
 from maxpipe.io.files import open_regular, url_scheme
 
@@ -95,7 +95,11 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
     for path in [paths] if isinstance(paths, str) else paths:
         if not path:
             raise ConfigError.one(
-                "data.path", '""', "must name a file, a folder or a glob pattern.", "Set data.path."
+                Code.DATA_MISSING,
+                "data.path",
+                '""',
+                "must name a file, a folder or a glob pattern.",
+                "Set data.path.",
             )
         matches += (
             _find_in_bucket(path, suffixes) if url_scheme(path) else _find_on_disk(path, suffixes)
@@ -106,7 +110,7 @@ def find_files(paths: str | Sequence[str], suffixes: tuple[str, ...]) -> list[Fi
         if place in seen and not isinstance(paths, str):
             rule = "must be matched by only one path: otherwise, its documents would be read twice."
             action = "Remove one of the paths that match this file."
-            raise ConfigError.one("data.paths", file.path, rule, action)
+            raise ConfigError.one(Code.CFG_CONFLICT, "data.paths", file.path, rule, action)
         seen.add(place)
     return matches
 
@@ -157,7 +161,7 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
     if url_scheme(path) != "gs":
         rule = "must be in a file system or in a Google Cloud Storage bucket."
         action = "Use a path of the form gs://BUCKET/PATH, or copy the files to a local folder."
-        raise ConfigError.one("data.path", path, rule, action)
+        raise ConfigError.one(Code.DATA_FORMAT, "data.path", path, rule, action)
     with wrap_read_errors(path):
         objects = _objects(path.removesuffix("/"), suffixes)
     if not objects:
@@ -220,7 +224,9 @@ def _no_files_error(
     what = "a file, a folder or a glob pattern that matches files"
     if is_folder:
         what = f"a folder with {' or '.join(suffixes)} files" if suffixes else "a folder with files"
-    return ConfigError.one("data.path", path, f"must be {what}; {but}.", _action(path, suffixes))
+    return ConfigError.one(
+        Code.DATA_MISSING, "data.path", path, f"must be {what}; {but}.", _action(path, suffixes)
+    )
 
 
 _SOURCES = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
@@ -274,7 +280,9 @@ def wrap_read_errors(path: str) -> Iterator[None]:
         raise
     except ImportError as error:
         rule = f"requires the package gcsfs: {error}."
-        raise ConfigError.one("data.path", path, rule, "Run: pip install 'maxpipe[gcs]'") from error
+        raise ConfigError.one(
+            Code.ENV_PACKAGE, "data.path", path, rule, "Run: pip install 'maxpipe[gcs]'"
+        ) from error
     except Exception as error:
         if not isinstance(error, OSError) and not url_scheme(path):
             raise
@@ -282,7 +290,7 @@ def wrap_read_errors(path: str) -> Iterator[None]:
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
         rule = f"must be readable: {said or type(error).__name__}."
         action = "Restore the file or its permissions, or change data.path."
-        raise ConfigError.one("data.path", path, rule, action) from error
+        raise ConfigError.one(Code.DATA_UNREADABLE, "data.path", path, rule, action) from error
 
 
 def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
@@ -313,14 +321,14 @@ def check_size(file: File, size_bytes: int) -> None:
         rule = f"must not change while in use: the size was {file.size_bytes} bytes and is now "
         rule += f"{size_bytes} bytes."
         action = "Restore the file, or restart with the changed file."
-        raise ConfigError.one("data.path", file.path, rule, action)
+        raise ConfigError.one(Code.DATA_CHANGED, "data.path", file.path, rule, action)
 
 
 def file_changed_error(file: File) -> ConfigError:
     """Return the error for a file whose content changed after the first read."""
     rule = "must not change while in use: the content has changed since the start."
     action = "Restore the file, or restart with the changed file."
-    return ConfigError.one("data.path", file.path, rule, action)
+    return ConfigError.one(Code.DATA_CHANGED, "data.path", file.path, rule, action)
 
 
 def open_file(file: File) -> BinaryIO:
@@ -435,7 +443,7 @@ def decompress(file: File) -> Generator[bytes]:
         except ImportError as error:
             rule = f"requires the package zstandard: {error}."
             action = "Run: pip install 'maxpipe[zstandard]'"
-            raise ConfigError.one("data.path", file.path, rule, action) from error
+            raise ConfigError.one(Code.ENV_PACKAGE, "data.path", file.path, rule, action) from error
         except EOFError as error:
             raise _damaged_error(file, suffix, "the file is truncated") from error
         except Exception as error:
@@ -473,4 +481,4 @@ def _contents(new: Callable[[], Any], packed: BinaryIO, size: int) -> Iterator[b
 def _damaged_error(file: File, suffix: str, how: str) -> ConfigError:
     rule = f"must be a complete {suffix} file: {how}."
     action = "Copy the file again from an intact source, or remove it from data.path."
-    return ConfigError.one("data.path", file.path, rule, action)
+    return ConfigError.one(Code.DATA_DAMAGED, "data.path", file.path, rule, action)

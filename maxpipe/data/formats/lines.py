@@ -36,7 +36,7 @@ from maxpipe.data.formats.record_text import (
     shorten,
 )
 from maxpipe.data.formats.source import Heartbeat, Progress, Record, place_of
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import open_regular
 from maxpipe.io.files import read as read_file
 from maxpipe.io.formatting import pluralize
@@ -237,7 +237,7 @@ def _too_large_error(file: File, most_bytes: int) -> ConfigError:
     rule += "unused part of data.max_decompressed_bytes."
     action = "Set a larger data.max_decompressed_bytes if <run.dir>/.index has enough space, or "
     action += "remove the file from data.path."
-    return ConfigError.one("data.path", file.path, rule, action)
+    return ConfigError.one(Code.DATA_RECORD, "data.path", file.path, rule, action)
 
 
 def _scan_lines(
@@ -282,7 +282,7 @@ def _long_line_error(file: File, number: int) -> ConfigError:
     rule = f"the line is longer than {MAX_RECORD_BYTES} bytes{unpacked_file}; a record must be "
     rule += f"at most {MAX_RECORD_BYTES} bytes long to fit in memory."
     action = "Split the document, or remove the file from data.path."
-    return ConfigError.one(f"{file.path}:{number}", None, rule, action)
+    return ConfigError.one(Code.DATA_RECORD, f"{file.path}:{number}", None, rule, action)
 
 
 def _save(folder: str, starts: np.ndarray, skips: bool) -> None:
@@ -310,7 +310,8 @@ def _load(folder: str, file: File, content: File) -> Lines:
 
 def _unusable_cache_error(folder: str, why: str) -> StorageError:
     return StorageError(
-        f"{folder}: cannot be used\n  {why}.\n  Delete this folder; the next start recreates it."
+        Code.DATA_DAMAGED,
+        f"{folder}: cannot be used\n  {why}.\n  Delete this folder; the next start recreates it.",
     )
 
 
@@ -344,7 +345,7 @@ class JsonLines:
             if file.path.endswith((".zip", ".tar", ".7z", ".rar", ".lz4", ".br", ".Z")):
                 rule = f"must be JSON Lines, uncompressed or compressed as {' or '.join(SUFFIXES)}."
                 action = "Unpack the file and set data.path to the result."
-                raise ConfigError.one("data.path", file.path, rule, action)
+                raise ConfigError.one(Code.DATA_FORMAT, "data.path", file.path, rule, action)
             lines, unpacked_bytes = find_lines(file, cache, digests, most_bytes, moved)
             most_bytes -= unpacked_bytes
             self._lines.append(lines)
@@ -354,7 +355,7 @@ class JsonLines:
             rule = "must contain JSON objects, one per line: found "
             rule += f"{pluralize(len(files), 'file')} without lines."
             action = "Set data.path to a file that contains lines, or data.source=corpus."
-            raise ConfigError.one("data.path", files[0].path, rule, action)
+            raise ConfigError.one(Code.DATA_EMPTY, "data.path", files[0].path, rule, action)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

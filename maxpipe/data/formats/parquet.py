@@ -28,7 +28,7 @@ from maxpipe.data.formats.files import (
 )
 from maxpipe.data.formats.record_text import BadRecord, check_length, shorten
 from maxpipe.data.formats.source import Heartbeat, Progress, Record, place_of
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import files as boundary
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize
@@ -42,7 +42,7 @@ def import_pyarrow(source: str) -> Any:
     except ImportError as error:
         rule = f"requires the package pyarrow: {error}."
         action = "Run: pip install 'maxpipe[parquet]'"
-        raise ConfigError.one("data.source", source, rule, action) from error
+        raise ConfigError.one(Code.ENV_PACKAGE, "data.source", source, rule, action) from error
     return pyarrow
 
 
@@ -182,7 +182,7 @@ class ParquetRows:
         if not len(self):
             rule = f"must contain rows, but none were found in {pluralize(len(files), 'file')}."
             action = "Set data.path to files with rows."
-            raise ConfigError.one("data.path", files[0].path, rule, action)
+            raise ConfigError.one(Code.DATA_EMPTY, "data.path", files[0].path, rule, action)
         if largest > _SLOW_GROUP_BYTES:
             _LOG.warning(
                 "%s has row groups of %d MiB, and reading a document requires its full row "
@@ -244,6 +244,7 @@ class ParquetRows:
                 yield parquet.ParquetFile(content, page_checksum_verification=True, **options)
             except (pyarrow.ArrowException, OSError, ValueError, MemoryError) as error:
                 raise ConfigError.one(
+                    Code.DATA_DAMAGED,
                     where or "data.path",
                     None if where else file.path,
                     f"must be a complete Parquet file: {shorten(str(error))}.",
@@ -324,7 +325,7 @@ def _read_in_parts(
 def _too_large_error(where: str, num_rows: int, how: str) -> ConfigError:
     rule = f"must fit in {MAX_GROUP_BYTES} bytes of memory; {how}."
     action = "Write the file again with smaller row groups (row_group_size=10000)."
-    return ConfigError.one(where, f"{num_rows} rows", rule, action)
+    return ConfigError.one(Code.DATA_RECORD, where, f"{num_rows} rows", rule, action)
 
 
 def _dictionaries(group: Any, columns: list[str] | None) -> list[str]:
@@ -389,7 +390,9 @@ class SavedDataset:
         self._batch_files = np.array([part.file for part in self._batches], np.int64)
         if not sum(rows):
             rule = "must contain rows; the dataset is empty."
-            raise ConfigError.one("data.path", paths[0], rule, "Save the dataset again.")
+            raise ConfigError.one(
+                Code.DATA_EMPTY, "data.path", paths[0], rule, "Save the dataset again."
+            )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -437,32 +440,36 @@ def _data_files(path: str) -> list[File]:
     if url_scheme(path):
         rule = "must be in a file system with data.source=huggingface."
         action = "Copy the folder to a disk, or mount the bucket as a folder."
-        raise ConfigError.one("data.path", path, rule, action)
+        raise ConfigError.one(Code.DATA_FORMAT, "data.path", path, rule, action)
     folder = os.path.expanduser(path)
     if os.path.isfile(os.path.join(folder, _SPLITS)):
         splits = _read(folder, _SPLITS, _Splits)["splits"]
         if _SPLIT not in splits:
             there = f" (found {', '.join(splits[:8])})" if splits else ""
             action = f"Set data.path to a split folder, such as {os.path.join(path, *splits[:1])}."
-            raise ConfigError.one("data.path", path, f"must have a split {_SPLIT}{there}.", action)
+            raise ConfigError.one(
+                Code.DATA_FORMAT, "data.path", path, f"must have a split {_SPLIT}{there}.", action
+            )
         folder = os.path.join(folder, _SPLIT)
     if not os.path.isfile(os.path.join(folder, _STATE)):
         rule = f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: no "
         rule += "data is downloaded from the Hugging Face Hub."
         action = 'Save it once: python -c "import datasets; '
         action += "datasets.load_dataset('NAME').save_to_disk('DIR')\", then set data.path=DIR."
-        raise ConfigError.one("data.path", path, rule, action)
+        raise ConfigError.one(Code.DATA_FORMAT, "data.path", path, rule, action)
     state = _read(folder, _STATE, _State)
     if state.get("_indices_data_files"):
         rule = "must contain the rows, not only the indices of selected rows."
         action = "Save the dataset again:  dataset.flatten_indices().save_to_disk('DIR')."
-        raise ConfigError.one("data.path", path, rule, action)
+        raise ConfigError.one(Code.DATA_FORMAT, "data.path", path, rule, action)
     names = [file["filename"] for file in state["_data_files"]]
     for name in names:
         if name != os.path.basename(name) or not name.endswith(".arrow"):
             rule = "must list Arrow files in this folder."
             action = "Save the dataset again."
-            raise ConfigError.one(os.path.join(folder, _STATE), shorten(name), rule, action)
+            raise ConfigError.one(
+                Code.DATA_DAMAGED, os.path.join(folder, _STATE), shorten(name), rule, action
+            )
     return [file for name in names for file in stat_files([os.path.join(folder, name)], folder)]
 
 
@@ -473,7 +480,9 @@ def _read(folder: str, name: str, kind: Any) -> Any:
             return parse_json(boundary.read(path, _MAX_STATE_BYTES), kind)
     except ValueError as error:
         rule = f"must be a file written by save_to_disk: {error}."
-        raise ConfigError.one("data.path", path, rule, "Save the dataset again.") from error
+        raise ConfigError.one(
+            Code.DATA_DAMAGED, "data.path", path, rule, "Save the dataset again."
+        ) from error
 
 
 class _Batch(NamedTuple):
@@ -538,7 +547,7 @@ def _batches(number: int, file: File) -> list[_Batch]:
 def _incomplete_file_error(file: File, error: Exception) -> ConfigError:
     rule = f"must be a complete file of a saved dataset: {shorten(str(error))}."
     action = "Copy the file again from an intact source, or save the dataset again."
-    return ConfigError.one("data.path", file.path, rule, action)
+    return ConfigError.one(Code.DATA_DAMAGED, "data.path", file.path, rule, action)
 
 
 def _messages(file: File) -> Iterator[tuple[int, int, int, int, bool]]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from maxpipe.data.formats.files import File
 from maxpipe.data.formats.record_text import BadRecord, TextExtractor
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io import redact
 
 _LOG = logging.getLogger(__name__)
@@ -203,7 +203,9 @@ class RecordSource:
             count = len(self._skipped) + 1
             if count <= self._most_skipped:
                 self._skipped.add(index)
-        problem = Problem(self.where(index), error.value, error.rule, error.action)
+        problem = Problem(
+            Code.DATA_RECORD, self.where(index), error.value, error.rule, error.action
+        )
         if count > self._most_skipped:
             if self._most_skipped:
                 rule = f"{problem.rule} The number of such records exceeds data.max_bad_records "

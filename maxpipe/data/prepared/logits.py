@@ -45,7 +45,7 @@ from maxpipe.data.prepared.range_reader import (
 )
 from maxpipe.data.prepared.reader import read_verified
 from maxpipe.data.prepared.writer import ChecksummedWriter
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io import files
 from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
@@ -229,7 +229,7 @@ def check_same(folder: Path, earlier: LogitsSpec, spec: LogitsSpec) -> None:
     theirs, ours = (_comparable_spec(spec) for spec in (earlier, spec))
     if lines := differences(theirs, ours):
         rule = f"contains logits prepared with different settings: {shorten_lines(lines)}."
-        raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
+        raise ConfigError.one(Code.DATA_PREPARED, OUT, folder, rule, suggest_action(folder))
 
 
 def _comparable_spec(spec: LogitsSpec) -> dict[str, Any]:
@@ -297,10 +297,12 @@ def open_logits(
     ):
         if before != now:
             action = f"Set {key}={before}, or prepare a folder for this run."
-            raise ConfigError.one(key, now, f"must be {before}, {then}.", action)
+            raise ConfigError.one(Code.POST_LOGITS, key, now, f"must be {before}, {then}.", action)
     if top_k > (most := manifest["top_k"]):
         rule = f"must be at most {most}, {then}."
-        raise ConfigError.one("distill.top_k", top_k, rule, f"Set distill.top_k={most}.")
+        raise ConfigError.one(
+            Code.POST_LOGITS, "distill.top_k", top_k, rule, f"Set distill.top_k={most}."
+        )
     lines = []
     for name, facts in sources.items():
         before = manifest["sources"].get(name)
@@ -314,7 +316,7 @@ def open_logits(
         action = (
             "Restore the documents, tokenizer, run.seed and data.*, or prepare the folder again."
         )
-        raise ConfigError.one(_LOGITS_FOLDER.key, folder, rule, action)
+        raise ConfigError.one(Code.POST_LOGITS, _LOGITS_FOLDER.key, folder, rule, action)
     return LogitsReader(folder, manifest, top_k)
 
 
@@ -354,7 +356,7 @@ class LogitsReader:
             rule = f"must contain logits of the run's documents: sequence {sequence}{named} has "
             rule += "different tokens than when the folder was prepared."
             action = "Restore the documents, or prepare the folder again."
-            raise ConfigError.one(_LOGITS_FOLDER.key, self._folder, rule, action)
+            raise ConfigError.one(Code.POST_LOGITS, _LOGITS_FOLDER.key, self._folder, rule, action)
         ids, logprobs = (record[name][:, : self._top_k] for name in ("ids", "logprobs"))
         if int(ids.max()) >= self._manifest["vocab_size"]:
             raise damaged_error(file.path, f"sequence {place} has the invalid id {int(ids.max())}")

@@ -43,7 +43,7 @@ from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.prepared.range_reader import damaged_error, join_path, open_range_reader
 from maxpipe.data.sources import Source
 from maxpipe.data.tokenizer import Tokenizer
-from maxpipe.errors import ConfigError, Preemption, StorageError, UserInterrupt
+from maxpipe.errors import Code, ConfigError, Preemption, StorageError, UserInterrupt
 from maxpipe.io import files
 from maxpipe.io.typed_json import dump_checksummed, parse_checksummed
 
@@ -131,11 +131,13 @@ def check_folder(folder: Path, manifest: str) -> None:
         return
     action = f"Set another folder, such as --out {suggest_folder(folder)}."
     if not folder.is_dir():
-        raise ConfigError.one(OUT, folder, "must be a folder or must not exist.", action)
+        raise ConfigError.one(
+            Code.DATA_PREPARED, OUT, folder, "must be a folder or must not exist.", action
+        )
     names = os.listdir(folder)
     if names and manifest not in names and JOURNAL not in names:
         rule = f"must be new, empty or written by this command: it contains {sorted(names)[0]}."
-        raise ConfigError.one(OUT, folder, rule, action)
+        raise ConfigError.one(Code.DATA_PREPARED, OUT, folder, rule, action)
 
 
 def suggest_folder(folder: Path) -> str:
@@ -155,7 +157,7 @@ def lock_journal(folder: Path) -> Iterator[BinaryIO]:
         if not files.lock(journal):
             rule = "is being prepared by another process."
             action = "Wait for that process, or set --out to another folder."
-            raise ConfigError.one(OUT, folder, rule, action)
+            raise ConfigError.one(Code.DATA_PREPARED, OUT, folder, rule, action)
         yield journal
 
 
@@ -522,7 +524,7 @@ def read_checksummed(kind: FolderKind, folder: str, form: type[T], check: Callab
         known = " or ".join(map(str, kind.formats))
         rule = f"must have format {known}: the folder has format {number}."
         action = f"Use the maxpipe version that wrote the folder, or run `{kind.command}` again."
-        raise ConfigError.one(kind.key, folder, rule, action)
+        raise ConfigError.one(Code.DATA_PREPARED, kind.key, folder, rule, action)
     return manifest
 
 
@@ -532,7 +534,7 @@ def _no_manifest_error(kind: FolderKind, folder: str) -> ConfigError:
     if os.path.exists(join_path(folder, JOURNAL)):
         rule = "must be completely prepared: the manifest is missing."
         action = f"Run the same `{kind.command}` again to resume."
-    return ConfigError.one(kind.key, folder, rule, action)
+    return ConfigError.one(Code.DATA_PREPARED, kind.key, folder, rule, action)
 
 
 def _check(manifest: Manifest) -> None:

@@ -34,7 +34,7 @@ from maxpipe.data.prepared.manifest import (
 from maxpipe.data.prepared.range_reader import RangeReader, open_range_reader
 from maxpipe.data.prepared.reader import PreparedDocuments
 from maxpipe.data.tokenizer import Tokenizer, check_token_ids
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize
 
@@ -145,7 +145,9 @@ class MegatronDocuments:
             rule = (
                 f"must contain documents: found {pluralize(len(self._pairs), 'index')}, all empty."
             )
-            raise ConfigError.one("data.path", path, rule, "Set data.path to other files.")
+            raise ConfigError.one(
+                Code.DATA_EMPTY, "data.path", path, rule, "Set data.path to other files."
+            )
         for pair in self._pairs:
             _check_sequences(pair)
         self._added = 0, 0
@@ -222,7 +224,9 @@ class MegatronDocuments:
             rule = f"must have ids from 0 to {self._tokenizer.vocab_size - 1}, the range of the "
             rule += f"tokenizer: found {low if low < 0 else high}."
             action = "Set tokenizer.* to the tokenizer that encoded the files."
-            raise ConfigError.one(f"{pair.ids.path}: document {inside}", None, rule, action)
+            raise ConfigError.one(
+                Code.TOK_MISMATCH, f"{pair.ids.path}: document {inside}", None, rule, action
+            )
         check_token_ids(f"{pair.ids.path}: document {inside}", ids, self._tokenizer)
         return ids
 
@@ -268,7 +272,9 @@ def _names(path: str) -> list[str]:
     if not names:
         rule = f"must be the prefix NAME of NAME{BIN} and NAME{IDX}, or a folder or pattern: "
         rule += f"0 files match in {os.getcwd()}."
-        raise ConfigError.one("data.path", path, rule, "Set data.path to files that exist.")
+        raise ConfigError.one(
+            Code.DATA_MISSING, "data.path", path, rule, "Set data.path to files that exist."
+        )
     return sorted(names)
 
 
@@ -280,7 +286,7 @@ def _open(name: str) -> _IndexedFile:
             raise
         rule = f"must be a pair of files, {name + BIN} and {name + IDX}: a file is missing."
         raise ConfigError.one(
-            "data.path", name, rule, "Set data.path to files that exist."
+            Code.DATA_MISSING, "data.path", name, rule, "Set data.path to files that exist."
         ) from error
     try:
         layout = parse(index.read(0, min(index.size, HEADER_BYTES)), index.size)
@@ -293,7 +299,7 @@ def _open(name: str) -> _IndexedFile:
 
 
 def _index_error(where: str, rule: str) -> ConfigError:
-    return ConfigError.one(where, None, rule, _ACTION)
+    return ConfigError.one(Code.DATA_DAMAGED, where, None, rule, _ACTION)
 
 
 def _entry_ranges(count: int) -> Iterator[tuple[int, int]]:

@@ -79,7 +79,7 @@ from maxpipe.data.prepared.writer import (
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import open_tokenizer
 from maxpipe.data.unread_keys import columns_not_read, remarks, suggest_settings
-from maxpipe.errors import ConfigError, StorageError, UnreachableError
+from maxpipe.errors import Code, ConfigError, StorageError, UnreachableError
 from maxpipe.io import files
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize
@@ -148,7 +148,7 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
     if plan.data.chat == "pairs":
         rule = "must be off, messages or prompt: preference pairs cannot be prepared."
         action = "Train from the records with train.objective=preference data.chat=pairs."
-        raise ConfigError.one("data.chat", "pairs", rule, action)
+        raise ConfigError.one(Code.CFG_CONFLICT, "data.chat", "pairs", rule, action)
     with convert_signals(plan.folder):
         report("opening the documents", 0, 0, "")
         source = open_source(
@@ -242,7 +242,9 @@ def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
     if changed:
         lines = [f"{words} was {before} and is {now}" for words, before, now in changed]
         rule = f"contains documents from different files: {shorten_lines(lines)}."
-        raise ConfigError.one(OUT, folder, rule, f"Restore the files. {suggest_action(folder)}")
+        raise ConfigError.one(
+            Code.DATA_PREPARED, OUT, folder, rule, f"Restore the files. {suggest_action(folder)}"
+        )
     known = tuple(
         key for key in _DOCUMENTS if key != CONTENT_KEY or CONTENT_KEY in earlier["source"]
     )  # earlier releases did not store digests of files
@@ -259,7 +261,7 @@ def _check_same(folder: Path, earlier: Spec, spec: Spec) -> None:
     if lines := differences(theirs, ours):
         lines += differences(earlier["source"]["data"], spec["source"]["data"], "data")
         rule = f"contains documents prepared with different settings: {shorten_lines(lines)}."
-        raise ConfigError.one(OUT, folder, rule, suggest_action(folder))
+        raise ConfigError.one(Code.DATA_PREPARED, OUT, folder, rule, suggest_action(folder))
 
 
 def _load_finished(folder: Path, journal: BinaryIO, spec: Spec) -> _FinishedShards:
@@ -309,7 +311,7 @@ def _check_unchanged(
             if encoder.identity(number) != (meta["text_bytes"], meta["digest"]):
                 rule = f"must not change while {folder} is being prepared: the text has changed."
                 action = f"Restore the files, or remove {folder} and restart."
-                raise ConfigError.one(source.where(number), None, rule, action)
+                raise ConfigError.one(Code.DATA_CHANGED, source.where(number), None, rule, action)
 
 
 # Encoding and writing.
@@ -371,9 +373,10 @@ def _encode_in_processes(
             yield batch
     except BrokenProcessPool as error:
         raise UnreachableError(
+            Code.MEM_HOST,
             f"{plan.folder}: a tokenizer process was killed\n"
             "  It may have run out of memory. Complete shards are kept.\n"
-            "  Run the same command again, with fewer --workers if needed, to resume after them."
+            "  Run the same command again, with fewer --workers if needed, to resume after them.",
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -437,12 +440,16 @@ def _check_skipped(data: SourceConfig, unreadable: int, documents: int) -> None:
         rule = f"must be skip for this folder: {pluralize(unreadable, 'record')} could not be read "
         rule += "when the folder was prepared."
         action = "Set data.bad_records=skip, or set --out to another folder."
-        raise ConfigError.one("data.bad_records", data.bad_records, rule, action)
+        raise ConfigError.one(
+            Code.DATA_PREPARED, "data.bad_records", data.bad_records, rule, action
+        )
     if unreadable > data.max_bad_records:
         rule = f"must be at least the number of unreadable records: {unreadable} of the first "
         rule += f"{documents}."
         action = "Correct these records, which are named in the log, or set a larger limit."
-        raise ConfigError.one("data.max_bad_records", data.max_bad_records, rule, action)
+        raise ConfigError.one(
+            Code.DATA_PREPARED, "data.max_bad_records", data.max_bad_records, rule, action
+        )
 
 
 def _finish(folder: Path, spec: Spec, finished: _FinishedShards) -> Manifest:

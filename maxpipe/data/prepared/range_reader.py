@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from maxpipe.data.formats.files import Stat
-from maxpipe.errors import ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import gcs_filesystem, open_regular, url_scheme
 
 BLOCK_BYTES = 1 << 16
@@ -108,9 +108,10 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
             return call()
         except ImportError as error:
             raise StorageError(
+                Code.ENV_PACKAGE,
                 f"{path}: cannot be read\n"
                 "  Buckets require the package gcsfs, which is not installed.\n"
-                "  Run: pip install 'maxpipe[gcs]'"
+                "  Run: pip install 'maxpipe[gcs]'",
             ) from error
         except Exception as error:  # gcsfs raises various types of exceptions
             missing = isinstance(error, FileNotFoundError)
@@ -134,7 +135,7 @@ def open_range_reader(path: str) -> RangeReader:
     if scheme != "gs":
         rule = f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not supported."
         action = "Set data.path=gs://my-bucket/tokens, or to a folder."
-        raise ConfigError.one("data.path", path, rule, action)
+        raise ConfigError.one(Code.IO_PATH, "data.path", path, rule, action)
     return BucketFile(path)
 
 
@@ -246,25 +247,28 @@ class PieceCache:
 def unreadable_error(path: str, error: OSError) -> StorageError:
     """Return the error for a file that cannot be read."""
     return StorageError(
+        Code.DATA_UNREADABLE,
         f"{path}: cannot be read\n"
         f"  {error.strerror or error}.\n"
-        "  Restore the file or its permissions, or set data.path to another folder."
+        "  Restore the file or its permissions, or set data.path to another folder.",
     )
 
 
 def damaged_error(path: str, what: str) -> StorageError:
     """Return the error for a damaged file of a prepared folder."""
     return StorageError(
+        Code.DATA_DAMAGED,
         f"{path}: is damaged\n"
         f"  {what}.\n"
         "  Copy the file again from an intact source, or prepare the documents again; "
-        "`maxpipe data verify` lists all damaged files."
+        "`maxpipe data verify` lists all damaged files.",
     )
 
 
 def _truncated_error(path: str, at: int) -> StorageError:
     return StorageError(
+        Code.DATA_DAMAGED,
         f"{path}: is truncated\n"
         f"  The file ends after {at} bytes, before its recorded size.\n"
-        "  Copy the file again from an intact source."
+        "  Copy the file again from an intact source.",
     )

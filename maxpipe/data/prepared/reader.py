@@ -56,7 +56,7 @@ from maxpipe.data.prepared.range_reader import (
 )
 from maxpipe.data.sources import Heartbeat, Progress
 from maxpipe.data.tokenizer import Tokenizer, check_token_ids, suggest_tokenizer_action
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.files import url_scheme
 
 
@@ -297,6 +297,7 @@ def _check_tokenizer(folder: str, manifest: Manifest, tokenizer: Tokenizer) -> N
     path = f" tokenizer.path={stored['path']}" if stored["path"] else ""
     named = f"tokenizer.kind={stored['kind']}{path}"
     raise ConfigError.one(
+        Code.TOK_MISMATCH,
         "data.path",
         folder,
         f"contains token ids from a tokenizer other than tokenizer.*: {named} with "

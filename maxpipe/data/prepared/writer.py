@@ -39,7 +39,7 @@ from maxpipe.data.prepared.range_reader import BLOCK_BYTES
 from maxpipe.data.sources import Source, open_source
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.files import wrap_text_errors
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.files import open_regular
 
 _MAX_DOCUMENT_TOKENS = (1 << 31) - 1
@@ -170,7 +170,9 @@ class ShardWriter:
         longest = int(piece.lengths.max(initial=0))
         if longest > _MAX_DOCUMENT_TOKENS:
             rule = f"must have at most {_MAX_DOCUMENT_TOKENS} tokens: the longest has {longest}."
-            raise ConfigError.one("data.path: a document", None, rule, "Split the document.")
+            raise ConfigError.one(
+                Code.DATA_RECORD, "data.path: a document", None, rule, "Split the document."
+            )
         self._bin.write(piece.ids.tobytes())
         self._meta.write(piece.meta.tobytes())
         if self._mask is not None:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 from maxpipe.data.tokenizers import render_chat
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
 from maxpipe.io.worker_process import WorkerProcess
@@ -268,10 +268,12 @@ class ChatTemplate:
     def _template_error(self, error: RenderError) -> ConfigError:
         if error.kind == "package":
             action = "Run: pip install 'maxpipe[tokenizers]'"
-            return ConfigError.one(self.path, None, f"requires jinja2: {error}.", action)
+            return ConfigError.one(
+                Code.ENV_PACKAGE, self.path, None, f"requires jinja2: {error}.", action
+            )
         rule = f"must be a chat template that can render these messages: {error}."
         action = "Correct the messages or the template, or use plain text."
-        return ConfigError.one(self.path, None, rule, action)
+        return ConfigError.one(Code.TOK_TEMPLATE, self.path, None, rule, action)
 
 
 def unread_remarks(unread: Mapping[str, int], total: str, action: str = "") -> list[str]:

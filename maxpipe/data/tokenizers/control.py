@@ -26,7 +26,7 @@ import numpy as np
 
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.data.tokenizers.files import MAX_IDS, PATH
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import files
 from maxpipe.io.typed_json import parse_json
 
@@ -236,7 +236,7 @@ def resolve(
     if end is None:
         rule = f"must have an EOS token: the special tokens are {_join_names(special) or 'none'}."
         action = f'Add {_SETTINGS} with {{"eos_token": "..."}} to its folder.'
-        raise ConfigError.one(PATH, path, rule, action)
+        raise ConfigError.one(Code.TOK_FILE, PATH, path, rule, action)
     begin, pad = find("bos_token"), find("pad_token")
     if begin is None and "bos_token" not in said:
         begin = next(iter(listed["bos_token_id"]), None)
@@ -285,7 +285,7 @@ def _role(
             return known.get(role) if i is None else i
         rule = f"must contain the {role} that {_SETTINGS} in its folder names: {named[:80]}."
         action = f"Correct {role} in {_SETTINGS}, or copy {_SETTINGS} from this tokenizer's folder."
-        raise ConfigError.one(PATH, path, rule, action)
+        raise ConfigError.one(Code.TOK_FILE, PATH, path, rule, action)
     if role in said and role != "eos_token":  # null means that the role has no token
         return None
     if role in known:
@@ -321,7 +321,7 @@ def read_object(folder: str, name: str) -> dict[str, Any]:
 
 
 def _settings_error(path: str, rule: str) -> ConfigError:
-    return ConfigError.one(PATH, path, rule, "Correct or remove the file.")
+    return ConfigError.one(Code.TOK_FILE, PATH, path, rule, "Correct or remove the file.")
 
 
 def _role_texts_of_settings(

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeVar
 from maxpipe.config.config_files import is_hub_id
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.tokenizers.byte_bpe import PUBLISHED, QWEN3_5
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io import files
 from maxpipe.io.formatting import pluralize
 
@@ -212,7 +212,7 @@ def locate(config: TokenizerConfig) -> tuple[TokenizerKind, str]:
     if inferred is None:
         rule = f"must be {', '.join(_NAMES.values())}, or a folder with one of these."
         action = "Choose another file, or set tokenizer.kind."
-        raise ConfigError.one(PATH, config.path, rule, action)
+        raise ConfigError.one(Code.TOK_FILE, PATH, config.path, rule, action)
     return inferred, config.path
 
 
@@ -239,10 +239,14 @@ def _in_folder(folder: str, wanted: str) -> tuple[TokenizerKind, str]:
         several = ", ".join(os.path.basename(path) for _, path in tokenizers)
         action = f"Set tokenizer.path={tokenizers[0][1]}, or to another of these files."
         raise ConfigError.one(
-            PATH, folder, f"must contain only one tokenizer: found {several}.", action
+            Code.TOK_FILE,
+            PATH,
+            folder,
+            f"must contain only one tokenizer: found {several}.",
+            action,
         )
     rule = f"must be {what}, or a folder that contains one: this folder does not."
-    raise ConfigError.one(PATH, folder, rule, _OR_BYTES)
+    raise ConfigError.one(Code.TOK_FILE, PATH, folder, rule, _OR_BYTES)
 
 
 def _kind_of(path: str) -> TokenizerKind | None:
@@ -273,14 +277,18 @@ def _unreadable_error(path: str, error: OSError, what: str = "a tokenizer file")
     if is_hub_id(path):
         action = f"Download the files first: run `hf download {path} --include 'tokenizer*' "
         action += f"--local-dir tokenizer`, and set {PATH}=tokenizer."
-    return ConfigError.one(PATH, path or '""', f"must be {what}: {error.strerror}.", action)
+    return ConfigError.one(
+        Code.TOK_FILE, PATH, path or '""', f"must be {what}: {error.strerror}.", action
+    )
 
 
 def missing_package_error(kind: TokenizerKind, error: ImportError) -> ConfigError:
     """Return the error for a missing tokenizer package."""
     package = "tokenizers" if kind == "huggingface" else kind
     rule = f"requires the package {package}: {error}."
-    return ConfigError.one("tokenizer.kind", kind, rule, "Run: pip install 'maxpipe[tokenizers]'")
+    return ConfigError.one(
+        Code.ENV_PACKAGE, "tokenizer.kind", kind, rule, "Run: pip install 'maxpipe[tokenizers]'"
+    )
 
 
 class TextError(ConfigError):
@@ -292,7 +300,7 @@ class TextError(ConfigError):
         what = f"{pluralize(len(error.text), 'character')} starting with {start}"
         cause = _first_line(error.__cause__ or error)
         rule = f"{USABLE_RULE}: {cause}, for {place + ', ' if place else ''}{what}."
-        super().__init__([Problem(PATH, path, rule, _UNFIT)])
+        super().__init__([Problem(Code.TOK_FILE, PATH, path, rule, _UNFIT)])
 
 
 @contextlib.contextmanager
@@ -323,7 +331,7 @@ def wrap_library_errors(path: str, kind: TokenizerKind, rule: str = "") -> Itera
             raise
         rule = rule or f"must be {_NAMES[kind]}"
         text = f"{rule}: {_first_line(error)}."
-        raise ConfigError.one(PATH, path, text, _ACTIONS[kind]) from error
+        raise ConfigError.one(Code.TOK_FILE, PATH, path, text, _ACTIONS[kind]) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from maxpipe.data.tokenizers.files import (
     read,
     wrap_library_errors,
 )
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 _THREADS = 2
 _PROBE_TEXT = (
@@ -50,11 +50,11 @@ class TiktokenTokenizer(Tokenizer):
         if lost:  # the library drops text that the pattern does not match
             rule = "must cover the entire input: characters between matches would be lost."
             action = "Append |\\s+|\\S, or use the pattern that the model was trained with."
-            raise ConfigError.one("tokenizer.split_pattern", pattern, rule, action)
+            raise ConfigError.one(Code.TOK_FILE, "tokenizer.split_pattern", pattern, rule, action)
         self.vocab_size = max([*ranks.values(), *special.values()]) + 1
         if self.vocab_size > MAX_IDS:
             rule = f"must have ids below {MAX_IDS}: the largest is {self.vocab_size - 1}."
-            raise ConfigError.one(PATH, path, rule, "Choose another file.")
+            raise ConfigError.one(Code.TOK_FILE, PATH, path, rule, "Choose another file.")
         ids = {_text(token): i for token, i in ranks.items()} | special
         self.control = resolve(path, special, ids.get, self.vocab_size)
         self.min_embedding_rows = max(*ranks.values(), self.begin_id, self.end_id) + 1
@@ -144,11 +144,12 @@ def _resolve_preset(config: TokenizerConfig, ranks: dict[bytes, int]) -> tuple[s
             rule += f"{len(ranks)}."
             action = "Set tokenizer.path to that vocabulary, or tokenizer.preset=none with "
             action += "the tokenizer.split_pattern and tokenizer.special_tokens of this file."
-            raise ConfigError.one(PATH, config.path, rule, action)
+            raise ConfigError.one(Code.TOK_FILE, PATH, config.path, rule, action)
         return preset.pattern, dict(preset.special)
     if not config.split_pattern:
         fits = [name for name, preset in PRESETS.items() if preset.ranks == len(ranks)]
         raise ConfigError.one(
+            Code.TOK_FILE,
             "tokenizer.preset",
             "none",
             f"must define the split pattern: {config.path} has {len(ranks)} ranks and no pattern.",
