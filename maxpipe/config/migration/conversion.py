@@ -68,6 +68,8 @@ class Conversion:
     needless: list[str] = field(default_factory=list)
     """Keys that the source sets to a default of the peer, which needs no setting."""
     problems: list[Problem] = field(default_factory=list)
+    checked: set[str] = field(default_factory=set)
+    """Keys whose values the model family implies."""
 
     def __getitem__(self, theirs: str) -> Any:
         if theirs in self.given:
@@ -109,6 +111,7 @@ class Conversion:
 
     def require(self, theirs: str, allowed: Sequence[Any], why: str) -> None:
         """Reject a value that is not in `allowed`."""
+        self.checked.add(theirs)
         if self[theirs] not in allowed:
             values = " or ".join(to_yaml_line(each) for each in allowed)
             action = f"Train this model with {self.peer.name}, or set {theirs}={values}."
@@ -133,6 +136,12 @@ class Conversion:
                 self.problems.append(Problem(f"{place}: {theirs}", "", rule, action))
         if self.problems:
             raise ConfigError(self.problems)
+        family = self.settings.get("model.family")
+        implied = self.checked & self.given.keys() - self.reported()
+        implied = {key for key in implied if not self.is_default(key)}
+        if family is not None:
+            names = (*family.theirs, *(key for key in self.given if key in implied))
+            self.settings["model.family"] = Setting(family.value, names)
         for theirs in self.given.keys() - self.reported():
             self._convert_by_table(theirs)
         order = {name: place for place, name in enumerate(self.given)}
@@ -208,7 +217,7 @@ class Conversion:
     def summary(self) -> str:
         """Return the number of keys in each part of the report, as one line."""
         theirs = {key for each in self.settings.values() for key in each.theirs}
-        converted = len(theirs & self.given.keys())
+        converted = len((theirs & self.given.keys()) - self.differences.keys())
         from_defaults = len(theirs - self.given.keys())
         return (
             f"{self.origin}: {pluralize(len(self.given), 'key')} of {self.peer.name}: {converted} "

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from maxpipe.config.migration.conversion import Conversion
-from maxpipe.config.migration.maxtext_files import read_source
+from maxpipe.config.migration.maxtext_files import NAME, read_source
 from maxpipe.config.migration.maxtext_model import convert_model
 from maxpipe.config.rules import folder_name
+
+__all__ = ["NAME", "convert"]
 
 _AXES = {
     "data": "data",

@@ -27,7 +27,7 @@ from maxpipe.config.yaml_values import (
 from maxpipe.errors import ConfigError, Problem
 from maxpipe.io.files import read
 
-_UNTYPED = ("_for_vit", "_for_audio")
+_UNTYPED = ("_for_vit", "_for_audio", "_image_column")
 """Ends of keys whose values are never used."""
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", list: "a list"}
 
@@ -96,7 +96,7 @@ def _leaves(prefix: str, raw: Raw) -> Iterable[tuple[str, Raw]]:
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, tuple[Raw, str]]:
-    """Return the values of `key=value` arguments, which may start with `--`.
+    """Return the values of `key=value` arguments.
 
     Raises:
         ConfigError: an argument has another form, or its value is not YAML.
@@ -104,7 +104,6 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, tuple[Raw, str]]:
     found: dict[str, tuple[Raw, str]] = {}
     for argument in overrides:
         name, equals, text = argument.partition("=")
-        name = name.removeprefix("--")
         where = f"command line: {argument}"
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", name):
             rule = "must have the form key=value, with a key of the other trainer."
