@@ -159,3 +159,12 @@ def _as_raw(value: Any) -> Raw:
     if isinstance(value, list):
         return [_as_raw(each) for each in value]
     return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def is_maxtext_file(path: Path) -> bool:
+    """Return whether a YAML file has keys of MaxText at its top level.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    return not {_BASE, "base_emb_dim", "decoder_block"}.isdisjoint(read_yaml(path))
