@@ -142,10 +142,13 @@ class Conversion:
         if family is not None:
             names = (*family.theirs, *(key for key in self.given if key in implied))
             self.settings["model.family"] = Setting(family.value, names)
-        for theirs in self.given.keys() - self.reported():
-            self._convert_by_table(theirs)
+        reported = self.reported()
+        for theirs in self.given:
+            if theirs not in reported:
+                self._convert_by_table(theirs)
         order = {name: place for place, name in enumerate(self.given)}
         self.needless.sort(key=order.__getitem__)
+        self.absent = dict(sorted(self.absent.items(), key=lambda item: order[item[0]]))
 
     def _convert_by_table(self, theirs: str) -> None:
         if self.is_default(theirs):

@@ -61,6 +61,7 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
         _schedule(c)
         _optimizer(c)
         _remat(c)
+        _adapter(c)
         _data(c)
         _tokenizer(c)
         _evaluation(c, count)
@@ -116,9 +117,9 @@ def _objective(c: Conversion) -> None:
     if not c.is_default("use_sft"):
         c.write("train.objective", "sft", "use_sft")
         c.write("data.chat", "messages", "use_sft")
-        if not c["sft_train_on_completion_only"]:
-            theirs = "sft_train_on_completion_only"
-            c.write("data.trained_roles", ["user", "assistant"], theirs)
+        theirs = "sft_train_on_completion_only"
+        roles = ["assistant"] if c[theirs] else ["user", "assistant"]
+        c.write("data.trained_roles", roles, theirs)
     elif not c.is_default("use_dpo"):
         c.write("train.objective", "preference", "use_dpo")
         c.write("data.chat", "pairs", "use_dpo")
@@ -329,6 +330,24 @@ def _remat(c: Conversion) -> None:
         c.differs(theirs, f"{why} List activations in pipeline.saved_names or offloaded_names.")
 
 
+def _adapter(c: Conversion) -> None:
+    if "lora" not in c.given:
+        return
+    values = c["lora"]
+    if not isinstance(values, dict):
+        c.reject("lora", "must be a mapping.", "Write `lora: {enable_lora: false}`.")
+        return
+    if not values.get("enable_lora"):
+        c.needless.append("lora")
+        return
+    c.write("adapter.rank", values.get("lora_rank", 0), "lora")
+    c.write("adapter.alpha", float(values.get("lora_alpha") or 0.0), "lora")
+    if values.get("lora_weight_qtype") == "nf4":
+        c.write("adapter.base_quantization", "nf4", "lora")
+    if values.get("lora_module_path"):
+        c.differs("lora", "lora_module_path is a regular expression; set adapter.targets instead.")
+
+
 _NO_DOWNLOAD = (
     "maxpipe does not download datasets. Save the dataset with load_dataset(...).save_to_disk(DIR) "
     "of `datasets`, and set data.source=huggingface data.path=DIR."
@@ -350,13 +369,13 @@ def _data(c: Conversion) -> None:
         c.write("data.source", "tfds", "dataset_type")
         c.write("data.path", c["dataset_name"], "dataset_name")
         c.write("data.tfds_dir", c["dataset_path"], "dataset_path")
+    elif has_chat:
+        name = c["hf_path"].rpartition("/")[2] or "dataset"
+        c.write("data.source", "huggingface", "dataset_type")
+        c.write("data.path", f"data/{name}", "hf_path", differs=f"is a folder: {_NO_DOWNLOAD}")
     else:
         why = _NO_DOWNLOAD if kind == "hf" else "set data.source and data.path to the documents."
         c.omit(why, "dataset_type", "hf_path", "hf_train_files", "grain_train_files")
-        if has_chat:
-            name = c["hf_path"].rpartition("/")[2] or "dataset"
-            c.write("data.source", "huggingface", "dataset_type")
-            c.write("data.path", f"data/{name}", "hf_path", differs=f"is a folder: {_NO_DOWNLOAD}")
     _columns(c, has_chat)
     packing = "best_fit" if c["packing"] else "pad"
     c.write("data.packing", packing, "packing")
