@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from maxpipe.cli import main
+from maxpipe.config.migration import torchtitan
 from maxpipe.config.schema import Config
 from maxpipe.evals.evaluate import EvalTotals
 from maxpipe.evals.multiple_choice import task_metrics
@@ -268,6 +269,7 @@ def test_code_names_on_pages_exist() -> None:
         for owner, names in defined(path).items():
             for known in (owner,) if owner else (path.stem, name):
                 members.setdefault(known, set()).update(names)
+    modules |= torchtitan.published().known  # `metrics.log_freq` is not a name of maxpipe.metrics
     wrong = []
     for page in PAGES:
         for name in quoted(page, r"([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?"):
@@ -306,3 +308,11 @@ def test_no_archaic_words() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             wrong += [f"{name}:{number}: {found[0]}" for found in QUAINT.finditer(line)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_names_of_other_trainers_are_those_of_the_tables(pytestconfig: pytest.Config) -> None:
+    script = ROOT / "scripts" / "migration_table.py"
+    command = [sys.executable, str(script), "--names"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    update = pytestconfig.getoption("--update-golden")
+    replace_block(DOCS / "guides" / "migrate.md", "names", done.stdout, update)

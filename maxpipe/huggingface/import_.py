@@ -122,7 +122,9 @@ def import_folder(
         write_weights(_state(source), here / CHECKPOINTS, facts, target, report)
         section = to_dict(saved)["model"]
         del section["param_dtype"]  # new runs use the default parameter dtype
-        (here / CONFIG_FILE).write_text(starter_config(section, tokenizer, target), encoding="utf-8")
+        (here / CONFIG_FILE).write_text(
+            starter_config(section, tokenizer, target), encoding="utf-8"
+        )
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))
     rows = f"train.sequence_length={length}"

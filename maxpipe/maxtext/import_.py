@@ -14,10 +14,9 @@ from maxpipe.checkpoint import writer
 from maxpipe.checkpoint.folder import CheckpointMetadata
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER
 from maxpipe.config.config_files import CONFIG_FILE, SUFFIXES
-from maxpipe.config.load import load, to_dict
+from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.migration import maxtext
 from maxpipe.config.migration.maxtext_files import is_maxtext_file
-from maxpipe.config.schema import Config
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface.folder import (
     MessageCallback,
@@ -63,7 +62,8 @@ def import_checkpoint(
         action = "Copy the checkpoint first, for example with `gcloud storage cp -r`."
         raise ConfigError.one(f"command line: {PREFIX}", folder, rule, action)
     arrays = open_arrays(expand_path(folder, f"command line: {PREFIX}"))
-    path, full = _read_config(config, arrays)
+    path, loaded = _read_config(config, arrays)
+    full = loaded.config
     layouts = lay_out(full.model, arrays, rope)
     say(_describe(arrays, layouts, path))
     pairs = "adjacent" if is_interleaved(full.model, rope) else "split into halves"
@@ -85,7 +85,7 @@ def import_checkpoint(
     say(f"next: maxpipe train {command} data.source=text data.path=... train.steps=...")
 
 
-def _read_config(config: str, arrays: ParamArrays) -> tuple[Path, Config]:
+def _read_config(config: str, arrays: ParamArrays) -> tuple[Path, LoadedConfig]:
     """Return the config of the checkpoint, and its file."""
     if config:
         path = expand_path(config, _CONFIG)
@@ -102,8 +102,8 @@ def _read_config(config: str, arrays: ParamArrays) -> tuple[Path, Config]:
             raise ConfigError.one(f"checkpoint {arrays.folder}", None, rule, action)
         path = found
     if path.suffix in SUFFIXES and is_maxtext_file(path):
-        return path, maxtext.convert(str(path), [], None).load().config
-    return path, load([str(path)], {"train": {"steps": 1}}, str(path)).config
+        return path, maxtext.convert(str(path), [], None).load()
+    return path, load([str(path)], {"train": {"steps": 1}}, str(path))
 
 
 def _describe(arrays: ParamArrays, layouts: Mapping[str, ParamLayout], config: Path) -> str:

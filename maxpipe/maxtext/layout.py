@@ -61,7 +61,7 @@ _SWAPPED = ("experts.gate", "experts.up")
 
 @dataclass(frozen=True)
 class LayerSlice:
-    """One layer of a parameter, or a parameter outside layers, in a MaxText array."""
+    """Location of one layer of a parameter, or of a parameter outside layers, in an array."""
 
     array: str
     layer_axis: int = -1
@@ -75,7 +75,7 @@ class ParamLayout:
     """Location of one parameter in the arrays of MaxText, and its conversion."""
 
     slices: Sequence[LayerSlice]
-    """One slice per stacked layer, in model order."""
+    """Slices in model order, one per stacked layer."""
     shape: tuple[int, ...]
     """Shape of the parameter in maxpipe, with the layer dim if it is stacked."""
     is_stacked: bool
@@ -196,8 +196,7 @@ class _Builder:
                 swapped=key in _SWAPPED,
                 scale=self._query_scale() if key == "attention.query" else 1.0,
                 offset=-1.0 if self.is_gemma and key.endswith(("norm", "norm.scale")) else 0.0,
-                deinterleaved=self.deinterleaved
-                and key in ("attention.query", "attention.key"),
+                deinterleaved=self.deinterleaved and key in ("attention.query", "attention.key"),
             )
         return found
 
@@ -328,4 +327,3 @@ class _Builder:
 def _listed(verb: str, names: Sequence[str], separator: str = ", ", most: int = 4) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return f"{verb} {separator.join(names[:most])}{more}" if names else ""
-

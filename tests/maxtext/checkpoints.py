@@ -276,9 +276,7 @@ def _embedding(model: str, table: np.ndarray) -> np.ndarray:
     return table
 
 
-def write(
-    folder: Path, params: dict[str, Any], *, state: bool = True, zarr3: bool = True
-) -> Path:
+def write(folder: Path, params: dict[str, Any], *, state: bool = True, zarr3: bool = True) -> Path:
     """Write a checkpoint as MaxText does: with optimizer state at step 7, or only parameters."""
     import orbax.checkpoint as ocp
 

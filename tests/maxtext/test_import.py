@@ -103,7 +103,7 @@ def test_config_of_import_trains_from_its_weights(tmp_path: Path) -> None:
     assert main(written("llama2", tmp_path)) == 0
     run = [
         *(sys.executable, "-m", "maxpipe", "train"),
-        *( str(tmp_path / "out" / "config.yml"), "tokenizer.kind=bytes", "tokenizer.path="),
+        *(str(tmp_path / "out" / "config.yml"), "tokenizer.kind=bytes", "tokenizer.path="),
         *("train.steps=1", "train.batch_size=1", "train.sequence_length=16", "data.source=corpus"),
         *(f"run.dir={tmp_path / 'runs'}", "eval.batches=0", "log.tensorboard=false"),
         *("model.compute_dtype=float32", "runtime.platform=cpu"),

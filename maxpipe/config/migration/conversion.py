@@ -1,4 +1,4 @@
-"""Record of a config conversion: settings of maxpipe, and what became of each key of the peer."""
+"""Record of a config conversion: the written settings, and a report on each key of the peer."""
 
 from __future__ import annotations
 
@@ -202,7 +202,11 @@ class Conversion:
         ]
         comments = [line for each in head for line in _wrapped(each)]
         for title, lines in self.report():
-            comments += ["#", *_wrapped(title), *(line for each in lines for line in _wrapped(each))]
+            comments += [
+                "#",
+                *_wrapped(title),
+                *(line for each in lines for line in _wrapped(each)),
+            ]
         return "\n".join([*(_printable(line) for line in comments), *self._yaml(), ""])
 
     def report(self) -> Iterator[tuple[str, list[str]]]:

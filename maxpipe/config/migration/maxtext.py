@@ -104,16 +104,15 @@ def _objective(c: Conversion) -> None:
     """Write the training objective, or record that it cannot be converted."""
     c.require("training_objective", ("causal_lm",), "other objectives are not supported.")
     c.require("model_call_mode", ("",), "the config is for inference.")
-    for key in ("student_overrides", "teacher_overrides", "rl"):
+    if "rl" in c.given:
+        rule = "configures reinforcement learning, whose prompts and reward are Python code."
+        action = "Write a config with train.objective=grpo, grpo.prompts and grpo.reward."
+        c.reject("rl", rule, action)
+    for key in ("student_overrides", "teacher_overrides"):
         if key in c.given:
-            action = (
-                "Import the teacher (`maxpipe import maxtext:DIR`), and write a config with "
-                "train.objective=distill and distill.teacher."
-                if key != "rl"
-                else "Write a config with train.objective=grpo, grpo.prompts and grpo.reward."
-            )
-            rule = "configures several models, which a converted config cannot describe."
-            c.reject(key, rule, action)
+            rule = "configures one of two models, but a converted config describes one model."
+            action = "Import the teacher (`maxpipe import maxtext:DIR`), and write a config with "
+            c.reject(key, rule, f"{action}train.objective=distill and distill.teacher.")
     if not c.is_default("use_sft"):
         c.write("train.objective", "sft", "use_sft")
         c.write("data.chat", "messages", "use_sft")
@@ -300,7 +299,9 @@ def _optimizer(c: Conversion) -> None:
             f"exceptions than {', '.join(map(str, masked))} as optim.weight_decays.",
         )
         if any("embed" in str(each) for each in masked):
-            c.write("optim.weight_decays", [{"pattern": "embedding", "weight_decay": 0.0}], "adamw_mask")
+            c.write(
+                "optim.weight_decays", [{"pattern": "embedding", "weight_decay": 0.0}], "adamw_mask"
+            )
     elif c[decay]:
         everything = [{"pattern": "*", "weight_decay": float(c[decay])}]
         c.write("optim.weight_decays", everything, decay, "adamw_mask")
@@ -322,7 +323,9 @@ def _remat(c: Conversion) -> None:
         c.write("pipeline.remat", "names", theirs)
         names = list(_REMAT[policy])
         if c.settings["model.family"].value in ("deepseek", "qwen3_next"):
-            names = [name for name in names if name in ("matmuls", "attention", "mlp")] or ["matmuls"]
+            names = [name for name in names if name in ("matmuls", "attention", "mlp")] or [
+                "matmuls"
+            ]
         c.write("pipeline.saved_names", names, theirs)
     else:
         c.write("pipeline.remat", "full", theirs)
@@ -380,8 +383,8 @@ def _data(c: Conversion) -> None:
     packing = "best_fit" if c["packing"] else "pad"
     c.write("data.packing", packing, "packing")
     if c["packing"]:
-        why = "data.packing=best_fit fills sequences better than MaxText's first fit."
-        c.differs("packing", f"{why} Neither splits documents.")
+        why = "data.packing=best_fit splits documents that are longer than a sequence; MaxText "
+        c.differs("packing", f"{why}truncates them.")
 
 
 def _columns(c: Conversion, has_chat: bool) -> None:

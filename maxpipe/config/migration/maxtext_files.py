@@ -82,7 +82,9 @@ def read_source(file: str, overrides: Sequence[str]) -> Source:
         name = model_name.replace("-Instruct", "")
         of_model = _read_model(name, path, (from_overrides.get(_MODEL) or in_files[_MODEL])[1])
     shadowed = {
-        key: each for key, each in in_files.items() if key in of_model and each[0] != of_model[key][0]
+        key: each
+        for key, each in in_files.items()
+        if key in of_model and each[0] != of_model[key][0]
     }
     merged = {**in_files, **of_model, **from_overrides}
     merged.pop(_BASE, None)

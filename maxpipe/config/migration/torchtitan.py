@@ -106,7 +106,9 @@ def _mesh(c: Conversion, devices: int | None) -> int:
         if size < 1:
             c.reject(key, "must be at least 1.", f"Set {key}=1.")
     if c[_SHARD] < 1 and c[_SHARD] != -1:
-        c.reject(_SHARD, "must be at least 1, or -1 for the remaining devices.", f"Set {_SHARD}=-1.")
+        c.reject(
+            _SHARD, "must be at least 1, or -1 for the remaining devices.", f"Set {_SHARD}=-1."
+        )
     if c.problems:
         return 1
     has_experts = any(key.endswith(".num_experts") for key in c.settings)
@@ -118,14 +120,20 @@ def _mesh(c: Conversion, devices: int | None) -> int:
         fewest = others * (c[_SHARD] if c[_SHARD] > 0 else experts)
         rule = f"does not divide the devices: the other axes have {others} devices, and {experts} "
         rule += "experts shards must divide the data shards."
-        c.reject(_SHARD, rule, f"Use --devices {fewest}, or another multiple of {others * experts}.")
+        c.reject(
+            _SHARD, rule, f"Use --devices {fewest}, or another multiple of {others * experts}."
+        )
         return 1
     c.write("mesh.ici_data", sizes[_REPLICATE], _REPLICATE)
     c.write("mesh.ici_fsdp", -1 if c[_SHARD] == -1 else shards // experts, _SHARD)
     c.write("mesh.ici_tensor", sizes[_TENSOR], _TENSOR)
     c.write("mesh.ici_stage", sizes[_STAGE], _STAGE)
     c.write("mesh.ici_context", sizes[_CONTEXT], _CONTEXT)
-    why = "" if experts == 1 else "is an axis of its own, next to mesh.ici_fsdp, not a part of it."
+    why = (
+        ""
+        if experts == 1
+        else "is a separate axis, whereas torchtitan reuses the devices of other axes."
+    )
     c.write("mesh.ici_expert", experts, _EXPERT, differs=why)
     c.write("mesh.sequence_parallel", sizes[_TENSOR] > 1, _TENSOR)
     overlap = "parallelism.enable_async_tensor_parallel"
@@ -318,9 +326,7 @@ def _checkpoints(c: Conversion) -> None:
         names = ("checkpoint.interval", "checkpoint.enable")
         c.write("checkpoint.every", c["checkpoint.interval"], *names)
     else:
-        c.write(
-            "checkpoint.every", 0, "checkpoint.enable", differs="is 0: the last step is saved."
-        )
+        c.write("checkpoint.every", 0, "checkpoint.enable", differs="is 0: the last step is saved.")
         c.omit("this key has no effect with checkpoint.enable=false.", "checkpoint.interval")
     path = c["checkpoint.initial_load_path"]
     if path and c["checkpoint.initial_load_in_hf"]:
