@@ -56,11 +56,11 @@ MEGATRON = (
     "moe-aux-loss-coeff moe-z-loss-coeff norm-epsilon rotary-base hidden-dropout data-path "
     "tokenizer-model save-interval eval-interval eval-iters log-interval recompute-granularity "
     "use-distributed-optimizer params-dtype seed padded-vocab-size mtp-num-layers load"
-).split()
+)
 NANOCHAT = (
     "depth head-dim max-seq-len num-iterations device-batch-size total-batch-size weight-decay "
     "matrix-lr warmup-steps warmdown-ratio final-lr-frac eval-every sample-every save-every"
-).split()
+)
 _SHOWN_SECTIONS = ("model", "mesh", "pipeline", "train", "optim", "data", "tokenizer")
 _SHOWN = ("checkpoint.every", "eval.every", "eval.batches", "log.every", "run.seed", "run.name")
 
@@ -70,8 +70,8 @@ def names_table() -> str:
     names = {
         "MaxText": maxtext_files.published().defaults,
         "torchtitan": torchtitan.published().defaults,
-        "Megatron-LM": [f"--{name}" for name in MEGATRON],
-        "nanochat": [f"--{name}" for name in NANOCHAT],
+        "Megatron-LM": [f"--{name}" for name in MEGATRON.split()],
+        "nanochat": [f"--{name}" for name in NANOCHAT.split()],
     }
     found = {peer: _by_key(each) for peer, each in names.items()}
     rows = ["| maxpipe | MaxText | torchtitan | Megatron-LM | nanochat |", "|---|---|---|---|---|"]
@@ -179,7 +179,7 @@ def _flow(value: Any) -> str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506, a safe loader
+    values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     return {
         key: None if isinstance(value, str) and value.lower() == "none" else value
         for key, value in values.items()

@@ -310,9 +310,8 @@ def test_no_archaic_words() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_names_of_other_trainers_are_those_of_the_tables(pytestconfig: pytest.Config) -> None:
+def test_names_of_other_trainers_are_those_of_the_tables(update_golden: bool) -> None:
     script = ROOT / "scripts" / "migration_table.py"
     command = [sys.executable, str(script), "--names"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    update = pytestconfig.getoption("--update-golden")
-    replace_block(DOCS / "guides" / "migrate.md", "names", done.stdout, update)
+    replace_block(DOCS / "guides" / "migrate.md", "names", done.stdout, update_golden)

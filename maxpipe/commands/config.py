@@ -151,15 +151,15 @@ def _config_from_peer(options: argparse.Namespace) -> int:
     found = convert(str(file), options.overrides, options.devices)
     found.load()  # raises ConfigError if the settings violate a rule
     text = found.render()
-    if options.out:
-        path = _printable_path(options.out, "command line: --out")
+    path = _printable_path(options.out, "command line: --out") if options.out else None
+    if path:
         _write(path, text, overwrite=options.overwrite)
     else:
         print(text, end="")
     lines = [line for title, entries in found.report() for line in (title, *entries)]
     for line in (*lines, found.summary()):
         print(redact.redact_for_terminal(line), file=sys.stderr)
-    if options.out:
+    if path:
         print(f"wrote {path}", file=sys.stderr)
         print(f"check it: maxpipe plan {shlex.quote(str(path))}", file=sys.stderr)
     return ExitCode.DONE

@@ -17,7 +17,7 @@ Args = Mapping[str, Any]
 def convert_model(c: Conversion, tables: Mapping[str, Any]) -> None:
     """Write the model section, or record why maxpipe cannot represent the model."""
     name, models = c[_NAME], tables["models"]
-    known = {"llama3_ft": "llama3"}.get(name, name)
+    known = "llama3" if name == "llama3_ft" else name
     if known not in models:
         supported = ", ".join(models)
         rule = f"is a model that maxpipe does not have. Supported models: {supported}."
