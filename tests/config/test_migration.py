@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from maxpipe.cli import main
@@ -350,7 +351,7 @@ def test_learning_rate_of_every_step_equals_that_of_the_peer(
     schedule = learning_rate(optim, steps)
     for step in range(steps):
         expected = optim.learning_rate * rate(step, steps, values)
-        assert float(schedule(step)) == pytest.approx(expected, rel=1e-5, abs=1e-12)
+        assert np.asarray(schedule(step)).item() == pytest.approx(expected, rel=1e-5, abs=1e-12)
 
 
 # Values that cannot be represented, and hostile files.

@@ -115,6 +115,9 @@ def _scaled_rope(c: Conversion, family: str, model_name: str) -> None:
         theirs = "rope_linear_scaling_factor"
         c.write(f"{section}.rope_type", "linear", theirs)
         c.write(f"{section}.rope_factor", c[theirs], theirs)
+    elif model_name.startswith(("llama3.2", "llama3.3")):
+        why = f"MaxText does not scale RoPE for {model_name}, unlike the published model; "
+        c.differs("rope_type", f"{why}use rope_type=llama3.1 for model.llama.rope_factor=8.")
 
 
 def _yarn(c: Conversion, section: str) -> None:
