@@ -232,7 +232,7 @@ def _write_files(page: Path, folder: Path) -> None:
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "constraints").symlink_to(ROOT / "constraints")
     stand_in = "model: tiny\ntrain: {steps: 100, batch_size: 128}\n"
-    files = dict.fromkeys(STAND_INS, stand_in)
+    files: dict[str, str] = dict.fromkeys(STAND_INS, stand_in)
     for block in filter(lambda block: block.has_commands, blocks_of(page)):
         for command in commands_of(block.text):
             for option, value in itertools.pairwise(command):

@@ -33,6 +33,7 @@ LAYERS = {
     "objectives": "fine-tuning losses",
     "step": "the compiled train and eval steps",
     "huggingface": "import from and export to Hugging Face folders",
+    "maxtext": "import of MaxText checkpoints",
     "planner": "memory and time predictions, layout search, compile reports",
     "restore": "initial weights of a run",
     "generation": "text generation",

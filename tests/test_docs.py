@@ -8,6 +8,7 @@ import dataclasses
 import io
 import re
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.commands.explain import AREAS, CodeEntry, code_entries
+from maxpipe.config.migration import torchtitan
 from maxpipe.config.schema import Config
 from maxpipe.errors import EXIT_CODES
 from maxpipe.evals.evaluate import EvalTotals
@@ -250,6 +252,7 @@ def test_code_names_on_pages_exist() -> None:
         for owner, names in defined(path).items():
             for known in (owner,) if owner else (path.stem, name):
                 members.setdefault(known, set()).update(names)
+    modules |= torchtitan.published().known  # `metrics.log_freq` is not a name of maxpipe.metrics
     wrong = []
     for page in PAGES:
         for name in quoted(page, r"([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?"):
@@ -288,3 +291,10 @@ def test_no_archaic_words() -> None:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             wrong += [f"{name}:{number}: {found[0]}" for found in QUAINT.finditer(line)]
     assert not wrong, "\n".join(wrong)
+
+
+def test_names_of_other_trainers_are_those_of_the_tables(update_golden: bool) -> None:
+    script = ROOT / "scripts" / "migration_table.py"
+    command = [sys.executable, str(script), "--names"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    replace_block(DOCS / "guides" / "migrate.md", "names", done.stdout, update_golden)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from maxpipe.cli import _parser
+from maxpipe.cli import command_line_parser
 from maxpipe.commands.explain import AREAS, CodeEntry, code_entries
 from maxpipe.config.config_files import bundled_configs
 from maxpipe.config.load import load
@@ -110,7 +110,7 @@ def test_entry_is_complete(entry: CodeEntry) -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=IDS)
 def test_commands_and_keys_of_ways_out_exist(entry: CodeEntry) -> None:
-    parser = _parser()
+    parser = command_line_parser()
     for quoted in re.findall(r"`(.*?)`", " ".join([entry.cause, *entry.ways])):
         if quoted.startswith("maxpipe "):
             words = shlex.split(quoted)[1:]

@@ -6,10 +6,11 @@ import argparse
 import os
 import secrets
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxpipe.commands.parser import Commands, add_inputs, read_config, subcommands
+from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
 from maxpipe.errors import Code, ConfigError, ExitCode, StorageError
 from maxpipe.io import redact
 from maxpipe.io.files import expand_path
@@ -17,6 +18,8 @@ from maxpipe.io.formatting import capitalize_first
 
 if TYPE_CHECKING:
     from maxpipe.config.config_files import BundledConfig
+
+_OVERWRITE = "--overwrite"
 
 
 def _config_print(options: argparse.Namespace) -> int:
@@ -73,11 +76,66 @@ def add(commands: Commands) -> None:
     schema = actions.add_parser("schema", help="print a JSON schema for editors")
     schema.set_defaults(command=_config_schema)
 
+    _add_peers(actions)
     parser.command_names = tuple(actions.choices)
 
 
+def _add_peers(actions: Commands) -> None:
+    """Add the commands that convert configs of other trainers."""
+    rows = (
+        ("MaxText", "a model file or run config of MaxText (YAML)", "steps=1000"),
+        ("torchtitan", "a job config of torchtitan (TOML)", "training.steps=1000"),
+    )
+    for peer, source, override in rows:
+        command = f"from-{peer.lower()}"
+        convert = actions.add_parser(
+            command,
+            help=f"convert a config of {peer}",
+            description=f"Convert {source} to a config of maxpipe. The command reports every\n"
+            f"key of the file: converted, different in meaning, without an equivalent, or at a\n"
+            f"default of {peer} that needs no setting. A model that maxpipe does not have is an\n"
+            "error.",
+            epilog=f"example: maxpipe config {command} FILE {override} --devices 8 --out run.yml",
+        )
+        convert.add_argument("file", metavar="FILE", help=source)
+        about = f"overrides of {peer}'s keys, such as {override}"
+        convert.add_argument("overrides", nargs="*", metavar="key=value", help=about)
+        convert.add_argument(
+            "--devices",
+            type=count,
+            metavar="N",
+            help="number of devices of the run, which determines the batch size (default: the "
+            "fewest that the mesh allows)",
+        )
+        about = "config file to write (default: standard output)"
+        convert.add_argument("--out", metavar="FILE", default="", help=about)
+        convert.add_argument(_OVERWRITE, action="store_true", help="replace an existing file")
+        convert.set_defaults(command=_config_from_peer, peer=peer)
+
+
+def _config_from_peer(options: argparse.Namespace) -> int:
+    from maxpipe.config.migration import maxtext, torchtitan
+
+    file = expand_path(options.file, "command line: FILE")
+    convert = (maxtext if options.peer == maxtext.NAME else torchtitan).convert
+    found = convert(str(file), options.overrides, options.devices)
+    found.load()  # raises ConfigError if the settings violate a rule
+    text = found.render()
+    path = _printable_path(options.out, "command line: --out") if options.out else None
+    if path:
+        _write(path, text, overwrite=options.overwrite)
+    else:
+        print(text, end="")
+    lines = [line for title, entries in found.report() for line in (title, *entries)]
+    for line in (*lines, found.summary()):
+        print(redact.redact_for_terminal(line), file=sys.stderr)
+    if path:
+        print(f"wrote {path}", file=sys.stderr)
+        print(f"check it: maxpipe plan {shlex.quote(str(path))}", file=sys.stderr)
+    return ExitCode.DONE
+
+
 FIRST_RUN = "run.yml"
-_OVERWRITE = "--overwrite"
 
 
 def _list(options: argparse.Namespace) -> int:

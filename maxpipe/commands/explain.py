@@ -29,6 +29,7 @@ AREAS = {
     "NET": "several processes",
     "ENV": "installation",
     "HF": "Hugging Face folders",
+    "MT": "MaxText checkpoints",
     "LAUNCH": "launchers",
     "PLAN": "planner",
     "IO": "files",

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 
 from maxpipe.commands.parser import Commands, add_address, add_ema_option
-from maxpipe.errors import ExitCode
+from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.telemetry.console import ProgressBar, print_line
 
 _TYPES = ("float32", "bfloat16", "float16")
@@ -18,8 +18,21 @@ def _import(options: argparse.Namespace) -> int:
 
     runtime.use_cpu_only()
     from maxpipe.huggingface.import_ import import_folder
+    from maxpipe.maxtext.import_ import PREFIX, import_checkpoint
 
     with contextlib.closing(ProgressBar(" MB")) as progress:
+        if options.folder.startswith(PREFIX):
+            folder = options.folder.removeprefix(PREFIX)
+            files = (folder, options.out, print_line, progress.report)
+            import_checkpoint(*files, config=options.config, rope=options.rope)
+            return ExitCode.DONE
+        for option, given in (("--config", options.config), ("--rope", options.rope != "auto")):
+            if given:
+                rule = f"requires a checkpoint of MaxText: {PREFIX}DIR."
+                action = f"Leave {option} out, or write {PREFIX}{options.folder}."
+                raise ConfigError.one(
+                    Code.CLI_CONFLICT, f"command line: {option}", None, rule, action
+                )
         import_folder(options.folder, options.out, print_line, progress.report)
     return ExitCode.DONE
 
@@ -45,19 +58,36 @@ def add(commands: Commands) -> None:
     """Add the `import` and `export` commands."""
     incoming = commands.add_parser(
         "import",
-        help="convert a Hugging Face folder to a checkpoint",
+        help="convert a Hugging Face folder, or a checkpoint of MaxText, to a checkpoint",
         description="Convert a Hugging Face folder (config.json and safetensors files) to a\n"
         "checkpoint. Also write config.yml, the config of a run that starts from the imported\n"
         "weights, and copy the tokenizer and generation files. The command downloads no files and\n"
         "reads no pickle files. To start a run without conversion, set\n"
-        "checkpoint.restore_from=hf:DIR.",
+        "checkpoint.restore_from=hf:DIR.\n\n"
+        "maxtext:DIR converts a checkpoint of MaxText (Orbax) with a Llama, Mistral, Mixtral,\n"
+        "Qwen2, Qwen3, Gemma 2 or Gemma 3 model, with scanned or unscanned layers.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"
         "         maxpipe train runs/llama/config.yml data.source=text data.path='*.txt'\n"
         "           train.steps=100",
     )
-    incoming.add_argument("folder", metavar="DIR", help="Hugging Face folder to convert")
+    about = "Hugging Face folder, or maxtext: and the folder of a checkpoint of MaxText"
+    incoming.add_argument("folder", metavar="DIR", help=about)
     incoming.add_argument(
         "--out", required=True, metavar="CKPT", help="folder to create; it must not exist"
+    )
+    incoming.add_argument(
+        "--config",
+        default="",
+        metavar="FILE",
+        help="config of a MaxText checkpoint, in the format of maxpipe or MaxText (default: a "
+        "config next to the checkpoint)",
+    )
+    incoming.add_argument(
+        "--rope",
+        choices=("auto", "interleaved", "split"),
+        default="auto",
+        help="storage of rotated pairs of dims in a MaxText checkpoint: adjacent, or in two halves "
+        "(default: auto, interleaved for Llama 3.1 and YaRN)",
     )
     incoming.set_defaults(command=_import)
 

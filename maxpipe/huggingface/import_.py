@@ -49,7 +49,7 @@ FOLDER = "huggingface"
 WEIGHTS_ONLY, ORIGIN = "weights_only", "huggingface"
 """Keys of the data position that a checkpoint stores."""
 
-_SLAB_BYTES = 1 << 24
+SLAB_BYTES = 1 << 24
 """Size in bytes of the slabs in which parameters are read. The operating system would reclaim
 larger allocations after each use, and would have to zero their pages again before the next use.
 """
@@ -119,10 +119,12 @@ def import_folder(
             ORIGIN: origin,
         }
         facts = CheckpointMetadata(0, to_dict(saved), data, time.time())
-        _write(source, here / CHECKPOINTS, facts, target, report)
+        write_weights(_state(source), here / CHECKPOINTS, facts, target, report)
         section = to_dict(saved)["model"]
         del section["param_dtype"]  # new runs use the default parameter dtype
-        (here / CONFIG_FILE).write_text(_config(section, tokenizer, target), encoding="utf-8")
+        (here / CONFIG_FILE).write_text(
+            starter_config(section, tokenizer, target), encoding="utf-8"
+        )
     say(f"wrote {target}")
     config = shlex.quote(str(target / CONFIG_FILE))
     rows = f"train.sequence_length={length}"
@@ -160,16 +162,17 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
     return lines
 
 
-def _write(
-    source: HuggingFaceFolder,
+def write_weights(
+    state: dict[str, Any],
     folder: Path,
     facts: CheckpointMetadata,
     target: Path,
     report: ProgressCallback,
 ) -> None:
-    """Write the checkpoint to `folder`. Error messages name `target`, its final location."""
+    """Write a checkpoint of lazily read arrays to `folder`. Error messages name `target`, its final
+    location.
+    """
     folder.mkdir()
-    state = _state(source)
     total = sum(array.nbytes for array in leaves_by_name(state).values())
     written = ByteProgress("writing", total, report)
     try:
@@ -183,7 +186,7 @@ def _state(source: HuggingFaceFolder) -> dict[str, Any]:
     arrays: dict[tuple[str, ...], writer.LazySlabArray] = {}
     for name, shape in source.mapping.shapes.items():
         dtype = source.stored_dtype(name)
-        slab = import_slab_shape(source.mapping, name, _SLAB_BYTES // dtype.itemsize)
+        slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
         read = partial(source.read_region, name, dtype)
         arrays[tuple(name.split("."))] = writer.LazySlabArray(shape, dtype, slab, read)
     return {"params": unflatten(arrays)}
@@ -211,7 +214,7 @@ def _tokenizer(
 _TOKENIZER = "tokenizer.json"
 
 
-def _config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
+def starter_config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
     """Return a config for `maxpipe train` that lacks only the data source and the number of
     steps.
     """

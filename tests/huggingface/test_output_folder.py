@@ -112,7 +112,7 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     # Split layers into slabs and slabs into blocks, as for large models.
-    monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
+    monkeypatch.setattr(import_, "SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = MAKERS[kind](dtype)
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)

@@ -141,7 +141,7 @@ def test_all_layouts_import_bitwise_equal(
 ) -> None:
     make, change = LAYOUTS[name]
     # Split layers into slabs and slabs into blocks, as for large models.
-    monkeypatch.setattr(import_, "_SLAB_BYTES", 400)
+    monkeypatch.setattr(import_, "SLAB_BYTES", 400)
     monkeypatch.setattr(folder_module, "_BLOCK_ELEMENTS", 30)
     config, tensors = make("BF16")
     for each in tensors:

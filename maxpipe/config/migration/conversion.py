@@ -1,0 +1,277 @@
+"""Record of a config conversion: the written settings, and a report on each key of the peer."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from maxpipe.config.foreign_keys import match_exact_key
+from maxpipe.config.load import LoadedConfig, load
+from maxpipe.config.rules import did_you_mean
+from maxpipe.config.schema import KEYS, default_of
+from maxpipe.config.translation import CONTEXT_KEYS, TranslationContext, translate
+from maxpipe.config.yaml_values import READERS, Raw, to_yaml_line
+from maxpipe.errors import Code, ConfigError, Problem
+from maxpipe.io.formatting import pluralize
+
+_WIDTH = 96
+_LEAVE_OUT = "Leave it out."
+"""Action of tables for a config that the user edits; a conversion leaves the key out anyway."""
+
+
+class Given(NamedTuple):
+    """Value that a file or an override gives to a key of the peer."""
+
+    value: Any
+    place: str
+    """File and line number, or `command line`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another trainer, and the published defaults of its keys."""
+
+    name: str
+    defaults: Mapping[str, Any]
+    """Default of each key, keyed by full name."""
+    known: frozenset[str]
+    """All keys that the peer accepts."""
+    defaults_from: str
+    """Source and date of the defaults, for the header of the written config."""
+
+
+class Setting(NamedTuple):
+    """Value of a maxpipe key, and the keys of the peer that determine it."""
+
+    value: Any
+    theirs: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Settings that a conversion has written so far, and a report on each key of the source.
+
+    Subscripting returns the value that the peer would use: from the source, or its default.
+    """
+
+    peer: Peer
+    origin: str
+    """Path of the converted file, for messages."""
+    given: Mapping[str, Given]
+    settings: dict[str, Setting] = field(default_factory=dict)
+    differences: dict[str, str] = field(default_factory=dict)
+    """Keys that have a maxpipe equivalent with another meaning, and the difference."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Keys without an equivalent, and the reason."""
+    needless: list[str] = field(default_factory=list)
+    """Keys that the source sets to a default of the peer, which needs no setting."""
+    problems: list[Problem] = field(default_factory=list)
+    checked: set[str] = field(default_factory=set)
+    """Keys whose values the model family implies."""
+
+    def __getitem__(self, theirs: str) -> Any:
+        if theirs in self.given:
+            return self.given[theirs].value
+        return self.peer.defaults[theirs]
+
+    def is_default(self, theirs: str) -> bool:
+        """Return whether the source leaves the key at the peer's default."""
+        return theirs not in self.given or self.given[theirs].value == self.peer.defaults.get(
+            theirs
+        )
+
+    def if_given(self, *theirs: str) -> tuple[str, ...]:
+        """Return the keys that the source sets."""
+        return tuple(key for key in theirs if key in self.given)
+
+    def write(self, ours: str, value: Any, *theirs: str, differs: str = "") -> None:
+        """Set a maxpipe key from keys of the peer. `differs` states a difference in meaning."""
+        self.settings[ours] = Setting(value, theirs)
+        if differs:
+            self.differs(theirs[0], f"{ours} {differs}")
+
+    def differs(self, theirs: str, difference: str) -> None:
+        """Report that a key has an equivalent with another meaning."""
+        self.differences[theirs] = difference
+
+    def omit(self, why: str, *theirs: str) -> None:
+        """Report keys without an equivalent, unless they have the peer's default."""
+        for key in theirs:
+            if not self.is_default(key):
+                self.absent[key] = why
+
+    def reject(self, theirs: str, rule: str, action: str) -> None:
+        """Record that a value cannot be represented."""
+        value = self[theirs]
+        place = self.given[theirs].place if theirs in self.given else self.origin
+        shown = to_yaml_line(value) if isinstance(value, str | int | float | list) else value
+        self.problems.append(
+            Problem(Code.CFG_PEER, f"{place}: {theirs}", str(shown)[:80], rule, action)
+        )
+
+    def require(self, theirs: str, allowed: Sequence[Any], why: str) -> None:
+        """Reject a value that is not in `allowed`."""
+        self.checked.add(theirs)
+        if self[theirs] not in allowed:
+            values = " or ".join(to_yaml_line(each) for each in allowed)
+            action = f"Train this model with {self.peer.name}, or set {theirs}={values}."
+            self.reject(theirs, f"must be {values}: {why}", action)
+
+    def reported(self) -> set[str]:
+        """Return the keys of the source that the report already covers."""
+        named = {key for each in self.settings.values() for key in each.theirs}
+        return named | self.differences.keys() | self.absent.keys() | {*self.needless}
+
+    def finish(self) -> None:
+        """Convert the remaining keys of the source with the tables of `foreign_keys.yml`.
+
+        Raises:
+            ConfigError: a value cannot be represented, or the peer has no such key.
+        """
+        for theirs, (_, place) in self.given.items():
+            if theirs not in self.peer.known:
+                guess = did_you_mean(theirs, self.peer.known)
+                action = f"Did you mean {guess}?" if guess else "Correct or remove the key."
+                rule = f"is not a key of {self.peer.name}."
+                self.problems.append(Problem(Code.CFG_PEER, f"{place}: {theirs}", "", rule, action))
+        if self.problems:
+            raise ConfigError(self.problems)
+        family = self.settings.get("model.family")
+        implied = self.checked & self.given.keys() - self.reported()
+        implied = {key for key in implied if not self.is_default(key)}
+        if family is not None:
+            names = (*family.theirs, *(key for key in self.given if key in implied))
+            self.settings["model.family"] = Setting(family.value, names)
+        reported = self.reported()
+        for theirs in self.given:
+            if theirs not in reported:
+                self._convert_by_table(theirs)
+        order = {name: place for place, name in enumerate(self.given)}
+        self.needless.sort(key=order.__getitem__)
+        self.absent = dict(sorted(self.absent.items(), key=lambda item: order[item[0]]))
+
+    def _convert_by_table(self, theirs: str) -> None:
+        if self.is_default(theirs):
+            self.needless.append(theirs)
+            return
+        values = {key: default_of(key) for key in CONTEXT_KEYS}
+        values |= {key: self.settings[key].value for key in CONTEXT_KEYS if key in self.settings}
+        path, raw = theirs.split("."), _as_raw(self[theirs])
+        exact = match_exact_key(path, KEYS)
+        found = translate(path, raw, TranslationContext(values)) if exact else None
+        if found is None or not found.is_exact:
+            self.absent[theirs] = "maxpipe has no equivalent."
+        elif not found.settings:
+            action = "" if found.action == _LEAVE_OUT else found.action
+            self.absent[theirs] = " ".join(filter(None, (found.why, action)))
+        elif written := [key for key, _ in found.settings if key in self.settings]:
+            others = ", ".join(self.settings[written[0]].theirs)
+            self.absent[theirs] = f"{written[0]} is set from {others}."
+        else:
+            for key, text in found.settings:
+                self.write(key, READERS.get(KEYS[key], str)(text), theirs)
+
+    def load(self) -> LoadedConfig:
+        """Check the settings, and return the resulting config.
+
+        Raises:
+            ConfigError: the settings violate a rule of maxpipe.
+        """
+        return load([], self.nested(), f"the config for {self.origin}")
+
+    def nested(self) -> dict[str, Any]:
+        """Return the settings as nested dicts."""
+        nested: dict[str, Any] = {}
+        for key in self._in_order():
+            *sections, name = key.split(".")
+            inner = nested
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[name] = self.settings[key].value
+        return nested
+
+    def _in_order(self) -> list[str]:
+        order = {key: place for place, key in enumerate(KEYS)}
+        return sorted(self.settings, key=order.__getitem__)
+
+    def render(self) -> str:
+        """Return the text of a config file: the report as comments, then the settings."""
+        head = [
+            f"Converted from {self.peer.name}: {self.origin}.",
+            f"Defaults of {self.peer.name}: {self.peer.defaults_from}.",
+        ]
+        comments = [line for each in head for line in _wrapped(each)]
+        for title, lines in self.report():
+            comments += [
+                "#",
+                *_wrapped(title),
+                *(line for each in lines for line in _wrapped(each)),
+            ]
+        return "\n".join([*(_printable(line) for line in comments), *self._yaml(), ""])
+
+    def report(self) -> Iterator[tuple[str, list[str]]]:
+        """Yield the title and the entries of each part of the report that has entries."""
+        parts = {
+            "Keys that differ in meaning:": [f"  {k}: {v}" for k, v in self.differences.items()],
+            "Keys without an equivalent:": [f"  {k}: {v}" for k, v in self.absent.items()],
+            f"Keys at a default of {self.peer.name} that needs no setting:": [
+                f"  {', '.join(self.needless)}"
+            ]
+            * bool(self.needless),
+        }
+        yield from ((title, lines) for title, lines in parts.items() if lines)
+
+    def summary(self) -> str:
+        """Return the number of keys in each part of the report, as one line."""
+        theirs = {key for each in self.settings.values() for key in each.theirs}
+        converted = len((theirs & self.given.keys()) - self.differences.keys())
+        from_defaults = len(theirs - self.given.keys())
+        return (
+            f"{self.origin}: {pluralize(len(self.given), 'key')} of {self.peer.name}: {converted} "
+            f"converted, {len(self.differences)} differ in meaning, {len(self.absent)} without an "
+            f"equivalent, {len(self.needless)} need no setting; {from_defaults} more from the "
+            f"defaults of {self.peer.name}"
+        )
+
+    def _yaml(self) -> Iterator[str]:
+        """Yield the settings as lines of YAML, each with the keys of the peer as a comment."""
+        open_sections: list[str] = []
+        for key in self._in_order():
+            *sections, name = key.split(".")
+            if sections[:1] != open_sections[:1]:
+                open_sections = []
+            common = sum(a == b for a, b in zip(sections, open_sections, strict=False))
+            for depth in range(common, len(sections)):
+                yield f"{'  ' * depth}{sections[depth]}:"
+            open_sections = sections
+            value, theirs = self.settings[key]
+            line = f"{'  ' * len(sections)}{name}: {to_yaml_line(value)}"
+            yield f"{line}  # {', '.join(map(self._named, theirs))}" if theirs else line
+
+    def _named(self, theirs: str) -> str:
+        return theirs if theirs in self.given else f"{theirs} (default)"
+
+
+def _wrapped(text: str) -> list[str]:
+    indent = len(text) - len(text.lstrip())
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    first, later = f"# {' ' * indent}", f"# {' ' * (indent + 2)}"
+    return textwrap.wrap(
+        text.strip(), _WIDTH, initial_indent=first, subsequent_indent=later, **options
+    )
+
+
+def _printable(text: str) -> str:
+    return "".join(each for each in text if each.isprintable())
+
+
+def _as_raw(value: Any) -> Raw:
+    if isinstance(value, list):
+        return [_as_raw(each) for each in value]
+    if isinstance(value, dict):
+        return {str(name): _as_raw(each) for name, each in value.items()}
+    if isinstance(value, bool):
+        return str(value).lower()
+    return None if value is None else str(value)

@@ -1,0 +1,130 @@
+"""Import a checkpoint of MaxText as a weights-only checkpoint."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from maxpipe.checkpoint import writer
+from maxpipe.checkpoint.folder import CheckpointMetadata
+from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER
+from maxpipe.config.config_files import CONFIG_FILE, SUFFIXES
+from maxpipe.config.load import LoadedConfig, load, to_dict
+from maxpipe.config.migration import maxtext
+from maxpipe.config.migration.maxtext_files import is_maxtext_file
+from maxpipe.errors import Code, ConfigError
+from maxpipe.huggingface.folder import (
+    MessageCallback,
+    ProgressCallback,
+    atomic_folder,
+    ignore_progress,
+)
+from maxpipe.huggingface.import_ import SLAB_BYTES, WEIGHTS_ONLY, starter_config, write_weights
+from maxpipe.io.files import expand_path, url_scheme
+from maxpipe.maxtext.layout import ParamLayout, RopeLayout, is_interleaved, lay_out
+from maxpipe.maxtext.orbax_arrays import ParamArrays, open_arrays
+from maxpipe.models.param_names import unflatten
+
+PREFIX = "maxtext:"
+"""Prefix that denotes a checkpoint of MaxText on the command line."""
+
+_OUT, _CONFIG = "command line: --out", "command line: --config"
+_NEIGHBORS = ("config.yml", "run.yml")
+_LEVELS = 4
+"""Number of folders above the arrays in which a config is looked for."""
+
+
+def import_checkpoint(
+    folder: str,
+    out: str,
+    say: MessageCallback,
+    report: ProgressCallback = ignore_progress,
+    *,
+    config: str = "",
+    rope: RopeLayout = "auto",
+) -> None:
+    """Write `<out>/checkpoints/0`, and a config.yml for runs that start from this checkpoint.
+
+    `config` is a config of maxpipe or of MaxText. If empty, a config next to the checkpoint is
+    used. `rope` overrides how the dims of rotated pairs are stored.
+
+    Raises:
+        ConfigError: the checkpoint cannot be read or does not match the config, or `out` exists.
+        StorageError: `out` cannot be written.
+    """
+    if url_scheme(folder):
+        rule = "must be a folder on this machine."
+        action = "Copy the checkpoint first, for example with `gcloud storage cp -r`."
+        raise ConfigError.one(Code.CLI_CONFLICT, f"command line: {PREFIX}", folder, rule, action)
+    arrays = open_arrays(expand_path(folder, f"command line: {PREFIX}"))
+    path, loaded = _read_config(config, arrays)
+    full = loaded.config
+    layouts = lay_out(full.model, arrays, rope)
+    say(_describe(arrays, layouts, path))
+    pairs = "adjacent" if is_interleaved(full.model, rope) else "split into halves"
+    say(f"rotated pairs of dims in the checkpoint: {pairs}")
+    if (stored := arrays.shape("token_embedder.embedding")[0]) > full.model.vocab_size:
+        say(f"the last {stored - full.model.vocab_size} of {stored} token embeddings are left out")
+    target = expand_path(out, _OUT).absolute()
+    section = to_dict(full)["model"]
+    data: dict[str, Any] = {"step": 0, "fingerprint": {}, WEIGHTS_ONLY: True}
+    with atomic_folder(out, _OUT) as here:
+        facts = CheckpointMetadata(0, to_dict(full), data, time.time())
+        write_weights(_state(arrays, layouts), here / CHECKPOINTS_FOLDER, facts, target, report)
+        del section["param_dtype"]  # new runs use the default parameter dtype
+        tokenizer = {"kind": full.tokenizer.kind, "path": full.tokenizer.path}
+        text = starter_config(section, tokenizer if tokenizer["path"] else {}, target)
+        (here / CONFIG_FILE).write_text(text, encoding="utf-8")
+    say(f"wrote {target}")
+    command = shlex.quote(str(target / CONFIG_FILE))
+    say(f"next: maxpipe train {command} data.source=text data.path=... train.steps=...")
+
+
+def _read_config(config: str, arrays: ParamArrays) -> tuple[Path, LoadedConfig]:
+    """Return the config of the checkpoint, and its file."""
+    if config:
+        path = expand_path(config, _CONFIG)
+    else:
+        folders = [arrays.folder, *arrays.folder.absolute().parents[:_LEVELS]]
+        paths = (folder / name for folder in folders for name in _NEIGHBORS)
+        found = next((each for each in paths if each.is_file()), None)
+        if found is None:
+            rule = f"has no {' or '.join(_NEIGHBORS)} next to it."
+            action = (
+                "Add --config FILE: the config in MaxText's format, or the file that `maxpipe "
+                "config from-maxtext` writes."
+            )
+            raise ConfigError.one(Code.CFG_FILE, f"checkpoint {arrays.folder}", None, rule, action)
+        path = found
+    if path.suffix in SUFFIXES and is_maxtext_file(path):
+        return path, maxtext.convert(str(path), [], None).load()
+    return path, load([str(path)], {"train": {"steps": 1}}, str(path))
+
+
+def _describe(arrays: ParamArrays, layouts: Mapping[str, ParamLayout], config: Path) -> str:
+    count = sum(math.prod(layout.shape) for layout in layouts.values())
+    types = sorted({str(arrays.dtype(name)) for name in arrays.arrays})
+    return f"{arrays.folder}: {count:,} parameters in {', '.join(types)}; model: {config}"
+
+
+def _state(arrays: ParamArrays, layouts: Mapping[str, ParamLayout]) -> dict[str, Any]:
+    """Return lazily read parameters in checkpoint layout."""
+    lazy: dict[tuple[str, ...], writer.LazySlabArray] = {}
+    for name, layout in layouts.items():
+        dtype = arrays.dtype(layout.slices[0].array)
+        slab = _slab(layout, SLAB_BYTES // dtype.itemsize)
+        read = partial(layout.read, arrays)
+        lazy[tuple(name.split("."))] = writer.LazySlabArray(layout.shape, dtype, slab, read)
+    return {"params": unflatten(lazy)}
+
+
+def _slab(layout: ParamLayout, most: int) -> tuple[int, ...]:
+    """Return the shape of a slab of at most `most` elements, unless one row has more."""
+    stacked, inner = (1,) if layout.is_stacked else (), layout.shape[int(layout.is_stacked) :]
+    rows = max(1, min(inner[0], most // max(1, math.prod(inner[1:]))))
+    return (*stacked, rows, *inner[1:])
