@@ -25,6 +25,7 @@ ELSEWHERE = {
 QUICK = {
     "docs/guides/fit_in_memory.md",
     "docs/guides/tune_performance.md",
+    "docs/guides/write_a_schedule.md",
     "docs/tutorials/gpu_nodes.md",
     "docs/tutorials/tpu_pod.md",
 }
