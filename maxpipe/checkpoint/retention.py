@@ -89,8 +89,8 @@ def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> d
             reasons[step].append(f"every {rules.every_hours:g} hours")
     better = rules.better
     keys = [(key, info) for info in ordered if (key := better.sort_key(info.metrics)) is not None]
-    # Of equal values the newest is best, as for `RUN@best`: otherwise the step that `RUN@best`
-    # names would be deleted while an older step with the same value is kept.
+    # The newest of several equal values is best, as for `RUN@best`. Otherwise the step that
+    # `RUN@best` names would be deleted while an older step with the same value is kept.
     for _, info in sorted(keys, key=lambda pair: (pair[0], -pair[1].step))[: rules.best]:
         value = f"{info.metrics[better.metric]:.4f}"
         reasons[info.step].append(f"best, {better.metric.removeprefix('eval/')} {value}")
