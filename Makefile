@@ -73,9 +73,10 @@ check: $(DEV)  ## check formatting, lint, types, prose, and that generated docs 
 
 docs: $(DEV)  ## regenerate the generated parts of docs/, README.md and CONTRIBUTING.md
 	@$(BIN)/python scripts/reference_pages.py
-	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py tests/test_pictures.py
+	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py \
+	  tests/test_claims.py tests/test_pictures.py
 
-site: $(DOCS)  ## build the documentation site in site/, and check its links (a minute)
+site: $(DOCS)  ## build the documentation site in site/, and check its links
 	@$(MKDOCS) build --strict
 
 site-serve: $(DOCS)  ## show the documentation site in a browser, and update it after each edit

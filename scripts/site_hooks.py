@@ -59,7 +59,7 @@ def expand(nav: list[Any]) -> list[Any]:
             return [{title: inner}] if inner else []
         if entry.endswith("/"):
             inside = [page for page in pages if page.startswith(entry) and page not in listed]
-            return sorted(inside, key=lambda page: (not page.endswith("README.md"), page))
+            return sorted(inside, key=lambda page: (not page.endswith("README.md"), page[:-3]))
         return [entry] if entry in pages else []
 
     return [each for entry in nav for each in visit(entry)]

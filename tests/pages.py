@@ -30,6 +30,7 @@ import yaml
 from maxpipe.cli import parse
 from maxpipe.config.config_files import bundled_configs
 from maxpipe.config.load import load
+from maxpipe.config.schema import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -326,9 +327,8 @@ def _check_pip(arguments: list[str]) -> None:
 
 def config_examples(page: Path) -> Iterator[Block]:
     """Yield the YAML blocks of a page that are parts of a config."""
-    sections = set(load(["quickstart"]).config.__dataclass_fields__)
     for block in blocks_of(page):
         if block.language == "yaml":
             content = yaml.safe_load(block.text)
-            if isinstance(content, dict) and content.keys() <= sections:
+            if isinstance(content, dict) and content.keys() <= SECTIONS.keys():
                 yield block

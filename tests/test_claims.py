@@ -21,7 +21,7 @@ import pytest
 from tests.pages import PAGES, ROOT
 
 RESULTS = ROOT / "benchmarks"
-_CLAIM = re.compile(r"(<!-- claim: ([\w.]+) -->)(.*?)(<!-- /claim -->)", re.DOTALL)
+_CLAIM = re.compile(r"(?<!`)(<!-- claim: ([\w.]+) -->)(.*?)(<!-- /claim -->)", re.DOTALL)
 _DATA = re.compile(r"<!-- data: (\w+) -->(.*?)<!-- /data -->", re.DOTALL)
 _DATA_NUMBER = re.compile(r"(?<![\w.,])(?:\d{1,3}(?:,\d{3})+|\d+\.\d+)(?![\w,]*\.?\d)")
 
@@ -141,6 +141,13 @@ def test_claims_equal_results(page: Path, update_golden: bool) -> None:
         )
     for name, text in claims_on(page):
         assert text == CLAIMS[name](), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_claim_does_not_begin_line(page: Path) -> None:
+    """A comment at the start of a line would end the paragraph."""
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"^\s*<!-- /?claim.*", text, re.MULTILINE)
 
 
 def unknown_numbers(text: str, data: str) -> list[str]:

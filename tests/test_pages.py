@@ -22,7 +22,7 @@ ELSEWHERE = {
     "docs/tutorials/sft.md": "tests/huggingface/test_finetune.py",
 }
 """Pages whose commands are run by a test that also checks the models that they train."""
-QUICK: set[str] = set()
+QUICK = {"docs/guides/write_a_schedule.md"}
 """Pages whose commands run in less than 20 seconds; the others are run by `make test-long`."""
 
 
