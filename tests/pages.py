@@ -240,6 +240,8 @@ def _write_files(page: Path, folder: Path) -> None:
                     files[f"{value}/config.yml"] = stand_in
                 elif option == "--write" and value.endswith(".yml"):
                     files[value] = stand_in
+                elif option == "init":
+                    files[f"{value}/run.yml"] = stand_in
         for match in _HEREDOC.finditer(block.text):
             start = block.text.rfind("\n", 0, match.start()) + 1
             if name := re.search(r"cat >>? ?(\S+)", block.text[start : match.start()]):
@@ -274,7 +276,7 @@ def commands_of(text: str) -> Iterator[list[str]]:
 
 
 def _check_command(command: list[str], *, is_declared: bool) -> None:
-    program, *arguments = command
+    program, arguments = Path(command[0]).name, command[1:]
     if program == "python" and arguments[:2] == ["-m", "maxpipe"]:
         program, arguments = "maxpipe", arguments[2:]
     if program == "maxpipe":
@@ -283,7 +285,7 @@ def _check_command(command: list[str], *, is_declared: bool) -> None:
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         for target in (word for word in arguments if "=" not in word):
             assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"no target {target}"
-    elif Path(program).name == "pip" and arguments[0] == "install":
+    elif program == "pip" and arguments[0] == "install":
         _check_pip(arguments[1:])
     elif program not in ("cd", "export", "source", "mkdir") and not is_declared:
         raise UndeclaredProgram("Write <!-- run --> or <!-- not run: REASON --> before the block.")
