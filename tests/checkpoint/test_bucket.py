@@ -139,7 +139,7 @@ def test_read_only_bucket_is_reported_at_start(saved: str, empty: Bucket):
         with pytest.raises(StorageError) as caught:
             begin()
         where, rule, action = str(caught.value).splitlines()
-        assert where.startswith(saved) and where.endswith(": cannot be written")
+        assert where.startswith(saved) and where.endswith(": cannot be written  [MP-IO-001]")
         assert "Forbidden" in rule and "Object User" in action
     assert names(empty) == {"3", "6"} and names(empty, "runs/a/") == {CHECKPOINTS_FOLDER}
 

@@ -100,7 +100,7 @@ def test_json_report_contains_no_secrets(
     found = json.loads(out)
     assert found["well"] is False and found["environment"]["versions"]["jax"]
     assert found["config"]["mesh"]["ici_stage"] == 2
-    assert {"name", "status", "text", "action"} == set(found["checks"][0])
+    assert {"name", "status", "text", "action", "code"} == set(found["checks"][0])
 
 
 def test_printed_lines_contain_no_secrets():
