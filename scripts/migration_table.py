@@ -179,7 +179,7 @@ def _flow(value: Any) -> str:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    values = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     return {
         key: None if isinstance(value, str) and value.lower() == "none" else value
         for key, value in values.items()

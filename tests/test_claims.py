@@ -115,12 +115,8 @@ CLAIMS: Mapping[str, Callable[[], str]] = {
     "schedules.autodiff_8": lambda: f"{number('schedules', 'M = 8', _AUTODIFF):.0f} MiB",
     "schedules.autodiff_64": lambda: f"{number('schedules', 'M = 64', _AUTODIFF) / 1024:.1f} GiB",
     "schedules.cpu_time": lambda: f"{number('schedules', 'CPU time', _INTERLEAVED):.0%}",
-    "schedules.cpu_time_fsdp": lambda: (
-        f"{number('schedules', 'CPU time / fsdp 8', _INTERLEAVED):.0%}"
-    ),
     "schedules.interleaved_8": lambda: f"{number('schedules', 'M = 8', _INTERLEAVED):.0f} MiB",
     "schedules.interleaved_64": lambda: f"{number('schedules', 'M = 64', _INTERLEAVED):.0f} MiB",
-    "tpu.lowest_peak": lambda: f"{min(column_of('tpu_ahead_of_time', 'peak GiB M = 16')):.1f} GiB",
 }
 """Maps each claim to a function that returns its text."""
 

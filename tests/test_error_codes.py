@@ -29,7 +29,7 @@ EXITS = {
 }
 """Exit codes of the calls that receive a code. All other calls are config errors and warnings."""
 LAST_NUMBERS = {
-    "CFG": 12,
+    "CFG": 13,
     "CLI": 4,
     "MESH": 4,
     "SCHED": 4,
@@ -44,6 +44,7 @@ LAST_NUMBERS = {
     "NET": 5,
     "ENV": 2,
     "HF": 5,
+    "MT": 3,
     "LAUNCH": 4,
     "PLAN": 4,
     "IO": 3,
