@@ -335,7 +335,7 @@ def test_overlong_line_is_rejected_without_full_read(
     file.write_bytes(b'\n{"text": "a"}\n\n')
     os.truncate(file, 1 << 42)
     message = refusal(lambda: source(file, tmp_path))
-    assert f"{file}:4\n" in message and "16777216" in message
+    assert f"{file}:4  [MP-DATA-005]\n" in message and "16777216" in message
     # Whitespace is not a record.
     file.write_bytes(b'{"text": "a"}\n' + b" " * (1 << 25))
     assert len(source(file, tmp_path)) == 1
