@@ -157,6 +157,7 @@ def test_every_written_metric_is_declared() -> None:
     [
         pytest.param("guides/data.md", marks=pytest.mark.long),
         pytest.param("tutorials/distill.md", marks=pytest.mark.long),
+        "guides/plugins.md",
         "tutorials/first_run.md",
     ],
 )
