@@ -336,7 +336,18 @@ def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
                 if not isinstance(inner, dict):
                     raise ValueError(f"{key} is nested under a value instead of a section")
             inner[name] = value
+    _upgrade_schedule(upgraded.get("pipeline"))
     return upgraded
+
+
+def _upgrade_schedule(pipeline: Any) -> None:
+    """Rename the schedule of a saved config with several repeats, for which earlier releases
+    accepted `1f1b` as another name of `interleaved`.
+    """
+    if not isinstance(pipeline, dict) or pipeline.get("repeats", 1) == 1:
+        return
+    if pipeline.get("schedule") == "1f1b":
+        pipeline["schedule"] = "interleaved"
 
 
 def without_permissions(config: Config) -> Config:
