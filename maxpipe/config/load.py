@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import yaml
 from omegaconf import OmegaConf
 
 from maxpipe.config import config_files, foreign_files, plugins
@@ -219,7 +220,7 @@ def _load_plugins(
     assignments = [*_saved_assignments(saved, origin)]
     for file in located:
         if file and not _is_foreign(file) and (document := read_file(file, ignored)):
-            assignments += from_document(document, file.origin, ignored)
+            assignments += _assignments_in(document, file, ignored)
     assignments += [each for arg in overrides for each in from_override(arg, ignored)]
     nodes, last = {"plugins": _unset()["plugins"]}, ""
     for each in map(rename_former_key, assignments):
@@ -322,7 +323,25 @@ def _read(
             problems += error.problems
             return None
     document = read_file(file, problems)
-    return list(from_document(document, file.origin, problems)) if document else None
+    return list(_assignments_in(document, file, problems)) if document else None
+
+
+def _assignments_in(
+    document: yaml.MappingNode, file: ConfigFile, problems: list[Problem]
+) -> Iterator[Assignment]:
+    """Yield the assignments in a file. The permission to run code is omitted from a config.yml in a
+    run folder, which may come from another person.
+    """
+    is_record = file.path.name == config_files.CONFIG_FILE and any(
+        (file.path.parent / name).exists() for name in _RECORDS
+    )
+    for each in from_document(document, file.origin, problems):
+        if not is_record or ".".join(each.path) != plugins.ALLOW:
+            yield each
+
+
+_RECORDS = (config_files.EVENTS_FILE, config_files.METRICS_FILE, "checkpoints")
+"""Files and folders that exist only in run folders."""
 
 
 def _is_foreign(file: ConfigFile) -> bool:

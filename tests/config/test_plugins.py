@@ -119,6 +119,27 @@ def test_storage_settings_run_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "canary").exists()
 
 
+@pytest.mark.parametrize("record", ["events.jsonl", "metrics.jsonl", "checkpoints"])
+def test_config_in_run_folder_gives_no_permission(
+    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run folder, with its config.yml, may come from another person."""
+    plugin = write_plugin(tmp_path, f"open({str(tmp_path / 'canary')!r}, 'w')")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    allowing = f"plugins: {{modules: [{plugin}], allow_code: true}}\n"
+    (folder / "config.yml").write_text(f"model: tiny\ntrain: {{steps: 1}}\n{allowing}")
+    (folder / record).mkdir() if record == "checkpoints" else (folder / record).touch()
+    for arguments in (
+        ["data", "find", str(folder), "1", "0"],
+        ["train", str(folder / "config.yml")],
+    ):
+        assert main(arguments) == 2
+        shown = capsys.readouterr().err
+        assert_error(shown, "plugins.modules", f"[{plugin}]", suggests=ALLOW)
+    assert not (tmp_path / "canary").exists()
+
+
 def test_only_selected_sections_need_plugins() -> None:
     saved = {
         "model": {"family": "primer"},

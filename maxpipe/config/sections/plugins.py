@@ -25,8 +25,8 @@ class PluginsConfig:
     `maxpipe.plugins`, or importable modules. `model.module=plugin.py` is a short form."""
     allow_code: bool = False
     """Allow the code in `plugins.modules` to run. The code runs with your permissions. The value is
-    read only from config files and from the command line, never from a checkpoint, and is not
-    saved."""
+    read only from config files and from the command line, never from a checkpoint or the config.yml
+    of a run folder, and is not saved."""
     allow_change: bool = False
     """Resume or evaluate a run even if the code of a plug-in has changed since the checkpoint was
     saved."""
