@@ -71,6 +71,11 @@ def _run_and_report(argv: list[str]) -> int:
         _complain(redact.redact_for_terminal(str(out_of_memory_error(error))))
         return int(ExitCode.CONFIG)
     except BaseException as error:  # Rust panics are not `Exception`s
+        from maxpipe.config.plugins import find_plugin_error
+
+        if problem := find_plugin_error(error):
+            _complain(redact.redact_for_terminal(str(problem)))
+            return int(problem.exit_code)
         if isinstance(error, OSError) and (trouble := _flush_error(sys.stdout, "\n")):
             return _report_write_error(trouble)
         _complain(redact.redact_text(traceback.format_exc()).rstrip("\n"))

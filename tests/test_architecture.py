@@ -123,7 +123,10 @@ ROOT_CONFIG = (
 )
 
 # Config keys that are read only in config/, and the reason for each.
-UNREAD_KEYS: dict[str, str] = {}
+UNREAD_KEYS: dict[str, str] = {
+    "plugins.allow_code": "plug-ins are loaded with the config",
+    "plugins.allow_change": "config.plugins compares the digests of plug-ins",
+}
 
 MAX_FUNCTION_LINES = 100
 MAX_FILE_LINES = 700

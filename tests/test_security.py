@@ -91,6 +91,9 @@ SOCKETS = {
 }
 # jax serializes compiled programs with pickle: see tests/step/test_executable.py.
 EXECUTABLES = {"maxpipe/step/executable.py"}
+# Runs plug-ins if `plugins.allow_code` is true: see tests/config/test_plugins.py.
+PLUGINS = {"maxpipe/config/plugins.py"}
+_RUNS_CODE = ("exec", "compile", "importlib.import_module", "importlib.util.find_spec")
 
 
 def findings(tree: ast.Module) -> Iterator[str]:
@@ -156,6 +159,8 @@ def test_source_files_contain_no_unsafe_code(path: Path):
         found = [each for each in found if not each.endswith("imports socket")]
     if name in EXECUTABLES:
         found = [each for each in found if not each.endswith("serialize_executable")]
+    if name in PLUGINS:
+        found = [each for each in found if not each.endswith(_RUNS_CODE)]
     assert not found, f"{name}:" + f"\n{name}:".join(found)
 
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 from etils import epath
 
 from maxpipe.config.config_files import CONFIG_FILE
-from maxpipe.config.load import load
+from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
@@ -127,7 +127,7 @@ def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
     if in_bucket(path) or not os.path.exists(file := expand_path(path, where) / CONFIG_FILE):
         return path
     try:
-        config = load([str(file)]).config
+        config = load_storage_settings(str(file))
     except ConfigError:
         if (file.parent / CHECKPOINTS_FOLDER).is_dir():
             return path

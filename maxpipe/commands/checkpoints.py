@@ -177,13 +177,13 @@ def _rules(run_dir: str) -> RetentionRules | None:
     from maxpipe.checkpoint.retention import RetentionRules
     from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.config_files import CONFIG_FILE
-    from maxpipe.config.load import load
+    from maxpipe.config.load import load_storage_settings
 
     if in_bucket(run_dir):
         return None
     path = expand_path(run_dir) / CONFIG_FILE
     try:
-        return RetentionRules.of(load([str(path)]).config.checkpoint)
+        return RetentionRules.of(load_storage_settings(str(path)).checkpoint)
     except ConfigError:
         return None
 

@@ -32,6 +32,7 @@ AREAS = {
     "MT": "MaxText checkpoints",
     "LAUNCH": "launchers",
     "PLAN": "planner",
+    "PLUG": "plug-ins",
     "IO": "files",
 }
 """Maps the area of a code to its name, in the order in which areas are listed."""

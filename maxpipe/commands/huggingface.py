@@ -43,14 +43,25 @@ def _export(options: argparse.Namespace) -> int:
     address = dataclasses.replace(parse_address(options.checkpoint), average=options.average)
     from maxpipe.distributed import runtime
 
+    for each in options.inputs:
+        if not each.startswith("plugins."):
+            rule = "cannot be changed by an export, which reads the config of the checkpoint."
+            raise ConfigError.one(Code.CLI_CONFLICT, "command line", each, rule, "Leave it out.")
     runtime.use_cpu_only()
     from maxpipe.huggingface.export import export, export_adapters
 
     if options.adapter:
-        export_adapters(address, options.out, options.dtype, print_line)
+        export_adapters(address, options.out, options.dtype, print_line, options.inputs)
         return ExitCode.DONE
     with contextlib.closing(ProgressBar(" MB")) as progress:
-        export(address, options.out, options.dtype, print_line, report=progress.report)
+        export(
+            address,
+            options.out,
+            options.dtype,
+            print_line,
+            report=progress.report,
+            overrides=options.inputs,
+        )
     return ExitCode.DONE
 
 
@@ -103,6 +114,12 @@ def add(commands: Commands) -> None:
     add_address(outgoing)
     add_ema_option(outgoing)
     outgoing.add_argument("out", metavar="OUT", help="folder to create; it must not exist")
+    outgoing.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="plugins.key=value",
+        help="settings of plug-ins, such as plugins.allow_code=true",
+    )
     outgoing.add_argument(
         "--format", choices=("hf",), default="hf", help="output format (default: hf, Hugging Face)"
     )

@@ -179,14 +179,10 @@ def read_data_config(inputs: Sequence[str]) -> LoadedConfig:
     Raises:
         ConfigError: the config is not valid. The error lists every problem.
     """
-    return read_config(inputs, saved={"model": _PLACEHOLDER_MODEL, "train": {"steps": 1}})
+    from maxpipe.config.load import PLACEHOLDER_MODEL
 
+    return read_config(inputs, saved={"model": PLACEHOLDER_MODEL, "train": {"steps": 1}})
 
-_PLACEHOLDER_MODEL = {
-    **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128},
-    **{"d_mlp": 128, "vocab_size": 1 << 30},
-}
-"""Placeholder model config, for commands that only read documents."""
 
 RUN, CHECKPOINT, STEP = "RUN", "RUN[@STEP]", "RUN@STEP"
 """Metavars of arguments that `maxpipe.checkpoint.address` parses."""

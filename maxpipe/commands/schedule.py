@@ -38,7 +38,7 @@ def _schedule(options: argparse.Namespace) -> int:
         if not _reads_group(name):
             own["group"] = 0
         if options.compare is not None:
-            own["repeats"] = _usual_repeats(name) or sizes["repeats"]
+            own["repeats"] = _required_repeats(name) or sizes["repeats"]
         schedules.append(catalog.make_schedule(name, **own))
     if options.compare is not None:
         written = _write_drawings(options, schedules, costs)
@@ -223,7 +223,7 @@ def _example_sizes(names: list[str]) -> dict[str, Any]:
     sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
     sizes["delayed"] = False
     if len(names) == 1:
-        sizes["repeats"] = _usual_repeats(names[0]) or 2
+        sizes["repeats"] = _required_repeats(names[0]) or 2
     for name in names:
         if name.startswith(FILE_PREFIX):
             ring, orders = read_orders(Path(name.removeprefix(FILE_PREFIX)))
@@ -239,14 +239,14 @@ def _reads_group(name: str) -> bool:
     return name in SCHEDULES and SCHEDULES[name].uses_group
 
 
-def _usual_repeats(name: str) -> int | None:
-    """Return the fixed or default number of repeats of a schedule, or None if any number works."""
+def _required_repeats(name: str) -> int | None:
+    """Return the required number of repeats of a schedule, or None if any number works."""
     from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
     from maxpipe.schedule.orders import read_orders
 
     if name.startswith(FILE_PREFIX):
         return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats
-    return SCHEDULES[name].repeats or SCHEDULES[name].default_repeats
+    return SCHEDULES[name].repeats
 
 
 def _costs(text: str) -> tuple[float, ...]:
@@ -303,7 +303,7 @@ def add(commands: Commands) -> None:
         "--compare",
         metavar="NAME,NAME,...",
         help="print a table of these schedules; --repeats applies only to schedules that accept "
-        "any number of repeats, and 1f1b always has one repeat",
+        "any number of repeats",
     )
     parser.add_argument(
         "--out",

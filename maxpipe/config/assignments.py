@@ -25,6 +25,7 @@ from maxpipe.config.schema import (
     SECTIONS,
     declared_key,
     default_of,
+    field_of,
     split_key,
     upgrade_setting,
 )
@@ -220,7 +221,7 @@ def former_key_warnings(assignments: Iterable[Assignment], saved_as: str) -> Ite
     """
     for each in assignments:
         new = rename_former_key(each)
-        if new == each or each.origin == saved_as:
+        if new == each or each.origin == saved_as or is_alias(".".join(new.path)):
             continue
         text = key = ".".join(new.path)
         if isinstance(new.raw, list) and new.raw != each.raw:
@@ -242,9 +243,10 @@ def duplicate_settings(assignments: Sequence[Assignment]) -> Iterator[Problem]:
         if other.path != each.path:
             former = each if ".".join(each.path) != key else other
             place = other.place if former is each else each.place
+            verb = "is a short form of" if is_alias(key) else "was renamed to"
             yield former.problem(
                 Code.CFG_RENAMED,
-                f"was renamed to {key}, which is also set ({place}).",
+                f"{verb} {key}, which is also set ({place}).",
                 f"Keep only {key}.",
             )
 
@@ -258,17 +260,17 @@ def rename_former_key(assignment: Assignment) -> Assignment:
     return dataclasses.replace(assignment, path=path, raw=raw)
 
 
+def is_alias(key: str) -> bool:
+    """Return True if the other name and format of a key are short forms, not deprecated."""
+    return key in KEYS and bool(field_of(key).metadata.get("alias"))
+
+
 _NOT_SHAPE = ("attention", "compute_dtype", "param_dtype", "dropout", "frozen")
 """Model keys, other than the `matmul*` keys, that do not affect parameter shapes."""
 
-_SHAPE = tuple(
-    key
-    for key in KEYS
-    if key.startswith("model.")
-    and not key.startswith("model.matmul")
-    and key not in [f"model.{name}" for name in _NOT_SHAPE]
+_REQUIRED = frozenset(
+    key for key in KEYS if key.startswith("model.") and default_of(key) is dataclasses.MISSING
 )
-_REQUIRED = frozenset(key for key in _SHAPE if default_of(key) is dataclasses.MISSING)
 
 
 class ModelReference(NamedTuple):
@@ -351,7 +353,13 @@ def _settings(reference: Assignment, problems: list[Problem]) -> list[Assignment
 
 def shape_override_notes(assignments: Sequence[Assignment]) -> Iterator[str]:
     """Yield a note for each file that changes the shape of a model defined in an earlier file."""
-    shape = set(_SHAPE)
+    shape = {
+        key
+        for key in KEYS
+        if key.startswith("model.")
+        and not key.startswith("model.matmul")
+        and key not in [f"model.{name}" for name in _NOT_SHAPE]
+    }
     # Assignments without an origin are placeholder values for configs that need no model.
     assignments = [each for each in assignments if each.origin]
     for model in _models([each for each in assignments if each.is_in_file]):

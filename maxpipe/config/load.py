@@ -9,15 +9,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import yaml
 from omegaconf import OmegaConf
 
-from maxpipe.config import config_files, foreign_files
+from maxpipe.config import config_files, foreign_files, plugins
 from maxpipe.config.assignments import (
     Assignment,
     duplicate_settings,
@@ -33,8 +33,8 @@ from maxpipe.config.assignments import (
 )
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
-from maxpipe.config.foreign_keys import join_reason, list_action, value_action
-from maxpipe.config.rules import BOUNDS, did_you_mean, plain_value
+from maxpipe.config.foreign_keys import join_reason
+from maxpipe.config.rules import did_you_mean, plain_value
 from maxpipe.config.schema import (
     KEYS,
     NAME,
@@ -42,14 +42,12 @@ from maxpipe.config.schema import (
     NAMED_SECTIONS,
     SECTIONS,
     Config,
-    declared_key,
     is_of_another_family,
     item_type,
     names_in,
     section_of,
     sections_of,
     split_key,
-    without_none,
 )
 from maxpipe.config.sections.model import FAMILY, family_section
 from maxpipe.config.translation import (
@@ -61,6 +59,7 @@ from maxpipe.config.translation import (
     is_main_key,
     translate,
 )
+from maxpipe.config.type_problems import type_problem
 from maxpipe.config.yaml_values import (
     NAME_FORM,
     READERS,
@@ -140,10 +139,11 @@ def _load_translated(
     translations.
     """
     problems: list[Problem] = []
-    assignments = list(from_values(saved or {}, origin))
     overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
     located = [_locate_or_report(arg, problems) for arg in files]
+    plugin_notes = _load_plugins(saved, origin, located, overrides)
+    assignments = [*_saved_assignments(saved, origin)]
     read = [file and _read(file, translated, problems) for file in located]
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
@@ -164,6 +164,7 @@ def _load_translated(
     )
     foreign_names = [file.argument for file in located if file and file.argument]
     notes = (
+        *plugin_notes,
         *model.notes,
         *shape_override_notes(assignments),
         *map(_shape_only_note, foreign_names),
@@ -171,9 +172,74 @@ def _load_translated(
     return dataclasses.replace(built, warnings=cautions, notes=notes)
 
 
+def load_storage_settings(path: str) -> Config:
+    """Load only the sections `run` and `checkpoint` of a run's config.yml. All other values are
+    defaults, and no plug-in is loaded.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value in these sections is invalid.
+    """
+    problems: list[Problem] = []
+    file = locate(path, KEYS)
+    document = read_file(file, problems)
+    read = [*from_document(document, file.origin, problems)] if document else []
+    read = [each for each in map(rename_former_key, read) if each.path[0] in ("run", "checkpoint")]
+    assignments = [*from_values({"model": PLACEHOLDER_MODEL}, ""), *read]
+    named = _default_run_name(file)
+    return _build(assignments, problems, named, is_complete=True).config
+
+
+PLACEHOLDER_MODEL = {
+    **{"num_layers": 1, "d_model": 128, "num_heads": 1, "num_kv_heads": 1, "head_dim": 128},
+    **{"d_mlp": 128, "vocab_size": 1 << 30},
+}
+"""Model config for commands that need no model."""
+
+
+def _saved_assignments(saved: Mapping[str, Any] | None, origin: str) -> Iterator[Assignment]:
+    """Yield the assignments in a saved config, except the permission to run code, which only the
+    user's own files and overrides can give.
+    """
+    for each in from_values(saved or {}, origin):
+        if origin == _FROM_DICT or ".".join(each.path) != plugins.ALLOW:
+            yield each
+
+
+def _load_plugins(
+    saved: Mapping[str, Any] | None,
+    origin: str,
+    located: Sequence[ConfigFile | None],
+    overrides: Sequence[str],
+) -> list[str]:
+    """Load the plug-ins that the config names, and return one note for each.
+
+    Plug-ins add keys and values. The files are therefore read once in advance, without reporting
+    errors.
+    """
+    ignored: list[Problem] = []
+    assignments = [*_saved_assignments(saved, origin)]
+    for file in located:
+        if file and not _is_foreign(file) and (document := read_file(file, ignored)):
+            assignments += _assignments_in(document, file, ignored)
+    assignments += [each for arg in overrides for each in from_override(arg, ignored)]
+    nodes, last = {"plugins": _unset()["plugins"]}, ""
+    for each in map(rename_former_key, assignments):
+        key = ".".join(each.path)
+        if section_of(key) == "plugins" and key in KEYS and _assign(nodes, each) is None:
+            last = each.place if key == plugins.KEY else last
+    chosen = nodes["plugins"]
+    where = f"{last or origin}: {plugins.KEY}"
+    loaded = plugins.load_plugins([*chosen.modules], where, allowed=chosen.allow_code)
+    return [each.note for each in loaded]
+
+
+_FROM_DICT = "from_dict"
+"""Origin of values that a Python program sets."""
+
+
 def from_dict(values: Mapping[str, Any]) -> Config:
     """Build a config from nested dicts, with the same checks as for a file."""
-    return load([], values, "from_dict").config
+    return load([], values, _FROM_DICT).config
 
 
 def to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -257,7 +323,25 @@ def _read(
             problems += error.problems
             return None
     document = read_file(file, problems)
-    return list(from_document(document, file.origin, problems)) if document else None
+    return list(_assignments_in(document, file, problems)) if document else None
+
+
+def _assignments_in(
+    document: yaml.MappingNode, file: ConfigFile, problems: list[Problem]
+) -> Iterator[Assignment]:
+    """Yield the assignments in a file. The permission to run code is omitted from a config.yml in a
+    run folder, which may come from another person.
+    """
+    is_record = file.path.name == config_files.CONFIG_FILE and any(
+        (file.path.parent / name).exists() for name in _RECORDS
+    )
+    for each in from_document(document, file.origin, problems):
+        if not is_record or ".".join(each.path) != plugins.ALLOW:
+            yield each
+
+
+_RECORDS = (config_files.EVENTS_FILE, config_files.METRICS_FILE, "checkpoints")
+"""Files and folders that exist only in run folders."""
 
 
 def _is_foreign(file: ConfigFile) -> bool:
@@ -351,12 +435,16 @@ def _build(
     return LoadedConfig(config, origins)
 
 
-@functools.cache
 def _unset() -> dict[str, Any]:
     """Return all sections with every value unset; they are shared and therefore read-only. Copying
     a section is four times as fast as building it.
     """
-    nodes = {section: OmegaConf.structured(declared) for section, declared in SECTIONS.items()}
+    return _unset_nodes(tuple(SECTIONS.items()))
+
+
+@functools.lru_cache(maxsize=2)
+def _unset_nodes(sections: tuple[tuple[str, type], ...]) -> dict[str, Any]:
+    nodes = {section: OmegaConf.structured(declared) for section, declared in sections}
     for node in nodes.values():
         OmegaConf.set_readonly(node, True)
     return nodes
@@ -471,23 +559,28 @@ def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
         if typing.get_origin(hint) is Literal and value not in typing.get_args(hint):
             raise ValueError(value)
         if entry:
-            node[name][entry[0]] = value
+            node[name][entry[0]] = _read_entry(value, typing.get_args(hint)[-1])
         else:
             node[name] = value
     except ItemError as error:
         return _item_problem(assignment, error)
     except TooLargeError as error:
-        return assignment.problem(Code.CFG_TYPE, str(error), _type_problem(assignment, hint).action)
+        return assignment.problem(Code.CFG_TYPE, str(error), type_problem(assignment, hint).action)
     except (ValueError, OverflowError):
-        return _type_problem(assignment, hint)
+        return type_problem(assignment, hint)
     return None
+
+
+def _read_entry(value: Any, hint: Any) -> Any:
+    """Convert the value of a mapping entry. Lists are converted by OmegaConf."""
+    return READERS[hint](value) if hint is float else value
 
 
 def _item_problem(assignment: Assignment, error: ItemError) -> Problem:
     wrong = dataclasses.replace(assignment, path=tuple(error.key.split(".")), raw=error.raw)
     if error.rule:
         return wrong.problem(Code.CFG_TYPE, error.rule, error.action)
-    return _type_problem(wrong, error.hint)
+    return type_problem(wrong, error.hint)
 
 
 def _locate_in_named_section(
@@ -538,76 +631,6 @@ def _empty_section(declared: type) -> Any:
     node = OmegaConf.structured(declared)
     OmegaConf.set_readonly(node, False)
     return node
-
-
-_LISTS = {
-    list[int]: ("list of integers", "[2, 2]"),
-    list[float]: ("list of numbers", "[1.5, 2]"),
-    list[str]: ("list of names", "[]"),
-}
-"""Maps each list type to the name of the type and an example value."""
-
-
-def type_name(hint: Any) -> str:
-    """Return the name of a type, such as `integer` or `one of a, b`."""
-    hint = without_none(hint)
-    if typing.get_origin(hint) is Literal:
-        return f"one of {', '.join(typing.get_args(hint))}"
-    if is_mapping(hint):
-        inner = typing.get_args(hint)[-1]
-        if inner is float:
-            return "mapping of names to numbers"
-        contents = "sections" if dataclasses.is_dataclass(inner) else "lists of names"
-        return f"mapping of names to {contents}"
-    if item_type(hint) is not None:
-        return "list of mappings"
-    if hint in _LISTS:
-        return _LISTS[hint][0]
-    return {int: "integer", float: "number", bool: "true or false", str: "string"}[hint]
-
-
-def _is_too_large(raw: object) -> bool:
-    """Return True if the value is an integer string that exceeds the range of 64-bit floats."""
-    return bool(re.fullmatch(r"[-+]?\d{309,}", str(raw) if isinstance(raw, str) else ""))
-
-
-def _type_problem(assignment: Assignment, hint: Any) -> Problem:
-    key = ".".join(assignment.path)
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        action = value_action(key, str(assignment.raw), choices) or f"Set {key}={choices[0]}."
-        if "[" in key:
-            action = f"Write `{assignment.path[-1]}: {choices[0]}`."
-        return assignment.problem(Code.CFG_VALUE, f"must be {type_name(hint)}.", action)
-    if is_mapping(hint):
-        example = f"Set {key}=[tensor]" if len(assignment.path) > 2 else f"Set {key}={{}}"
-        rule = "must be a list of mesh axes" if len(assignment.path) > 2 else "must be a mapping"
-        return assignment.problem(Code.CFG_TYPE, f"{rule}.", f"{example}.")
-    if hint in _LISTS:
-        is_name = hint == list[str] and isinstance(assignment.raw, str)
-        example = f"[{assignment.raw}]" if is_name else _LISTS[hint][1]
-        return assignment.problem(
-            Code.CFG_TYPE, f"must be a {type_name(hint)}.", f"Set {key}={example}."
-        )
-    if hint is str and isinstance(assignment.raw, list) and (action := list_action(key)):
-        return assignment.problem(Code.CFG_TYPE, "must be a string, not a list.", action)
-    if hint is str:
-        action = f"Write {key} = '...', or leave the key out."
-        if "[" in key:
-            action = f"Write `{assignment.path[-1]}: ...`."
-        return assignment.problem(Code.CFG_TYPE, "must be a string.", action)
-    example = {int: "8", float: "0.1", bool: "true"}[hint]
-    if bound := BOUNDS.get(declared_key(key)):
-        example = str(bound.example)
-    setting = f"{key}={example}"
-    if "[" in key:
-        setting = f"`{assignment.path[-1]}: {example}`"
-    article = {int: "an integer", float: "a finite number", bool: "true or false"}[hint]
-    if hint is float and _is_too_large(assignment.raw):
-        article = "a number below 1.8e308, the largest 64-bit float"
-    return assignment.problem(
-        Code.CFG_TYPE, f"must be {article}.", f"Write a value such as {setting}."
-    )
 
 
 def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:

@@ -20,7 +20,7 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -39,11 +39,13 @@ from maxpipe.config.sections.log import LogConfig
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, family_section
 from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.config.sections.pipeline import PipelineConfig
+from maxpipe.config.sections.plugins import PluginsConfig
 from maxpipe.config.sections.preference import PreferenceConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.config.sections.runtime import RuntimeConfig
+from maxpipe.config.sections.source import SOURCES, SourceName
 from maxpipe.config.sections.tokenizer import TokenizerConfig
-from maxpipe.config.sections.train import TrainConfig
+from maxpipe.config.sections.train import OBJECTIVES, ObjectiveName, TrainConfig
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.registry import FAMILIES
 from maxpipe.parallel.axes import MeshConfig
@@ -71,6 +73,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    plugins: PluginsConfig = field(default_factory=PluginsConfig)
 
     def __post_init__(self) -> None:
         """Copy section `adapter` into section `model`, so that `model` describes the complete
@@ -91,20 +94,34 @@ def _sections() -> Iterator[tuple[str, type]]:
             yield from ((f"{_MODEL}.{name}", each.section) for name, each in FAMILIES.items())
 
 
-SECTIONS: dict[str, type] = dict(_sections())
+SECTIONS: dict[str, type] = {}
 """Maps section names to the dataclasses that declare them."""
 
-KEYS: dict[str, Any] = {
-    key: hint
-    for section, declared in SECTIONS.items()
-    for name, hint in typing.get_type_hints(declared).items()
-    if (key := f"{section}.{name}") in MODEL_KEYS or section != _MODEL
-}
+KEYS: dict[str, Any] = {}
 """Maps full keys to their declared types, in schema order."""
-KEYS[FAMILY] = Literal[tuple(FAMILIES)]
 
 NAME = "NAME"
 """Placeholder for a user-defined name in declared keys."""
+
+NAMED_SECTIONS: dict[str, type] = {}
+"""Maps declared section names, such as `data.mixture.NAME`, to their dataclasses."""
+
+NAMED_KEYS: dict[str, Any] = {}
+"""Maps declared keys of named sections, such as `data.mixture.NAME.path`, to their types."""
+
+ITEM_SECTIONS: dict[str, type] = {}
+"""Maps declared list items, such as `optim.lr_phases[]`, to their dataclasses."""
+
+ITEM_KEYS: dict[str, Any] = {}
+"""Maps fields of list items, such as `optim.lr_phases[].steps`, to their types."""
+
+ALL_SECTIONS: dict[str, type] = {}
+ALL_KEYS: dict[str, Any] = {}
+
+RENAMED_KEYS: dict[str, str] = {}
+"""Maps full keys from earlier releases to the current full keys."""
+
+_RENAMED_VALUES: dict[str, Mapping[str, Any] | Callable[[Any], Any]] = {}
 
 
 def _named_section_types(hint: Any) -> list[type]:
@@ -113,19 +130,6 @@ def _named_section_types(hint: Any) -> list[type]:
     """
     inner = typing.get_args(hint)[-1] if typing.get_origin(hint) is dict else None
     return [inner] if dataclasses.is_dataclass(inner) and isinstance(inner, type) else []
-
-
-NAMED_SECTIONS: dict[str, type] = {
-    f"{key}.{NAME}": inner for key, hint in KEYS.items() for inner in _named_section_types(hint)
-}
-"""Maps declared section names, such as `data.mixture.NAME`, to their dataclasses."""
-
-NAMED_KEYS: dict[str, Any] = {
-    f"{section}.{name}": hint
-    for section, declared in NAMED_SECTIONS.items()
-    for name, hint in typing.get_type_hints(declared).items()
-}
-"""Maps declared keys of named sections, such as `data.mixture.NAME.path`, to their types."""
 
 
 def item_type(hint: Any) -> type | None:
@@ -139,20 +143,76 @@ def without_none(hint: Any) -> Any:
     return typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
 
 
-ITEM_SECTIONS: dict[str, type] = {
-    f"{key}{ITEM}": item for key, hint in KEYS.items() if (item := item_type(hint))
-}
-"""Maps declared list items, such as `optim.lr_phases[]`, to their dataclasses."""
+def update_tables() -> None:
+    """Fill the tables of sections and keys, at import and whenever a plug-in adds or removes a
+    model family, an objective or a data source.
+    """
+    _fill(SECTIONS, _sections())
+    _fill(KEYS, _keys_of(SECTIONS))
+    _fill(
+        NAMED_SECTIONS,
+        (
+            (f"{key}.{NAME}", inner)
+            for key, hint in KEYS.items()
+            for inner in _named_section_types(hint)
+        ),
+    )
+    _fill(NAMED_KEYS, _keys_of(NAMED_SECTIONS))
+    items = ((f"{key}{ITEM}", item_type(hint)) for key, hint in KEYS.items())
+    _fill(ITEM_SECTIONS, ((key, item) for key, item in items if item))
+    _fill(ITEM_KEYS, _keys_of(ITEM_SECTIONS))
+    _fill(ALL_SECTIONS, (SECTIONS | NAMED_SECTIONS | ITEM_SECTIONS).items())
+    _fill(ALL_KEYS, (KEYS | NAMED_KEYS | ITEM_KEYS).items())
+    declared = [
+        (section, field)
+        for section, declared in (SECTIONS | NAMED_SECTIONS).items()
+        for field in dataclasses.fields(declared)
+    ]
+    _fill(
+        RENAMED_KEYS,
+        (
+            (name if "." in name else f"{section}.{name}", f"{section}.{field.name}")
+            for section, field in declared
+            for name in field.metadata.get("was", ())
+        ),
+    )
+    _fill(
+        _RENAMED_VALUES,
+        (
+            (f"{section}.{field.name}", field.metadata["values"])
+            for section, field in declared
+            if field.metadata.get("values")
+        ),
+    )
 
-ITEM_KEYS: dict[str, Any] = {
-    f"{section}.{field_name(name)}": hint
-    for section, declared in ITEM_SECTIONS.items()
-    for name, hint in typing.get_type_hints(declared).items()
-}
-"""Maps fields of list items, such as `optim.lr_phases[].steps`, to their types."""
 
-ALL_SECTIONS = SECTIONS | NAMED_SECTIONS | ITEM_SECTIONS
-ALL_KEYS = KEYS | NAMED_KEYS | ITEM_KEYS
+def _fill(table: dict[str, Any], entries: Iterable[tuple[str, Any]]) -> None:
+    """Replace the contents of a table, which other modules have imported."""
+    contents = dict(entries)
+    table.clear()
+    table.update(contents)
+
+
+def _keys_of(sections: Mapping[str, type]) -> Iterator[tuple[str, Any]]:
+    for section, declared in sections.items():
+        for name, hint in typing.get_type_hints(declared).items():
+            key = f"{section}.{field_name(name)}"
+            if section != _MODEL or key in MODEL_KEYS:
+                yield key, _type_with_plugins(key, hint)
+
+
+def _type_with_plugins(key: str, hint: Any) -> Any:
+    """Return the type of a key. Plug-ins extend the values of some keys."""
+    if key == FAMILY:
+        return Literal[tuple(FAMILIES)]
+    if key == "train.objective":
+        return Literal[(*typing.get_args(ObjectiveName), *OBJECTIVES)]
+    if key.startswith("data.") and key.endswith(".source"):
+        return Literal[(*typing.get_args(SourceName), *SOURCES)]
+    return hint
+
+
+update_tables()
 
 
 def declared_key(key: str) -> str:
@@ -165,22 +225,6 @@ def declared_key(key: str) -> str:
     if len(rest) < 2 or f"{section}.{rest[0]}.{NAME}" not in NAMED_SECTIONS:
         return key
     return ".".join([section, rest[0], NAME, *rest[2:]])
-
-
-RENAMED_KEYS: dict[str, str] = {
-    name if "." in name else f"{section}.{name}": f"{section}.{field.name}"
-    for section, declared in (SECTIONS | NAMED_SECTIONS).items()
-    for field in dataclasses.fields(declared)
-    for name in field.metadata.get("was", ())
-}
-"""Maps full keys from earlier releases to the current full keys."""
-
-_RENAMED_VALUES: dict[str, Mapping[str, Any] | Callable[[Any], Any]] = {
-    f"{section}.{field.name}": field.metadata["values"]
-    for section, declared in (SECTIONS | NAMED_SECTIONS).items()
-    for field in dataclasses.fields(declared)
-    if field.metadata.get("values")
-}
 
 
 def upgrade_setting(key: str, value: Any) -> tuple[str, Any]:
@@ -292,7 +336,25 @@ def upgrade_config(saved: Mapping[str, Any]) -> dict[str, Any]:
                 if not isinstance(inner, dict):
                     raise ValueError(f"{key} is nested under a value instead of a section")
             inner[name] = value
+    _upgrade_schedule(upgraded.get("pipeline"))
     return upgraded
+
+
+def _upgrade_schedule(pipeline: Any) -> None:
+    """Rename the schedule of a saved config with several repeats, for which earlier releases
+    accepted `1f1b` as another name of `interleaved`.
+    """
+    if not isinstance(pipeline, dict) or pipeline.get("repeats", 1) == 1:
+        return
+    if pipeline.get("schedule") == "1f1b":
+        pipeline["schedule"] = "interleaved"
+
+
+def without_permissions(config: Config) -> Config:
+    """Return the config without the permission to run plug-ins, for files that other users may
+    read.
+    """
+    return replace(config, plugins=replace(config.plugins, allow_code=False))
 
 
 # Sections and keys whose values may differ between processes.
@@ -301,6 +363,7 @@ OWN_SECTIONS = frozenset({"runtime", "log", "launch"})
 OWN_KEYS = frozenset(
     {"run.dir", "data.path", "data.paths", "data.tfds_dir", "data.threads"}
     | {"data.prefetch_batches", "data.max_decompressed_bytes", "tokenizer.path"}
+    | {"plugins.modules", "plugins.allow_code", "plugins.allow_change"}  # digests are compared
 )
 
 

@@ -10,17 +10,18 @@ messages with the section of the source: `data.mixture.NAME` or `data.validation
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Literal
 
 import numpy as np
 
 from maxpipe.config.sections.data import section_of
-from maxpipe.config.sections.source import SourceConfig, paths_of
+from maxpipe.config.sections.source import SOURCES, SourceConfig, paths_of
 from maxpipe.data.formats.array_records import ArrayRecords, TfdsExamples
 from maxpipe.data.formats.digests import Digests
 from maxpipe.data.formats.disk_cache import FolderCache
@@ -108,7 +109,10 @@ def _open_records(
             return TfdsExamples(config.path, config.tfds_dir)
         case "synthetic":
             return SyntheticRecords(seed)
-        case "tokens" | "megatron":
+        case name if name in SOURCES:
+            files = find_files(paths, ()) if paths else []
+            return PluginRecords(name, files, seed)
+        case _:  # tokens and megatron
             rule = "must be a text source for this command: this source contains token ids."
             action = "Set data.source and data.path to the original text."
             raise ConfigError.one(Code.DATA_FORMAT, "data.source", config.source, rule, action)
@@ -222,6 +226,48 @@ def open_stdlib_corpus() -> TextFiles:
         action = "Set data.source=text and data.path to a folder with text."
         raise ConfigError.one(Code.DATA_MISSING, "data.source", "corpus", rule, action)
     return TextFiles("corpus", stat_files(files, root), errors="replace")
+
+
+class PluginRecords:
+    """Documents of a data source from a plug-in."""
+
+    def __init__(self, name: str, files: Sequence[File], seed: int):
+        self.name, self.files = name, files
+        self._seed = seed
+        self._documents = SOURCES[name]([file.path for file in files], seed)
+        if not len(self._documents):
+            rule = "must have documents: the plug-in returned none."
+            action = "Correct the plug-in, or set data.path to other files."
+            raise ConfigError.one(Code.PLUG_FAILED, "data.source", name, rule, action)
+
+    def __len__(self) -> int:
+        return len(self._documents)
+
+    def read(self, index: int, columns: list[str] | None = None) -> Record:
+        document = self._documents[index]
+        if not isinstance(document, str | Mapping):
+            rule = f"is of type {type(document).__name__}: a plug-in must return text or a mapping."
+            raise ConfigError.one(
+                Code.PLUG_FAILED, self.where(index), None, rule, "Correct the plug-in."
+            )
+        if isinstance(document, str):
+            check_length(len(document))
+        return document
+
+    def where(self, index: int) -> str:
+        return f"{self.name}: document {index}"
+
+    def fingerprint(self, chosen: str) -> str:
+        """Return a digest of the files, the seed, the number of documents, and the first and last
+        document.
+        """
+        ends = [json.dumps(self.read(index), default=str) for index in (0, len(self) - 1)]
+        return digest(
+            [
+                *((file.name, file.size_bytes) for file in self.files),
+                *(chosen, self._seed, len(self), *ends),
+            ]
+        )
 
 
 _DOCUMENTS = 8192

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxpipe.config.sections.source import COLUMNS, SourceConfig, is_template
+from maxpipe.config.sections.source import SourceConfig, has_columns, is_template
 from maxpipe.data.chat import REWRITTEN, TrainedMessage
 from maxpipe.data.chat_records import conversation_of, has_value
 from maxpipe.data.formats.record_text import (
@@ -102,7 +102,7 @@ def suggest_settings(unread: Collection[str], source: Source, config: SourceConf
 
 def columns_not_read(source: Source, config: SourceConfig) -> list[str]:
     """Return notes about text columns of the first records that no setting reads."""
-    if config.chat != "off" or config.source not in COLUMNS:
+    if config.chat != "off" or not has_columns(config.source):
         return []
     records = first_records(source)
     text = TextExtractor(config.text_field, config.template)

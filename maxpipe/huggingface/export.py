@@ -31,6 +31,7 @@ from maxpipe.checkpoint.reader import translate_storage_errors
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.storage import DamagedError, in_bucket
 from maxpipe.config.load import load
+from maxpipe.config.plugins import check_plugins, with_needed_plugins
 from maxpipe.config.schema import Config
 from maxpipe.data.chat_spec import ChatSpec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
@@ -105,17 +106,19 @@ def export(
     say: MessageCallback,
     shard_bytes: int = SHARD_BYTES,
     report: ProgressCallback = ignore_progress,
+    overrides: Sequence[str] = (),
 ) -> None:
     """Write config.json, the safetensors files, and the tokenizer files if they exist.
 
     `dtype` is a key of `TYPES`. If `dtype` is None, tensors have the dtypes of the imported
-    weights, or the stored dtype if the weights were not imported.
+    weights, or the stored dtype if the weights were not imported. `overrides` are settings of the
+    section `plugins`.
 
     Raises:
         ConfigError: no transformers class supports the model, or `out` already exists.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
-    chosen = _open_checkpoint(address)
+    chosen = _open_checkpoint(address, overrides)
     model = chosen.config.model
     table, said = table_for(model)
     both = map_tensors(describe(replace(model, adapter=None)), table)
@@ -140,15 +143,21 @@ def export(
     say(f"wrote {target}: {pluralize(len(names), 'file')} of weights in {most}")
 
 
-def export_adapters(address: Address, out: str, dtype: str | None, say: MessageCallback) -> None:
-    """Write only the adapters of a checkpoint, in PEFT format.
+def export_adapters(
+    address: Address,
+    out: str,
+    dtype: str | None,
+    say: MessageCallback,
+    overrides: Sequence[str] = (),
+) -> None:
+    """Write only the adapters of a checkpoint, in PEFT format. See `export`.
 
     Raises:
         ConfigError: the checkpoint has no adapters, PEFT does not support one of them, or `out`
             already exists.
         StorageError: the checkpoint is damaged, or `out` cannot be written.
     """
-    chosen = _open_checkpoint(address)
+    chosen = _open_checkpoint(address, overrides)
     if chosen.adapters is None:
         rule = "has no adapters, because its run trained all parameters of the model."
         raise address.error(rule, "Omit --adapter.")
@@ -187,7 +196,7 @@ def _loadable_base(adapters: CheckpointAdapters) -> str | None:
 _OUT = "command line: OUT"
 
 
-def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
+def _open_checkpoint(address: Address, overrides: Sequence[str]) -> _ExportedCheckpoint:
     folder = CheckpointFolder(os.path.join(address.home, CHECKPOINTS))
     if not folder.steps():
         open_run(address.run_dir, address.where, address.parent)  # raises an error
@@ -199,9 +208,12 @@ def _open_checkpoint(address: Address) -> _ExportedCheckpoint:
         address.check_average(facts.config.get("optim"))
         saved = {name: facts.config[name] for name in ("model", "tokenizer", "train")}
         # Objectives other than the default are valid only together with a data section.
-        saved["train"] = {**saved["train"], "objective": "pretrain"}
+        saved["train"] = {**saved["train"], "objective": "pretrain", "objective_options": {}}
         saved["adapter"] = facts.config.get("adapter", {})
-        config = load([], saved, address.address_at(step)).config
+        saved = with_needed_plugins(saved, facts.config)
+        loaded = load(overrides, saved, address.address_at(step))
+        check_plugins(facts.data, loaded, step)
+        config = loaded.config
         prefix = _EMA_PREFIX if address.average else _PARAMS
         has_any = config.adapter.rank > 0
         adapters = CheckpointAdapters.of(path, prefix, config, facts.data) if has_any else None

@@ -1,13 +1,15 @@
 """Registry of the model families, which are the possible values of `model.family`.
 
-To add a family, write its module and list it here.
+To add a family, write its module and list it here. Families from outside the package are added by
+`maxpipe.config.plugins`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Any
 
 from maxpipe.models import (
     deepseek,
@@ -29,15 +31,19 @@ from maxpipe.models.adapters import with_adapters
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family
 from maxpipe.models.param_names import freeze
-from maxpipe.models.spec import Ahead, LayersAhead, Model, Summary
+from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
         *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
 }
+
+PLUGIN_MODULES: dict[type[Part], Any] = {}
+"""Module class that implements each sublayer class from a plug-in. `maxpipe.nn.decoder` lists the
+module classes of all other sublayers."""
 
 
 def summaries() -> Iterator[tuple[str, Summary, list[str]]]:

@@ -24,7 +24,7 @@ from maxpipe.models import spec
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import attention, experts, gated_delta, latent_attention, mlp
 from maxpipe.models.param_names import unflatten
-from maxpipe.models.registry import describe
+from maxpipe.models.registry import PLUGIN_MODULES, describe
 from maxpipe.models.spec import Branch, LayerType, Model, Param, Part
 from maxpipe.nn.adapters import apply_adapters, complete_params
 from maxpipe.nn.attention_layer import Attention
@@ -46,7 +46,13 @@ _MODULES: Mapping[type, Any] = {
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
 }
-"""Module class that implements each sublayer class."""
+"""Module class that implements each sublayer class of this package."""
+
+
+def sublayer_module(part: Part) -> Any:
+    """Return the module class that computes a sublayer other than a norm."""
+    kind = type(part)
+    return _MODULES[kind] if kind in _MODULES else PLUGIN_MODULES[kind]
 
 
 def norm_module(part: Part) -> Any:
@@ -61,7 +67,7 @@ class Block(nnx.Module):
         for branch in layer_type.branches:
             for name, part in branch.parts.items():
                 inner = part is branch.part
-                module = _MODULES[type(part)](part, rules) if inner else norm_module(part)
+                module = sublayer_module(part)(part, rules) if inner else norm_module(part)
                 setattr(self, name, module)
         self.layer_type, self.rules = layer_type, rules
 
@@ -515,7 +521,7 @@ class Decoder:
     def _of_caching_part(self, layer_type: str, read: Callable[[Any, Part], Any]) -> Any:
         """Return `read(module, part)` for the sublayer that has a cache, or None."""
         parts = (branch.part for branch in self.model.layer_types[layer_type].branches)
-        values = (read(_MODULES[type(part)], part) for part in parts)
+        values = (read(sublayer_module(part), part) for part in parts)
         return next((value for value in values if value is not None), None)
 
     def empty_caches(self, rows: int, tokens: int, piece: int = 0) -> list[Any]:

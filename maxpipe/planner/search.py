@@ -563,8 +563,7 @@ def _schedules(stages: int) -> Iterator[tuple[str, int, int]]:
     for name, spec in SCHEDULES.items():
         if spec.dominated:
             continue
-        fixed = spec.repeats or spec.default_repeats
-        for repeats in (fixed,) if fixed else REPEATS:
+        for repeats in (spec.repeats,) if spec.repeats else REPEATS:
             if spec.uses_group and repeats == 1:
                 continue  # same schedule table as 1F1B
             yield name, repeats, 1

@@ -18,6 +18,7 @@ from maxpipe.checkpoint.manager import CheckpointManager, open_run, resolve_step
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, root_cause_text
 from maxpipe.config.check import DEFAULT, error_location
 from maxpipe.config.load import LoadedConfig, load, to_dict
+from maxpipe.config.plugins import check_plugins, with_needed_plugins
 from maxpipe.data.chat_spec import ChatSpec, apply_chat_spec, parse_chat_spec
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, suggest_tokenizer_action
 from maxpipe.errors import Code, ConfigError, Problem, StorageError
@@ -174,7 +175,7 @@ def _open_checkpoint(
             f"  {root_cause_text(error)}.\n"
             "  Try again when the storage is available.",
         ) from error
-    saved = saved_of(_without_teacher(facts.config))
+    saved = with_needed_plugins(saved_of(_without_teacher(facts.config)), facts.config)
     if isinstance(own := saved.get("runtime"), Mapping):
         saved["runtime"] = {key: own[key] for key in own if key not in _PROCESS_KEYS}
     name = address.address_at(step)
@@ -204,7 +205,12 @@ def _open_checkpoint(
         return replace_subtree(found["params"], averages) if "params" in found else averages
 
     fingerprint = facts.data.get("fingerprint", {})
-    return OpenedModel(name, load(inputs, saved, name), step, fingerprint, params, conversation)
+    loaded = load(inputs, saved, name)
+    for warning in check_plugins(facts.data, loaded, step):
+        loaded = replace(
+            loaded, warnings=(*loaded.warnings, Problem(Code.PLUG_CHANGED, name, "", warning, ""))
+        )
+    return OpenedModel(name, loaded, step, fingerprint, params, conversation)
 
 
 def _conversation(facts: CheckpointMetadata) -> ChatSpec | None:

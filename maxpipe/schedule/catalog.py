@@ -20,9 +20,9 @@ from maxpipe.schedule.verify import verify
 
 FILE_PREFIX = "file:"
 """Prefix of schedule names that refer to a CSV file, as in `file:PATH`."""
-ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "1f1b", "circular", "interleaved"
-"""Schedules suggested in messages and forecasts: plain 1F1B, and two schedules that support any
-number of repeats."""
+GPIPE, ONE_FORWARD_ONE_BACKWARD, CIRCULAR, INTERLEAVED = "gpipe", "1f1b", "circular", "interleaved"
+"""Schedules suggested in messages and forecasts: 1F1B, which has one repeat, and two schedules that
+support any number of repeats."""
 
 MAX_FORWARDS = 300_000
 """Maximum value of stages x repeats x microbatches. At this limit, placement needs about 30 s and 1
@@ -39,10 +39,6 @@ class ScheduleSpec:
     shape: Literal["loop", "v"] = "loop"
     repeats: int | None = None
     """Required number of repeats. If None, any number of repeats is allowed."""
-    default_repeats: int | None = None
-    """Number of repeats that the schedule's name implies. If the number of repeats differs, the
-    name is an alias of `interleaved`.
-    """
     split: bool = False
     """Whether backward passes are split into I and W, so that a slot can hold different types of
     work."""
@@ -69,7 +65,7 @@ def _zero_bubble_fraction(stages: int, repeats: int, microbatches: int) -> float
 
 
 SCHEDULES: dict[str, ScheduleSpec] = {
-    "gpipe": ScheduleSpec(
+    GPIPE: ScheduleSpec(
         orders.forward_then_backward,
         "all forwards, then all backwards; one repeat",
         repeats=1,
@@ -86,9 +82,9 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     ONE_FORWARD_ONE_BACKWARD: ScheduleSpec(
         orders.one_forward_one_backward,
-        "one forward, one backward; groups of P",
+        "one forward, one backward; one repeat",
         group="stages",
-        default_repeats=1,
+        repeats=1,
         idle=_bubble_fraction,
     ),
     INTERLEAVED: ScheduleSpec(
@@ -125,14 +121,14 @@ SCHEDULES: dict[str, ScheduleSpec] = {
     ),
     "v_half": ScheduleSpec(
         orders.v_half,
-        "split backward on a V, half the memory of 1F1B",
+        "split backward on a V, half the saved activations of published 1F1B",
         shape="v",
         repeats=2,
         split=True,
     ),
     "v_min": ScheduleSpec(
         orders.v_min,
-        "split backward on a V, a third of the memory",
+        "split backward on a V, a third of the saved activations of published 1F1B",
         shape="v",
         repeats=2,
         split=True,
@@ -226,7 +222,8 @@ def _check_sizes(
             "pipeline.repeats",
             repeats,
             repeats_rule(name, spec),
-            f"Set pipeline.repeats={spec.repeats}, or choose another pipeline.schedule.",
+            f"Set pipeline.repeats={spec.repeats}, or pipeline.schedule={INTERLEAVED}, which has "
+            "any number of repeats.",
         )
     if delayed and not spec.supports_delay:
         allowed = ", ".join(each for each, other in SCHEDULES.items() if other.supports_delay)

@@ -128,7 +128,8 @@ def zero_bubble_v(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run two chunks per stage in a V shape: half the memory of 1F1B, with about half its bubble.
+    """Run two chunks per stage in a V shape, with about half the saved activations and half the
+    bubble of the published 1F1B.
 
     Source: V-Half (arXiv:2405.15362).
     """
@@ -136,8 +137,8 @@ def v_half(ring: Ring, num_microbatches: int, group: int) -> Orders:
 
 
 def v_min(ring: Ring, num_microbatches: int, group: int) -> Orders:
-    """Run two chunks per stage in a V shape: a third of the memory of 1F1B, with two thirds of its
-    bubble.
+    """Run two chunks per stage in a V shape, with about a third of the saved activations and two
+    thirds of the bubble of the published 1F1B.
 
     Source: V-Min (arXiv:2405.15362).
     """

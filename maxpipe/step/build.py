@@ -22,15 +22,16 @@ from jax.sharding import Mesh, NamedSharding
 import maxpipe
 from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig, to_dict
+from maxpipe.config.plugins import plugin_digests
 from maxpipe.config.schema import Config, flatten, may_differ
 from maxpipe.config.sections.distill import runs_teacher
 from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.config.sections.pipeline import PipelineConfig, activations
-from maxpipe.config.sections.train import TrainConfig, total_steps
+from maxpipe.config.sections.train import OBJECTIVES, TrainConfig, total_steps
 from maxpipe.data.loader import Batch, Batches, Loader
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.io import redact
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import layer_costs
@@ -74,6 +75,24 @@ def objective_of(config: Config) -> Objective:
             return Distill(distill.direction, distill.temperature, distill.top_k, distill.weight)
         case "grpo":
             return policy_of(config.grpo)
+        case name:
+            return _plugin_objective(name, config.train)
+
+
+def _plugin_objective(name: str, train: TrainConfig) -> Objective:
+    objective = OBJECTIVES[name](**train.objective_options)
+    if not isinstance(objective, Objective):
+        rule = f"must be an Objective (maxpipe.pipeline.objective), not {type(objective).__name__}."
+        raise _objective_error(name, rule, "Return an Objective from the registered function.")
+    if objective.segments_per_loss or objective.batch_arrays:
+        rule = "must be computed per token from standard batch arrays: a plug-in cannot add arrays "
+        rule += "to the batch."
+        raise _objective_error(name, rule, "Leave segments_per_loss and batch_arrays out.")
+    return objective
+
+
+def _objective_error(name: str, rule: str, action: str) -> ConfigError:
+    return ConfigError.one(Code.PLUG_FAILED, "train.objective", name, rule, action)
 
 
 def policy_of(grpo_config: GrpoConfig) -> Policy:
@@ -267,4 +286,6 @@ def shared_metadata(config: Config) -> dict[str, str]:
     for key, value in flatten(to_dict(redact.redact_value(config))).items():
         if not may_differ(key):
             facts[key] = json.dumps(value)
+    for name, digest in plugin_digests(config.plugins.modules).items():
+        facts[f"plug-in {name}"] = digest
     return facts

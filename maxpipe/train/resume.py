@@ -26,6 +26,7 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.config.check import error_location
 from maxpipe.config.load import LoadedConfig, to_dict
+from maxpipe.config.plugins import check_plugins
 from maxpipe.config.rules import format_value
 from maxpipe.config.schema import Config, flatten, legacy_value_of, may_differ
 from maxpipe.config.sections.source import paths_of
@@ -90,6 +91,7 @@ class Position(TypedDict):
     teacher: NotRequired[TeacherEntry]
     reference: NotRequired[str]
     patience: NotRequired[EarlyStoppingState | None]
+    plugins: NotRequired[dict[str, str]]
 
 
 class RunStart(NamedTuple):
@@ -148,6 +150,8 @@ def restore_or_init(
         _check_frozen(frozen, loaded, facts.step, own=own)
         _check_optimizer(facts, loaded, own=own)
         _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
+        for warning in check_plugins(facts.data, loaded, facts.step):
+            console.warn(warning)
         if not own:
             _check_objective(facts, loaded)
         if own and facts.step == total_steps(config.train):

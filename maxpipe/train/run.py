@@ -12,7 +12,8 @@ import jax
 from maxpipe.checkpoint.folder import BASE, AdapterBase
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.config.load import to_dict
-from maxpipe.config.schema import Config
+from maxpipe.config.plugins import PLUGINS, plugin_digests
+from maxpipe.config.schema import Config, without_permissions
 from maxpipe.config.sections.train import total_steps
 from maxpipe.data.chat_spec import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
@@ -144,6 +145,8 @@ class Run:
             self.compare_replicas(step)
         data = self.datasets.train.state(step + self.bad_step_monitor.offset)
         data["guard"] = self.state.guard.to_json() | self.bad_step_monitor.state_dict()
+        if digests := plugin_digests(self.config.plugins.modules):
+            data[PLUGINS] = digests
         data |= self.post_training.teacher_source.state_dict
         if self.post_training.reference is not None:
             data["reference"] = self.post_training.reference.digest
@@ -156,7 +159,7 @@ class Run:
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
-            to_dict(redact.redact_value(self.config)),
+            to_dict(redact.redact_value(without_permissions(self.config))),
             data,
             metrics if evaluated_step == step else {},
             last=last,

@@ -36,9 +36,10 @@ from maxpipe.config.config_files import (
     SAMPLES_FILE,
 )
 from maxpipe.config.load import LoadedConfig, to_yaml
-from maxpipe.config.schema import Config
+from maxpipe.config.plugins import PLUGINS, plugin_digests
+from maxpipe.config.schema import Config, without_permissions
 from maxpipe.config.sections.data import named_sources
-from maxpipe.config.sections.source import FILES, paths_of
+from maxpipe.config.sections.source import FILES, SOURCES, paths_of
 from maxpipe.distributed import protocol, runtime
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import Phases
@@ -72,7 +73,7 @@ def missing_files(loaded: LoadedConfig) -> list[Problem]:
     if config.tokenizer.kind != "bytes" and not in_folder:
         problems += _problem(_TOKENIZER, config.tokenizer.path, origins)
     for section, source in named_sources(config):
-        if source.source in (*FILES, *_PREPARED):
+        if source.source in (*FILES, *_PREPARED, *SOURCES):
             key = f"{section}.path" if source.path else f"{section}.paths"
             for path in paths_of(source):
                 problems += _problem(key, path, origins)
@@ -225,7 +226,7 @@ class Session:
             lock.check()
         path = self.run_dir / CONFIG_FILE
         try:
-            files.write(path, to_yaml(redact.redact_value(self.config)))
+            files.write(path, to_yaml(redact.redact_value(without_permissions(self.config))))
         except OSError as error:
             raise StorageError.unwritable(path, error) from error
 
@@ -255,7 +256,7 @@ def open_session(loaded: LoadedConfig) -> Iterator[Session]:
         files.check_regular_files(run_dir, WRITTEN_FILES)
         locks = _lock_folders(config, stack, console) if channel.index == 0 else []
         events = EventLog(run_dir, channel.index, phases.begun, _ownership_check(locks))
-        _record_attempt(events, channel, phases, stack)
+        _record_attempt(config, events, channel, phases, stack)
         yield Session(loaded, console, channel, phases, events, locks, stack)
 
 
@@ -280,15 +281,21 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
 
 
 def _record_attempt(
-    events: EventLog, channel: ControlChannel, phases: Phases, stack: contextlib.ExitStack
+    config: Config,
+    events: EventLog,
+    channel: ControlChannel,
+    phases: Phases,
+    stack: contextlib.ExitStack,
 ) -> None:
     """Record in the run's events the start of this attempt and, if it fails, the failure."""
+    digests = plugin_digests(config.plugins.modules)
     events.write(
         "begin",
         host=platform.node(),
         pid=os.getpid(),
         processes=channel.count,
         version=maxpipe.__version__,
+        **({PLUGINS: digests} if digests else {}),
     )
 
     def record_failure(error_type: Any, error: BaseException | None, trace: Any) -> None:

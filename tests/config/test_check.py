@@ -134,6 +134,11 @@ BROKEN: list[tuple[str, str, str]] = [
     ("mesh.ici_tensor=4 model.d_mlp=6", "model.d_mlp", "tensor size (4)"),
     ("pipeline.schedule=gpipe pipeline.repeats=2", "pipeline.repeats", "one chunk per stage"),
     ("eval.batch_size=3 mesh.ici_data=2", "eval.batch_size", "data (2) x fsdp (1) = 2"),
+    (
+        "pipeline.schedule=1f1b pipeline.repeats=2",
+        "pipeline.repeats",
+        "one chunk per stage",
+    ),
     ("pipeline.schedule=zb_v", "pipeline.repeats", "whose chunks form a V"),
     ("pipeline.schedule=1fb1", "pipeline.schedule", "must be one of gpipe, circular, 1f1b"),
     ("pipeline.delayed_forwarding=true", "pipeline.delayed_forwarding", "gpipe, circular and file"),
@@ -311,7 +316,8 @@ def test_every_number_has_a_range():
     numbers = (int, float, dict[str, float])
     ours = {key for key, hint in (KEYS | ITEM_KEYS).items() if without_none(hint) in numbers}
     sizes = {f"mesh.{link}_{axis}" for link in ("ici", "dcn") for axis in axes.MESH_AXES}
-    assert ours - sizes == set(BOUNDS)
+    of_plugins = {"train.objective_options"}  # a plug-in checks its own numbers
+    assert ours - sizes - of_plugins == set(BOUNDS)
 
 
 @pytest.mark.parametrize(

@@ -56,3 +56,16 @@ def test_former_value_in_saved_config_loads_without_warning(
     assert loaded.config == config and not loaded.warnings
     assert flatten(upgrade_config(saved)) == flatten(now)
     assert upgrade_setting(key, current) == (key, current)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "schedule"),
+    [
+        ({"schedule": "1f1b", "repeats": 2}, "interleaved"),
+        ({"schedule": "1f1b", "repeats": 1}, "1f1b"),
+        ({"schedule": "1f1b"}, "1f1b"),
+        ({"schedule": "zb_v", "repeats": 2}, "zb_v"),
+    ],
+)
+def test_saved_1f1b_with_repeats_is_interleaved(pipeline: dict[str, Any], schedule: str) -> None:
+    assert upgrade_config({"pipeline": pipeline})["pipeline"]["schedule"] == schedule

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import jax
@@ -81,13 +82,16 @@ def test_adapters_page_commands_run(tmp_path: Path) -> None:
     """The commands in docs/tutorials/adapters.md train an adapter that lowers its base's loss."""
     outputs = run_page(DOCS / "tutorials" / "adapters.md", tmp_path, FAST_COMPILE)
     found = losses(tmp_path / "runs" / "hills")
-    assert found[300] < found[10] - 0.5
-    assert "with the weights of base@newest, step 300" in outputs[1]
+    assert found[100] < found[10] - 1.0
+    assert "with the weights of base@newest, step 100" in outputs[1]
+    generated = re.findall(r"^(?:sea|hills) .*$", outputs[2], re.MULTILINE)
+    assert generated[0].startswith("sea was cold and grey when we sailed out")
+    assert generated[1].startswith("hills are green and warm as we climb")
     assert {each.name for each in (tmp_path / "alone").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
     size = lambda run: sum(  # noqa: E731
-        each.stat().st_size for each in (tmp_path / "runs" / run / "checkpoints" / "300").rglob("*")
+        each.stat().st_size for each in (tmp_path / "runs" / run / "checkpoints" / "100").rglob("*")
     )
     assert size("hills") < size("base")

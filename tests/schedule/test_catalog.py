@@ -146,6 +146,7 @@ ILLEGAL: list[tuple[str, dict[str, Any], str]] = [
     ("1f1b", {"repeats": 0}, "pipeline.repeats"),
     ("1f1b", {"microbatches": 0}, "pipeline.microbatches"),
     ("gpipe", {"repeats": 2}, "pipeline.repeats"),
+    ("1f1b", {"repeats": 2}, "pipeline.repeats"),
     ("zb_h1", {"repeats": 2}, "pipeline.repeats"),
     ("zb_v", {"repeats": 3}, "pipeline.repeats"),
     ("dualpipe_v", {"repeats": 1}, "pipeline.repeats"),

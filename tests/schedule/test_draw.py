@@ -118,7 +118,7 @@ def test_mark_draws_one_block_with_bracketed_cell(tick: int, kind: str) -> None:
 
 
 def test_timeline_uses_numbers_after_26_repeats() -> None:
-    drawing = draw.draw_timeline(make_schedule("1f1b", stages=1, repeats=28, microbatches=1))
+    drawing = draw.draw_timeline(make_schedule("interleaved", stages=1, repeats=28, microbatches=1))
     row = cells(drawing)["stage  0 F"]
     assert row[0] == "0a" and row[25:28] == ["0z", "0/26", "0/27"]
 
@@ -133,7 +133,7 @@ def test_comparison_table_has_line_for_each_schedule(golden: Golden) -> None:
     rows = {line.split()[0]: line.split() for line in table.splitlines()[3 : 3 + len(schedules)]}
     assert list(rows) == list(SCHEDULES)
     # With 3 chunks per stage, 15 saved chunks are 5 times the layers of a stage.
-    assert rows["1f1b"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "2", "48"]
+    assert rows["interleaved"][1:-1] == ["3", "38", "11.1%", "11.1%", "15", "0", "5", "2", "48"]
     assert "at 1:1:1.5" in table
     assert "at 1:1:1.5" not in draw.comparison_table(schedules, Costs())
 

@@ -117,10 +117,10 @@ def test_svg_edge_cases(tmp_path: Path) -> None:
     only = make_forward_schedule(Ring(3, 2), 5)
     assert "polygon" not in pictures.svg(only) and "saved" in pictures.svg(only)
     assert '"ph": "C"' not in pictures.perfetto_trace(only)
-    many = pictures.svg(make_schedule("1f1b", stages=1, repeats=12, microbatches=1))
+    many = pictures.svg(make_schedule("interleaved", stages=1, repeats=12, microbatches=1))
     assert "repeat 7, and so on" in many and "repeat 8<" not in many
     # The size is bounded for any number of ticks; indices that do not fit are omitted.
-    long = make_schedule("1f1b", stages=1, repeats=2, microbatches=1000)
+    long = make_schedule("interleaved", stages=1, repeats=2, microbatches=1000)
     for costs in (Costs(), Costs(1.0, 1.0, 1000.0)):
         picture = ElementTree.fromstring(pictures.svg(long, costs))
         assert float(picture.attrib["width"]) <= 850

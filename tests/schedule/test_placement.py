@@ -61,14 +61,14 @@ def test_interleaved_sizes_match_closed_forms(stages: int, repeats: int, group: 
 
 
 @pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (3, 2), (4, 3), (8, 2)])
-def test_1f1b_and_breadth_first_have_extreme_group_sizes(stages: int, repeats: int) -> None:
+def test_default_group_and_breadth_first_are_extreme_group_sizes(stages: int, repeats: int) -> None:
     for num_groups in (1, 2, 4):
         sizes: dict[str, Any] = {
             "stages": stages,
             "repeats": repeats,
             "microbatches": stages * num_groups,
         }
-        check_closed_forms(make_schedule("1f1b", **sizes), stages)
+        check_closed_forms(make_schedule("interleaved", **sizes), stages)
         check_closed_forms(make_schedule("breadth_first", **sizes), stages * num_groups)
 
 
@@ -94,8 +94,13 @@ def test_interleaved_action_ticks_match_closed_form(stages: int, repeats: int, g
             assert forward[last] == backward[last], "the loss gradient is used in its own tick"
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved"])
-@pytest.mark.parametrize(("stages", "repeats"), [(1, 1), (2, 1), (4, 1), (2, 3), (4, 2), (8, 3)])
+@pytest.mark.parametrize(
+    ("name", "stages", "repeats"),
+    [
+        *(("1f1b", stages, 1) for stages in (1, 2, 4)),
+        *(("interleaved", *sizes) for sizes in ((1, 1), (2, 1), (4, 1), (2, 3), (4, 2), (8, 3))),
+    ],
+)
 def test_memory_does_not_depend_on_microbatch_count(name: str, stages: int, repeats: int) -> None:
     sizes = {
         (schedule.num_stash, schedule.num_inbox)
@@ -316,7 +321,7 @@ def test_prologue_round_spans_first_to_last_microbatch(name: str) -> None:
 def test_prologue_rounds_in_flight(stages: int, repeats: int) -> None:
     sizes: dict[str, Any] = {"stages": stages, "repeats": repeats}
     for rounds in (4, 8):
-        outside = make_schedule("1f1b", microbatches=rounds * stages, **sizes).prologue
+        outside = make_schedule("interleaved", microbatches=rounds * stages, **sizes).prologue
         # A round is in the ring for (2R+1)*P - 2 ticks, and a new round starts every P*R ticks.
         away = (2 * repeats + 1) * stages - 2
         assert outside.num_slots == -(-away // (stages * repeats)) <= 3

@@ -15,7 +15,6 @@ import pytest
 
 from maxpipe.checkpoint.folder import CheckpointFolder
 from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER
-from maxpipe.config import load as load_module
 from maxpipe.config import schema
 from maxpipe.config.load import load, to_dict
 from maxpipe.errors import ConfigError
@@ -177,13 +176,11 @@ class _Wider(LlamaConfig):
 @pytest.fixture
 def two_more_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two new keys in the Llama section; the legacy value of one differs from its default."""
-    load_module._unset.cache_clear()
     for sections in (schema.SECTIONS, schema.ALL_SECTIONS):
         monkeypatch.setitem(sections, "model.llama", _Wider)
     monkeypatch.setitem(schema.KEYS, "model.llama.new", int)
     monkeypatch.setitem(schema.KEYS, "model.llama.changed", float)
     yield
-    load_module._unset.cache_clear()
 
 
 @pytest.mark.usefixtures("two_more_keys")

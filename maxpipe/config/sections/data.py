@@ -22,6 +22,7 @@ from maxpipe.config.sections.source import (
     FILES,
     ONE_PATH,
     SourceConfig,
+    has_columns,
     is_template,
     paths_of,
     split_template,
@@ -244,7 +245,7 @@ def _template(section: str, source: SourceConfig) -> Iterator[RuleViolation]:
     key = f"{section}.template"
     if not source.template:
         return
-    if source.source not in COLUMNS:
+    if not has_columns(source.source):
         yield RuleViolation(
             Code.CFG_IGNORED,
             key,

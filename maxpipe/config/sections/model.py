@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from maxpipe.config.rules import (
-    BOUNDS,
     DROPS_EVERYTHING,
     MAX_FINDINGS,
     MAX_INT32,
@@ -25,6 +24,7 @@ from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.formatting import format_divisors, round_up
 from maxpipe.models.config import LARGEST, SMALLEST, Bound, ModelConfig
+from maxpipe.models.family import Family
 from maxpipe.models.layers.attention import Attention
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.layers.gated_delta import GatedDelta
@@ -75,11 +75,6 @@ add_ranges(
     ),
     Bound("model.norm_epsilon", 1e-5, SMALLEST, LARGEST, "0 would allow a division by 0"),
     Bound("model.dropout", 0.1, 0, 1, DROPS_EVERYTHING, high_is_inside=False),
-    *(
-        bound._replace(key=f"model.{family.name}.{bound.key}")
-        for family in FAMILIES.values()
-        for bound in family.bounds
-    ),
 )
 
 
@@ -160,7 +155,8 @@ def _attention_backend_supports_model(config: Config) -> Iterator[RuleViolation]
     mixing = [part for part in parts if isinstance(part, Attention | LatentAttention)]
     options = {option for part in mixing for option in part.unsupported}
     for option in sorted(options):
-        key = f"{section}.{option}" if f"{section}.{option}" in MODEL_KEYS else FAMILY
+        own = {field.name for field in fields(FAMILIES[config.model.family].section)}
+        key = f"{section}.{option}" if option in own else FAMILY
         yield RuleViolation(
             Code.MODEL_ATTENTION,
             "model.attention",
@@ -313,9 +309,17 @@ _add_divisibility_rule("head_dim", "model.head_dim")
 _add_divisibility_rule("mlp", "model.d_mlp")
 
 
-for _bound in BOUNDS.values():
-    if _bound.axis:
-        _add_divisibility_rule(_bound.axis, _bound.key)
+def add_family_rules(family: Family) -> None:
+    """Add the value ranges of a family's keys, and the rules for keys that the mesh shards."""
+    for bound in family.bounds:
+        bound = bound._replace(key=f"{family_section(family.name)}.{bound.key}")
+        add_ranges(bound)
+        if bound.axis:
+            _add_divisibility_rule(bound.axis, bound.key)
+
+
+for _family in FAMILIES.values():
+    add_family_rules(_family)
 
 
 _KEY = "model.frozen"

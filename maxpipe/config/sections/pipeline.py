@@ -39,8 +39,8 @@ class PipelineConfig:
     schedule: str = "interleaved"
     """Pipeline schedule. The command `maxpipe schedule` draws a schedule. Schedules with unsplit
     backward passes are `gpipe`, `circular`, `breadth_first`, `1f1b` and `interleaved`. The memory
-    use of `1f1b` and `interleaved` does not depend on the number of microbatches. If
-    `pipeline.repeats` is 2 or more, `1f1b` and `interleaved` are the same schedule. Schedules with
+    use of `1f1b` and `interleaved` does not depend on the number of microbatches. `gpipe` and
+    `1f1b` have one repeat, and `interleaved` is 1F1B with any number of repeats. Schedules with
     split backward passes are `zb_h1` and `zb_h2`, and, with two repeats in a V-shaped placement,
     `zb_v`, `v_half`, `v_min` and `dualpipe_v`. Schedules with split backward passes are efficient
     only with little recomputation: set `pipeline.remat` to `names` or `none`. `file:PATH` runs the
@@ -148,11 +148,11 @@ def _schedule_is_known(config: Config) -> Iterator[RuleViolation]:
 
 @rule("pipeline.repeats", "pipeline.schedule")
 def _repeats_fit_the_schedule(config: Config) -> Iterator[RuleViolation]:
-    from maxpipe.schedule.catalog import CIRCULAR, INTERLEAVED, SCHEDULES, repeats_rule
+    from maxpipe.schedule.catalog import CIRCULAR, GPIPE, INTERLEAVED, SCHEDULES, repeats_rule
 
     spec = SCHEDULES.get(config.pipeline.schedule)
     if spec and spec.repeats and spec.repeats != config.pipeline.repeats:
-        free = CIRCULAR if spec.repeats == 1 else INTERLEAVED
+        free = CIRCULAR if config.pipeline.schedule == GPIPE else INTERLEAVED
         yield RuleViolation(
             Code.SCHED_SIZES,
             "pipeline.repeats",

@@ -6,11 +6,29 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from maxpipe.io.typed_json import legacy_value, renamed_from
+
+SourceName = Literal[
+    "corpus",
+    "text",
+    "jsonl",
+    "parquet",
+    "arrayrecord",
+    "huggingface",
+    "tfds",
+    "tokens",
+    "megatron",
+    "synthetic",
+]
+"""Data sources of this package."""
+
+SOURCES: dict[str, Callable[[list[str], int], Sequence[Any]]] = {}
+"""Data sources from plug-ins, keyed by name: functions of the files of a source and `run.seed` that
+return the documents."""
 
 Packing = Literal["auto", "concatenate", "first_fit", "best_fit", "pad"]
 
@@ -19,25 +37,14 @@ Packing = Literal["auto", "concatenate", "first_fit", "best_fit", "pad"]
 class SourceConfig:
     """Document source, and how its records are converted to text."""
 
-    source: Literal[
-        "corpus",
-        "text",
-        "jsonl",
-        "parquet",
-        "arrayrecord",
-        "huggingface",
-        "tfds",
-        "tokens",
-        "megatron",
-        "synthetic",
-    ] = "corpus"
+    source: str = "corpus"
     """Format of the documents. `corpus`: the source files of Python's standard library, which
     require no download. `text`: text files, one document per file. `jsonl`: one JSON object per
     line, optionally compressed. `parquet`: one document per row. `arrayrecord`: ArrayRecord files
     with UTF-8 or JSON records. `huggingface`: a Hugging Face dataset saved with `save_to_disk`.
     `tfds`: a TensorFlow dataset, prepared as ArrayRecord files. `tokens`: a folder written by
     `maxpipe data prepare`. `megatron`: pairs of `.bin` and `.idx` files with token ids.
-    `synthetic`: random tokens."""
+    `synthetic`: random tokens. Plug-ins add further sources; see the section `plugins`."""
     path: str = ""
     """File, folder or glob pattern, local or in `gs://BUCKET/...`; for `tfds`, the name of a
     dataset, e.g. `c4/en:3.1.0`. `huggingface` requires a folder."""
@@ -154,6 +161,11 @@ class SourceConfig:
 
 COLUMNS = ("jsonl", "parquet", "arrayrecord", "tfds", "huggingface")
 """Values of `data.source` for which records can have columns."""
+
+
+def has_columns(source: str) -> bool:
+    """Return True if records of this `data.source` can have columns."""
+    return source in COLUMNS or source in SOURCES
 
 
 FILES = ("text", "jsonl", "parquet", "arrayrecord", "huggingface")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -24,6 +25,13 @@ from maxpipe.models.config import Bound
 
 if TYPE_CHECKING:
     from maxpipe.config.schema import Config
+
+ObjectiveName = Literal["pretrain", "sft", "preference", "distill", "grpo"]
+"""Objectives of this package."""
+
+OBJECTIVES: dict[str, Callable[..., Any]] = {}
+"""Objectives from plug-ins, keyed by name: functions of `train.objective_options` that return an
+`Objective`."""
 
 MAX_STEPS = 10**11
 """Maximum number of steps in a run, chosen so that sequence indices fit in 63 bits."""
@@ -45,14 +53,18 @@ class BatchRampStageConfig:
 class TrainConfig:
     """Training objective, run length and batch shape."""
 
-    objective: Literal["pretrain", "sft", "preference", "distill", "grpo"] = "pretrain"
+    objective: str = "pretrain"
     """Training objective. `pretrain`: next-token cross-entropy on documents. `sft`: supervised
     fine-tuning, which applies the cross-entropy only to the assistant's tokens in conversations.
     `sft` requires documents with a loss mask; see `data.chat`. `pretrain` and `sft` average the
     loss over all tokens of a batch that contribute to the loss. `preference`: preference
     optimization on pairs of responses; see `preference.loss`. `distill`: the next-token loss plus a
     divergence from a teacher; see the section `distill`. `grpo`: reinforcement learning on sampled
-    completions that a reward function scores; see the section `grpo`."""
+    completions that a reward function scores; see the section `grpo`. Plug-ins add further
+    objectives; see the section `plugins`."""
+    objective_options: dict[str, float] = field(default_factory=dict, hash=False)
+    """Settings of an objective from a plug-in, keyed by name, such as `{gamma: 2}`. The plug-in
+    defines the names and the defaults."""
     steps: int = 0
     """Number of optimizer steps. If 0, `train.tokens` determines the length of the run."""
     tokens: int = 0
@@ -95,6 +107,23 @@ add_ranges(
     Bound("train.batch_ramp[].steps", 10, 1, MAX_STEPS),
     Bound("train.batch_ramp[].tokens", 1000000, 1, 10**18),
 )
+
+
+@rule("train.objective", "train.objective_options")
+def _objective_accepts_options(config: Config) -> Iterator[RuleViolation]:
+    key, options = "train.objective_options", config.train.objective_options
+    make = OBJECTIVES.get(name := config.train.objective)
+    known = list(inspect.signature(make).parameters) if make else []
+    if wrong := [each for each in options if each not in known]:
+        accepted = f"accepts {', '.join(known)}" if known else "has no options"
+        yield RuleViolation(
+            Code.CFG_IGNORED,
+            key,
+            f"contains {wrong[0]}, but train.objective={name} {accepted}.",
+            f"Set {key}={{}}." if len(wrong) == len(options) else f"Leave {wrong[0]} out.",
+        )
+
+
 add_item_rules("train.batch_ramp", "[{batch_size: 4, steps: 10}]", one_of=("steps", "tokens"))
 
 

@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from maxpipe.config.sections.source import SourceConfig
+from maxpipe.config.sections.source import SOURCES, SourceConfig
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.data.chat import (
     empty_documents_error,
@@ -149,6 +149,10 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
         rule = "must be off, messages or prompt: preference pairs cannot be prepared."
         action = "Train from the records with train.objective=preference data.chat=pairs."
         raise ConfigError.one(Code.CFG_CONFLICT, "data.chat", "pairs", rule, action)
+    if plan.data.source in SOURCES:
+        rule = "must not come from a plug-in: other processes, which do not load it, read the data."
+        action = "Train from the source directly, or write its documents to a JSON Lines file."
+        raise ConfigError.one(Code.CFG_CONFLICT, "data.source", plan.data.source, rule, action)
     with convert_signals(plan.folder):
         report("opening the documents", 0, 0, "")
         source = open_source(
