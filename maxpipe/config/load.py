@@ -79,6 +79,8 @@ _MOST_IN_CONTEXT = 2000
 """Maximum number of unknown keys whose values are considered when other keys are translated. The
 longest known config of another trainer contains 700 keys."""
 _MAX_PROBLEMS = 100
+DICT = "dict"
+"""Origin of the values that come from a dict in place of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class LoadedConfig:
 
 
 def load(
-    args: Sequence[str],
+    args: Sequence[str | Mapping[str, Any]],
     saved: Mapping[str, Any] | None = None,
     origin: str = "",
     *,
@@ -108,7 +110,7 @@ def load(
 
     Files are merged from left to right onto `saved`, a dict returned by `to_dict` that error
     messages refer to as `origin`. Overrides apply after all files, regardless of their position. A
-    file may be given as the name of a bundled config. If `to_train` is set, the config must also
+    file may be given as the name of a bundled config, or as a dict with the content of a file. If `to_train` is set, the config must also
     pass the checks that apply only to training.
 
     Raises:
@@ -129,7 +131,7 @@ def load(
 
 
 def _load_translated(
-    args: Sequence[str],
+    args: Sequence[str | Mapping[str, Any]],
     saved: Mapping[str, Any] | None,
     origin: str,
     translated: Mapping[str, foreign_files.TranslationReport],
@@ -141,10 +143,18 @@ def _load_translated(
     """
     problems: list[Problem] = []
     assignments = list(from_values(saved or {}, origin))
-    overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
+    texts_given = [arg for arg in args if isinstance(arg, str)]
+    overrides = [arg for arg in texts_given if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
-    located = [_locate_or_report(arg, problems) for arg in files]
-    read = [file and _read(file, translated, problems) for file in located]
+    sources = [
+        _locate_or_report(arg, problems) if isinstance(arg, str) else list(from_values(arg, DICT))
+        for arg in files
+    ]
+    located = [source for source in sources if not isinstance(source, list)]
+    read = [
+        source if isinstance(source, list) else source and _read(source, translated, problems)
+        for source in sources
+    ]
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
     model = resolve_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
