@@ -143,8 +143,8 @@ def _load_translated(
     """
     problems: list[Problem] = []
     assignments = list(from_values(saved or {}, origin))
-    texts_given = [arg for arg in args if isinstance(arg, str)]
-    overrides = [arg for arg in texts_given if is_override(arg) or arg.startswith("-")]
+    arguments = [arg for arg in args if isinstance(arg, str)]
+    overrides = [arg for arg in arguments if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
     sources = [
         _locate_or_report(arg, problems) if isinstance(arg, str) else list(from_values(arg, DICT))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -283,11 +284,8 @@ def detect_interrupt() -> Iterator[Callable[[], bool]]:
         asked = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
+    with _interrupt_handler(interrupt):
         yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -305,8 +303,20 @@ def defer_interrupt() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
+    with _interrupt_handler(interrupt):
         yield lambda: asked
+
+
+@contextlib.contextmanager
+def _interrupt_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle Ctrl-C with `handler` inside the context. Python allows this only in the main thread;
+    other threads do not receive Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
