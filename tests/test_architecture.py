@@ -41,6 +41,7 @@ LAYERS = {
     "launch": "launchers for local processes and clusters",
     "diagnosis": "`maxpipe doctor` and `maxpipe env`",
     "train": "the training loop",
+    "api": "the functions and classes of `import maxpipe`",
     "commands": "all commands except `maxpipe train`",
     "cli": "the command-line parser, and `maxpipe train`",
     "__main__": "`python -m maxpipe`",
@@ -90,6 +91,9 @@ JAX_FREE = (
     "maxpipe.commands.plan",
     "maxpipe.planner.topology",
     "maxpipe.launch",
+    "maxpipe.api.config",
+    "maxpipe.api.plan",
+    "maxpipe.api.schedule",
     "maxpipe.commands",
     "maxpipe.cli",
 )
@@ -117,6 +121,7 @@ ROOT_CONFIG = (
     "maxpipe.planner",
     "maxpipe.launch",
     "maxpipe.diagnosis.doctor",
+    "maxpipe.api",
     "maxpipe.commands",
     "maxpipe.cli",
 )

@@ -110,8 +110,8 @@ def load(
 
     Files are merged from left to right onto `saved`, a dict returned by `to_dict` that error
     messages refer to as `origin`. Overrides apply after all files, regardless of their position. A
-    file may be given as the name of a bundled config, or as a dict with the content of a file. If `to_train` is set, the config must also
-    pass the checks that apply only to training.
+    file may be given as the name of a bundled config, or as a dict with the content of a file. If
+    `to_train` is set, the config must also pass the checks that apply only to training.
 
     Raises:
         ConfigError: lists all errors in the files, overrides and values. For another trainer's

@@ -47,13 +47,16 @@ _PLATFORMS = {"gpu": "cuda"}
 """Values of `runtime.platform`, keyed by the name of a jax backend, if the two differ."""
 
 
-def start(config: RuntimeConfig, cpu_devices: int) -> None:
+def start(config: RuntimeConfig, cpu_devices: int, *, keep_devices: bool = False) -> None:
     """Select the platform and open the compilation cache of a single-process command.
 
+    With `keep_devices`, `cpu_devices` has no effect if jax already counted its devices.
+
     Raises:
-        ConfigError: the selected platform has no devices on this machine.
+        ConfigError: the selected platform has no devices on this machine, or jax already runs on
+            other devices in this process.
     """
-    _prepare(config, cpu_devices)
+    _prepare(config, cpu_devices, keep_devices=keep_devices)
     _find_devices(config)
     _use_devices(config)
 
@@ -111,7 +114,7 @@ def join_processes(
             yield channel
 
 
-def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
+def _prepare(config: RuntimeConfig, cpu_devices: int, *, keep_devices: bool = False) -> None:
     # Suppress warnings from XLA's C++ code, which are intended for XLA developers.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _remove_log_printers()
@@ -120,7 +123,8 @@ def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
     try:
         jax.config.update("jax_num_cpu_devices", cpu_devices)
     except RuntimeError as error:  # jax has already counted its devices
-        if (present := len(jax.devices("cpu"))) != cpu_devices:
+        present = len(jax.devices("cpu"))
+        if present != cpu_devices and not keep_devices:
             raise _initialized_error("mesh.cpu_devices", cpu_devices, present) from error
 
 

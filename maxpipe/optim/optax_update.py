@@ -30,6 +30,8 @@ from maxpipe.parallel.sharding import auto_sharded
 
 Tree = Any
 _WHERE = "optimizer"
+OPTAX = "optax"
+"""Key of the names of the state arrays in the data section of a checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,9 @@ class OptaxOptimizer(Optimizer):
 
     def init(self, params: Tree) -> OptState:
         """Return the state of a new run."""
-        run = auto_sharded(lambda params: self._stored(self.transformation.init(params)), self.specs)
+        run = auto_sharded(
+            lambda params: self._stored(self.transformation.init(params)), self.specs
+        )
         return OptState(jnp.zeros((), jnp.int32), run(params))
 
     def bound_update(

@@ -129,7 +129,7 @@ def is_overridden(loaded: LoadedConfig, name: str, *prefixes: str) -> bool:
 
 def open_address_or_folder(
     named: Address | Path,
-    inputs: Sequence[str],
+    inputs: Sequence[str | Mapping[str, Any]],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
     """Open a checkpoint or a Hugging Face folder without using a device.
@@ -148,7 +148,7 @@ def open_address_or_folder(
 
 def _open_checkpoint(
     address: Address,
-    inputs: Sequence[str],
+    inputs: Sequence[str | Mapping[str, Any]],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
     home = address.home
@@ -231,7 +231,7 @@ def _without_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _open_folder(
     folder: Path,
-    inputs: Sequence[str],
+    inputs: Sequence[str | Mapping[str, Any]],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
     """Open a Hugging Face folder, which provides a model, a tokenizer and a sequence length."""
