@@ -23,7 +23,8 @@ SavedModel = str | os.PathLike[str] | Checkpoint
 @overload
 def evaluate(
     model: Trainer, state: TrainState, *, batches: Iterable[Batch] | None = None
-) -> dict[str, float]: ...
+) -> dict[str, float]:
+    """Evaluate the state of an own loop."""
 
 
 @overload
@@ -35,7 +36,8 @@ def evaluate(
     split: str | None = None,
     average: bool = False,
     on_status: Callable[[str], None] | None = None,
-) -> EvalReport | None: ...
+) -> EvalReport | None:
+    """Evaluate a saved model."""
 
 
 def evaluate(
