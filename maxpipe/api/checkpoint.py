@@ -51,7 +51,7 @@ RunLocation = str | os.PathLike[str] | Trainer
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of a run. Reading its description uses no jax device."""
+    """Checkpoint of a run. Reading its description uses no jax device."""
 
     address: str
     """Address in the form RUN@STEP, which commands, `evaluate` and `generate` accept."""

@@ -260,7 +260,7 @@ def generate(
         chat: whether to format prompts with the chat template.
         overrides: configs and overrides that change the config of a saved model.
         average: whether to use the EMA parameters of a saved model.
-        on_text: function that receives new text of a single prompt as it is generated.
+        on_text: function that receives each new piece of text of a single prompt.
         on_status: function that receives progress messages about a saved model.
 
     Returns:

@@ -22,8 +22,11 @@ class Plan:
     topology: str
     """Devices that the plan assumes, such as `h100:8`."""
     num_devices: int
+    """Number of devices in all slices."""
     parameters: int
+    """Number of parameters of the model."""
     tokens_per_step: int
+    """Tokens of a global batch, including padding."""
     flops_per_step: float
     """Floating-point operations of the model, without recomputation."""
     memory_bytes: float
@@ -31,7 +34,7 @@ class Plan:
     total_bytes: float
     """Predicted memory use of one device."""
     terms: dict[str, float]
-    """Bytes of one device by category, such as `state` or `gradients`."""
+    """Bytes of the largest categories on one device, such as `state` or `gradients`."""
     fits: bool
     """Whether the prediction fits in the memory of a device."""
     changes: tuple[str, ...]
@@ -41,10 +44,11 @@ class Plan:
     seconds: float
     """Predicted time of a step."""
     parts: dict[str, float]
-    """Seconds of a step by category, such as `compute` or `bubble`."""
+    """Seconds of a step by category, as in the last lines of `text`."""
     mfu: float
     """Model FLOP/s divided by the peak FLOP/s of the devices."""
     tokens_per_second: float
+    """Predicted throughput of all devices."""
     values: dict[str, Any] = field(repr=False)
     """All values, as printed by `maxpipe plan --json`."""
     _candidate: Candidate = field(repr=False)
