@@ -70,7 +70,7 @@ check: $(DEV)  ## check formatting, lint, types, prose, and that generated docs 
 
 docs: $(DEV)  ## regenerate the generated parts of docs/, README.md and CONTRIBUTING.md
 	@$(BIN)/maxpipe config docs
-	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py
+	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py tests/api/test_pages.py -k 'not code_in_guide'
 
 bench: $(DEV)  ## benchmark the schedules against reference implementations on this machine
 	@$(BIN)/python benchmarks/schedules.py

@@ -385,6 +385,7 @@ def test_public_names_have_docstrings():
         for node in tree(module).body
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
         and not node.name.startswith("_")
+        and "overload" not in [ast.unparse(each) for each in node.decorator_list]
         and not ast.get_docstring(node)
     ]
     assert not missing, "\n".join(missing)

@@ -166,10 +166,10 @@ class Checkpoint:
             check_model(saved, wanted, loaded.origins, "use the config of the run")
             check_adapter(facts, loaded, own=True)
             check_frozen(upgrade_model_section(saved)[FROZEN], loaded, facts.step, own=True)
-            if names and names != facts.data.get(OPTAX):
-                raise _optimizer_error(facts.data.get(OPTAX), names, self.address)
-            if not names:
+            if names is None:
                 check_optimizer(facts, loaded, own=True)
+            elif names != facts.data.get(OPTAX):
+                raise _optimizer_error(facts.data.get(OPTAX), names, self.address)
 
         parsed = parse_address(self.address)
         with (
@@ -218,7 +218,7 @@ class Checkpoint:
         config, step = trainer.config, int(state.step)
         data = trainer.data_state(step) | {"guard": state.guard.to_json()}
         data |= {BASE: trainer.adapter_base} if trainer.adapter_base is not None else {}
-        data |= {OPTAX: names} if (names := _optax_names(trainer)) else {}
+        data |= {OPTAX: names} if (names := _optax_names(trainer)) is not None else {}
         data |= {_EXTRA: dict(extra)} if extra else {}
         if trainer.has_read_data and trainer.datasets.conversation is not None:
             data[CONVERSATION] = trainer.datasets.conversation
@@ -252,16 +252,18 @@ def _folder(address: Address) -> CheckpointFolder:
     return CheckpointFolder(os.path.join(address.home, CHECKPOINTS_FOLDER))
 
 
-def _optax_names(trainer: Trainer) -> Sequence[str]:
-    """Return the names of the state arrays of an optax transformation; empty without one."""
-    return sorted(trainer.steps.optimizer.state_arrays) if trainer.has_own_optimizer else []
+def _optax_names(trainer: Trainer) -> Sequence[str] | None:
+    """Return the names of the state arrays of the optax transformation; None without one."""
+    return sorted(trainer.steps.optimizer.state_arrays) if trainer.has_own_optimizer else None
 
 
 def _optimizer_error(then: object, now: Sequence[str], address: str) -> ConfigError:
-    before = ", ".join(map(str, then)) if isinstance(then, Sequence) else "the config's optimizer"
+    before = "those of the optimizer in the config"
+    if isinstance(then, Sequence):
+        before = ", ".join(map(str, then)) or "none"
     return ConfigError.one(
         "optimizer",
-        ", ".join(now),
+        ", ".join(now) or "without state",
         f"must have the state arrays of {address}: {before}.",
         "Build the trainer with the optimizer that saved the checkpoint, or set "
         "checkpoint.restore_from to read only the weights.",

@@ -23,8 +23,7 @@ SavedModel = str | os.PathLike[str] | Checkpoint
 @overload
 def evaluate(
     model: Trainer, state: TrainState, *, batches: Iterable[Batch] | None = None
-) -> dict[str, float]:
-    """Evaluate the state of an own loop."""
+) -> dict[str, float]: ...
 
 
 @overload
@@ -36,8 +35,7 @@ def evaluate(
     split: str | None = None,
     average: bool = False,
     on_status: Callable[[str], None] | None = None,
-) -> EvalReport | None:
-    """Evaluate a saved model."""
+) -> EvalReport | None: ...
 
 
 def evaluate(

@@ -326,6 +326,7 @@ class Trainer:
         self.phases.progress()
         placed = self.place(batch)
         compiled = self._compiled_train_step(len(placed["tokens"]))
+        _check_unused(state)
         with self.phases.enter(STEP), explain_allocation_errors(self.config):
             try:
                 state, metrics = compiled(state, placed)
@@ -405,14 +406,7 @@ class Trainer:
             ConfigError: the state belongs to another model or layout, or its arrays were reused by
                 an earlier step.
         """
-        leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, Array)]
-        if any(leaf.is_deleted() for leaf in leaves):
-            raise ConfigError.one(
-                "state",
-                None,
-                "was used by an earlier train step, which reuses its memory.",
-                "Pass the state that train_step returned: state, metrics = train_step(...).",
-            ) from cause
+        _check_unused(state)
         wanted = self.steps.abstract_state
         same = jax.tree.structure(state) == jax.tree.structure(wanted)
         same = same and all(map(_is_like, jax.tree.leaves(state), jax.tree.leaves(wanted)))
@@ -499,6 +493,21 @@ def _check_objective(loaded: LoadedConfig) -> None:
             objective,
             "must be pretrain or sft with maxpipe.build.",
             "Use maxpipe.run_training, or set train.objective=pretrain and pass a loss.",
+        )
+
+
+def _check_unused(state: TrainState) -> None:
+    """Check that no earlier step reused the memory of the state. XLA would crash.
+
+    Raises:
+        ConfigError: an array of the state was deleted.
+    """
+    if any(isinstance(leaf, Array) and leaf.is_deleted() for leaf in jax.tree.leaves(state)):
+        raise ConfigError.one(
+            "state",
+            None,
+            "was used by an earlier train step, which reuses its memory.",
+            "Pass the state that train_step returned: state, metrics = train_step(...).",
         )
 
 

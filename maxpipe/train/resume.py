@@ -323,12 +323,12 @@ def check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: boo
     Raises:
         ConfigError: the optimizers of the checkpoint and the config differ.
     """
-    if names := facts.data.get(OPTAX):
+    if (names := facts.data.get(OPTAX)) is not None:
         raise ConfigError.one(
             error_location(_OPTIMIZER, loaded.origins),
             loaded.config.optim.name,
             f"cannot continue from step {facts.step}, whose optimizer state belongs to an optax "
-            f"transformation ({', '.join(map(str, names))}).",
+            f"transformation ({', '.join(map(str, names)) or 'without arrays'}).",
             "Restore the checkpoint with `maxpipe.Checkpoint` and the same transformation, or set "
             f"{_restart_advice(loaded, own=own)}.",
         )

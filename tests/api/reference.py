@@ -111,7 +111,7 @@ def _attributes(owner: type) -> list[str]:
             if target is None:
                 continue
             name = ast.unparse(target).removeprefix("self.")
-            about = ast.literal_eval(after.value) if _is_text(after) else ""
+            about = _text_of(after)
             is_declared = isinstance(node, ast.AnnAssign) and body is tree.body
             if not name.startswith("_") and (about or is_declared):
                 found[name] = about
@@ -131,12 +131,11 @@ def _attributes(owner: type) -> list[str]:
     return ["**Attributes**", "", *lines, ""] if lines else []
 
 
-def _is_text(node: ast.stmt | None) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+def _text_of(node: ast.stmt | None) -> str:
+    """Return the text of a string literal that is a statement; empty for other statements."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return node.value.value if isinstance(node.value.value, str) else ""
+    return ""
 
 
 def _methods(owner: type) -> list[str]:

@@ -50,7 +50,7 @@ def test_list_newest_and_best_describe_checkpoints(
     assert [each.extra["position"] for each in listed] == [1, 2, 3]
     assert listed[0].config["train"]["steps"] == 4
     newest = maxpipe.Checkpoint.newest(trainer)
-    assert newest == checkpoints[-1] and Path(newest.path).is_dir()
+    assert newest is not None and newest == checkpoints[-1] and Path(newest.path).is_dir()
     assert maxpipe.Checkpoint.best(trainer).step == 2
     assert maxpipe.Checkpoint.best(trainer, "eval/quiz/accuracy").step == 3
     assert maxpipe.Checkpoint.best(trainer, "eval/quiz/accuracy", "min").step == 1
@@ -91,9 +91,8 @@ def test_another_model_is_rejected(
 ) -> None:
     values = settings("wide")
     values["model"] = values["model"] | {"d_mlp": 64}
-    with maxpipe.build(values) as wide:
-        with pytest.raises(maxpipe.ConfigError, match="model.d_mlp"):
-            checkpoints[0].restore(wide)
+    with maxpipe.build(values) as wide, pytest.raises(maxpipe.ConfigError, match="model.d_mlp"):
+        checkpoints[0].restore(wide)
 
 
 def test_generation_with_state_equals_generation_with_checkpoint(
