@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +24,7 @@ from maxpipe.api.config import ConfigSource, load_config
 from maxpipe.api.schedule import Schedule
 from maxpipe.checkpoint.folder import AdapterBase
 from maxpipe.checkpoint.storage import run_folder
-from maxpipe.config.check import error_location
+from maxpipe.config.check import check_length, check_training, error_location, find_warnings
 from maxpipe.config.load import LoadedConfig
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.train import BatchRamp, total_steps
@@ -34,7 +34,7 @@ from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.distributed import runtime
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE, STEP, Phases
-from maxpipe.errors import ConfigError
+from maxpipe.errors import ConfigError, Problem
 from maxpipe.evals.evaluate import Evaluator, evaluate
 from maxpipe.evals.multiple_choice import open_tasks
 from maxpipe.generation.completions import DecodeEngineProtocol
@@ -85,6 +85,7 @@ def run_training(*sources: ConfigSource) -> Path:
     loaded = sources[0] if len(sources) == 1 else None
     if not isinstance(loaded, LoadedConfig):
         loaded = load_config(*sources, to_train=True)
+    _raise_problems(check_training(loaded.config, loaded.origins))
     train(loaded)
     return Path(run_folder(loaded.config.run))
 
@@ -116,11 +117,14 @@ def build(
 
     Raises:
         ConfigError: the config is not valid, does not match the devices, or needs a teacher,
-            rollouts or reference probabilities, which only `run_training` provides.
+            rollouts or reference probabilities, which only `run_training` provides. The length of
+            the run must be set unless `optimizer` is, because the learning rate depends on it.
         UnreachableError: other processes did not join in time.
     """
     loaded = load_config(*sources)
     _check_objective(loaded)
+    if optimizer is None:
+        check_length(loaded.config, loaded.origins)
     if loss is not None and not isinstance(loss, Objective):
         loss = TokenLoss(loss)
     with contextlib.ExitStack() as stack:
@@ -130,6 +134,8 @@ def build(
             loaded = resolve_mesh(loaded)
             check_forecast(loaded.config, _log.warning)
         config = loaded.config
+        for warning in (*loaded.warnings, *find_warnings(config)):
+            _log.warning("%s", warning.line)
         tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
         steps = steps_on_all_devices(
             config, tokenizer.byte_lengths, objective=loss, transformation=optimizer
@@ -244,6 +250,7 @@ class Trainer:
         Raises:
             ConfigError: the data cannot be used.
         """
+        _raise_problems(check_training(self.config, self.loaded.origins))
         with self.phases.enter(DATA_SET_UP):
             datasets = build_datasets(self.config, self.phases.progress)
         self._stack.callback(datasets.close)
@@ -287,9 +294,11 @@ class Trainer:
         `stop` is the number of steps of the config.
 
         Raises:
-            ConfigError: the data cannot be used.
+            ConfigError: the data cannot be used, or the length of the run is not set.
         """
-        stop = total_steps(self.config.train) if stop is None else stop
+        if stop is None:
+            check_length(self.config, self.loaded.origins)
+            stop = total_steps(self.config.train)
         return load_batches(self.batch_sharding, self.datasets.train, start, stop)
 
     def place(self, batch: Batch) -> dict[str, Array]:
@@ -494,6 +503,11 @@ def _check_objective(loaded: LoadedConfig) -> None:
             "must be pretrain or sft with maxpipe.build.",
             "Use maxpipe.run_training, or set train.objective=pretrain and pass a loss.",
         )
+
+
+def _raise_problems(problems: Sequence[Problem]) -> None:
+    if problems:
+        raise ConfigError(problems)
 
 
 def _check_unused(state: TrainState) -> None:

@@ -249,6 +249,22 @@ def test_objective_with_more_models_suggests_run_training(
         maxpipe.build(loaded)
 
 
+def test_length_is_required_by_schedule_of_learning_rate_only(settings: Settings) -> None:
+    train_config = {"batch_size": 8, "sequence_length": 16}
+    with pytest.raises(maxpipe.ConfigError, match="train.steps = 0"):
+        maxpipe.build(settings("endless", train=train_config))
+    own = maxpipe.build(settings("endless", train=train_config), optimizer=optax.sgd(0.1))
+    with own, pytest.raises(maxpipe.ConfigError, match="train.steps = 0"):
+        own.batches()
+
+
+def test_training_config_without_training_checks_is_checked(settings: Settings) -> None:
+    data = {"source": "corpus", "path": "elsewhere"}
+    loaded = maxpipe.load_config(settings("unchecked", data=data))
+    with pytest.raises(maxpipe.ConfigError, match="data.path = elsewhere"):
+        maxpipe.run_training(loaded)
+
+
 PROCESS = """
 import json, sys, maxpipe
 with maxpipe.build(json.loads(sys.argv[1]), f"runtime.process_id={sys.argv[2]}") as trainer:
