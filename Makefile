@@ -74,7 +74,7 @@ check: $(DEV)  ## check formatting, lint, types, prose, and that generated docs 
 docs: $(DEV)  ## regenerate the generated parts of docs/, README.md and CONTRIBUTING.md
 	@$(BIN)/python scripts/reference_pages.py
 	@$(BIN)/python -m pytest -q --update-golden tests/test_docs.py tests/test_architecture.py \
-	  tests/test_claims.py tests/test_pictures.py
+	  tests/test_claims.py tests/test_pictures.py tests/api/test_pages.py -k 'not code_in_guide'
 
 site: $(DOCS)  ## build the documentation site in site/, and check its links
 	@$(MKDOCS) build --strict

@@ -177,16 +177,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from maxpipe.config.load import load
+    from maxpipe.api.config import load_config
 
-    loaded = load(options.inputs, to_train=True)
+    loaded = load_config(*options.inputs, to_train=True)
     print_notes(loaded)
-    from maxpipe.train.loop import train
+    from maxpipe.api.trainer import run_training
 
-    code = train(loaded)
+    run_training(loaded)
     if _flush_error(sys.stdout):  # the run succeeded even if stdout cannot be written to
         _discard(sys.stdout)
-    return code
+    return ExitCode.DONE
 
 
 # Arguments.

@@ -22,7 +22,7 @@ temperatures. The reverse direction follows MiniLLM (arXiv:2306.08543).
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Literal, NamedTuple
@@ -36,6 +36,29 @@ from jaxtyping import Float
 from maxpipe.config.sections.preference import PreferenceConfig
 from maxpipe.data.packing import PAIRS, REFERENCE, RESPONSE_TOKENS
 from maxpipe.pipeline.objective import BatchArraySpec, CrossEntropy, LogProbSpec, Objective, Scores
+
+# --- a user's loss ----------------------------------------------------------------
+
+LossFunction = Callable[[Array, Mapping[str, Array]], Array]
+"""Function that maps (log-probabilities of the target tokens `[B, T]` in nats, batch arrays) to
+losses `[B, T]`."""
+
+
+@dataclass(frozen=True)
+class TokenLoss(Objective):
+    """Loss of each token as a function of the log-probability of its target."""
+
+    function: LossFunction
+
+    @property
+    def eval_objective(self) -> Objective:
+        """Return the cross-entropy objective, so that evaluation losses are in nats."""
+        return CrossEntropy()
+
+    def __call__(self, scores: Scores, inputs: Mapping[str, Array]) -> tuple[Array, Scores]:
+        """Return the loss of each token."""
+        return self.function(scores[0], inputs), ()
+
 
 # --- preference losses --------------------------------------------------------
 

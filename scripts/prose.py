@@ -24,6 +24,7 @@ CHECKED = (
     "maxpipe",
     "docs",
     "benchmarks",
+    "examples",
     "scripts",
     "README.md",
     "CONTRIBUTING.md",

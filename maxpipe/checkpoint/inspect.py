@@ -22,6 +22,8 @@ from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import (
     find_best_step,
     open_address,
+    open_address_folder,
+    open_folder,
     open_run,
     read_best_metric,
     resolve_step_on_all,
@@ -65,7 +67,7 @@ class CheckpointList(TypedDict):
 
 def list_checkpoints(address: Address, rules: RetentionRules | None) -> CheckpointList:
     """Return the checkpoints of a run as JSON-compatible data."""
-    folder = open_address(address).durable
+    folder = open_address_folder(address)
     return {
         "folder": str(folder.path),
         "checkpoints": [
@@ -87,7 +89,7 @@ def list_checkpoints(address: Address, rules: RetentionRules | None) -> Checkpoi
 
 def format_checkpoint_list(address: Address, rules: RetentionRules | None) -> Iterator[str]:
     """Yield one line per checkpoint: step, time, size, manifest, metric and reason to keep it."""
-    folder = open_address(address).durable
+    folder = open_address_folder(address)
     metric = read_best_metric(folder).metric
     name = metric.removeprefix("eval/")
     width = max(8, len(name))
@@ -308,7 +310,7 @@ def find_best_checkpoint(
     Raises:
         ConfigError: no checkpoint has the metric.
     """
-    folder = open_address(address).durable
+    folder = open_address_folder(address)
     better = better or read_best_metric(folder)
     step, value = find_best_step(folder, address, better)
     return address.address_at(step), step, better.metric, value
@@ -320,7 +322,7 @@ def best_metric_of_run(run_dir: str) -> BestMetric:
     Raises:
         ConfigError: the run has no checkpoints.
     """
-    return read_best_metric(open_run(run_dir).durable)
+    return read_best_metric(open_folder(run_dir))
 
 
 def diff_checkpoints(first: Address, second: Address) -> list[str]:

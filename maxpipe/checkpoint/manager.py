@@ -463,19 +463,30 @@ def open_run(run_dir: epath.PathLike, where: str = "", parent: str = "") -> Chec
         ConfigError: the run has no checkpoints.
         StorageError: the storage is unreachable.
     """
-    checkpoints = CheckpointManager(
-        parent or find_checkpoint_home(run_dir, where or "path"), write=False
-    )
-    if not checkpoints.steps():
+    open_folder(run_dir, where, parent)  # before jax initializes its devices
+    return CheckpointManager(parent or find_checkpoint_home(run_dir, where or "path"), write=False)
+
+
+def open_folder(run_dir: epath.PathLike, where: str = "", parent: str = "") -> CheckpointFolder:
+    """Return the checkpoint folder of a run without initializing jax's devices; see `open_run`.
+
+    Raises:
+        ConfigError, StorageError: as in `open_run`.
+    """
+    home = parent or find_checkpoint_home(run_dir, where or "path")
+    folder = CheckpointFolder(os.path.join(home, CHECKPOINTS_FOLDER))
+    with translate_storage_errors(folder.path):
+        steps = folder.steps()
+    if not steps:
         raise ConfigError.one(
             Code.CKPT_MISSING,
             where or f"run folder {run_dir}",
             run_dir if where else None,
             f"must contain a folder {CHECKPOINTS_FOLDER!r} with at least one complete checkpoint; "
-            f"there is none in {checkpoints.durable.path}.",
+            f"there is none in {folder.path}.",
             "Give the folder of a run (default: runs/<run.name>).",
         )
-    return checkpoints
+    return folder
 
 
 def local_folder(local_dir: str, run_dir: epath.PathLike) -> Path:
@@ -541,6 +552,11 @@ def open_address(address: Address) -> CheckpointManager:
         StorageError: the storage is unreachable.
     """
     return open_run(address.run_dir, address.where, address.parent)
+
+
+def open_address_folder(address: Address) -> CheckpointFolder:
+    """Return the checkpoint folder of the addressed run; see `open_folder`."""
+    return open_folder(address.run_dir, address.where, address.parent)
 
 
 def resolve_step_on_all(checkpoints: CheckpointManager, address: Address) -> int:

@@ -27,10 +27,18 @@ def _eval(options: argparse.Namespace) -> int:
     _check(options)
     if options.choices is not None:
         return _eval_choices(options, model)
-    inputs = [*options.inputs, *_documents(options)]
-    from maxpipe.evals.evaluate import evaluate_model
+    from maxpipe.api.evaluation import evaluate, select_documents
 
-    found = evaluate_model(model, inputs, options.split, _print_status)
+    inputs = list(options.inputs)
+    if options.data is not None:
+        inputs += select_documents(options.data, inputs, "command line: --data")
+    found = evaluate(
+        options.checkpoint,
+        overrides=inputs,
+        split=options.split,
+        average=options.average,
+        on_status=_print_status,
+    )
     if found is not None:
         print(json.dumps(found, indent=2) if options.json else _page(found))
     return ExitCode.DONE
@@ -116,28 +124,6 @@ def _choices_page(found: dict[str, Any]) -> str:
     for name, label in (("accuracy", "accuracy"), ("accuracy_by_bytes", "  by bytes")):
         rows.append(f"{label:10}  {found[name]:.4f} ± {found[f'{name}_stderr']:.4f}")
     return "\n".join([*rows, f"chance      {found['chance']:.4f}"])
-
-
-def _documents(options: argparse.Namespace) -> list[str]:
-    """Return the overrides that select the files given with `--data`."""
-    from maxpipe.config.sections.source import COLUMNS
-    from maxpipe.data.sources import infer_source
-
-    path, where = options.data, "command line: --data"
-    if path is None:
-        return []
-    for each in options.inputs:
-        if each.startswith(("data.source=", "data.path=")):
-            rule = f"conflicts with {each}: both select documents."
-            raise ConfigError.one(
-                Code.CLI_CONFLICT, where, path, rule, "Leave out one of the two arguments."
-            )
-    source = infer_source(path, where)
-    found = [f"data.source={source}", f"data.path={path}", "data.paths=[]"]
-    found += ["data.mixture={}", "data.mixture_stages=[]", "data.mixture_temperature=1"]
-    without = ["data.template=", "data.chat=off", "data.chat_template="]
-    without.append("train.objective=pretrain")
-    return found if source in COLUMNS else [*found, *without]
 
 
 def _print_status(text: str) -> None:

@@ -33,6 +33,7 @@ AREAS = {
     "LAUNCH": "launchers",
     "PLAN": "planner",
     "PLUG": "plug-ins",
+    "API": "Python API",
     "IO": "files",
 }
 """Maps the area of a code to its name, in the order in which areas are listed."""

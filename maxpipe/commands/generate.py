@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from maxpipe.commands.parser import (
@@ -31,43 +31,28 @@ _STDIN = "-"
 
 
 def _generate(options: argparse.Namespace) -> int:
+    from maxpipe.api.generation import GenerationOptions, open_generator
     from maxpipe.huggingface.folder import resolve_model
 
-    model = resolve_model(options.checkpoint, average=options.average)
-    _check(options)
-    texts = _conversations(options) if options.chat else _prompts(options)
-    from maxpipe.data.chat_spec import add_end_of_turn_ids
-    from maxpipe.generation.completions import (
-        GenerationLimits,
-        complete,
-        encode_chats,
-        encode_prompts,
-        parse_stops,
-    )
-    from maxpipe.generation.decoding import Sampling
-    from maxpipe.generation.load_model import open_model
-    from maxpipe.restore.open_model import defer_interrupt, detect_interrupt
-
-    names = ("repetition_penalty", "temperature", "top_k", "top_p", "min_p")
-    sampling = Sampling(**{name: getattr(options, name) for name in names})
-    with detect_interrupt():
-        opened = open_model(model, options.inputs)
-        room = opened.max_length
-        tokenizer = add_end_of_turn_ids(opened.tokenizer) if options.chat else opened.tokenizer
-        stops, ids = parse_stops(options.stop, tokenizer, "command line: --stop")
-        limits = GenerationLimits(options.max_tokens, room, stops, options.batch_size, stop_ids=ids)
-        encode: Any = partial(encode_prompts, tokenizer=tokenizer, room=room)
-        if options.chat:
-            chat = tokenizer.chat and tokenizer.chat.with_settings(opened.template_settings)
-            encode = partial(encode_chats, tokenizer=tokenizer, room=room, chat=chat)
-        prompts = encode(texts)
-        decoding, params = opened.load_decode_engine(_print_status, sampling, options.seed)
+    resolve_model(options.checkpoint, average=options.average)  # report a missing model first
+    names = [field.name for field in dataclasses.fields(GenerationOptions)]
+    chosen = GenerationOptions(**{name: getattr(options, name) for name in names})
+    chosen.check(_location, _option)
+    texts: Any = _conversations(options) if options.chat else _prompts(options)
+    with open_generator(
+        options.checkpoint,
+        options.inputs,
+        chosen,
+        average=options.average,
+        say=_print_status,
+        where=_location,
+    ) as generator:
+        prompts = generator.encode(texts)
+        generator.load()
 
         def answer(prompts: list[Prompt]) -> str:
-            printer = _Printer(options, tokenizer, is_alone=len(prompts) == 1)
-            given = (decoding, params, tokenizer, prompts, limits)
-            with defer_interrupt() as asked:
-                complete(*given, write=printer.write, stream=printer.stream, stops=asked)
+            printer = _Printer(options, generator.tokenizer, is_alone=len(prompts) == 1)
+            generator.complete(prompts, printer.write, printer.stream)
             return printer.newest
 
         if options.interactive and options.chat:
@@ -79,15 +64,23 @@ def _generate(options: argparse.Namespace) -> int:
             def reply(text: str, number: int) -> None:
                 """Generate a reply to the user message `text`, given the previous messages."""
                 asked = [*messages, *user_chat(text).messages]
-                told = answer(encode([ChatInput(asked)], first=number))
+                told = answer(generator.encode([ChatInput(asked)], number))
                 messages[:] = [*asked, {"role": "assistant", "content": told}]
 
             _converse(reply)
         elif options.interactive:
-            _converse(lambda text, number: answer(encode([text], first=number)))
+            _converse(lambda text, number: answer(generator.encode([text], number)))
         else:
             answer(prompts)
     return ExitCode.DONE
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _location(name: str) -> str:
+    return f"command line: {_option(name)}"
 
 
 def _print_status(text: str) -> None:
@@ -196,57 +189,6 @@ def _escape_control(text: str) -> str:
 
 
 # Arguments.
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Check the ranges of sampling options.
-
-    Raises:
-        ConfigError: an option is out of range, or has no effect.
-    """
-    allowed = {
-        "temperature": (options.temperature >= 0, "at least 0", "0 for the most likely token"),
-        "top_k": (options.top_k >= 0, "at least 0", "0 for all tokens"),
-        "top_p": (0 < options.top_p <= 1, "above 0 and at most 1", "1 for all tokens"),
-        "min_p": (0 <= options.min_p <= 1, "from 0 to 1", "0 for all tokens"),
-        "repetition_penalty": (
-            1e-3 <= options.repetition_penalty <= 1e3,  # logits remain finite in float32
-            "from 0.001 to 1000",
-            "1 for no penalty",
-        ),
-        "seed": (0 <= options.seed < 1 << 32, "from 0 to 4294967295", "0"),
-    }
-    for name, (is_right, rule, action) in allowed.items():
-        value = getattr(options, name)
-        option = f"--{name.replace('_', '-')}"
-        if not is_right or value == float("inf"):
-            raise ConfigError.one(
-                Code.CLI_VALUE,
-                f"command line: {option}",
-                value,
-                f"must be {rule}.",
-                f"Set {option} {action}.",
-            )
-    if options.temperature == 0:
-        unread = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        for name, off in unread.items():
-            if getattr(options, name) != off:
-                option = f"--{name.replace('_', '-')}"
-                raise ConfigError.one(
-                    Code.CLI_CONFLICT,
-                    f"command line: {option}",
-                    getattr(options, name),
-                    "has no effect with --temperature 0, which selects the most likely token.",
-                    f"Leave out `{option}` or `--temperature 0`.",
-                )
-    if "" in options.stop:
-        raise ConfigError.one(
-            Code.CLI_VALUE,
-            "command line: --stop",
-            '""',
-            "must not be empty: every completion contains the empty string.",
-            "Leave out --stop.",
-        )
 
 
 def add(commands: Commands) -> None:

@@ -157,9 +157,10 @@ def read_config(
     Raises:
         ConfigError: the config is not valid. The error lists every problem.
     """
+    from maxpipe.api.config import load_config
     from maxpipe.config.load import load
 
-    loaded = load(inputs, saved, to_train=to_train)
+    loaded = load(inputs, saved) if saved else load_config(*inputs, to_train=to_train)
     print_notes(loaded)
     for each in loaded.warnings:
         print(redact.redact_for_terminal(f"warning: {each.line}"), file=sys.stderr, flush=True)

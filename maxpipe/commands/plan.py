@@ -123,13 +123,14 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _target(options: argparse.Namespace, config: Config) -> Topology:
     """Return the topology selected by the options, or else the devices of this machine."""
+    from maxpipe.api.plan import find_topology
     from maxpipe.planner import topology
 
-    if options.topology is not None:
-        return topology.parse_topology(options.topology, options.slices or 1)
-    if options.devices is not None:
-        return topology.local_topology(config.runtime, options.devices, options.devices)
-    return topology.local_topology(config.runtime, config.mesh.cpu_devices)
+    if options.measure:  # initialize jax
+        return topology.local_topology(
+            config.runtime, options.devices or config.mesh.cpu_devices, options.devices or 0
+        )
+    return find_topology(config, options.topology, options.slices or 1, options.devices)
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -177,19 +178,19 @@ def _drawings(options: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _forecast(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:
-    from maxpipe.planner import report
+    from maxpipe.api.plan import make_plan
     from maxpipe.planner.search import forecast_layout
 
     layout = forecast_layout(loaded, target)
     _warn_replicated_weights(layout.config)
     _draw(options, layout, target)
-    values, nearest = report.forecast_values(layout, target)
+    plan = make_plan(layout, target)
     if options.json:
         import json
 
-        print(json.dumps(values, indent=2))
+        print(json.dumps(plan.values, indent=2))
     else:
-        print(report.format_plan(values, nearest))
+        print(plan.text())
     return ExitCode.DONE
 
 

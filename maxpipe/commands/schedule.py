@@ -14,11 +14,13 @@ from maxpipe.commands.parser import Commands, add_inputs, integer, read_config, 
 from maxpipe.errors import Code, ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from maxpipe.schedule.table import Costs, Schedule
+    from maxpipe.api.schedule import Schedule
+    from maxpipe.schedule.table import Costs
 
 
 def _schedule(options: argparse.Namespace) -> int:
-    from maxpipe.schedule import catalog, draw
+    from maxpipe.api.schedule import Schedule, default_repeats
+    from maxpipe.schedule import draw
     from maxpipe.schedule.table import Costs
 
     names, sizes = _schedule_names_and_sizes(options)
@@ -38,8 +40,8 @@ def _schedule(options: argparse.Namespace) -> int:
         if not _reads_group(name):
             own["group"] = 0
         if options.compare is not None:
-            own["repeats"] = _required_repeats(name) or sizes["repeats"]
-        schedules.append(catalog.make_schedule(name, **own))
+            own["repeats"] = default_repeats(name) or sizes["repeats"]
+        schedules.append(Schedule.named(name, **own))
     if options.compare is not None:
         written = _write_drawings(options, schedules, costs)
         print(
@@ -51,7 +53,7 @@ def _schedule(options: argparse.Namespace) -> int:
         written = _write_drawings(options, schedules, costs)
         print(draw.summary(schedules[0], costs), *(f"wrote {path}" for path in written), sep="\n")
     else:
-        print(draw.draw_timeline(schedules[0], costs, width=shutil.get_terminal_size().columns))
+        print(schedules[0].text(costs, width=shutil.get_terminal_size().columns))
     return ExitCode.DONE
 
 
@@ -106,7 +108,7 @@ def _write_drawings(
     options: argparse.Namespace, schedules: Sequence[Schedule], costs: Costs
 ) -> list[Path]:
     """Write the requested files. CSV and Perfetto files contain only the first schedule."""
-    from maxpipe.schedule import orders, pictures
+    from maxpipe.schedule import pictures
 
     schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
@@ -114,7 +116,7 @@ def _write_drawings(
             pictures.draw_schedules(schedules, costs).svg(), encoding="utf-8"
         ),
         "png": lambda path: pictures.draw_schedules(schedules, costs).png(path),
-        "csv": lambda path: path.write_text(orders.to_csv(schedule), encoding="utf-8"),
+        "csv": lambda path: path.write_text(schedule.csv(), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
             pictures.perfetto_trace(schedule, costs), encoding="utf-8"
         ),
@@ -217,13 +219,14 @@ def _sizes_of_config(
 
 def _example_sizes(names: list[str]) -> dict[str, Any]:
     """Return default sizes, or the stages and microbatches of a schedule file if one is given."""
+    from maxpipe.api.schedule import default_repeats
     from maxpipe.schedule.catalog import FILE_PREFIX
     from maxpipe.schedule.orders import read_orders
 
     sizes: dict[str, Any] = {"stages": 4, "repeats": 2, "microbatches": 8, "group": 0}
     sizes["delayed"] = False
     if len(names) == 1:
-        sizes["repeats"] = _required_repeats(names[0]) or 2
+        sizes["repeats"] = default_repeats(names[0]) or 2
     for name in names:
         if name.startswith(FILE_PREFIX):
             ring, orders = read_orders(Path(name.removeprefix(FILE_PREFIX)))
@@ -237,16 +240,6 @@ def _reads_group(name: str) -> bool:
     from maxpipe.schedule.catalog import SCHEDULES
 
     return name in SCHEDULES and SCHEDULES[name].uses_group
-
-
-def _required_repeats(name: str) -> int | None:
-    """Return the required number of repeats of a schedule, or None if any number works."""
-    from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES
-    from maxpipe.schedule.orders import read_orders
-
-    if name.startswith(FILE_PREFIX):
-        return read_orders(Path(name.removeprefix(FILE_PREFIX)))[0].num_repeats
-    return SCHEDULES[name].repeats
 
 
 def _costs(text: str) -> tuple[float, ...]:

@@ -107,9 +107,13 @@ def _read_section(
 
 
 def from_values(values: Mapping[str, Any], origin: str) -> Iterator[Assignment]:
-    """Yield the assignments in nested dicts, such as the config in a checkpoint."""
-    for section, content in values.items():
-        yield from _from_value((str(section),), _as_raw(content), origin)
+    """Yield the assignments in nested dicts, such as the config in a checkpoint. A key may also be
+    a full key, such as `train.steps`.
+    """
+    for key, content in values.items():
+        section, rest = split_key(str(key).split("."))
+        path = (*section.split("."), *_key_path(section, rest)) if rest else (str(key),)
+        yield from _from_value(path, _as_raw(content), origin)
 
 
 def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assignment]:

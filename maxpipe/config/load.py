@@ -78,6 +78,8 @@ _MOST_IN_CONTEXT = 2000
 """Maximum number of unknown keys whose values are considered when other keys are translated. The
 longest known config of another trainer contains 700 keys."""
 _MAX_PROBLEMS = 100
+DICT = "dict"
+"""Origin of the values that come from a dict in place of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class LoadedConfig:
 
 
 def load(
-    args: Sequence[str],
+    args: Sequence[str | Mapping[str, Any]],
     saved: Mapping[str, Any] | None = None,
     origin: str = "",
     *,
@@ -107,8 +109,8 @@ def load(
 
     Files are merged from left to right onto `saved`, a dict returned by `to_dict` that error
     messages refer to as `origin`. Overrides apply after all files, regardless of their position. A
-    file may be given as the name of a bundled config. If `to_train` is set, the config must also
-    pass the checks that apply only to training.
+    file may be given as the name of a bundled config, or as a dict with the content of a file. If
+    `to_train` is set, the config must also pass the checks that apply only to training.
 
     Raises:
         ConfigError: lists all errors in the files, overrides and values. For another trainer's
@@ -128,7 +130,7 @@ def load(
 
 
 def _load_translated(
-    args: Sequence[str],
+    args: Sequence[str | Mapping[str, Any]],
     saved: Mapping[str, Any] | None,
     origin: str,
     translated: Mapping[str, foreign_files.TranslationReport],
@@ -139,12 +141,20 @@ def _load_translated(
     translations.
     """
     problems: list[Problem] = []
-    overrides = [arg for arg in args if is_override(arg) or arg.startswith("-")]
+    arguments = [arg for arg in args if isinstance(arg, str)]
+    overrides = [arg for arg in arguments if is_override(arg) or arg.startswith("-")]
     files = [arg for arg in args if arg not in overrides]
-    located = [_locate_or_report(arg, problems) for arg in files]
-    plugin_notes = _load_plugins(saved, origin, located, overrides)
+    sources = [
+        _locate_or_report(arg, problems) if isinstance(arg, str) else list(from_values(arg, DICT))
+        for arg in files
+    ]
+    located = [source for source in sources if not isinstance(source, list)]
+    plugin_notes = _load_plugins(saved, origin, sources, overrides)
     assignments = [*_saved_assignments(saved, origin)]
-    read = [file and _read(file, translated, problems) for file in located]
+    read = [
+        source if isinstance(source, list) else source and _read(source, translated, problems)
+        for source in sources
+    ]
     in_files = [assignment for each in read if each for assignment in each]
     from_overrides = [each for arg in overrides for each in from_override(arg, problems)]
     model = resolve_model(in_files, from_overrides, problems, is_saved=bool(saved and origin))
@@ -208,7 +218,7 @@ def _saved_assignments(saved: Mapping[str, Any] | None, origin: str) -> Iterator
 def _load_plugins(
     saved: Mapping[str, Any] | None,
     origin: str,
-    located: Sequence[ConfigFile | None],
+    sources: Sequence[ConfigFile | list[Assignment] | None],
     overrides: Sequence[str],
 ) -> list[str]:
     """Load the plug-ins that the config names, and return one note for each.
@@ -218,9 +228,11 @@ def _load_plugins(
     """
     ignored: list[Problem] = []
     assignments = [*_saved_assignments(saved, origin)]
-    for file in located:
-        if file and not _is_foreign(file) and (document := read_file(file, ignored)):
-            assignments += _assignments_in(document, file, ignored)
+    for source in sources:
+        if isinstance(source, list):
+            assignments += source
+        elif source and not _is_foreign(source) and (document := read_file(source, ignored)):
+            assignments += _assignments_in(document, source, ignored)
     assignments += [each for arg in overrides for each in from_override(arg, ignored)]
     nodes, last = {"plugins": _unset()["plugins"]}, ""
     for each in map(rename_former_key, assignments):

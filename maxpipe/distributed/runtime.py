@@ -43,13 +43,20 @@ _UNREACHED = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
 """Prefixes of the jax error messages that report missing or lost processes."""
 
 
-def start(config: RuntimeConfig, cpu_devices: int) -> None:
+_PLATFORMS = {"gpu": "cuda"}
+"""Values of `runtime.platform`, keyed by the name of a jax backend, if the two differ."""
+
+
+def start(config: RuntimeConfig, cpu_devices: int, *, keep_devices: bool = False) -> None:
     """Select the platform and open the compilation cache of a single-process command.
 
+    With `keep_devices`, `cpu_devices` has no effect if jax already counted its devices.
+
     Raises:
-        ConfigError: the selected platform has no devices on this machine.
+        ConfigError: the selected platform has no devices on this machine, or jax already runs on
+            other devices in this process.
     """
-    _prepare(config, cpu_devices)
+    _prepare(config, cpu_devices, keep_devices=keep_devices)
     _find_devices(config)
     _use_devices(config)
 
@@ -107,13 +114,18 @@ def join_processes(
             yield channel
 
 
-def _prepare(config: RuntimeConfig, cpu_devices: int) -> None:
+def _prepare(config: RuntimeConfig, cpu_devices: int, *, keep_devices: bool = False) -> None:
     # Suppress warnings from XLA's C++ code, which are intended for XLA developers.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     _remove_log_printers()
     if config.platform != "auto":
         jax.config.update("jax_platforms", config.platform)
-    jax.config.update("jax_num_cpu_devices", cpu_devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    except RuntimeError as error:  # jax has already counted its devices
+        present = len(jax.devices("cpu"))
+        if present != cpu_devices and not keep_devices:
+            raise _initialized_error("mesh.cpu_devices", cpu_devices, present) from error
 
 
 def _find_devices(config: RuntimeConfig) -> None:
@@ -129,6 +141,18 @@ def _find_devices(config: RuntimeConfig) -> None:
             "Set runtime.platform=cpu, or install the extra for your device: "
             "pip install 'maxpipe[tpu]' or 'maxpipe[cuda]'.",
         ) from error
+    if config.platform == "cpu" and (backend := jax.default_backend()) != "cpu":
+        raise _initialized_error("runtime.platform", "cpu", _PLATFORMS.get(backend, backend))
+
+
+def _initialized_error(key: str, value: object, present: object) -> ConfigError:
+    return ConfigError.one(
+        Code.API_PROCESS,
+        key,
+        value,
+        f"must be {present}: jax already uses {present} in this process and cannot be restarted.",
+        f"Set {key}={present}, or start a new process (restart the kernel of a notebook).",
+    )
 
 
 def _use_devices(config: RuntimeConfig) -> None:
@@ -227,7 +251,10 @@ def _remove_log_printers() -> None:
 def _keep_stdout_for_python() -> None:
     """Discard the stdout of C code such as gloo, but keep Python's stdout."""
     sys.stdout.flush()
-    kept = os.dup(sys.stdout.fileno())
+    try:
+        kept = os.dup(sys.stdout.fileno())
+    except (OSError, ValueError):  # not a file, as in some notebooks
+        return
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
     encoding, errors = sys.stdout.encoding, sys.stdout.errors

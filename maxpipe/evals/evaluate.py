@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import jax
 import numpy as np
@@ -52,7 +52,6 @@ from maxpipe.restore.open_model import (
 )
 from maxpipe.step.build import load_batches, resolve_mesh, shared_metadata, steps_from_config
 from maxpipe.step.step import BY_SOURCE, Steps
-from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.metrics import source_tag
 
 
@@ -207,6 +206,14 @@ class SourceSums:
         self._sums += np.where(np.isfinite(sums).all(axis=0), sums, 0.0)
 
 
+class StageReporter(Protocol):
+    """Interface for progress messages; implemented by the run's console."""
+
+    def note(self, text: str) -> None: ...
+
+    def stage(self, name: str) -> AbstractContextManager[None]: ...
+
+
 @dataclass
 class Evaluator:
     """Runs the evaluations of a training run."""
@@ -214,7 +221,7 @@ class Evaluator:
     config: EvalConfig
     datasets: Datasets
     tasks: Sequence[Task]
-    console: Console
+    console: StageReporter
     should_stop: Callable[[], bool]
     """Function that returns whether all processes should stop."""
     heartbeat: Callable[[], object]
@@ -352,7 +359,10 @@ EvalReport = TextReport | PairReport
 
 
 def evaluate_model(
-    named: Address | Path, inputs: Sequence[str], split: str | None, say: MessageCallback
+    named: Address | Path,
+    inputs: Sequence[str | Mapping[str, Any]],
+    split: str | None,
+    say: MessageCallback,
 ) -> EvalReport | None:
     """Compute the loss of a model. Process 0 returns the report; other processes return None.
 
@@ -373,7 +383,8 @@ def evaluate_model(
     _check_documents(chosen)
     is_other = chosen.is_overridden(*_SOURCE_KEYS)
     phases = Phases()
-    with _start_processes(chosen.loaded.config, phases) as stops:
+    keep = not chosen.is_overridden("mesh.cpu_devices")
+    with _start_processes(chosen.loaded.config, phases, keep_devices=keep) as stops:
         if jax.process_index():
             say = _ignore_progress
         for each in chosen.loaded.warnings:
@@ -467,11 +478,14 @@ def _deferred_stop(config: Config, stops: Callable[[], bool]) -> Iterator[Callab
 
 
 @contextlib.contextmanager
-def _start_processes(config: Config, phases: Phases) -> Iterator[Callable[[], bool]]:
+def _start_processes(
+    config: Config, phases: Phases, *, keep_devices: bool
+) -> Iterator[Callable[[], bool]]:
     """Start the devices, connect to the other processes, and yield a check for stop requests."""
     if config.runtime.num_processes == 1:
         with detect_interrupt() as asked:
-            runtime.start(config.runtime, config.mesh.cpu_devices)
+            devices = config.mesh.cpu_devices
+            runtime.start(config.runtime, devices, keep_devices=keep_devices)
             yield asked
     else:
         facts = shared_metadata(config)

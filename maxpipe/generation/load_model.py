@@ -89,7 +89,7 @@ class LazyModel(Protocol):
         ...
 
 
-def open_model(named: Address | Path, inputs: Sequence[str]) -> LazyModel:
+def open_model(named: Address | Path, inputs: Sequence[str | Mapping[str, Any]]) -> LazyModel:
     """Open a checkpoint or a Hugging Face folder for inference.
 
     `inputs` are config files and overrides that change the model's config. The `mesh` section
@@ -154,7 +154,8 @@ class _Model:
         config = self.loaded.config
         for warning in self.loaded.warnings:
             say(f"warning: {warning.line}")
-        runtime.start(config.runtime, config.mesh.cpu_devices)
+        keep = not is_overridden(self.loaded, self.name, "mesh.cpu_devices")
+        runtime.start(config.runtime, config.mesh.cpu_devices, keep_devices=keep)
         config = _fit_mesh(self.loaded, self.name, say)
         # Generation and scoring are compiled with auto mesh axes.
         mesh = build_mesh(dataclasses.replace(config.mesh, shard_mode="auto"))

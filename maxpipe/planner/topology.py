@@ -328,6 +328,15 @@ def local_topology(runtime: RuntimeConfig, cpu_devices: int, count: int = 0) -> 
     return Topology(hardware, dims, option="--devices" if count else CPU_DEVICES)
 
 
+def cpu_topology(count: int, *, is_given: bool = False) -> Topology:
+    """Return a topology of `count` CPU devices without importing jax. `is_given` means that an
+    option sets the number instead of `mesh.cpu_devices`.
+    """
+    hardware = hardware_of_device("cpu")
+    assert hardware is not None
+    return Topology(hardware, (count,), option="--devices" if is_given else CPU_DEVICES)
+
+
 def local_devices(topology: Topology) -> Sequence[Any]:
     """Return the local JAX devices.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -130,7 +131,7 @@ def is_overridden(loaded: LoadedConfig, name: str, *prefixes: str) -> bool:
 
 def open_address_or_folder(
     named: Address | Path,
-    inputs: Sequence[str],
+    inputs: Sequence[str | Mapping[str, Any]],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
     """Open a checkpoint or a Hugging Face folder without using a device.
@@ -149,7 +150,7 @@ def open_address_or_folder(
 
 def _open_checkpoint(
     address: Address,
-    inputs: Sequence[str],
+    inputs: Sequence[str | Mapping[str, Any]],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
     home = address.home
@@ -239,7 +240,7 @@ def _without_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _open_folder(
     folder: Path,
-    inputs: Sequence[str],
+    inputs: Sequence[str | Mapping[str, Any]],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
     """Open a Hugging Face folder, which provides a model, a tokenizer and a sequence length."""
@@ -297,11 +298,8 @@ def detect_interrupt() -> Iterator[Callable[[], bool]]:
         asked = True
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
+    with _interrupt_handler(interrupt):
         yield lambda: asked
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -319,8 +317,20 @@ def defer_interrupt() -> Iterator[Callable[[], bool]]:
             raise KeyboardInterrupt
         asked = True
 
-    before = signal.signal(signal.SIGINT, interrupt)
-    try:
+    with _interrupt_handler(interrupt):
         yield lambda: asked
+
+
+@contextlib.contextmanager
+def _interrupt_handler(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle Ctrl-C with `handler` inside the context. Python allows this only in the main thread;
+    other threads do not receive Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
     finally:
         signal.signal(signal.SIGINT, before)

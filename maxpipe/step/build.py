@@ -17,6 +17,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh, NamedSharding
 
 import maxpipe
@@ -40,6 +41,7 @@ from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.module import make_quantizer
 from maxpipe.objectives import Distill, KlPolicyGradient, Policy, make_preference
 from maxpipe.optim.lr_schedule import learning_rate
+from maxpipe.optim.optax_update import OptaxOptimizer
 from maxpipe.optim.update import Optimizer
 from maxpipe.parallel.mesh import (
     BATCH_AXES,
@@ -47,6 +49,7 @@ from maxpipe.parallel.mesh import (
     STAGE,
     TENSOR,
     Device,
+    build_mesh,
     partition_devices,
     resolve_mesh_config,
 )
@@ -117,15 +120,16 @@ def build_steps(
     guard: GuardConfig = GuardConfig(),  # noqa: B008  frozen
     num_sources: int = 0,
     objective: Objective = CrossEntropy(),  # noqa: B008
+    transformation: optax.GradientTransformation | None = None,
 ) -> Steps:
     """Return the train and eval steps for a model on a mesh. The default objective is cross
-    entropy.
+    entropy. An optax `transformation` replaces the optimizer in `optim`.
 
     For a data mixture, losses are summed separately for each of the `num_sources` sources.
 
     Raises:
-        ConfigError: the axis rules shard two dims of a tensor over the same mesh axis, or the
-            schedule does not support these sizes.
+        ConfigError: the axis rules shard two dims of a tensor over the same mesh axis, the
+            schedule does not support these sizes, or the transformation is not supported.
     """
     platform, tokens = mesh.devices.flat[0].platform, train.sequence_length
     divided = Divided(mesh.shape[CONTEXT], mesh.shape[TENSOR], rules.context_attention)
@@ -158,6 +162,8 @@ def build_steps(
     )
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)
+    if transformation is not None:
+        optimizer = OptaxOptimizer.replacing(optimizer, transformation)
     lengths = np.zeros(model.vocab_size, np.int32)
     # Token IDs outside the tokenizer's vocabulary have length 0.
     lengths[: len(byte_lengths)] = byte_lengths[: model.vocab_size]
@@ -224,12 +230,35 @@ def make_remat_policy(pipeline: PipelineConfig, model: ModelConfig) -> RematPoli
     return RematPolicy("names", activations(saved, model), activations(offloaded, model))
 
 
+def steps_on_all_devices(
+    config: Config,
+    byte_lengths: np.ndarray,
+    *,
+    objective: Objective | None = None,
+    transformation: optax.GradientTransformation | None = None,
+) -> Steps:
+    """Return the steps for a config with a resolved mesh, on all devices except the teacher's; see
+    `steps_from_config`.
+    """
+    mesh = build_mesh(config.mesh, split_devices(config)[0])
+    return steps_from_config(
+        config, mesh, byte_lengths, objective=objective, transformation=transformation
+    )
+
+
 def steps_from_config(
-    config: Config, mesh: Mesh, byte_lengths: np.ndarray, *, num_sources: int | None = None
+    config: Config,
+    mesh: Mesh,
+    byte_lengths: np.ndarray,
+    *,
+    num_sources: int | None = None,
+    objective: Objective | None = None,
+    transformation: optax.GradientTransformation | None = None,
 ) -> Steps:
     """Return the train and eval steps for a config on a mesh; see `build_steps`.
 
     Losses are summed separately for `num_sources` sources (default: the sources of the mixture).
+    `objective` and `transformation` replace the loss and the optimizer in the config.
     """
     return build_steps(
         mesh,
@@ -243,7 +272,8 @@ def steps_from_config(
         byte_lengths=byte_lengths,
         guard=config.guard,
         num_sources=len(config.data.mixture) if num_sources is None else num_sources,
-        objective=objective_of(config),
+        objective=objective_of(config) if objective is None else objective,
+        transformation=transformation,
     )
 
 

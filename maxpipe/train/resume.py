@@ -43,6 +43,7 @@ from maxpipe.io.typed_json import AnyFloat, check_type
 from maxpipe.models.param_names import trained
 from maxpipe.models.registry import describe
 from maxpipe.optim.guard import init_guard_state
+from maxpipe.optim.optax_update import OPTAX
 from maxpipe.posttrain.rollouts import ReferenceParams
 from maxpipe.restore.initial_weights import (
     NEW_START,
@@ -60,7 +61,8 @@ from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
 from maxpipe.telemetry.console import Console
 
-_FROZEN = "model.frozen"
+FROZEN = "model.frozen"
+"""Key of the name patterns of frozen parameters."""
 _OPTIMIZER, _STATE_TYPE, _EMA_DECAY = "optim.name", "optim.state_dtype", "optim.ema_decay"
 # Settings that may change after a run has finished: checkpoint and evaluation settings, the run's
 # name and length, and machine settings.
@@ -135,7 +137,7 @@ def restore_or_init(
         try:
             data = check_type(facts.data, Position)
             model = facts.config["model"]
-            frozen = check_type(upgrade_model_section(model)[_FROZEN], list[str])
+            frozen = check_type(upgrade_model_section(model)[FROZEN], list[str])
             BatchRamp.from_metadata(data["fingerprint"])
             if data["step"] < 0:
                 raise ValueError(f"the data position is step {data['step']}")
@@ -147,8 +149,8 @@ def restore_or_init(
         otherwise = "run.name to a new name" if own else NEW_START
         check_model(model, to_dict(config)["model"], loaded.origins, otherwise)
         check_adapter(facts, loaded, own=own)
-        _check_frozen(frozen, loaded, facts.step, own=own)
-        _check_optimizer(facts, loaded, own=own)
+        check_frozen(frozen, loaded, facts.step, own=own)
+        check_optimizer(facts, loaded, own=own)
         _check_teacher(data.get("teacher"), teacher, loaded, facts.step, own=own)
         for warning in check_plugins(facts.data, loaded, facts.step):
             console.warn(warning)
@@ -296,7 +298,7 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
     check_saved(run_dir, checkpoints.durable.path)
 
 
-def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool) -> None:
+def check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool) -> None:
     """Check that a resumed run trains exactly the parameters for which it has optimizer state.
 
     Raises:
@@ -314,20 +316,30 @@ def _check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bo
     action = _restart_advice(loaded, own=own)
     raise ConfigError.one(
         Code.CKPT_RESUME,
-        error_location(_FROZEN, loaded.origins),
+        error_location(FROZEN, loaded.origins),
         format_value(model.frozen),
         f"must freeze the same parameters as when step {step} was saved, because optimizer state "
         f"exists only for the parameters trained until then: {'; '.join(changes)}.",
-        f"Set {_FROZEN}=[{','.join(frozen)}], or {action}.",
+        f"Set {FROZEN}=[{','.join(frozen)}], or {action}.",
     )
 
 
-def _check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
+def check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
     """Check that a resumed run uses the same optimizer, because the optimizer state depends on it.
 
     Raises:
         ConfigError: the optimizers of the checkpoint and the config differ.
     """
+    if (names := facts.data.get(OPTAX)) is not None:
+        raise ConfigError.one(
+            Code.CKPT_RESUME,
+            error_location(_OPTIMIZER, loaded.origins),
+            loaded.config.optim.name,
+            f"cannot continue from step {facts.step}, whose optimizer state belongs to an optax "
+            f"transformation ({', '.join(map(str, names)) or 'without arrays'}).",
+            "Restore the checkpoint with `maxpipe.Checkpoint` and the same transformation, or set "
+            f"{_restart_advice(loaded, own=own)}.",
+        )
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
     param_dtype = loaded.config.model.param_dtype  # the dtype in the checkpoint is the same
     for key in (_OPTIMIZER, _STATE_TYPE, _EMA_DECAY):

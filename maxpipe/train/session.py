@@ -215,20 +215,28 @@ class Session:
             self.config.log.tensorboard,
             resume_step,
             process_index=self.channel.index,
-            ours=_ownership_check(self.locks),
+            ours=ownership_check(self.locks),
         )
 
     def write_config(self) -> None:
         """Write the config to the run folder if this process is process 0."""
-        if not self.is_first_process:
-            return
-        for lock in self.locks:
-            lock.check()
-        path = self.run_dir / CONFIG_FILE
-        try:
-            files.write(path, to_yaml(redact.redact_value(without_permissions(self.config))))
-        except OSError as error:
-            raise StorageError.unwritable(path, error) from error
+        if self.is_first_process:
+            write_config(self.config, self.locks)
+
+
+def write_config(config: Config, locks: Sequence[RunLock]) -> None:
+    """Write the config to the run folder, which is locked by `locks`.
+
+    Raises:
+        StorageError: the file cannot be written, or a lock was lost.
+    """
+    for lock in locks:
+        lock.check()
+    path = run_folder(config.run) / CONFIG_FILE
+    try:
+        files.write(path, to_yaml(redact.redact_value(without_permissions(config))))
+    except OSError as error:
+        raise StorageError.unwritable(path, error) from error
 
 
 @contextlib.contextmanager
@@ -254,18 +262,25 @@ def open_session(loaded: LoadedConfig) -> Iterator[Session]:
             channel.say, channel.tell = console.warn, console.tell
             check_forecast(loaded.config, console.warn)
         files.check_regular_files(run_dir, WRITTEN_FILES)
-        locks = _lock_folders(config, stack, console) if channel.index == 0 else []
-        events = EventLog(run_dir, channel.index, phases.begun, _ownership_check(locks))
+        locks = lock_folders(config, stack, console.warn) if channel.index == 0 else []
+        events = EventLog(run_dir, channel.index, phases.begun, ownership_check(locks))
         _record_attempt(config, events, channel, phases, stack)
         yield Session(loaded, console, channel, phases, events, locks, stack)
 
 
-def _ownership_check(locks: Sequence[RunLock]) -> Callable[[], bool]:
+def ownership_check(locks: Sequence[RunLock]) -> Callable[[], bool]:
+    """Return a function that returns whether this process holds the lock of the run folder."""
     return locks[0].check_held if locks else lambda: False
 
 
-def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console) -> list[RunLock]:
-    """Lock the run folder, and the checkpoint folders that are outside it."""
+def lock_folders(
+    config: Config, stack: contextlib.ExitStack, warn: Callable[[str], None]
+) -> list[RunLock]:
+    """Lock the run folder, and the checkpoint folders that are outside it.
+
+    Raises:
+        StorageError: another process uses a folder, or the folder cannot be written.
+    """
     run_dir = run_folder(config.run)
     locks = [RunLock(run_dir)]
     durable = RunLock(checkpoint_home(run_dir, config.checkpoint), key="checkpoint.dir")
@@ -276,7 +291,7 @@ def _lock_folders(config: Config, stack: contextlib.ExitStack, console: Console)
     held = [stack.enter_context(lock) for lock in locks]
     protocol.remove_stale_secrets(run_dir)
     for note in filter(None, (lock.note for lock in held)):
-        console.warn(note)
+        warn(note)
     return held
 
 

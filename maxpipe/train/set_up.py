@@ -30,11 +30,11 @@ from maxpipe.io.formatting import format_count, pluralize
 from maxpipe.models import registry, resolve_auto
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
-from maxpipe.parallel.mesh import build_mesh, describe_mesh
+from maxpipe.parallel.mesh import describe_mesh
 from maxpipe.posttrain.distill import TeacherSource, open_teacher_source
 from maxpipe.posttrain.reference_logprobs import PairReferences, needs_references
 from maxpipe.posttrain.rollouts import Rollouts
-from maxpipe.step.build import split_devices, steps_from_config
+from maxpipe.step.build import steps_on_all_devices
 from maxpipe.step.step import Steps
 from maxpipe.train import data_end
 from maxpipe.train.attention_check import check_run_attention
@@ -65,8 +65,7 @@ def set_up(session: Session) -> Run:
     with phases.enter(DATA_SET_UP), console.stage("reading data"):
         datasets = build_datasets(config, phases.progress)
     stack.callback(datasets.close)
-    mesh = build_mesh(config.mesh, split_devices(config)[0])
-    steps = steps_from_config(config, mesh, datasets.tokenizer.byte_lengths)
+    steps = steps_on_all_devices(config, datasets.tokenizer.byte_lengths)
     with phases.enter(RESTORE):
         teacher = open_teacher_source(session.loaded, datasets, steps, phases, console.stage)
     banner = [*banner_lines(config, steps, datasets), *teacher.banner_lines]

@@ -1,0 +1,170 @@
+"""Checkpoints of own loops: lists, metrics, and use by the commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import maxpipe
+from maxpipe.cli import main
+from tests.api.conftest import Settings
+
+pytestmark = pytest.mark.usefixtures("devices")
+
+
+@pytest.fixture(scope="module")
+def trainer(settings: Settings, devices: list[Any]) -> Iterator[maxpipe.Trainer]:
+    with maxpipe.build(
+        settings("saved", train={"steps": 4, "batch_size": 8, "sequence_length": 16})
+    ) as built:
+        yield built
+
+
+@pytest.fixture(scope="module")
+def checkpoints(trainer: maxpipe.Trainer) -> list[maxpipe.Checkpoint]:
+    """Checkpoints of steps 1 to 3. Step 2 has the smallest loss, step 3 the largest accuracy."""
+    assert maxpipe.Checkpoint.newest(trainer) is None and not maxpipe.Checkpoint.list(trainer)
+    state, saved = trainer.init(), []
+    values = [(0.3, 0.1), (0.2, 0.2), (0.4, 0.3)]
+    with trainer.batches(0, 3) as batches:
+        for batch, (loss, accuracy) in zip(batches, values, strict=True):
+            state, _ = maxpipe.train_step(trainer, state, batch)
+            metrics = {"eval/loss": loss, "eval/quiz/accuracy": accuracy}
+            extra = {"position": int(state.step)}
+            saved.append(maxpipe.Checkpoint.save(trainer, state, metrics=metrics, extra=extra))
+    return saved
+
+
+def test_list_newest_and_best_describe_checkpoints(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    listed = maxpipe.Checkpoint.list(trainer.run_dir)
+    assert list(listed) == checkpoints
+    assert [each.step for each in listed] == [1, 2, 3]
+    assert [each.extra["position"] for each in listed] == [1, 2, 3]
+    assert listed[0].config["train"]["steps"] == 4
+    newest = maxpipe.Checkpoint.newest(trainer)
+    assert newest is not None and newest == checkpoints[-1] and Path(newest.path).is_dir()
+    assert maxpipe.Checkpoint.best(trainer).step == 2
+    assert maxpipe.Checkpoint.best(trainer, "eval/quiz/accuracy").step == 3
+    assert maxpipe.Checkpoint.best(trainer, "eval/quiz/accuracy", "min").step == 1
+    assert maxpipe.Checkpoint.open(f"{trainer.run_dir}@best").step == 2
+    assert maxpipe.Checkpoint.open(checkpoints[0].path) == checkpoints[0]
+
+
+def test_unknown_run_step_and_metric_are_config_errors(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    with pytest.raises(maxpipe.ConfigError, match="is not a run"):
+        maxpipe.Checkpoint.list("no-such-run")
+    with pytest.raises(maxpipe.ConfigError, match="saved steps: 1, 2, 3"):
+        maxpipe.Checkpoint.open(f"{trainer.run_dir}@7")
+    with pytest.raises(maxpipe.ConfigError, match="has no checkpoint with metric eval/los"):
+        maxpipe.Checkpoint.best(trainer, "eval/los")
+
+
+def test_saving_an_earlier_step_is_storage_error(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    with pytest.raises(maxpipe.StorageError, match="already a checkpoint for a later step, 3"):
+        maxpipe.Checkpoint.save(trainer, trainer.init())
+
+
+def test_restored_state_is_bitwise_equal(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    first, second = (checkpoints[-1].restore(trainer) for _ in range(2))
+    batch = trainer.datasets.train.batch(3)
+    first, _ = maxpipe.train_step(trainer, first, batch)
+    second, _ = maxpipe.train_step(trainer, second, batch)
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, second))
+
+
+def test_another_model_is_rejected(
+    settings: Settings, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    values = settings("wide")
+    values["model"] = values["model"] | {"d_mlp": 64}
+    with maxpipe.build(values) as wide, pytest.raises(maxpipe.ConfigError, match="model.d_mlp"):
+        checkpoints[0].restore(wide)
+
+
+def test_generation_with_state_equals_generation_with_checkpoint(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    state = checkpoints[-1].restore(trainer)
+    prompts = ["the ", "rain"]
+    texts = []
+    kept = maxpipe.generate(
+        trainer, prompts, state=state, max_tokens=6, temperature=0, on_text=texts.append
+    )
+    loaded = maxpipe.generate(checkpoints[-1], prompts, max_tokens=6, temperature=0)
+    assert [each.tokens for each in kept] == [each.tokens for each in loaded]
+    assert [each.prompt.text for each in kept] == prompts and not texts
+    (one,) = maxpipe.generate(
+        trainer, "the ", state=state, max_tokens=6, temperature=0, on_text=texts.append
+    )
+    assert "".join(texts) == one.text and one.tokens == kept[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperature": -1.0}, "generate: temperature = -1.0\n  must be at least 0"),
+        ({"top_p": 0.0}, "generate: top_p = 0.0\n"),
+        ({"temperature": 0, "top_k": 3}, "has no effect with temperature 0"),
+        ({"max_tokens": 0}, "generate: max_tokens = 0\n"),
+        ({"chat": True}, "generate: chat\n  requires a chat template"),
+    ],
+)
+def test_wrong_generation_option_is_config_error(
+    checkpoints: list[maxpipe.Checkpoint], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(maxpipe.ConfigError, match=message):
+        maxpipe.generate(checkpoints[0], "the", **options)
+
+
+def test_trainer_without_state_is_config_error(trainer: maxpipe.Trainer) -> None:
+    with pytest.raises(maxpipe.ConfigError, match="evaluate: state"):
+        maxpipe.evaluate(trainer)  # type: ignore[call-overload]
+    with pytest.raises(maxpipe.ConfigError, match="generate: state"):
+        maxpipe.generate(trainer, "the")
+
+
+def test_evaluate_reads_other_documents(
+    checkpoints: list[maxpipe.Checkpoint], tmp_path: Path
+) -> None:
+    (tmp_path / "other.txt").write_text("the rain in spain " * 20)
+    report = maxpipe.evaluate(checkpoints[-1], data=tmp_path / "other.txt")
+    assert report is not None and report["split"] == "all" and report["step"] == 3
+    assert report["source"] == "text"
+    overrides = [f"data.path={tmp_path}", "data.source=text"]
+    with pytest.raises(maxpipe.ConfigError, match="evaluate: data = .*\n  conflicts with"):
+        maxpipe.evaluate(checkpoints[-1], overrides=overrides, data=tmp_path / "other.txt")
+
+
+def test_command_resumes_own_loop(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    state = checkpoints[-1].restore(trainer)
+    state, metrics = maxpipe.train_step(trainer, state, trainer.datasets.train.batch(3))
+    assert main(["train", str(trainer.run_dir / "config.yml")]) == 0
+    lines = (trainer.run_dir / "metrics.jsonl").read_text().splitlines()
+    losses = {record["step"]: record.get("train/loss") for record in map(json.loads, lines)}
+    assert losses.keys() == {4}
+    np.testing.assert_allclose(losses[4], float(metrics["train/loss"]), rtol=1e-5)
+
+
+def test_command_rejects_checkpoint_of_other_data(settings: Settings, tmp_path: Path) -> None:
+    with maxpipe.build(settings("other-data")) as own:
+        batch = {"tokens": np.zeros((8, 16), int), "targets": np.ones((8, 16), int)}
+        state, _ = maxpipe.train_step(own, own.init(), batch)
+        maxpipe.Checkpoint.save(own, state)
+    with pytest.raises(maxpipe.ConfigError, match=r"must be unchanged since step 1.*source was"):
+        maxpipe.run_training(own.run_dir / "config.yml")

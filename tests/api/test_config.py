@@ -1,0 +1,67 @@
+"""Configs from names, files, dicts, configs and overrides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import maxpipe
+from maxpipe.api.config import load_config
+from maxpipe.config.load import to_yaml
+
+
+def test_nested_dict_full_keys_and_overrides_are_merged() -> None:
+    loaded = load_config(
+        "quickstart",
+        {"train": {"steps": 7}, "optim.learning_rate": 1e-4},
+        {"train.steps": 8},
+        "train.sequence_length=64",
+    )
+    train = loaded.config.train
+    assert (train.steps, train.sequence_length) == (8, 64)
+    assert loaded.config.optim.learning_rate == 1e-4
+    assert loaded.origins["train.steps"] == "dict"
+    assert loaded.origins["train.sequence_length"] == "train.sequence_length=64"
+
+
+def test_override_wins_regardless_of_position() -> None:
+    assert load_config("quickstart", "train.steps=3", {"train.steps": 9}).config.train.steps == 3
+
+
+def test_config_and_loaded_config_load_back_equal() -> None:
+    loaded = load_config("quickstart", {"data.mixture": {}, "eval.sample_prompts": ["a", "b: c"]})
+    assert load_config(loaded) is loaded
+    assert load_config(loaded.config).config == loaded.config
+    assert load_config(loaded, "train.steps=5").config.train.steps == 5
+
+
+def test_path_may_be_relative_or_contain_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = to_yaml(load_config("quickstart", "train.steps=4").config)
+    Path("a=b.yml").write_text(text)
+    assert load_config(Path("a=b.yml")).config.train.steps == 4
+
+
+def test_model_name_in_dict_selects_bundled_model() -> None:
+    assert load_config({"model": "tiny", "train.steps": 1}).config.model.d_model == 128
+
+
+@pytest.mark.parametrize(
+    ("source", "where", "action"),
+    [
+        ("train.stepz=4", "command line: train.stepz", "train.steps"),
+        ({"train": {"stepz": 4}}, "dict: train.stepz", "train.steps"),
+        ({"train.steps": "many"}, "dict: train.steps", "train.steps=100"),
+        ({"trian.steps": 4}, "dict: trian.steps", "below `train:`"),
+        ("quickstrat", "command line: quickstrat", "quickstart"),
+    ],
+)
+def test_bad_source_is_config_error_with_action(source: object, where: str, action: str) -> None:
+    with pytest.raises(maxpipe.ConfigError) as caught:
+        load_config("quickstart", source)  # type: ignore[arg-type]
+    assert isinstance(caught.value, maxpipe.MaxpipeError)
+    problem = caught.value.problems[0]
+    assert problem.where == where and action in problem.action

@@ -1,0 +1,308 @@
+"""Own loops: their values, layouts, batches, processes and mistakes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import maxpipe
+from maxpipe.api.batch import complete_batch
+from maxpipe.cli import main
+from maxpipe.config.load import from_dict, to_yaml
+from maxpipe.distributed.coordinator import free_port
+from tests.api.conftest import Settings
+from tests.conftest import environment_of_command
+
+SAME = 1e-5  # float32, relative
+pytestmark = pytest.mark.usefixtures("devices")
+
+
+@pytest.fixture(scope="module")
+def trainer(settings: Settings, devices: list[Any]) -> Iterator[maxpipe.Trainer]:
+    with maxpipe.build(settings("loop")) as built:
+        yield built
+
+
+def train(trainer: maxpipe.Trainer, state: Any, first: int, last: int) -> tuple[Any, list[float]]:
+    losses = []
+    with trainer.batches(first, last) as batches:
+        for batch in batches:
+            state, metrics = maxpipe.train_step(trainer, state, batch)
+            losses.append(float(metrics["train/loss"]))
+    return state, losses
+
+
+# Values.
+
+
+def test_own_loop_equals_run_of_command(
+    trainer: maxpipe.Trainer, settings: Settings, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yml"
+    path.write_text(to_yaml(from_dict(settings("command"))))
+    assert main(["train", str(path)]) == 0
+    records = [
+        json.loads(line)
+        for line in (trainer.run_dir.parent / "command" / "metrics.jsonl").read_text().splitlines()
+    ]
+    expected = [record["train/loss"] for record in records if "train/loss" in record]
+    state, losses = train(trainer, trainer.init(), 0, 6)
+    assert len(expected) == 6
+    np.testing.assert_allclose(losses, expected, rtol=SAME)
+    found = maxpipe.evaluate(trainer, state)
+    evaluated = {tag: value for record in records for tag, value in record.items() if "eval" in tag}
+    assert found.keys() == evaluated.keys() == {"eval/loss", "eval/nats_per_byte"}
+    np.testing.assert_allclose(found["eval/loss"], evaluated["eval/loss"], rtol=SAME)
+    report = maxpipe.evaluate(trainer.run_dir.parent / "command")
+    assert report is not None and "nats_per_token" in report
+    np.testing.assert_allclose(report["nats_per_token"], found["eval/loss"], rtol=SAME)
+
+
+def test_numpy_batches_equal_batches_of_config(trainer: maxpipe.Trainer) -> None:
+    _, expected = train(trainer, trainer.init(), 0, 3)
+    state, losses, metrics = trainer.init(), [], {}
+    for step in range(3):
+        batch = trainer.datasets.train.batch(step)
+        names = ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+        state, metrics = maxpipe.train_step(trainer, state, {name: batch[name] for name in names})
+        losses.append(float(metrics["train/loss"]))
+    assert losses == expected
+    assert metrics.keys() >= {"train/loss", "train/grad_norm", "train/lr"}
+
+
+def test_batches_given_to_evaluate_are_weighted_by_mask(trainer: maxpipe.Trainer) -> None:
+    state, batch = trainer.init(), dict(trainer.datasets.train.batch(0))
+    both = [batch, batch | {"loss_mask": np.zeros((8, 16))}]
+    alone = maxpipe.evaluate(trainer, state, batches=[batch])
+    assert maxpipe.evaluate(trainer, state, batches=both) == alone
+
+
+def test_loss_function_of_cross_entropy_equals_objective(
+    trainer: maxpipe.Trainer, settings: Settings
+) -> None:
+    _, expected = train(trainer, trainer.init(), 0, 3)
+    with maxpipe.build(settings("loss"), loss=lambda log_probs, batch: -log_probs) as own:
+        _, losses = train(own, own.init(), 0, 3)
+    assert losses == expected
+
+
+def test_own_loss_and_optimizer_lower_own_loss(settings: Settings) -> None:
+    def weighted(log_probs: jax.Array, batch: Any) -> jax.Array:
+        return -jnp.where(batch["targets"] == ord("e"), 3.0, 1.0) * log_probs
+
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+    with maxpipe.build(settings("own"), loss=weighted, optimizer=optimizer) as own:
+        state, losses = train(own, own.init(), 0, 12)
+        assert losses[-1] < losses[0] - 1
+        saved = maxpipe.Checkpoint.save(own, state)
+        again = saved.restore(own)
+        _, after = train(own, state, 12, 14)
+        _, restored = train(own, again, 12, 14)
+        assert after == restored
+        _, metrics = maxpipe.train_step(own, saved.restore(own), own.datasets.train.batch(14))
+        assert "train/lr" not in metrics
+    for optimizer, message in (
+        (None, "belongs to an optax transformation"),
+        (optax.sgd(1e-2), "must have the state arrays of"),
+    ):
+        other = maxpipe.build(settings("own"), optimizer=optimizer)
+        with other, pytest.raises(maxpipe.ConfigError, match=message):
+            saved.restore(other)
+    path = own.run_dir / "config.yml"
+    assert main(["train", str(path), "train.steps=15"]) == 2
+
+
+# Layouts.
+
+
+def test_checkpoint_restored_in_another_layout_gives_same_losses(
+    trainer: maxpipe.Trainer, settings: Settings
+) -> None:
+    state, _ = train(trainer, trainer.init(), 0, 2)
+    saved = maxpipe.Checkpoint.save(trainer, state)
+    _, expected = train(trainer, state, 2, 4)
+    mesh = {"cpu_devices": 8, "ici_stage": 4, "ici_fsdp": 2}
+    pipeline = {"schedule": "gpipe", "microbatches": 4}
+    with maxpipe.build(settings("moved", mesh=mesh, pipeline=pipeline)) as other:
+        assert other.schedule.num_stages == 4
+        restored = saved.restore(other)
+        _, losses = train(other, restored, 2, 4)
+        np.testing.assert_allclose(losses, expected, rtol=SAME)
+        with pytest.raises(maxpipe.ConfigError, match="has another model, optimizer, mesh"):
+            maxpipe.train_step(other, saved.restore(trainer), other.datasets.train.batch(0))
+
+
+def test_used_state_is_named(trainer: maxpipe.Trainer) -> None:
+    state, batch = trainer.init(), trainer.datasets.train.batch(0)
+    maxpipe.train_step(trainer, state, batch)
+    with pytest.raises(maxpipe.ConfigError, match="was used by an earlier train step"):
+        maxpipe.train_step(trainer, state, batch)
+    with pytest.raises(maxpipe.ConfigError, match="was used by an earlier train step"):
+        maxpipe.evaluate(trainer, state)
+
+
+# Batches.
+
+TOKENS = np.zeros((8, 16), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"tokens": TOKENS}, "batch: targets\n  is missing"),
+        ({"tokens": TOKENS[:, :8], "targets": TOKENS}, r"tokens = \(8, 8\)\n.*\[sequences, 16\]"),
+        ({"tokens": TOKENS[:3], "targets": TOKENS[:3]}, "must have 8 sequences .* multiple of 4"),
+        ({"tokens": TOKENS, "targets": TOKENS - 100}, "targets = -100\n.*from 0 to 258"),
+        ({"tokens": TOKENS + 259, "targets": TOKENS}, "tokens = 259\n"),
+        ({"tokens": TOKENS, "targets": TOKENS * 0.5}, "targets = float64\n  must be integers"),
+        ({"tokens": TOKENS, "targets": TOKENS[:4]}, r"targets = \(4, 16\)\n.*shape \[8, 16\]"),
+        ({"tokens": TOKENS, "targets": TOKENS, "labels": TOKENS}, "labels\n  is not an array"),
+    ],
+)
+def test_wrong_batch_names_array_and_rule(
+    trainer: maxpipe.Trainer, batch: dict[str, np.ndarray], message: str
+) -> None:
+    with pytest.raises(maxpipe.ConfigError, match=message):
+        complete_batch(batch, trainer.steps)
+
+
+def test_missing_arrays_have_defaults(trainer: maxpipe.Trainer) -> None:
+    found = complete_batch({"tokens": TOKENS[:4], "targets": TOKENS[:4]}, trainer.steps)
+    assert {name: (array.shape, array.dtype.name) for name, array in found.items()} == {
+        "tokens": ((4, 16), "int32"),
+        "targets": ((4, 16), "int32"),
+        "segment_ids": ((4, 16), "int32"),
+        "positions": ((4, 16), "int32"),
+        "loss_mask": ((4, 16), "float32"),
+        "example_ids": ((4,), "int32"),
+    }
+    assert (found["positions"] == np.arange(16)).all() and found["loss_mask"].all()
+
+
+# Processes.
+
+
+def test_build_and_steps_leave_signal_handlers_and_run_in_thread(settings: Settings) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    results: list[Any] = []
+
+    def run() -> None:
+        with maxpipe.build(settings("thread")) as own:
+            state, losses = train(own, own.init(), 0, 1)
+            assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+            saved = maxpipe.Checkpoint.save(own, state)
+            results.extend([losses, maxpipe.generate(saved, "the", max_tokens=2)])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(results) == 2
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_second_build_with_other_devices_names_key(settings: Settings) -> None:
+    mesh = {"cpu_devices": 4, "ici_stage": 2, "ici_fsdp": 2}
+    with pytest.raises(maxpipe.ConfigError) as caught:
+        maxpipe.build(settings("devices", mesh=mesh))
+    assert caught.value.problems[0].where == "mesh.cpu_devices"
+    assert "start a new process" in caught.value.problems[0].action
+
+
+def test_absent_platform_is_config_error(settings: Settings) -> None:
+    code = (
+        "import json, sys, maxpipe\n"
+        "try:\n    maxpipe.build(json.load(sys.stdin))\n"
+        "except maxpipe.ConfigError as error:\n    print(error)"
+    )
+    values = settings("tpu", runtime={"platform": "tpu", "compilation_cache": ""})
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        input=json.dumps(values),
+        capture_output=True,
+        text=True,
+        env=environment_of_command(),
+    )
+    assert ran.stdout.startswith("runtime.platform = tpu\n"), ran.stderr
+
+
+@pytest.mark.parametrize("objective", ["preference", "grpo", "distill"])
+def test_objective_with_more_models_suggests_run_training(
+    settings: Settings, objective: Any
+) -> None:
+    loaded = maxpipe.load_config(settings("objective"))
+    train = replace(loaded.config.train, objective=objective)
+    loaded = replace(loaded, config=replace(loaded.config, train=train))
+    with pytest.raises(maxpipe.ConfigError, match="run_training"):
+        maxpipe.build(loaded)
+
+
+def test_length_is_required_by_schedule_of_learning_rate_only(settings: Settings) -> None:
+    train_config = {"batch_size": 8, "sequence_length": 16}
+    with pytest.raises(maxpipe.ConfigError, match="train.steps = 0"):
+        maxpipe.build(settings("endless", train=train_config))
+    own = maxpipe.build(settings("endless", train=train_config), optimizer=optax.sgd(0.1))
+    with own, pytest.raises(maxpipe.ConfigError, match="train.steps = 0"):
+        own.batches()
+
+
+def test_training_config_without_training_checks_is_checked(settings: Settings) -> None:
+    data = {"source": "corpus", "path": "elsewhere"}
+    loaded = maxpipe.load_config(settings("unchecked", data=data))
+    with pytest.raises(maxpipe.ConfigError, match="data.path = elsewhere"):
+        maxpipe.run_training(loaded)
+
+
+PROCESS = """
+import json, sys, maxpipe
+with maxpipe.build(json.loads(sys.argv[1]), f"runtime.process_id={sys.argv[2]}") as trainer:
+    state = trainer.init()
+    for step in range(3):
+        batch = trainer.datasets.train.batch(step)
+        state, metrics = maxpipe.train_step(trainer, state, batch)
+        print(float(metrics["train/loss"]))
+        assert not trainer.should_stop()
+    found = maxpipe.evaluate(trainer, state)
+    saved = maxpipe.Checkpoint.save(trainer, state, metrics=found)
+    state = saved.restore(trainer)
+    print(saved.step, found["eval/loss"])
+"""
+
+
+@pytest.mark.multihost
+def test_two_processes_equal_one(trainer: maxpipe.Trainer, settings: Settings) -> None:
+    state, expected = train(trainer, trainer.init(), 0, 3)
+    found = maxpipe.evaluate(trainer, state)
+    runtime = {"platform": "cpu", "num_processes": 2, "compilation_cache": ""}
+    runtime["coordinator"] = f"127.0.0.1:{free_port()}"
+    mesh = {"cpu_devices": 4, "ici_stage": 2, "ici_fsdp": 4}
+    values = json.dumps(settings("processes", runtime=runtime, mesh=mesh))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESS, values, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment_of_command(),
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        out, errors = process.communicate(timeout=240)
+        assert process.returncode == 0, errors
+        numbers = [float(number) for number in out.split()]
+        np.testing.assert_allclose(numbers[:3], expected, rtol=SAME)
+        assert numbers[3] == 3
+        np.testing.assert_allclose(numbers[4], found["eval/loss"], rtol=SAME)
