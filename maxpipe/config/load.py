@@ -184,7 +184,7 @@ def _load_translated(
 
 def load_storage_settings(path: str) -> Config:
     """Load only the sections `run` and `checkpoint` of a run's config.yml. All other values are
-    defaults, and no plug-in is loaded.
+    defaults and are not checked, and no plug-in is loaded.
 
     Raises:
         ConfigError: the file cannot be read, or a value in these sections is invalid.
@@ -193,10 +193,12 @@ def load_storage_settings(path: str) -> Config:
     file = locate(path, KEYS)
     document = read_file(file, problems)
     read = [*from_document(document, file.origin, problems)] if document else []
-    read = [each for each in map(rename_former_key, read) if each.path[0] in ("run", "checkpoint")]
+    sections = ("run", "checkpoint")
+    read = [each for each in map(rename_former_key, read) if each.path[0] in sections]
     assignments = [*from_values({"model": PLACEHOLDER_MODEL}, ""), *read]
     named = _default_run_name(file)
-    return _build(assignments, problems, named, is_complete=True).config
+    others = [key for key in KEYS if section_of(key) not in sections]
+    return _build(assignments, problems, named, is_complete=True, unchecked=others).config
 
 
 PLACEHOLDER_MODEL = {
@@ -380,7 +382,9 @@ def _build(
     is_complete: bool,
     to_train: bool = False,
     foreign: Collection[str] = (),
+    unchecked: Collection[str] = (),
 ) -> LoadedConfig:
+    """Convert assignments to a config, and check the rules that read no key in `unchecked`."""
     nodes = dict(_unset())
     origins = dict.fromkeys(KEYS, DEFAULT)
     if named is not None:
@@ -437,7 +441,7 @@ def _build(
     own = sections.pop(family_section(family))
     sections["model"] = dataclasses.replace(sections["model"], own=own)
     config = Config(**sections)
-    broken = check(config, origins, skip=wrong.union(missing))
+    broken = check(config, origins, skip=wrong.union(missing, unchecked))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
     # If a file could not be read, ignore errors about default values that the file might override.
