@@ -89,7 +89,9 @@ def select_retained(saved: Sequence[CheckpointInfo], rules: RetentionRules) -> d
             reasons[step].append(f"every {rules.every_hours:g} hours")
     better = rules.better
     keys = [(key, info) for info in ordered if (key := better.sort_key(info.metrics)) is not None]
-    for _, info in sorted(keys, key=lambda pair: pair[0])[: rules.best]:
+    # The newest of several equal values is best, as for `RUN@best`. Otherwise the step that
+    # `RUN@best` names would be deleted while an older step with the same value is kept.
+    for _, info in sorted(keys, key=lambda pair: (pair[0], -pair[1].step))[: rules.best]:
         value = f"{info.metrics[better.metric]:.4f}"
         reasons[info.step].append(f"best, {better.metric.removeprefix('eval/')} {value}")
     return {step: "; ".join(words) for step, words in reasons.items() if words}

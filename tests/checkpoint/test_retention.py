@@ -56,6 +56,14 @@ def test_best_respects_metric_and_mode():
     assert select_retained(RUN, RetentionRules(0, best=3, better=BestMetric("eval/other"))) == {}
 
 
+def test_newest_of_equal_values_is_best():
+    equal = [of_loss(step, 0.0, 2.0) for step in (10, 20, 30)]
+    assert list(select_retained([*equal, of_loss(40, 0.0, 3.0)], RetentionRules(1, best=1))) == [
+        30,
+        40,
+    ]
+
+
 def test_retention_ignores_order_and_supports_fractional_hours():
     assert select_retained(RUN[::-1], RetentionRules(2, 30, 2, 2)) == select_retained(
         RUN, RetentionRules(2, 30, 2, 2)

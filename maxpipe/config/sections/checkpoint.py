@@ -35,7 +35,8 @@ class CheckpointConfig:
     checkpoints."""
     keep_best: int = 0
     """Number of best checkpoints, ranked by `checkpoint.best_metric`, to keep in addition to the
-    most recent ones. Only checkpoints from steps with an evaluation are ranked."""
+    most recent ones. Only checkpoints from steps with an evaluation are ranked. If two values are
+    equal, the newer checkpoint ranks higher."""
     best_metric: str = "eval/loss"
     """Evaluation metric that `RUN@best`, `checkpoint.keep_best` and `eval.patience` use to compare
     checkpoints. Examples are `eval/loss`, `eval/nats_per_byte`, `eval/NAME/loss` of a validation
