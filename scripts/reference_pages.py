@@ -18,7 +18,8 @@ from pathlib import Path
 from maxpipe.cli import command_line_parser
 from maxpipe.config import render
 from maxpipe.config.config_files import BundledConfig, bundled_configs
-from maxpipe.config.load import load, type_name
+from maxpipe.config.key_problems import type_name
+from maxpipe.config.load import load
 from maxpipe.config.rules import BOUNDS
 from maxpipe.config.schema import (
     ALL_KEYS,

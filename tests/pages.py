@@ -10,7 +10,8 @@ before the block defines how it is tested:
 - no comment: the same, and the block must not contain commands of other programs.
 
 In expected output, `...` matches any text, and on a line by itself any number of lines. A number
-with a decimal point matches numbers that differ by at most 1%.
+with a decimal point matches numbers that differ by at most 1%; `0.58...` matches all numbers that
+begin with these digits.
 """
 
 from __future__ import annotations
@@ -162,16 +163,18 @@ def matches_end(expected: str, output: str) -> bool:
 
 
 _NUMBER = r"-?\d+\.\d+(?:e[-+]?\d+)?"
+_SHOWN_NUMBER = re.compile(rf"(?<![\w.]){_NUMBER}(?![\w.]*\d|\d*\.\.\.)")
+"""A number that is compared by value. In `0.58...`, the shown digits are compared as text."""
 
 
 def _numbers_of(line: str) -> list[str]:
-    return [] if line == "..." else re.findall(rf"(?<![\w.]){_NUMBER}(?![\w.]*\d)", line)
+    return [] if line == "..." else _SHOWN_NUMBER.findall(line)
 
 
 def _line_pattern(line: str) -> str:
     """Return a pattern for a line, with one group for each number with a decimal point."""
     pattern, position = "", 0
-    for match in re.finditer(rf"(?<![\w.]){_NUMBER}(?![\w.]*\d)", line):
+    for match in _SHOWN_NUMBER.finditer(line):
         pattern += re.escape(line[position : match.start()]) + rf"({_NUMBER})"
         position = match.end()
     return (pattern + re.escape(line[position:])).replace(re.escape("..."), "[^\n]*?")

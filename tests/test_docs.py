@@ -230,6 +230,12 @@ def defined(path: Path) -> dict[str, set[str]]:
                 names.add(node.name)
             if isinstance(node, ast.ClassDef):
                 owners.append((node.name, node.body))
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                names |= {
+                    each.attr
+                    for each in ast.walk(node)
+                    if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+                }
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AnnAssign) else targets
             names |= {

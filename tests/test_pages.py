@@ -125,6 +125,8 @@ def test_python_examples_import_existing_names(page: Path) -> None:
         ("done\n", "not done\n", False),
         ("loss 1.234\n", "loss 1.239\n", True),
         ("loss 1.234\n", "loss 1.264\n", False),
+        ("loss 1.2... nats\n", "loss 1.29 nats\n", True),
+        ("loss 1.2... nats\n", "loss 1.31 nats\n", False),
         ("step 10\n", "step 11\n", False),
         ("1.5 s and 2.25\n", "1.5 s and 2.26\n", True),
         ("1.5 s and 2.25\n", "1.6 s and 2.25\n", False),

@@ -52,6 +52,9 @@ def test_every_config_section_has_page_with_valid_tables() -> None:
         # Each table row has as many cells as its header.
         assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {4, 5}
         assert "## See also" in page
+    # Named sections and items of lists are on the page of their section.
+    assert "## optim.lr_phases[]" in (REFERENCE / "config" / "optim.md").read_text("utf-8")
+    assert "## data.mixture.NAME" in (REFERENCE / "config" / "data.md").read_text("utf-8")
 
 
 def written_events() -> dict[str, set[str]]:

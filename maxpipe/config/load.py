@@ -33,7 +33,7 @@ from maxpipe.config.assignments import (
 )
 from maxpipe.config.check import DEFAULT, check, check_training, is_override
 from maxpipe.config.config_files import ConfigFile, locate
-from maxpipe.config.foreign_keys import join_reason
+from maxpipe.config.key_problems import type_problem, unknown_problem
 from maxpipe.config.rules import did_you_mean, plain_value
 from maxpipe.config.schema import (
     KEYS,
@@ -52,14 +52,11 @@ from maxpipe.config.schema import (
 from maxpipe.config.sections.model import FAMILY, family_section
 from maxpipe.config.translation import (
     CONTEXT_KEYS,
-    Translation,
     TranslationContext,
     convert_value,
     is_accumulation,
-    is_main_key,
     translate,
 )
-from maxpipe.config.type_problems import type_problem
 from maxpipe.config.yaml_values import (
     NAME_FORM,
     READERS,
@@ -409,7 +406,7 @@ def _build(
     context = _context(unknown, nodes)
     if reports := foreign_files.translate_files(unknown, assignments, foreign, context):
         raise foreign_files.OtherTrainerError(reports)
-    for done, problem in enumerate(_unknown_problem(each, context) for each in unknown):
+    for done, problem in enumerate(unknown_problem(each, context) for each in unknown):
         if len(problems) >= _MAX_PROBLEMS:
             rule = f"{len(unknown) - done} more values were not read."
             problems.append(
@@ -553,7 +550,7 @@ def _assign(nodes: dict[str, Any], assignment: Assignment) -> Problem | None:
     section, names = split_key(assignment.path)
     name, *entry = names or (".",)
     if _is_unknown(assignment):
-        return _unknown_problem(assignment, _context((), nodes))
+        return unknown_problem(assignment, _context((), nodes))
     hint = KEYS[f"{section}.{name}"]
     for text in texts(assignment.raw):
         refusal = find_invalid_text(text)
@@ -647,68 +644,3 @@ def _empty_section(declared: type) -> Any:
     node = OmegaConf.structured(declared)
     OmegaConf.set_readonly(node, False)
     return node
-
-
-def _unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:
-    section, names = split_key(assignment.path)
-    key = ".".join(assignment.path)
-    is_text = isinstance(assignment.raw, str) and is_main_key(section, assignment.raw)
-    if section in SECTIONS and not names and not is_text and not assignment.option:
-        rule = "is a section: write its keys below it, one `key: value` per line."
-        action = f"Run `maxpipe config explain {section}` to list its keys."
-        return assignment.problem(Code.CFG_UNKNOWN_KEY, rule, action)
-    if key in KEYS and not assignment.option:
-        lines = [f"`{each}:`" for each in section_of(key).split(".")]
-        rule = "is a full key: in a file, write it below its section."
-        last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
-        return assignment.problem(
-            Code.CFG_UNKNOWN_KEY, rule, f"Write {', below it '.join(lines)}, {last}"
-        )
-    rule, show = _rule(assignment)
-    if (
-        isinstance(assignment.raw, dict)
-        and not names
-        and (close := did_you_mean(section, SECTIONS))
-    ):
-        return assignment.problem(
-            Code.CFG_UNKNOWN_KEY, rule, f"Did you mean {close}? {show}", given=False
-        )
-    translation = _translate_unknown(assignment, context)
-    action = translation.action_text(in_file=assignment.is_in_file)
-    if translation.key and not translation.is_exact:
-        action = f"Did you mean {translation.key}? {show}"
-    problem = assignment.problem(
-        Code.CFG_UNKNOWN_KEY,
-        join_reason(rule, translation.why),
-        action or show,
-        given=bool(assignment.option) or bool(names) or not isinstance(assignment.raw, dict),
-    )
-    if assignment.option:
-        return dataclasses.replace(problem, where=f"command line: {assignment.option}", value="")
-    return problem
-
-
-def _rule(assignment: Assignment) -> tuple[str, str]:
-    """Return the rule that an unknown key violates, and a hint about where valid keys are
-    listed.
-    """
-    section, names = split_key(assignment.path)
-    if assignment.option:
-        return "is not an option of this command.", "Run the command with --help."
-    if section in SECTIONS and names:
-        show = f"`maxpipe config explain {section}` lists its keys."
-        return f"is not a key of {section}.", show
-    if assignment.is_in_file or names:
-        return "is not a section.", f"The sections are {', '.join(SECTIONS)}."
-    return "has no section: an override must be `section.key=value`.", "Write section.key=value."
-
-
-def _translate_unknown(assignment: Assignment, context: TranslationContext) -> Translation:
-    """Translate an unknown key. A command-line option with the name of an existing key is
-    translated to that key.
-    """
-    key = ".".join(assignment.path)
-    if key in KEYS:
-        text = assignment.raw if isinstance(assignment.raw, str) else "VALUE"
-        return Translation(((key, text),), key=key)
-    return translate(assignment.path, assignment.raw, context)

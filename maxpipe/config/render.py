@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from maxpipe.config.foreign_keys import match_key
+from maxpipe.config.key_problems import type_name
 from maxpipe.config.load import LoadedConfig, to_yaml
 from maxpipe.config.rules import BOUNDS, ITEM, did_you_mean, field_name
 from maxpipe.config.schema import (
@@ -39,7 +40,6 @@ from maxpipe.config.schema import (
     without_none,
 )
 from maxpipe.config.translation import MODEL
-from maxpipe.config.type_problems import type_name
 from maxpipe.config.yaml_values import NAME_FORM, to_yaml_line
 from maxpipe.errors import Code, ConfigError
 from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, DEFAULT_AXIS_RULES

@@ -21,8 +21,13 @@ def test_documented_run_increases_reward(tmp_path: Path) -> None:
     assert max(rewards[:2]) < 0.3 and sum(rewards[-4:]) / 4 > 0.9, rewards
     assert "mesh       stage 2" in output and (tmp_path / "grpo.svg").stat().st_size
     drawn = map(json.loads, (tmp_path / "runs/rewarded/samples.jsonl").read_text().splitlines())
-    last = [each["samples"] for each in drawn][-1]
-    assert len(last) == 16 and sum(each["reward"] for each in last) > 8
+    # Each group has one prompt. A model with a mean reward above 0.9 may fail on a few prompts.
+    groups = [each["samples"] for each in drawn]
+    assert len(groups) == 5 and all(len(group) == 16 for group in groups)
+    for sample in (sample for group in groups for sample in group):
+        a, b = re.findall(r"\d+", sample["prompt"])
+        assert sample["reward"] == (sample["text"] == str(int(a) + int(b))), sample
+    assert sum(sample["reward"] for group in groups for sample in group) > 40
 
 
 def test_documented_reward_function_works(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def prepare(plan: PrepareJob, report: ProgressCallback) -> str:
     if plan.data.source in SOURCES:
         rule = "must not come from a plug-in: other processes, which do not load it, read the data."
         action = "Train from the source directly, or write its documents to a JSON Lines file."
-        raise ConfigError.one(Code.CFG_CONFLICT, "data.source", plan.data.source, rule, action)
+        raise ConfigError.one(Code.DATA_FORMAT, "data.source", plan.data.source, rule, action)
     with convert_signals(plan.folder):
         report("opening the documents", 0, 0, "")
         source = open_source(

@@ -1,4 +1,4 @@
-"""Error messages for values that do not have the type of their key."""
+"""Error messages for unknown keys, and for values that do not have the type of their key."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ import typing
 from typing import Any, Literal
 
 from maxpipe.config.assignments import Assignment, is_mapping
-from maxpipe.config.foreign_keys import list_action, value_action
-from maxpipe.config.rules import BOUNDS
-from maxpipe.config.schema import declared_key, item_type, without_none
+from maxpipe.config.foreign_keys import join_reason, list_action, value_action
+from maxpipe.config.rules import BOUNDS, did_you_mean
+from maxpipe.config.schema import (
+    KEYS,
+    SECTIONS,
+    declared_key,
+    item_type,
+    section_of,
+    split_key,
+    without_none,
+)
+from maxpipe.config.translation import Translation, TranslationContext, is_main_key, translate
 from maxpipe.errors import Code, Problem
 
 _LISTS = {
@@ -90,3 +99,69 @@ def type_problem(assignment: Assignment, hint: Any) -> Problem:
     return assignment.problem(
         Code.CFG_TYPE, f"must be {article}.", f"Write a value such as {setting}."
     )
+
+
+def unknown_problem(assignment: Assignment, context: TranslationContext) -> Problem:
+    """Return the error for a key that does not exist, with the key that replaces it."""
+    section, names = split_key(assignment.path)
+    key = ".".join(assignment.path)
+    is_text = isinstance(assignment.raw, str) and is_main_key(section, assignment.raw)
+    if section in SECTIONS and not names and not is_text and not assignment.option:
+        rule = "is a section: write its keys below it, one `key: value` per line."
+        action = f"Run `maxpipe config explain {section}` to list its keys."
+        return assignment.problem(Code.CFG_UNKNOWN_KEY, rule, action)
+    if key in KEYS and not assignment.option:
+        lines = [f"`{each}:`" for each in section_of(key).split(".")]
+        rule = "is a full key: in a file, write it below its section."
+        last = f"and `{key.rpartition('.')[2]}: ...` indented below it."
+        return assignment.problem(
+            Code.CFG_UNKNOWN_KEY, rule, f"Write {', below it '.join(lines)}, {last}"
+        )
+    rule, show = _unknown_rule(assignment)
+    if (
+        isinstance(assignment.raw, dict)
+        and not names
+        and (close := did_you_mean(section, SECTIONS))
+    ):
+        return assignment.problem(
+            Code.CFG_UNKNOWN_KEY, rule, f"Did you mean {close}? {show}", given=False
+        )
+    translation = _translate_unknown(assignment, context)
+    action = translation.action_text(in_file=assignment.is_in_file)
+    if translation.key and not translation.is_exact:
+        action = f"Did you mean {translation.key}? {show}"
+    problem = assignment.problem(
+        Code.CFG_UNKNOWN_KEY,
+        join_reason(rule, translation.why),
+        action or show,
+        given=bool(assignment.option) or bool(names) or not isinstance(assignment.raw, dict),
+    )
+    if assignment.option:
+        return dataclasses.replace(problem, where=f"command line: {assignment.option}", value="")
+    return problem
+
+
+def _unknown_rule(assignment: Assignment) -> tuple[str, str]:
+    """Return the rule that an unknown key violates, and a hint about where valid keys are
+    listed.
+    """
+    section, names = split_key(assignment.path)
+    if assignment.option:
+        return "is not an option of this command.", "Run the command with --help."
+    if section in SECTIONS and names:
+        show = f"`maxpipe config explain {section}` lists its keys."
+        return f"is not a key of {section}.", show
+    if assignment.is_in_file or names:
+        return "is not a section.", f"The sections are {', '.join(SECTIONS)}."
+    return "has no section: an override must be `section.key=value`.", "Write section.key=value."
+
+
+def _translate_unknown(assignment: Assignment, context: TranslationContext) -> Translation:
+    """Translate an unknown key. A command-line option with the name of an existing key is
+    translated to that key.
+    """
+    key = ".".join(assignment.path)
+    if key in KEYS:
+        text = assignment.raw if isinstance(assignment.raw, str) else "VALUE"
+        return Translation(((key, text),), key=key)
+    return translate(assignment.path, assignment.raw, context)
