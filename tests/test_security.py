@@ -91,6 +91,8 @@ SOCKETS = {
 }
 # jax serializes compiled programs with pickle: see tests/step/test_executable.py.
 EXECUTABLES = {"maxpipe/step/executable.py"}
+# The names of the Python API are imported at first use, from modules in a fixed table.
+LAZY_IMPORTS = {"maxpipe/__init__.py"}
 
 
 def findings(tree: ast.Module) -> Iterator[str]:
@@ -156,6 +158,8 @@ def test_source_files_contain_no_unsafe_code(path: Path):
         found = [each for each in found if not each.endswith("imports socket")]
     if name in EXECUTABLES:
         found = [each for each in found if not each.endswith("serialize_executable")]
+    if name in LAZY_IMPORTS:
+        found = [each for each in found if not each.endswith("importlib.import_module")]
     assert not found, f"{name}:" + f"\n{name}:".join(found)
 
 
