@@ -33,6 +33,7 @@ MODULES = (
     "maxpipe.train.run",
     "maxpipe.evals.evaluate",
     "maxpipe.generation.completions",
+    "maxpipe.api.generation",
 )
 HASH_SEEDS = (1, 2)
 """Values of PYTHONHASHSEED, each with a different iteration order of string sets."""

@@ -19,7 +19,6 @@ import jax
 
 from maxpipe.config.load import LoadedConfig
 from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP
-from maxpipe.errors import ExitCode
 from maxpipe.evals.evaluate import SourceSums
 from maxpipe.hardware import peak_flops
 from maxpipe.io.formatting import pluralize
@@ -34,8 +33,8 @@ from maxpipe.train.session import open_session
 from maxpipe.train.set_up import set_up
 
 
-def train(loaded: LoadedConfig) -> int:
-    """Train or resume the run, and return the process exit code.
+def train(loaded: LoadedConfig) -> None:
+    """Train or resume the run.
 
     Raises:
         ConfigError: the config does not match the machine, the data or the run's checkpoint.
@@ -49,7 +48,6 @@ def train(loaded: LoadedConfig) -> int:
         run = set_up(session)
         with session.phases.enter(LOOP):
             _run_loop(run)
-    return ExitCode.DONE
 
 
 def _run_loop(run: Run) -> None:

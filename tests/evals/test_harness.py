@@ -44,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from maxpipe.evals.harness import HarnessModel
 
-    monkeypatch.setattr(runtime, "start", lambda *_: None)  # use the devices of the test process
+    monkeypatch.setattr(
+        runtime, "start", lambda *_, **__: None
+    )  # use the devices of the test process
     config = {"batch_size": 5, "max_batch_size": None, "device": None}
     return HarnessModel.create_from_arg_obj({"pretrained": str(folder / "hf"), **MESH}, config)
 

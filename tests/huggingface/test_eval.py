@@ -84,7 +84,9 @@ def test_eval_loss_equals_unpipelined_loop(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Evaluate a folder on text files, and the same weights imported on JSON Lines."""
-    monkeypatch.setattr(runtime, "start", lambda *_: None)  # use the devices of the test process
+    monkeypatch.setattr(
+        runtime, "start", lambda *_, **__: None
+    )  # use the devices of the test process
     monkeypatch.chdir(folder)
     assert open_folder("hf").dtype == "F32"
     size = len("".join(TEXTS).encode())

@@ -123,7 +123,9 @@ def test_training_keys_may_differ_from_folder(weights: Path, tmp_path: Path) -> 
 def test_generate_from_folder_equals_generate_from_import(
     weights: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime, "start", lambda *_: None)  # use the devices of the test process
+    monkeypatch.setattr(
+        runtime, "start", lambda *_, **__: None
+    )  # use the devices of the test process
     asked = ["--prompt", "ab", "--temperature", "0", "--max-tokens", "5", "--json"]
     asked += ["tokenizer.kind=bytes", "tokenizer.path=", "mesh.ici_data=8"]
     answers = []

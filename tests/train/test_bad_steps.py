@@ -98,7 +98,7 @@ def steps_once() -> Callable[..., Steps]:
     def steps_of(config: Config, *arguments: Any) -> Steps:
         assert not config.guard.spike_sigmas
         if not made:
-            steps = build.steps_from_config(config, *arguments)
+            steps = build.steps_on_all_devices(config, *arguments)
             made.append(CompiledOnce(**{f.name: getattr(steps, f.name) for f in fields(steps)}))
         return made[0]
 
@@ -110,7 +110,7 @@ def trainer(
     tiny: Path, tmp_path: Path, steps_once: Callable[..., Steps], monkeypatch: pytest.MonkeyPatch
 ) -> FaultyTrainer:
     runs = FaultyTrainer(tiny, tmp_path)
-    monkeypatch.setattr(set_up, "steps_from_config", steps_once)
+    monkeypatch.setattr(set_up, "steps_on_all_devices", steps_once)
     monkeypatch.setattr(Loader, "batch", runs.spoil(Loader.batch))
     monkeypatch.setattr(runtime, "_prepare", lambda config, cpu_devices: None)
     return runs
