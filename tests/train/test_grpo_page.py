@@ -21,7 +21,7 @@ def test_documented_run_increases_reward(tmp_path: Path) -> None:
     assert max(rewards[:2]) < 0.3 and sum(rewards[-4:]) / 4 > 0.9, rewards
     assert "mesh       stage 2" in output and (tmp_path / "grpo.svg").stat().st_size
     drawn = map(json.loads, (tmp_path / "runs/rewarded/samples.jsonl").read_text().splitlines())
-    # Each group has one prompt. A model with a mean reward above 0.9 may still fail on a few prompts.
+    # Each group has one prompt, and a model with a mean reward above 0.9 may fail on a few prompts.
     groups = [each["samples"] for each in drawn]
     assert len(groups) == 5 and all(len(group) == 16 for group in groups)
     for sample in (sample for group in groups for sample in group):
