@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from maxpipe.config.load import from_dict, to_yaml
 from maxpipe.distributed.coordinator import free_port
 from tests.api.conftest import Settings
 from tests.conftest import environment_of_command
+from tests.errors import without_codes
 
 SAME = 1e-5  # float32, relative
 pytestmark = pytest.mark.usefixtures("devices")
@@ -175,8 +177,9 @@ TOKENS = np.zeros((8, 16), np.int64)
 def test_wrong_batch_names_array_and_rule(
     trainer: maxpipe.Trainer, batch: dict[str, np.ndarray], message: str
 ) -> None:
-    with pytest.raises(maxpipe.ConfigError, match=message):
+    with pytest.raises(maxpipe.ConfigError) as error:
         complete_batch(batch, trainer.steps)
+    assert re.search(message, without_codes(error.value))
 
 
 def test_missing_arrays_have_defaults(trainer: maxpipe.Trainer) -> None:
@@ -235,7 +238,7 @@ def test_absent_platform_is_config_error(settings: Settings) -> None:
         text=True,
         env=environment_of_command(),
     )
-    assert ran.stdout.startswith("runtime.platform = tpu\n"), ran.stderr
+    assert ran.stdout.startswith("runtime.platform = tpu  [MP-ENV-002]\n"), ran.stderr
 
 
 @pytest.mark.parametrize("objective", ["preference", "grpo", "distill"])
