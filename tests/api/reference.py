@@ -59,7 +59,7 @@ def _signature(name: str, function: Any) -> list[str]:
     text = f"{name}({', '.join(shown)}{end}"
     if len(text) > _WIDTH:
         text = "\n".join([f"{name}(", *(f"    {each}," for each in shown), end])
-    return ["```python", text, "```", ""]
+    return ["```py", text, "```", ""]
 
 
 def _default(value: Any) -> str:

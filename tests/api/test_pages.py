@@ -26,8 +26,8 @@ def test_reference_lists_shapes_and_errors_of_train_step() -> None:
 @pytest.mark.usefixtures("devices")
 def test_code_in_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / "guides" / "python.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```(?:\n```\n(.*?)```)?", text, re.DOTALL)
-    assert len(blocks) >= 10
+    blocks = re.findall(r"```python\n(.*?)```(?:\n```text\n(.*?)```)?", text, re.DOTALL)
+    assert len(blocks) >= 10 and sum(bool(shown) for _, shown in blocks) >= 6
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for code, shown in blocks:

@@ -58,7 +58,7 @@ class Model:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     made = Model()
-    monkeypatch.setattr("maxpipe.generation.load_model.open_model", lambda *given: made)
+    monkeypatch.setattr("maxpipe.api.generation.open_model", lambda *given: made)
     return made
 
 

@@ -181,7 +181,7 @@ def test_tracebacks_are_redacted(capsys: Capture, monkeypatch: pytest.MonkeyPatc
         secret = f"cannot reach https://me:{TOKEN}@host/x"
         raise ZeroDivisionError(secret)
 
-    monkeypatch.setattr("maxpipe.config.load.load", broken)
+    monkeypatch.setattr("maxpipe.api.config.load_config", broken)
     assert main(["config", "print", *TINY]) == 70
     err = capsys.readouterr().err
     assert TOKEN not in err
