@@ -127,10 +127,15 @@ def repository() -> str:
 
 
 def on_config(config: Any) -> Any:
-    """Complete the navigation, and give headings the anchors that GitHub gives them."""
+    """Complete the navigation, and give headings the anchors that GitHub gives them.
+
+    Pages request the list of versions only in a build by mike, which writes this list.
+    """
     from pymdownx.slugs import slugify
 
     config.nav = expand(config.nav)
+    if "MIKE_DOCS_VERSION" not in os.environ:
+        config.extra.pop("version", None)
     config.mdx_configs["toc"]["slugify"] = slugify(case="lower")
     return config
 
@@ -147,5 +152,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Adjust the links and blank lines of a page."""
+    """Adjust the links and blank lines of a page, and boost the config reference in searches."""
+    if page.file.src_uri.startswith("reference/config/"):
+        page.meta["search"] = {"boost": 2}
     return add_blank_lines(adjust_links(markdown, Path(page.file.abs_src_path), repository()))

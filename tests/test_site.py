@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -55,6 +57,28 @@ def test_reading_site_sends_no_request_to_another_host(site: Path) -> None:
     for sheet in site.rglob("*.css"):
         text = sheet.read_text(encoding="utf-8")
         assert not re.findall(r"url\(['\"]?(?:https?:)?//[^)]*|@import[^;]*//[^;]*", text), sheet
+
+
+def test_only_build_by_mike_requests_list_of_versions(
+    site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert '"mike"' not in (site / "index.html").read_text(encoding="utf-8")
+
+    def extra() -> dict[str, object]:
+        config = SimpleNamespace(nav=[], mdx_configs={"toc": {}}, extra={**MKDOCS["extra"]})
+        return hooks.on_config(config).extra
+
+    assert "version" not in extra()
+    monkeypatch.setenv("MIKE_DOCS_VERSION", "0.1")
+    assert extra()["version"] == {"provider": "mike"}
+
+
+def test_search_finds_config_key_on_page_of_its_section(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    separator = index["config"]["separator"]
+    assert re.split(separator, "train.batch_size=2.5") == ["train", "batch_size", "2.5"]
+    boosts = {doc["location"]: doc.get("boost", 1) for doc in index["docs"]}
+    assert boosts["reference/config/train/"] > boosts["reference/python_api/"]
 
 
 def test_site_has_search_and_follows_color_scheme(site: Path) -> None:
