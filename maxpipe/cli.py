@@ -65,8 +65,13 @@ def _run_and_report(argv: list[str]) -> int:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         return int(ExitCode.DONE)  # the reader, e.g. `head`, has closed the pipe
-    except SystemExit:
-        raise
+    except SystemExit as leaving:
+        plugins = sys.modules.get("maxpipe.config.plugins")  # not imported for --help
+        problem = plugins and plugins.find_plugin_error(leaving)
+        if problem is None:
+            raise
+        _complain(redact.redact_for_terminal(str(problem)))
+        return int(problem.exit_code)
     except MemoryError as error:
         _complain(redact.redact_for_terminal(str(out_of_memory_error(error))))
         return int(ExitCode.CONFIG)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
@@ -343,8 +345,10 @@ def _assignments_in(
     """Yield the assignments in a file. The permission to run code is omitted from a config.yml in a
     run folder, which may come from another person.
     """
-    is_record = file.path.name == config_files.CONFIG_FILE and any(
-        (file.path.parent / name).exists() for name in _RECORDS
+    # A link to the config of a run gives no permission either.
+    path = Path(os.path.realpath(file.path))
+    is_record = path.name == config_files.CONFIG_FILE and any(
+        (path.parent / name).exists() for name in _RECORDS
     )
     for each in from_document(document, file.origin, problems):
         if not is_record or ".".join(each.path) != plugins.ALLOW:

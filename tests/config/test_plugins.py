@@ -107,6 +107,17 @@ def test_written_config_gives_no_permission(tmp_path: Path) -> None:
     assert dataclasses.replace(kept, plugins=config.plugins) == config
 
 
+def test_plugin_that_exits_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = tmp_path / "leaving.py"
+    plugin.write_text(
+        "import sys\nfrom maxpipe.config.plugins import register_source\n"
+        "register_source('leaving', lambda files, seed: sys.exit(0))\n"
+    )
+    settings = [f"plugins.modules={plugin}", ALLOW, "data.source=leaving"]
+    assert main(["data", "stats", "tiny", *settings]) == 2
+    assert_error(capsys.readouterr().err, str(plugin), names="SystemExit")
+
+
 def test_storage_settings_run_no_code(tmp_path: Path) -> None:
     path = write_plugin(tmp_path, f"open({str(tmp_path / 'canary')!r}, 'w')")
     file = tmp_path / "config.yml"
@@ -130,9 +141,11 @@ def test_config_in_run_folder_gives_no_permission(
     allowing = f"plugins: {{modules: [{plugin}], allow_code: true}}\n"
     (folder / "config.yml").write_text(f"model: tiny\ntrain: {{steps: 1}}\n{allowing}")
     (folder / record).mkdir() if record == "checkpoints" else (folder / record).touch()
+    (tmp_path / "link.yml").symlink_to(folder / "config.yml")
     for arguments in (
         ["data", "find", str(folder), "1", "0"],
         ["train", str(folder / "config.yml")],
+        ["train", str(tmp_path / "link.yml")],
     ):
         assert main(arguments) == 2
         shown = capsys.readouterr().err
