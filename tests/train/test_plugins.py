@@ -42,7 +42,9 @@ def in_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def example() -> Any:
-    return sys.modules[next(name for name in sys.modules if name.startswith("maxpipe_plugin_"))]
+    """Return the module of the example; other tests may have loaded other plug-ins."""
+    loaded = [each for name, each in sys.modules.items() if name.startswith("maxpipe_plugin_")]
+    return next(each for each in loaded if each.__file__ == str(EXAMPLE))
 
 
 # Equality.
