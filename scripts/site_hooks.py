@@ -117,10 +117,9 @@ def _map_outside(pattern: re.Pattern[str], text: str, change: Callable[[str], st
 
 
 def repository() -> str:
-    """Return the URL of the repository from pyproject.toml, or ""."""
+    """Return the URL of the repository from pyproject.toml, as in hatch_build.py, or ""."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    urls = {name.lower(): url for name, url in project.get("urls", {}).items()}
-    return urls.get("repository", urls.get("source", "")).rstrip("/")
+    return project.get("urls", {}).get("Source", "").rstrip("/")
 
 
 # Events of mkdocs.

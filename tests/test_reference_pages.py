@@ -48,9 +48,12 @@ def test_changed_missing_and_unknown_pages_are_stale(
 def test_every_config_section_has_page_with_valid_tables() -> None:
     for section in SECTIONS:
         page = (REFERENCE / "config" / f"{section}.md").read_text(encoding="utf-8")
-        rows = [line for line in page.splitlines() if line.startswith("|")]
-        # Each table row has as many cells as its header.
-        assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} <= {4, 5}
+        tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+        assert tables
+        for rows in map(str.splitlines, tables):
+            bars = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+            assert len(bars) == 1 and bars <= {4, 5}, rows  # as many cells as the header
+            assert len(rows) >= 3
         assert "## See also" in page
     # Named sections and items of lists are on the page of their section.
     assert "## optim.lr_phases[]" in (REFERENCE / "config" / "optim.md").read_text("utf-8")

@@ -471,13 +471,15 @@ def open_folder(run_dir: epath.PathLike, where: str = "", parent: str = "") -> C
     """Return the checkpoint folder of a run without initializing jax's devices; see `open_run`.
 
     Raises:
-        ConfigError, StorageError: as in `open_run`.
+        ConfigError, StorageError: as in `open_run`; also if the run recorded checkpoints that no
+            longer exist.
     """
     home = parent or find_checkpoint_home(run_dir, where or "path")
     folder = CheckpointFolder(os.path.join(home, CHECKPOINTS_FOLDER))
     with translate_storage_errors(folder.path):
         steps = folder.steps()
     if not steps:
+        check_saved(run_dir, folder.path)
         raise ConfigError.one(
             Code.CKPT_MISSING,
             where or f"run folder {run_dir}",

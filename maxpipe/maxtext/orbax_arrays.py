@@ -18,7 +18,6 @@ _MAX_METADATA_BYTES = 1 << 28
 _OPTIMIZER = ("opt_state", "optimizer")
 _ROOTS = ("decoder", "token_embedder")
 """First components of the names of a model's parameters, below `params` and `params.params`."""
-_SCRATCH = "orbax-checkpoint-tmp"
 _WHERE = "command line: maxtext"
 
 
@@ -74,7 +73,6 @@ def _find_items(folder: Path) -> Path:
     step.
     """
     steps = [each for each in folder.glob("*") if each.name.isdecimal() and each.is_dir()]
-    steps = [each for each in steps if _SCRATCH not in each.name]
     steps.sort(key=lambda each: int(each.name), reverse=True)
     candidates = [folder, folder / "items", folder / "checkpoints"]
     for step in steps[:1]:

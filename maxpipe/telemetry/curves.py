@@ -141,15 +141,17 @@ def draw_curves(runs: Mapping[str, Mapping[str, Curve]], style: Style | None = N
     style = style or Style()
     canvas = Canvas()
     groups: dict[str, dict[str, list[Curve]]] = {}
+    tags: dict[str, str] = {}  # the first tag of each group
     for run, curves in runs.items():
         run = re.sub(r"-\d+$", "", run) if style.band else run
         for tag, curve in curves.items():
             name = f"{run}  {tag}" if len(runs) > 1 else tag
             name = style.names.get(name, name)
-            groups.setdefault(tag.rpartition("/")[2], {}).setdefault(name, []).append(curve)
+            end = tag.rpartition("/")[2]
+            tags.setdefault(end, tag)
+            groups.setdefault(end, {}).setdefault(name, []).append(curve)
     for end, lines in groups.items():
-        tag = next(tag for curves in runs.values() for tag in curves if tag.endswith(end))
-        unit = style.units.get(tag, unit_of(tag))
+        unit = style.units.get(tags[end], unit_of(tags[end]))
         panel = _panel(style.titles.get(end, end), unit, lines, style)
         if style.note and end == [*groups][-1]:
             panel.note(style.note)

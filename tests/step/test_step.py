@@ -51,6 +51,7 @@ CURVES = [
     Case(2, 2, 2, fsdp=4, gather="step"),
     Case(2, 4, 6, schedule="circular", tensor=4),
     Case(2, 1, 12, schedule="1f1b", fsdp=2, tensor=2),
+    Case(2, 2, 12, schedule="interleaved", fsdp=2, tensor=2),
     Case(4, 2, 4, schedule="breadth_first", data=2),
     Case(4, 2, 1),
     Case(8, 1, 8, schedule="1f1b"),
