@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxpipe.config.migration.conversion import Given, Peer
-from maxpipe.config.migration.peer_files import read_overrides, read_yaml, typed
+from maxpipe.config.migration.peer_files import published, read_overrides, read_yaml, tables, typed
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.yaml_values import Raw
 from maxpipe.errors import Code, ConfigError, Problem
@@ -22,23 +21,6 @@ _ROOT = "base.yml"
 _MAX_FILES = 16
 
 Entries = dict[str, tuple[Raw, str]]
-
-
-@functools.cache
-def tables() -> dict[str, Any]:
-    """Return the defaults, key names and models in `maxtext.yml`."""
-    import yaml  # slow to import
-
-    text = Path(__file__).with_name("maxtext.yml").read_text(encoding="utf-8")
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
-
-
-def published() -> Peer:
-    """Return MaxText with the defaults of its published base.yml."""
-    data = tables()
-    known = frozenset(data["defaults"]) | frozenset(data["other_keys"].split())
-    where = f"{data['source']}, base.yml of {data['date']} (commit {data['commit'][:12]})"
-    return Peer(NAME, data["defaults"], known, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +49,7 @@ def read_source(file: str, overrides: Sequence[str]) -> Source:
     for entries in chain:
         in_files |= entries
     from_overrides = read_overrides(overrides)
-    peer, problems = published(), list[Problem]()
+    peer, problems = published(NAME), list[Problem]()
     if root is not None:
         base = typed(read_yaml(root), peer.defaults, problems)
         values = {name: given.value for name, given in base.items() if name in peer.known}
@@ -149,7 +131,7 @@ def _read_model(name: str, file: Path, place: str) -> Entries:
         found = _find(f"models/{name}.yml", Path(os.path.realpath(file)))
         if found is not None:
             return read_yaml(found)
-    models = tables()["models"]
+    models = tables(NAME)["models"]
     if name not in models:
         guess = did_you_mean(name, models)
         action = f"Did you mean {guess}?" if guess else f"Use one of {', '.join(models)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 
 from maxpipe.config.config_files import ConfigFile
-from maxpipe.config.migration.conversion import Given
+from maxpipe.config.migration.conversion import Given, Peer
 from maxpipe.config.yaml_values import (
     MAX_DEPTH,
     MAX_FILE_BYTES,
@@ -30,6 +31,22 @@ from maxpipe.io.files import read
 _UNTYPED = ("_for_vit", "_for_audio", "_image_column")
 """Ends of keys whose values are never used."""
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", list: "a list"}
+
+
+@functools.cache
+def tables(name: str) -> dict[str, Any]:
+    """Return the data file of a trainer: the defaults of its keys, and its models."""
+    path = Path(__file__).with_name(f"{name.lower()}.yml")
+    text = path.read_text(encoding="utf-8")
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
+
+
+def published(name: str) -> Peer:
+    """Return a trainer with the published defaults of its keys."""
+    data = tables(name)
+    known = frozenset(data["defaults"]) | frozenset(data["other_keys"].split())
+    where = f"{data['defaults_file']} of {data['date']} (commit {data['commit'][:12]})"
+    return Peer(name, data["defaults"], known, f"{data['source']}, {where}")
 
 
 def read_yaml(path: Path) -> dict[str, tuple[Raw, str]]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from maxpipe.config.migration.conversion import Conversion, Peer
-from maxpipe.config.migration.peer_files import read_overrides, read_toml, typed
+from maxpipe.config.migration.conversion import Conversion
+from maxpipe.config.migration.peer_files import published, read_overrides, read_toml, tables, typed
 from maxpipe.config.migration.torchtitan_model import convert_model
 from maxpipe.config.rules import folder_name
 from maxpipe.config.translation import convert_value, infer_source
@@ -25,23 +24,6 @@ _CONTEXT = "parallelism.context_parallel_degree"
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 
 
-@functools.cache
-def tables() -> dict[str, Any]:
-    """Return the defaults and models in `torchtitan.yml`."""
-    import yaml  # slow to import
-
-    text = Path(__file__).with_suffix(".yml").read_text(encoding="utf-8")
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
-
-
-def published() -> Peer:
-    """Return torchtitan with the published defaults of its job config."""
-    data = tables()
-    known = frozenset(data["defaults"]) | frozenset(data["other_keys"].split())
-    where = f"{data['source']}, job_config.py of {data['date']} (commit {data['commit'][:12]})"
-    return Peer(NAME, data["defaults"], known, where)
-
-
 def convert(file: str, overrides: Sequence[str], devices: int | None) -> Conversion:
     """Convert a TOML job config with `section.key=value` overrides of torchtitan's keys.
 
@@ -51,7 +33,7 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
     Raises:
         ConfigError: the file cannot be read, or a value cannot be represented.
     """
-    path, peer = Path(file), published()
+    path, peer = Path(file), published(NAME)
     if path.suffix == ".py":
         raise ConfigError.one(
             Code.CFG_PEER,
@@ -68,7 +50,7 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
         raise ConfigError(problems)
     c = Conversion(peer, file, given)
     c.write("run.name", folder_name(path.stem))
-    convert_model(c, tables())
+    convert_model(c, tables(NAME))
     if not c.problems:
         _run(c)
         _batch(c, _mesh(c, devices), is_known=devices is not None)

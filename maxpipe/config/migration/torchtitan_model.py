@@ -37,6 +37,23 @@ def convert_model(c: Conversion, tables: Mapping[str, Any]) -> None:
         c.differs(_FLAVOR, why)
 
 
+_MODEL_KEYS = {
+    "num_layers": "n_layers",
+    "d_model": "dim",
+    "num_heads": "n_heads",
+    "vocab_size": "vocab_size",
+    "norm_epsilon": "norm_eps",
+}
+"""Keys of the model section with an argument of the same meaning in all models."""
+
+
+def _write_model(c: Conversion, family: str, args: Args, **values: Any) -> None:
+    """Write the model section: the keys of all models, and `values` of one."""
+    shared = {ours: args[theirs] for ours, theirs in _MODEL_KEYS.items()}
+    rope_theta = float(args["rope_theta"])
+    _write(c, "model", family=family, **shared, rope_theta=rope_theta, **values)
+
+
 def _write(c: Conversion, section: str, **values: Any) -> None:
     for name, value in values.items():
         c.write(f"{section}.{name}", value, _NAME, _FLAVOR)
@@ -50,19 +67,13 @@ def _llama3(c: Conversion, args: Args) -> None:
         hidden = int(args["ffn_dim_multiplier"] * hidden)
     multiple = args["multiple_of"]
     scaling = args["rope_scaling_args"]
-    _write(
+    _write_model(
         c,
-        "model",
-        family="llama",
-        num_layers=args["n_layers"],
-        d_model=width,
-        num_heads=heads,
+        "llama",
+        args,
         num_kv_heads=args["n_kv_heads"] or heads,
         head_dim=width // heads,
         d_mlp=multiple * -(-hidden // multiple),
-        vocab_size=args["vocab_size"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
     _write(
         c,
@@ -77,20 +88,14 @@ def _llama3(c: Conversion, args: Args) -> None:
 
 def _qwen3(c: Conversion, args: Args) -> None:
     family = "qwen3_moe" if args["moe_enabled"] else "qwen3"
-    _write(
+    _write_model(
         c,
-        "model",
-        family=family,
-        num_layers=args["n_layers"],
-        d_model=args["dim"],
-        num_heads=args["n_heads"],
+        family,
+        args,
         num_kv_heads=args["n_kv_heads"],
         head_dim=args["head_dim"],
         d_mlp=args["hidden_dim"],
-        vocab_size=args["vocab_size"],
         tied_embeddings=args["enable_weight_tying"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
     if args["moe_enabled"]:
         experts = args["moe_args"]
@@ -111,19 +116,13 @@ def _experts(args: Args) -> dict[str, Any]:
 
 def _deepseek(c: Conversion, args: Args) -> None:
     experts, rope = args["moe_args"], args["qk_rope_head_dim"]
-    _write(
+    _write_model(
         c,
-        "model",
-        family="deepseek",
-        num_layers=args["n_layers"],
-        d_model=args["dim"],
-        num_heads=args["n_heads"],
+        "deepseek",
+        args,
         num_kv_heads=args["n_heads"],
         head_dim=args["qk_nope_head_dim"] + rope,
         d_mlp=args["inter_dim"],
-        vocab_size=args["vocab_size"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
     groups = experts["num_expert_groups"] or 1
     _write(
@@ -160,19 +159,13 @@ def _deepseek(c: Conversion, args: Args) -> None:
 
 
 def _gpt_oss(c: Conversion, args: Args) -> None:
-    _write(
+    _write_model(
         c,
-        "model",
-        family="gpt_oss",
-        num_layers=args["n_layers"],
-        d_model=args["dim"],
-        num_heads=args["n_heads"],
+        "gpt_oss",
+        args,
         num_kv_heads=args["n_kv_heads"],
         head_dim=args["head_dim"],
         d_mlp=args["moe_inter_dim"],
-        vocab_size=args["vocab_size"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
     _write(
         c,
