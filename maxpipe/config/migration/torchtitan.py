@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from maxpipe.config.migration.conversion import Conversion
-from maxpipe.config.migration.peer_files import published, read_overrides, read_toml, tables, typed
+from maxpipe.config.migration.conversion import Conversion, Peer
+from maxpipe.config.migration.peer_files import (
+    published,
+    read_overrides,
+    read_toml,
+    split_overrides,
+    tables,
+    typed,
+)
 from maxpipe.config.migration.torchtitan_model import convert_model
 from maxpipe.config.rules import folder_name
 from maxpipe.config.translation import convert_value, infer_source
+from maxpipe.config.yaml_values import Raw
 from maxpipe.errors import Code, ConfigError, Problem
 
 NAME = "torchtitan"
@@ -25,7 +35,10 @@ _REPLICATE = "parallelism.data_parallel_replicate_degree"
 
 
 def convert(file: str, overrides: Sequence[str], devices: int | None) -> Conversion:
-    """Convert a TOML job config with `section.key=value` overrides of torchtitan's keys.
+    """Convert a TOML job config with `section.key=value` overrides.
+
+    Overrides with keys of torchtitan replace values of the file, including earlier names of keys.
+    Other overrides have keys of maxpipe, and replace converted values.
 
     `devices` is the number of devices of the run. If None, the smallest number that the mesh
     allows is used to compute the batch size.
@@ -43,14 +56,19 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
             "configs with Python registries in February 2026.",
             "Convert the TOML config of an earlier commit, and set the changed keys as overrides.",
         )
+    history = _History(tables(NAME))
+    peer = history.extend(peer)
+    theirs, ours = split_overrides(overrides, peer.known | history.renamed.keys())
     problems: list[Problem] = []
-    values = {**read_toml(path), **read_overrides(overrides)}
+    in_file = read_toml(path)
+    values = {**history.rename(in_file), **history.rename(read_overrides(theirs))}
     given = typed(values, peer.defaults, problems)
     if problems:
         raise ConfigError(problems)
     c = Conversion(peer, file, given)
     c.write("run.name", folder_name(path.stem))
-    convert_model(c, tables(NAME))
+    history.report(c, [*in_file, *(each.partition("=")[0] for each in theirs)])
+    convert_model(c, tables(NAME), history.before(in_file))
     if not c.problems:
         _run(c)
         _batch(c, _mesh(c, devices), is_known=devices is not None)
@@ -62,7 +80,56 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
         _evaluation(c)
         _checkpoints(c)
     c.finish()
+    c.override(ours)
     return c
+
+
+class _History:
+    """Keys that torchtitan renamed or removed since the first supported job config."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.renamed: Mapping[str, Any] = data["renamed"]
+        self.removed: Mapping[str, Any] = data["removed"]
+
+    def extend(self, peer: Peer) -> Peer:
+        """Return the peer with the removed keys and their defaults."""
+        defaults = {key: entry["default"] for key, entry in self.removed.items()}
+        return replace(
+            peer, defaults={**peer.defaults, **defaults}, known=peer.known | defaults.keys()
+        )
+
+    def rename(self, entries: Mapping[str, tuple[Raw, str]]) -> dict[str, tuple[Raw, str]]:
+        """Return the entries with current names of keys.
+
+        Raises:
+            ConfigError: a key is set by its earlier and by its current name.
+        """
+        found: dict[str, tuple[Raw, str]] = {}
+        for key, (raw, place) in entries.items():
+            name = self.renamed[key]["name"] if key in self.renamed else key
+            if name in found or (name != key and name in entries):
+                rule = f"is an earlier name of {name}, which is also set."
+                raise ConfigError.one(
+                    Code.CFG_PEER, f"{place}: {key}", None, rule, f"Keep only {name}."
+                )
+            found[name] = (raw, place if name == key else f"{place} ({key})")
+        return found
+
+    def before(self, keys: Iterable[str]) -> date | None:
+        """Return a date before which torchtitan accepted these keys, or None."""
+        entries = {**self.renamed, **self.removed}
+        return min((entries[key]["date"] for key in keys if key in entries), default=None)
+
+    def report(self, c: Conversion, keys: Iterable[str]) -> None:
+        """Report renamed and removed keys."""
+        for key in keys:
+            if entry := self.renamed.get(key):
+                c.renamed[key] = f"{entry['name']} since {entry['date']}"
+        for key, entry in self.removed.items():
+            if entry.get("is_required"):
+                c.require(key, (entry["default"],), entry["why"])
+            else:
+                c.omit(f"{entry['why']} torchtitan removed the key on {entry['date']}.", key)
 
 
 def _run(c: Conversion) -> None:
@@ -165,10 +232,11 @@ def _pipeline(c: Conversion) -> None:
         key = "parallelism.pipeline_parallel_schedule_csv"
         c.omit("write the schedule in maxpipe's format, and set pipeline.schedule=file:FILE.", key)
     if name is None:
+        action = action.replace("pipeline.schedule=", f"{theirs}=")
         c.reject(theirs, "is a schedule that maxpipe does not have.", action)
         return
     c.write("pipeline.schedule", name, theirs)
-    is_looped = name in ("interleaved", "zb_v", "dualpipe_v", "breadth_first")
+    is_looped = name not in ("gpipe", "1f1b", "zb_h1", "zb_h2")
     per_stage = "parallelism.pipeline_parallel_layers_per_stage"
     repeats, layers = 2 if is_looped else 1, c.settings["model.num_layers"].value
     if type(c[per_stage]) is int and c[per_stage] > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import date
 from typing import Any
 
 from maxpipe.config.migration.conversion import Conversion
@@ -14,8 +15,11 @@ Args = Mapping[str, Any]
 """Arguments of a torchtitan model, including its defaults."""
 
 
-def convert_model(c: Conversion, tables: Mapping[str, Any]) -> None:
-    """Write the model section, or record why maxpipe cannot represent the model."""
+def convert_model(c: Conversion, tables: Mapping[str, Any], before: date | None) -> None:
+    """Write the model section, or record why maxpipe cannot represent the model.
+
+    `before` is a date before which the config was written, or None.
+    """
     name, models = c[_NAME], tables["models"]
     known = "llama3" if name == "llama3_ft" else name
     if known not in models:
@@ -31,6 +35,11 @@ def convert_model(c: Conversion, tables: Mapping[str, Any]) -> None:
         return
     args: dict[str, Any] = {**models[known]["defaults"], **flavors[c[_FLAVOR]]}
     args["moe_args"] = {**tables["experts"], **args.get("moe_args", {})}
+    for each in tables["changed_models"]:
+        if each["model"] == known and before is not None and before <= each["date"]:
+            args |= each["args"]
+            why = f"the keys of the file are older than {before}, so {', '.join(each['args'])} has "
+            c.differs(_FLAVOR, f"{why}its value before {each['date']}.")
     _MODELS[known](c, args)
     if args["attn_mask_type"] == "causal":
         why = "attention is limited to a document; this flavor also attends to earlier documents."
@@ -75,6 +84,9 @@ def _llama3(c: Conversion, args: Args) -> None:
         head_dim=width // heads,
         d_mlp=multiple * -(-hidden // multiple),
     )
+    if scaling is None:
+        _write(c, "model.llama", rope_factor=1.0)
+        return
     _write(
         c,
         "model.llama",
