@@ -459,7 +459,6 @@ HOSTILE = {
     "comment.yml": "# steps: 1\n",
     "empty.toml": "",
     "comment.toml": "[training]\n# steps = 1\n",
-    "both.toml": "[training]\nbatch_size = 1\nlocal_batch_size = 2\n",
     "huge.yml": "\n".join(f"k{n}: 1" for n in range(30_000)),
     "broken.yml": "steps: [1\n",
     "binary.yml": "steps: \x00\n",
@@ -531,8 +530,9 @@ def test_report_names_every_part_on_stderr(capsys: pytest.CaptureFixture[str]) -
 def test_action_of_a_violated_rule_works_as_an_override(
     action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, out = str(TOML / "llama3_405b.toml"), tmp_path / "run.yml"
-    command = ["config", "from-torchtitan", file, "training.seq_len=8193", "--out", str(out)]
+    file, out = str(TOML / "llama3_8b.toml"), tmp_path / "run.yml"
+    values = ("parallelism.tensor_parallel_degree=8", "training.seq_len=8193")
+    command = ["config", "from-torchtitan", file, *values, "--out", str(out)]
     assert main(command) == 2
     assert action in capsys.readouterr().err
     assert main([*command, action]) == 0
@@ -593,6 +593,14 @@ def test_earlier_names_are_accepted_and_reported() -> None:
     )
     _check(found, {"mesh.ici_stage": 2, "run.seed": 3, "model.llama.rope_factor": 8.0})
     assert "2025-10-13" in found.absent["parallelism.pipeline_parallel_split_points"]
+
+
+def test_current_name_replaces_the_earlier_name_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "both.toml"
+    path.write_text("[training]\nlocal_batch_size = 2\nbatch_size = 1\n")
+    found = torchtitan.convert(str(path), [], 1)
+    _check(found, {"train.batch_size": 2})
+    assert "whose value is used" in found.renamed["training.batch_size"]
 
 
 def test_every_earlier_name_refers_to_a_current_key() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -101,18 +101,13 @@ class _History:
     def rename(self, entries: Mapping[str, tuple[Raw, str]]) -> dict[str, tuple[Raw, str]]:
         """Return the entries with current names of keys.
 
-        Raises:
-            ConfigError: a key is set by its earlier and by its current name.
+        If a published config sets both names, torchtitan uses the current one.
         """
         found: dict[str, tuple[Raw, str]] = {}
         for key, (raw, place) in entries.items():
             name = self.renamed[key]["name"] if key in self.renamed else key
-            if name in found or (name != key and name in entries):
-                rule = f"is an earlier name of {name}, which is also set."
-                raise ConfigError.one(
-                    Code.CFG_PEER, f"{place}: {key}", None, rule, f"Keep only {name}."
-                )
-            found[name] = (raw, place if name == key else f"{place} ({key})")
+            if name == key or name not in entries:
+                found[name] = (raw, place if name == key else f"{place} ({key})")
         return found
 
     def before(self, keys: Iterable[str]) -> date | None:
@@ -120,11 +115,13 @@ class _History:
         entries = {**self.renamed, **self.removed}
         return min((entries[key]["date"] for key in keys if key in entries), default=None)
 
-    def report(self, c: Conversion, keys: Iterable[str]) -> None:
+    def report(self, c: Conversion, keys: Collection[str]) -> None:
         """Report renamed and removed keys."""
         for key in keys:
             if entry := self.renamed.get(key):
-                c.renamed[key] = f"{entry['name']} since {entry['date']}"
+                name = entry["name"]
+                both = "; the file also sets this name, whose value is used" * (name in keys)
+                c.renamed[key] = f"{name} since {entry['date']}{both}"
         for key, entry in self.removed.items():
             if entry.get("is_required"):
                 c.require(key, (entry["default"],), entry["why"])

@@ -35,11 +35,13 @@ def convert_model(c: Conversion, tables: Mapping[str, Any], before: date | None)
         return
     args: dict[str, Any] = {**models[known]["defaults"], **flavors[c[_FLAVOR]]}
     args["moe_args"] = {**tables["experts"], **args.get("moe_args", {})}
+    if before is not None:
+        c.differs(_FLAVOR, f"the flavor has the values of {tables['date']}.")
     for each in tables["changed_models"]:
         if each["model"] == known and before is not None and before <= each["date"]:
             args |= each["args"]
-            why = f"the keys of the file are older than {before}, so {', '.join(each['args'])} has "
-            c.differs(_FLAVOR, f"{why}its value before {each['date']}.")
+            why = f"Keys of the file are older than {before}, so {', '.join(each['args'])} has its "
+            c.differs(_FLAVOR, f"{why}value before {each['date']}.")
     _MODELS[known](c, args)
     if args["attn_mask_type"] == "causal":
         why = "attention is limited to a document; this flavor also attends to earlier documents."
