@@ -600,7 +600,7 @@ def test_current_name_replaces_the_earlier_name_in_one_file(tmp_path: Path) -> N
     path.write_text("[training]\nlocal_batch_size = 2\nbatch_size = 1\n")
     found = torchtitan.convert(str(path), [], 1)
     _check(found, {"train.batch_size": 2})
-    assert "whose value is used" in found.renamed["training.batch_size"]
+    assert "the current name is used" in found.renamed["training.batch_size"]
 
 
 def test_every_earlier_name_refers_to_a_current_key() -> None:

@@ -67,7 +67,9 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
         raise ConfigError(problems)
     c = Conversion(peer, file, given)
     c.write("run.name", folder_name(path.stem))
-    history.report(c, [*in_file, *(each.partition("=")[0] for each in theirs)])
+    for source in (in_file, read_overrides(theirs)):
+        history.report_renamed(c, source)
+    history.report_removed(c)
     convert_model(c, tables(NAME), history.before(in_file))
     if not c.problems:
         _run(c)
@@ -115,13 +117,18 @@ class _History:
         entries = {**self.renamed, **self.removed}
         return min((entries[key]["date"] for key in keys if key in entries), default=None)
 
-    def report(self, c: Conversion, keys: Collection[str]) -> None:
-        """Report renamed and removed keys."""
+    def report_renamed(self, c: Conversion, keys: Collection[str]) -> None:
+        """Report the earlier names in the keys of one file, or of the command line."""
         for key in keys:
             if entry := self.renamed.get(key):
                 name = entry["name"]
-                both = "; the file also sets this name, whose value is used" * (name in keys)
+                both = "; both names are set, and the value of the current name is used" * (
+                    name in keys
+                )
                 c.renamed[key] = f"{name} since {entry['date']}{both}"
+
+    def report_removed(self, c: Conversion) -> None:
+        """Report removed keys, and reject values that change the model."""
         for key, entry in self.removed.items():
             if entry.get("is_required"):
                 c.require(key, (entry["default"],), entry["why"])
