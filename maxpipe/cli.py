@@ -169,10 +169,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if any(each.startswith("-") for each in rest):
         options, rest = parser.parse_known_args(options.parser.join_option_values(argv))
         options.parser.reject_unknown([each for each in rest if each.startswith("-")])
+    # argparse ends a list of positional arguments at the first option, so arguments after an option
+    # are appended here.
     if hasattr(options, "inputs"):
-        # argparse ends a list of positional arguments at the first option, so arguments after an
-        # option are appended here. `load` separates files from overrides.
-        options.inputs += rest
+        options.inputs += rest  # `load` separates files from overrides, and rejects options
+    elif hasattr(options, "overrides") and not any(each.startswith("-") for each in rest):
+        options.overrides = [*options.overrides, *rest]
     elif rest:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return options

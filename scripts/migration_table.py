@@ -27,7 +27,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from maxpipe.config.migration import maxtext, maxtext_files, torchtitan  # noqa: E402
+from maxpipe.config.migration import maxtext, torchtitan  # noqa: E402
+from maxpipe.config.migration.peer_files import published, tables  # noqa: E402
 from maxpipe.config.schema import KEYS, default_of  # noqa: E402
 from maxpipe.config.translation import (  # noqa: E402
     CONTEXT_KEYS,
@@ -68,8 +69,8 @@ _SHOWN = ("checkpoint.every", "eval.every", "eval.batches", "log.every", "run.se
 def names_table() -> str:
     """Return a Markdown table of maxpipe keys and their names in four trainers."""
     names = {
-        "MaxText": maxtext_files.published().defaults,
-        "torchtitan": torchtitan.published().defaults,
+        "MaxText": published(maxtext.NAME).defaults,
+        "torchtitan": published(torchtitan.NAME).defaults,
         "Megatron-LM": [f"--{name}" for name in MEGATRON.split()],
         "nanochat": [f"--{name}" for name in NANOCHAT.split()],
     }
@@ -146,7 +147,7 @@ def _row(path: Path, root: Path, convert: Callable[..., Any]) -> tuple[bool, str
 
 
 def _commit(folder: Path) -> str:
-    known = {"maxtext": maxtext_files.tables(), "torchtitan": torchtitan.tables()}
+    known = {"maxtext": tables(maxtext.NAME), "torchtitan": tables(torchtitan.NAME)}
     table = known["maxtext" if (folder / _CONFIGS).is_dir() else "torchtitan"]
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

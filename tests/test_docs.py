@@ -17,7 +17,7 @@ import pytest
 
 from maxpipe.cli import main
 from maxpipe.commands.explain import AREAS, CodeEntry, code_entries
-from maxpipe.config.migration import torchtitan
+from maxpipe.config.migration.peer_files import published
 from maxpipe.config.schema import Config
 from maxpipe.errors import EXIT_CODES
 from maxpipe.evals.evaluate import EvalTotals
@@ -258,7 +258,7 @@ def test_code_names_on_pages_exist() -> None:
         for owner, names in defined(path).items():
             for known in (owner,) if owner else (path.stem, name):
                 members.setdefault(known, set()).update(names)
-    modules |= torchtitan.published().known  # `metrics.log_freq` is not a name of maxpipe.metrics
+    modules |= published("torchtitan").known  # `metrics.log_freq` is not a name of maxpipe.metrics
     wrong = []
     for page in PAGES:
         for name in quoted(page, r"([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?"):

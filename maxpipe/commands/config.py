@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import secrets
 import shlex
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING
 from maxpipe.commands.parser import Commands, add_inputs, count, read_config, subcommands
 from maxpipe.errors import Code, ConfigError, ExitCode, StorageError
 from maxpipe.io import redact
-from maxpipe.io.files import expand_path
+from maxpipe.io.files import UnsafeFileError, expand_path
 from maxpipe.io.formatting import capitalize_first
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def _add_peers(actions: Commands) -> None:
             epilog=f"example: maxpipe config {command} FILE {override} --devices 8 --out run.yml",
         )
         convert.add_argument("file", metavar="FILE", help=source)
-        about = f"overrides of {peer}'s keys, such as {override}"
-        convert.add_argument("overrides", nargs="*", metavar="key=value", help=about)
+        about = f"overrides of {peer}'s keys, such as {override}, or of maxpipe's keys, such as "
+        about += f"train.batch_size=8; a name that both have is {peer}'s"
+        convert.add_argument("overrides", nargs="*", metavar="key=value", default=(), help=about)
         convert.add_argument(
             "--devices",
             type=count,
@@ -108,7 +110,7 @@ def _add_peers(actions: Commands) -> None:
             "fewest that the mesh allows)",
         )
         about = "config file to write (default: standard output)"
-        convert.add_argument("--out", metavar="FILE", default="", help=about)
+        convert.add_argument("--out", metavar="FILE", help=about)
         convert.add_argument(_OVERWRITE, action="store_true", help="replace an existing file")
         convert.set_defaults(command=_config_from_peer, peer=peer)
 
@@ -117,11 +119,11 @@ def _config_from_peer(options: argparse.Namespace) -> int:
     from maxpipe.config.migration import maxtext, torchtitan
 
     file = expand_path(options.file, "command line: FILE")
+    path = None if options.out is None else _printable_path(options.out, "command line: --out")
     convert = (maxtext if options.peer == maxtext.NAME else torchtitan).convert
     found = convert(str(file), options.overrides, options.devices)
     found.load()  # raises ConfigError if the settings violate a rule
     text = found.render()
-    path = _printable_path(options.out, "command line: --out") if options.out else None
     if path:
         _write(path, text, overwrite=options.overwrite)
     else:
@@ -232,7 +234,9 @@ def _write(path: Path, text: str, *, overwrite: bool) -> None:
             Code.CLI_OUTPUT, "command line: FILE", path, rule, f"Write {path}{SUFFIX}."
         )
     try:
-        # With `overwrite`, symlinks and pipes are replaced rather than written to.
+        if overwrite and path.exists() and not path.is_file():
+            raise UnsafeFileError(errno.EINVAL, "it is not a regular file", str(path))
+        # With `overwrite`, symlinks are replaced rather than written to.
         target = path.with_name(f".{path.name}.{secrets.token_hex(8)}") if overwrite else path
         with open(target, "x", encoding="utf-8") as file:
             try:

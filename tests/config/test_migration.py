@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from maxpipe.cli import main
 from maxpipe.config.load import load
 from maxpipe.config.migration import maxtext, torchtitan
 from maxpipe.config.migration.conversion import Conversion
+from maxpipe.config.migration.peer_files import published, tables
 from maxpipe.config.rules import value_of
 from maxpipe.errors import ConfigError
 from maxpipe.models.count import num_params
@@ -137,6 +139,34 @@ JOBS: dict[str, dict[str, Any]] = {
         **{"mesh.ici_expert": 8, "mesh.ici_fsdp": -1, "train.batch_size": 32},
         **{"model.deepseek.norm_topk_prob": False, "model.deepseek.expert_bias_update_rate": 0.001},
     },
+}
+# Files of earlier dates. Llama 3 had no RoPE scaling before 2025-10-08.
+_EARLIER: dict[str, dict[str, Any]] = {
+    "llama3_8b": {
+        **{"model.d_mlp": 14336, "model.num_layers": 32, "train.batch_size": 8},
+        **{"train.steps": 1000, "optim.learning_rate": 3e-4, "optim.warmup_steps": 200},
+        **{"pipeline.saved_names": ["matmuls"], "mesh.ici_tensor": 1},
+    },
+    "llama3_70b": {
+        **{"model.d_mlp": 28672, "model.num_layers": 80, "train.batch_size": 8},
+        **{"train.steps": 1000, "optim.learning_rate": 1.5e-4, "optim.warmup_steps": 200},
+        **{"pipeline.remat": "full", "mesh.ici_tensor": 8, "mesh.sequence_parallel": True},
+    },
+    "llama3_405b": {
+        **{"model.d_mlp": 53248, "model.num_layers": 126, "train.batch_size": 2},
+        **{"train.steps": 3000, "optim.learning_rate": 8e-5, "optim.warmup_steps": 600},
+        **{"model.matmul": "fp8", "mesh.ici_tensor": 8, "mesh.collective_matmul": True},
+    },
+}
+_OF_BOTH = {
+    **{"model.family": "llama", "model.llama.rope_factor": 1.0, "model.rope_theta": 500000.0},
+    **{"train.sequence_length": 8192, "model.vocab_size": 128256, "checkpoint.every": 0},
+    **{"model.param_dtype": "float32", "model.compute_dtype": "bfloat16"},
+}
+JOBS |= {
+    f"{date}/{name}": values | _OF_BOTH
+    for name, values in _EARLIER.items()
+    for date in ("2025-05", "2025-09")
 }
 
 
@@ -381,6 +411,7 @@ def test_learning_rate_of_every_step_equals_that_of_the_peer(
         ("model_name=llama9-8b", "is not a model of MaxText"),
         ("model_name=../../../etc/passwd", "is not a model of MaxText"),
         ("dpo=3", "must be a mapping"),
+        ("base_config=/dev/zero", "has no effect on the command line"),
     ],
 )
 def test_maxtext_value_without_equivalent_is_an_error(override: str, words: str) -> None:
@@ -407,6 +438,8 @@ def test_maxtext_value_without_equivalent_is_an_error(override: str, words: str)
         ("parallelism.data_parallel_shard_degree=3", "does not divide the devices"),
         ("training.global_batch_size=3", "must be a multiple of 8"),
         ("debug.seed=x", "must be an integer"),
+        ("model.norm_type=layernorm", "must be rmsnorm"),
+        ("mesh.sequence_paralel=false", "Did you mean mesh.sequence_parallel?"),
     ],
 )
 def test_torchtitan_value_without_equivalent_is_an_error(override: str, words: str) -> None:
@@ -423,6 +456,9 @@ HOSTILE = {
     "empty.yml": "",
     "twice.yml": "steps: 1\nsteps: 2\n",
     "deep.yml": "a: " + "[" * 100 + "]" * 100,
+    "comment.yml": "# steps: 1\n",
+    "empty.toml": "",
+    "comment.toml": "[training]\n# steps = 1\n",
     "huge.yml": "\n".join(f"k{n}: 1" for n in range(30_000)),
     "broken.yml": "steps: [1\n",
     "binary.yml": "steps: \x00\n",
@@ -488,3 +524,121 @@ def test_report_names_every_part_on_stderr(capsys: pytest.CaptureFixture[str]) -
     assert "use --devices N for N devices" in printed.err
     assert "27 keys of MaxText" in printed.err
     assert printed.out.startswith("# Converted from MaxText:")
+
+
+@pytest.mark.parametrize("action", ["train.sequence_length=8200", "mesh.sequence_parallel=false"])
+def test_action_of_a_violated_rule_works_as_an_override(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, out = str(TOML / "llama3_8b.toml"), tmp_path / "run.yml"
+    values = ("parallelism.tensor_parallel_degree=8", "training.seq_len=8193")
+    command = ["config", "from-torchtitan", file, *values, "--out", str(out)]
+    assert main(command) == 2
+    assert action in capsys.readouterr().err
+    assert main([*command, action]) == 0
+    key, _, value = action.partition("=")
+    assert f"{key} = {value}: set on the command line; replaces" in capsys.readouterr().err
+    assert str(value_of(load([str(out)]).config, key)).lower() == value
+
+
+def test_override_of_maxpipe_replaces_list_and_unset_key() -> None:
+    overrides = ("pipeline.saved_names=[mlp]", "log.every=7", "steps=9")
+    found = from_maxtext("gpu/models/llama3_8b", *overrides)
+    _check(found, {"pipeline.saved_names": ["mlp"], "log.every": 7, "train.steps": 9})
+    assert found.overridden.keys() == {"pipeline.saved_names", "log.every"}
+
+
+def test_override_that_violates_a_rule_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="train.batch_size"):
+        from_maxtext("models/llama3-8b", "train.batch_size=-3")
+
+
+def test_name_that_both_trainers_have_is_the_peers() -> None:
+    found = from_torchtitan("llama3_8b", "training.steps=3", "checkpoint.folder=x")
+    assert not found.overridden
+
+
+TORCH_SCHEDULES = {
+    **{"1F1B": "1f1b", "GPipe": "gpipe", "LoopedBFS": "breadth_first"},
+    **{"Interleaved1F1B": "interleaved", "ZBVZeroBubble": "zb_v", "DualPipeV": "dualpipe_v"},
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "Schedule"])
+@pytest.mark.parametrize("name", TORCH_SCHEDULES)
+def test_schedule_of_pytorch_is_converted(name: str, prefix: str) -> None:
+    key = "parallelism.pipeline_parallel_schedule"
+    stages = ("parallelism.pipeline_parallel_degree=4", "training.local_batch_size=8")
+    found = from_torchtitan("llama3_8b", *stages, f"{key}={prefix}{name}")
+    _check(found, {"pipeline.schedule": TORCH_SCHEDULES[name]})
+
+
+def test_schedule_without_equivalent_suggests_a_value_of_its_key() -> None:
+    key = "parallelism.pipeline_parallel_schedule"
+    stages = ("parallelism.pipeline_parallel_degree=4", "training.local_batch_size=8")
+    with pytest.raises(ConfigError, match=f"Set {key}=zb_h1"):
+        from_torchtitan("llama3_8b", *stages, f"{key}=InterleavedZeroBubble")
+    _check(from_torchtitan("llama3_8b", *stages, f"{key}=zb_h1"), {"pipeline.schedule": "zb_h1"})
+
+
+def test_earlier_names_are_accepted_and_reported() -> None:
+    found = from_torchtitan("2025-05/llama3_8b", "training.local_batch_size=3")
+    assert found["training.local_batch_size"] == 3
+    assert found.renamed["training.batch_size"] == "training.local_batch_size since 2025-06-05"
+    assert "rope_scaling_args" in found.differences["model.flavor"]
+    found = from_torchtitan(
+        "llama3_8b",
+        *("experimental.pipeline_parallel_degree=2", "training.seed=3"),
+        "parallelism.pipeline_parallel_split_points=[layers.3]",
+    )
+    _check(found, {"mesh.ici_stage": 2, "run.seed": 3, "model.llama.rope_factor": 8.0})
+    assert "2025-10-13" in found.absent["parallelism.pipeline_parallel_split_points"]
+
+
+def test_current_name_replaces_the_earlier_name_in_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "both.toml"
+    path.write_text("[training]\nlocal_batch_size = 2\nbatch_size = 1\n")
+    found = torchtitan.convert(str(path), [], 1)
+    _check(found, {"train.batch_size": 2})
+    assert "the current name is used" in found.renamed["training.batch_size"]
+
+
+def test_every_earlier_name_refers_to_a_current_key() -> None:
+    data = tables(torchtitan.NAME)
+    known = published(torchtitan.NAME).known
+    assert {entry["name"] for entry in data["renamed"].values()} <= known
+    assert not known & (data["renamed"].keys() | data["removed"].keys())
+    assert not data["renamed"].keys() & data["removed"].keys()
+
+
+def test_name_of_a_bundled_config_is_an_error_with_two_ways_out(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for command in ("from-maxtext", "from-torchtitan"):
+        assert main(["config", command, "llama3-8b"]) == 2
+        error = capsys.readouterr().err
+        assert "maxpipe plan llama3-8b" in error
+        assert "configs/models/llama3-8b.yml" in error
+
+
+def test_arguments_after_an_option_are_overrides(capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(CONFIGS / "models" / "llama3-8b.yml")
+    assert main(["config", "from-maxtext", file, "--devices", "8", "steps=7", "log.every=3"]) == 0
+    assert "steps: 7  # steps" in capsys.readouterr().out
+    assert main(["config", "from-maxtext", file, "--devices", "8", "-x"]) == 2
+    assert "unrecognized arguments: -x" in capsys.readouterr().err
+    assert main(["config", "from-maxtext"]) == 2
+    assert "arguments are required: FILE." in capsys.readouterr().err
+
+
+def test_output_that_is_not_a_regular_file_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe.yml"
+    os.mkfifo(pipe)
+    command = ["config", "from-maxtext", str(CONFIGS / "models" / "llama3-8b.yml"), "--out"]
+    assert main([*command, str(pipe), "--overwrite"]) == 74
+    assert "not a regular file" in capsys.readouterr().err
+    assert pipe.is_fifo()
+    assert main([*command, ""]) == 2
+    assert not capsys.readouterr().out

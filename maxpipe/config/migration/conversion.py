@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 
 from maxpipe.config.foreign_keys import match_exact_key
 from maxpipe.config.load import LoadedConfig, load
-from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import KEYS, default_of
+from maxpipe.config.rules import did_you_mean, plain_value, value_of
+from maxpipe.config.schema import KEYS, default_of, split_key, upgrade_setting
 from maxpipe.config.translation import CONTEXT_KEYS, TranslationContext, translate
 from maxpipe.config.yaml_values import READERS, Raw, to_yaml_line
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.formatting import pluralize
 
+COMMAND_LINE = "command line"
+"""Place of values that overrides set."""
 _WIDTH = 96
 _LEAVE_OUT = "Leave it out."
 """Action of tables for a config that the user edits; a conversion leaves the key out anyway."""
@@ -68,6 +70,10 @@ class Conversion:
     needless: list[str] = field(default_factory=list)
     """Keys that the source sets to a default of the peer, which needs no setting."""
     problems: list[Problem] = field(default_factory=list)
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Earlier names of keys in the source, and the current name with its date."""
+    overridden: dict[str, str] = field(default_factory=dict)
+    """Keys of maxpipe that the command line sets, and the effect."""
     checked: set[str] = field(default_factory=set)
     """Keys whose values the model family implies."""
 
@@ -94,7 +100,8 @@ class Conversion:
 
     def differs(self, theirs: str, difference: str) -> None:
         """Report that a key has an equivalent with another meaning."""
-        self.differences[theirs] = difference
+        before = self.differences.get(theirs)
+        self.differences[theirs] = f"{before} {difference}" if before else difference
 
     def omit(self, why: str, *theirs: str) -> None:
         """Report keys without an equivalent, unless they have the peer's default."""
@@ -132,9 +139,11 @@ class Conversion:
         """
         for theirs, (_, place) in self.given.items():
             if theirs not in self.peer.known:
-                guess = did_you_mean(theirs, self.peer.known)
+                is_override = place == COMMAND_LINE
+                known = {*self.peer.known, *KEYS} if is_override else self.peer.known
+                guess = did_you_mean(theirs, known)
                 action = f"Did you mean {guess}?" if guess else "Correct or remove the key."
-                rule = f"is not a key of {self.peer.name}."
+                rule = f"is not a key of {self.peer.name}{' or of maxpipe' * is_override}."
                 self.problems.append(Problem(Code.CFG_PEER, f"{place}: {theirs}", "", rule, action))
         if self.problems:
             raise ConfigError(self.problems)
@@ -172,6 +181,25 @@ class Conversion:
         else:
             for key, text in found.settings:
                 self.write(key, READERS.get(KEYS[key], str)(text), theirs)
+
+    def override(self, overrides: Sequence[str]) -> None:
+        """Replace settings with `section.key=value` overrides of maxpipe's keys.
+
+        Raises:
+            ConfigError: the resulting settings violate a rule of maxpipe.
+        """
+        if not overrides:
+            return
+        loaded = load(overrides, self.nested(), f"the config for {self.origin}")
+        for argument in overrides:
+            key = config_key(argument.partition("=")[0])
+            value = -1 if key in loaded.inferred else plain_value(value_of(loaded.config, key))
+            before = self.settings.get(key, Setting(None, ()))
+            self.settings[key] = Setting(value, before.theirs)
+            effect = "set on the command line"
+            if before.value is not None and key not in self.overridden:
+                effect += f"; replaces {to_yaml_line(before.value)}"
+            self.overridden.setdefault(key, effect)
 
     def load(self) -> LoadedConfig:
         """Check the settings, and return the resulting config.
@@ -214,6 +242,13 @@ class Conversion:
     def report(self) -> Iterator[tuple[str, list[str]]]:
         """Yield the title and the entries of each part of the report that has entries."""
         parts = {
+            f"Keys that {self.peer.name} renamed:": [
+                f"  {k}: {v}" for k, v in self.renamed.items()
+            ],
+            "Keys of maxpipe on the command line:": [
+                f"  {key} = {to_yaml_line(self.settings[key].value)}: {effect}"
+                for key, effect in self.overridden.items()
+            ],
             "Keys that differ in meaning:": [f"  {k}: {v}" for k, v in self.differences.items()],
             "Keys without an equivalent:": [f"  {k}: {v}" for k, v in self.absent.items()],
             f"Keys at a default of {self.peer.name} that needs no setting:": [
@@ -248,10 +283,18 @@ class Conversion:
             open_sections = sections
             value, theirs = self.settings[key]
             line = f"{'  ' * len(sections)}{name}: {to_yaml_line(value)}"
-            yield f"{line}  # {', '.join(map(self._named, theirs))}" if theirs else line
+            sources = [*map(self._named, theirs), *filter(None, [self.overridden.get(key)])]
+            yield f"{line}  # {', '.join(sources)}" if sources else line
 
     def _named(self, theirs: str) -> str:
         return theirs if theirs in self.given else f"{theirs} (default)"
+
+
+def config_key(name: str) -> str:
+    """Return the maxpipe key that an override sets in full or in part, or an empty string."""
+    section, rest = split_key(upgrade_setting(name, None)[0].split("."))
+    key = ".".join([section, *rest[:1]])
+    return key if key in KEYS else ""
 
 
 def _wrapped(text: str) -> list[str]:

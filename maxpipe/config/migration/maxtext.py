@@ -42,7 +42,7 @@ _REMAT: Mapping[str, tuple[str, ...]] = {
 
 
 def convert(file: str, overrides: Sequence[str], devices: int | None) -> Conversion:
-    """Convert a MaxText config with `key=value` overrides of MaxText's keys.
+    """Convert a MaxText config with `key=value` overrides of MaxText's keys or maxpipe's keys.
 
     `devices` is the number of devices of the run. If None, the smallest number that the mesh
     allows is used to compute the batch size.
@@ -73,6 +73,7 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
             f"the value {value} of the file has no effect in MaxText, because model_name="
             f"{source.model_name} sets {c[key]}; to use it, add {key}={value} to this command.",
         )
+    c.override(source.ours)
     return c
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxpipe.config.migration.conversion import Given, Peer
-from maxpipe.config.migration.peer_files import read_overrides, read_yaml, typed
+from maxpipe.config.migration.conversion import COMMAND_LINE, Given, Peer
+from maxpipe.config.migration.peer_files import (
+    published,
+    read_overrides,
+    read_yaml,
+    split_overrides,
+    tables,
+    typed,
+)
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.yaml_values import Raw
+from maxpipe.config.yaml_values import Raw, format_raw
 from maxpipe.errors import Code, ConfigError, Problem
 
 NAME = "MaxText"
@@ -22,23 +28,6 @@ _ROOT = "base.yml"
 _MAX_FILES = 16
 
 Entries = dict[str, tuple[Raw, str]]
-
-
-@functools.cache
-def tables() -> dict[str, Any]:
-    """Return the defaults, key names and models in `maxtext.yml`."""
-    import yaml  # slow to import
-
-    text = Path(__file__).with_name("maxtext.yml").read_text(encoding="utf-8")
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
-
-
-def published() -> Peer:
-    """Return MaxText with the defaults of its published base.yml."""
-    data = tables()
-    known = frozenset(data["defaults"]) | frozenset(data["other_keys"].split())
-    where = f"{data['source']}, base.yml of {data['date']} (commit {data['commit'][:12]})"
-    return Peer(NAME, data["defaults"], known, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +40,8 @@ class Source:
     model_name: str
     shadowed: dict[str, Given]
     """Values of the file that the model file replaces."""
+    ours: list[str]
+    """Overrides of maxpipe's keys."""
 
 
 def read_source(file: str, overrides: Sequence[str]) -> Source:
@@ -66,8 +57,15 @@ def read_source(file: str, overrides: Sequence[str]) -> Source:
     in_files: Entries = {}
     for entries in chain:
         in_files |= entries
-    from_overrides = read_overrides(overrides)
-    peer, problems = published(), list[Problem]()
+    peer, problems = published(NAME), list[Problem]()
+    theirs, ours = split_overrides(overrides, peer.known)
+    from_overrides = read_overrides(theirs)
+    if _BASE in from_overrides:
+        rule = "has no effect on the command line: MaxText reads base files before overrides."
+        action = f"Write {_BASE} in {file}, and leave out the override."
+        where = f"{COMMAND_LINE}: {_BASE}"
+        value = format_raw(from_overrides[_BASE][0])
+        raise ConfigError.one(Code.CFG_PEER, where, value, rule, action)
     if root is not None:
         base = typed(read_yaml(root), peer.defaults, problems)
         values = {name: given.value for name, given in base.items() if name in peer.known}
@@ -96,7 +94,7 @@ def read_source(file: str, overrides: Sequence[str]) -> Source:
     )
     if problems:
         raise ConfigError(problems)
-    return Source(peer, given, model_name, replaced)
+    return Source(peer, given, model_name, replaced, ours)
 
 
 def _is_model_file(entries: Entries) -> bool:
@@ -149,7 +147,7 @@ def _read_model(name: str, file: Path, place: str) -> Entries:
         found = _find(f"models/{name}.yml", Path(os.path.realpath(file)))
         if found is not None:
             return read_yaml(found)
-    models = tables()["models"]
+    models = tables(NAME)["models"]
     if name not in models:
         guess = did_you_mean(name, models)
         action = f"Did you mean {guess}?" if guess else f"Use one of {', '.join(models)}."

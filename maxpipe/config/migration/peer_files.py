@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from maxpipe.config.config_files import ConfigFile
-from maxpipe.config.migration.conversion import Given
+from maxpipe.config.migration.conversion import COMMAND_LINE, Given, Peer, config_key
 from maxpipe.config.yaml_values import (
     MAX_DEPTH,
     MAX_FILE_BYTES,
@@ -32,12 +34,29 @@ _UNTYPED = ("_for_vit", "_for_audio", "_image_column")
 _TYPES = {bool: "true or false", int: "an integer", float: "a number", list: "a list"}
 
 
+@functools.cache
+def tables(name: str) -> dict[str, Any]:
+    """Return the data file of a trainer: the defaults of its keys, and its models."""
+    path = Path(__file__).with_name(f"{name.lower()}.yml")
+    text = path.read_text(encoding="utf-8")
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
+
+
+def published(name: str) -> Peer:
+    """Return a trainer with the published defaults of its keys."""
+    data = tables(name)
+    known = frozenset(data["defaults"]) | frozenset(data["other_keys"].split())
+    where = f"{data['defaults_file']} of {data['date']} (commit {data['commit'][:12]})"
+    return Peer(name, data["defaults"], known, f"{data['source']}, {where}")
+
+
 def read_yaml(path: Path) -> dict[str, tuple[Raw, str]]:
     """Return the unparsed value and the place of each top-level key of a YAML file.
 
     Raises:
         ConfigError: the file cannot be read, is not a mapping, or sets a key twice.
     """
+    _check_exists(path)
     problems: list[Problem] = []
     root = read_file(ConfigFile(path, str(path)), problems)
     found: dict[str, tuple[Raw, str]] = {}
@@ -46,7 +65,26 @@ def read_yaml(path: Path) -> dict[str, tuple[Raw, str]]:
             found[key] = (raw_of(node), f"{path}:{line}")
     if problems:
         raise ConfigError(problems)
+    _check_not_empty(path, found)
     return found
+
+
+def _check_exists(path: Path) -> None:
+    """Reject a missing file that has the name of a bundled config."""
+    from maxpipe.config.config_files import bundled_configs
+
+    if path.stem in bundled_configs() and not os.path.lexists(path):
+        name = path.stem
+        rule = f"does not exist. {name} is a bundled config of maxpipe, which needs no conversion."
+        action = f"Use it with `maxpipe plan {name}`, or specify the path of the other trainer's "
+        action += f"file, such as configs/models/{name}.yml in a checkout of MaxText."
+        raise ConfigError.one(Code.CFG_FILE, str(path), None, rule, action)
+
+
+def _check_not_empty(path: Path, found: Mapping[str, Any]) -> None:
+    if not found:
+        rule = "sets no keys."
+        raise ConfigError.one(Code.CFG_PEER, str(path), None, rule, "Specify another file.")
 
 
 def read_toml(path: Path) -> dict[str, tuple[Raw, str]]:
@@ -55,6 +93,7 @@ def read_toml(path: Path) -> dict[str, tuple[Raw, str]]:
     Raises:
         ConfigError: the file cannot be read, or exceeds the limits of a config file.
     """
+    _check_exists(path)
     action = "Use a job config of torchtitan in TOML, such as llama3_8b.toml."
     try:
         values = tomllib.loads(read(path, MAX_FILE_BYTES).decode("utf-8-sig"))
@@ -70,6 +109,7 @@ def read_toml(path: Path) -> dict[str, tuple[Raw, str]]:
         if len(found) > MAX_VALUES:
             rule = f"has more than {MAX_VALUES:,} keys."
             raise ConfigError.one(Code.CFG_PEER, str(path), None, rule, action)
+    _check_not_empty(path, found)
     return found
 
 
@@ -95,6 +135,22 @@ def _leaves(prefix: str, raw: Raw) -> Iterable[tuple[str, Raw]]:
         yield prefix.removesuffix("."), raw
 
 
+def split_overrides(
+    overrides: Iterable[str], known: Collection[str]
+) -> tuple[list[str], list[str]]:
+    """Return the overrides of the peer, whose keys are `known`, and those of maxpipe.
+
+    A key that both trainers have belongs to the peer.
+    """
+    theirs: list[str] = []
+    ours: list[str] = []
+    for argument in overrides:
+        name, equals, _ = argument.partition("=")
+        is_ours = equals and name not in known and config_key(name)
+        (ours if is_ours else theirs).append(argument)
+    return theirs, ours
+
+
 def read_overrides(overrides: Iterable[str]) -> dict[str, tuple[Raw, str]]:
     """Return the values of `key=value` arguments.
 
@@ -106,7 +162,7 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, tuple[Raw, str]]:
         name, equals, text = argument.partition("=")
         where = f"command line: {argument}"
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", name):
-            rule = "must have the form key=value, with a key of the other trainer."
+            rule = "must have the form key=value, with a key of the other trainer or of maxpipe."
             raise ConfigError.one(
                 Code.CLI_VALUE, where, None, rule, "Write, for example, steps=1000."
             )
@@ -115,7 +171,7 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, tuple[Raw, str]]:
         except yaml.YAMLError as error:
             rule = f"has a value that is not YAML: {getattr(error, 'problem', error)}."
             raise ConfigError.one(Code.CLI_VALUE, where, None, rule, "Quote the value.") from error
-        found[name] = ("" if node is None else raw_of(node), "command line")
+        found[name] = ("" if node is None else raw_of(node), COMMAND_LINE)
     return found
 
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from maxpipe.config.migration.conversion import Conversion, Peer
-from maxpipe.config.migration.peer_files import read_overrides, read_toml, typed
+from maxpipe.config.migration.peer_files import (
+    published,
+    read_overrides,
+    read_toml,
+    split_overrides,
+    tables,
+    typed,
+)
 from maxpipe.config.migration.torchtitan_model import convert_model
 from maxpipe.config.rules import folder_name
 from maxpipe.config.translation import convert_value, infer_source
+from maxpipe.config.yaml_values import Raw
 from maxpipe.errors import Code, ConfigError, Problem
 
 NAME = "torchtitan"
@@ -25,25 +34,11 @@ _CONTEXT = "parallelism.context_parallel_degree"
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 
 
-@functools.cache
-def tables() -> dict[str, Any]:
-    """Return the defaults and models in `torchtitan.yml`."""
-    import yaml  # slow to import
-
-    text = Path(__file__).with_suffix(".yml").read_text(encoding="utf-8")
-    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
-
-
-def published() -> Peer:
-    """Return torchtitan with the published defaults of its job config."""
-    data = tables()
-    known = frozenset(data["defaults"]) | frozenset(data["other_keys"].split())
-    where = f"{data['source']}, job_config.py of {data['date']} (commit {data['commit'][:12]})"
-    return Peer(NAME, data["defaults"], known, where)
-
-
 def convert(file: str, overrides: Sequence[str], devices: int | None) -> Conversion:
-    """Convert a TOML job config with `section.key=value` overrides of torchtitan's keys.
+    """Convert a TOML job config with `section.key=value` overrides.
+
+    Overrides with keys of torchtitan replace values of the file, including earlier names of keys.
+    Other overrides have keys of maxpipe, and replace converted values.
 
     `devices` is the number of devices of the run. If None, the smallest number that the mesh
     allows is used to compute the batch size.
@@ -51,7 +46,7 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
     Raises:
         ConfigError: the file cannot be read, or a value cannot be represented.
     """
-    path, peer = Path(file), published()
+    path, peer = Path(file), published(NAME)
     if path.suffix == ".py":
         raise ConfigError.one(
             Code.CFG_PEER,
@@ -61,14 +56,21 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
             "configs with Python registries in February 2026.",
             "Convert the TOML config of an earlier commit, and set the changed keys as overrides.",
         )
+    history = _History(tables(NAME))
+    peer = history.extend(peer)
+    theirs, ours = split_overrides(overrides, peer.known | history.renamed.keys())
     problems: list[Problem] = []
-    values = {**read_toml(path), **read_overrides(overrides)}
+    in_file = read_toml(path)
+    values = {**history.rename(in_file), **history.rename(read_overrides(theirs))}
     given = typed(values, peer.defaults, problems)
     if problems:
         raise ConfigError(problems)
     c = Conversion(peer, file, given)
     c.write("run.name", folder_name(path.stem))
-    convert_model(c, tables())
+    for source in (in_file, read_overrides(theirs)):
+        history.report_renamed(c, source)
+    history.report_removed(c)
+    convert_model(c, tables(NAME), history.before(in_file))
     if not c.problems:
         _run(c)
         _batch(c, _mesh(c, devices), is_known=devices is not None)
@@ -80,7 +82,58 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
         _evaluation(c)
         _checkpoints(c)
     c.finish()
+    c.override(ours)
     return c
+
+
+class _History:
+    """Keys that torchtitan renamed or removed since the first supported job config."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        self.renamed: Mapping[str, Any] = data["renamed"]
+        self.removed: Mapping[str, Any] = data["removed"]
+
+    def extend(self, peer: Peer) -> Peer:
+        """Return the peer with the removed keys and their defaults."""
+        defaults = {key: entry["default"] for key, entry in self.removed.items()}
+        return replace(
+            peer, defaults={**peer.defaults, **defaults}, known=peer.known | defaults.keys()
+        )
+
+    def rename(self, entries: Mapping[str, tuple[Raw, str]]) -> dict[str, tuple[Raw, str]]:
+        """Return the entries with current names of keys.
+
+        If a published config sets both names, torchtitan uses the current one.
+        """
+        found: dict[str, tuple[Raw, str]] = {}
+        for key, (raw, place) in entries.items():
+            name = self.renamed[key]["name"] if key in self.renamed else key
+            if name == key or name not in entries:
+                found[name] = (raw, place if name == key else f"{place} ({key})")
+        return found
+
+    def before(self, keys: Iterable[str]) -> date | None:
+        """Return a date before which torchtitan accepted these keys, or None."""
+        entries = {**self.renamed, **self.removed}
+        return min((entries[key]["date"] for key in keys if key in entries), default=None)
+
+    def report_renamed(self, c: Conversion, keys: Collection[str]) -> None:
+        """Report the earlier names in the keys of one file, or of the command line."""
+        for key in keys:
+            if entry := self.renamed.get(key):
+                name = entry["name"]
+                both = "; both names are set, and the value of the current name is used" * (
+                    name in keys
+                )
+                c.renamed[key] = f"{name} since {entry['date']}{both}"
+
+    def report_removed(self, c: Conversion) -> None:
+        """Report removed keys, and reject values that change the model."""
+        for key, entry in self.removed.items():
+            if entry.get("is_required"):
+                c.require(key, (entry["default"],), entry["why"])
+            else:
+                c.omit(f"{entry['why']} torchtitan removed the key on {entry['date']}.", key)
 
 
 def _run(c: Conversion) -> None:
@@ -183,10 +236,11 @@ def _pipeline(c: Conversion) -> None:
         key = "parallelism.pipeline_parallel_schedule_csv"
         c.omit("write the schedule in maxpipe's format, and set pipeline.schedule=file:FILE.", key)
     if name is None:
+        action = action.replace("pipeline.schedule=", f"{theirs}=")
         c.reject(theirs, "is a schedule that maxpipe does not have.", action)
         return
     c.write("pipeline.schedule", name, theirs)
-    is_looped = name in ("interleaved", "zb_v", "dualpipe_v", "breadth_first")
+    is_looped = name not in ("gpipe", "1f1b", "zb_h1", "zb_h2")
     per_stage = "parallelism.pipeline_parallel_layers_per_stage"
     repeats, layers = 2 if is_looped else 1, c.settings["model.num_layers"].value
     if type(c[per_stage]) is int and c[per_stage] > 0:

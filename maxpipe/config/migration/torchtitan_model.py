@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import date
 from typing import Any
 
 from maxpipe.config.migration.conversion import Conversion
@@ -14,8 +15,11 @@ Args = Mapping[str, Any]
 """Arguments of a torchtitan model, including its defaults."""
 
 
-def convert_model(c: Conversion, tables: Mapping[str, Any]) -> None:
-    """Write the model section, or record why maxpipe cannot represent the model."""
+def convert_model(c: Conversion, tables: Mapping[str, Any], before: date | None) -> None:
+    """Write the model section, or record why maxpipe cannot represent the model.
+
+    `before` is a date before which the config was written, or None.
+    """
     name, models = c[_NAME], tables["models"]
     known = "llama3" if name == "llama3_ft" else name
     if known not in models:
@@ -31,10 +35,34 @@ def convert_model(c: Conversion, tables: Mapping[str, Any]) -> None:
         return
     args: dict[str, Any] = {**models[known]["defaults"], **flavors[c[_FLAVOR]]}
     args["moe_args"] = {**tables["experts"], **args.get("moe_args", {})}
+    if before is not None:
+        c.differs(_FLAVOR, f"the flavor has the values of {tables['date']}.")
+    for each in tables["changed_models"]:
+        if each["model"] == known and before is not None and before <= each["date"]:
+            args |= each["args"]
+            why = f"Keys of the file are older than {before}, so {', '.join(each['args'])} has its "
+            c.differs(_FLAVOR, f"{why}value before {each['date']}.")
     _MODELS[known](c, args)
     if args["attn_mask_type"] == "causal":
         why = "attention is limited to a document; this flavor also attends to earlier documents."
         c.differs(_FLAVOR, why)
+
+
+_MODEL_KEYS = {
+    "num_layers": "n_layers",
+    "d_model": "dim",
+    "num_heads": "n_heads",
+    "vocab_size": "vocab_size",
+    "norm_epsilon": "norm_eps",
+}
+"""Keys of the model section with an argument of the same meaning in all models."""
+
+
+def _write_model(c: Conversion, family: str, args: Args, **values: Any) -> None:
+    """Write the model section: the keys of all models, and `values` of one."""
+    shared = {ours: args[theirs] for ours, theirs in _MODEL_KEYS.items()}
+    rope_theta = float(args["rope_theta"])
+    _write(c, "model", family=family, **shared, rope_theta=rope_theta, **values)
 
 
 def _write(c: Conversion, section: str, **values: Any) -> None:
@@ -50,20 +78,17 @@ def _llama3(c: Conversion, args: Args) -> None:
         hidden = int(args["ffn_dim_multiplier"] * hidden)
     multiple = args["multiple_of"]
     scaling = args["rope_scaling_args"]
-    _write(
+    _write_model(
         c,
-        "model",
-        family="llama",
-        num_layers=args["n_layers"],
-        d_model=width,
-        num_heads=heads,
+        "llama",
+        args,
         num_kv_heads=args["n_kv_heads"] or heads,
         head_dim=width // heads,
         d_mlp=multiple * -(-hidden // multiple),
-        vocab_size=args["vocab_size"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
+    if scaling is None:
+        _write(c, "model.llama", rope_factor=1.0)
+        return
     _write(
         c,
         "model.llama",
@@ -77,20 +102,14 @@ def _llama3(c: Conversion, args: Args) -> None:
 
 def _qwen3(c: Conversion, args: Args) -> None:
     family = "qwen3_moe" if args["moe_enabled"] else "qwen3"
-    _write(
+    _write_model(
         c,
-        "model",
-        family=family,
-        num_layers=args["n_layers"],
-        d_model=args["dim"],
-        num_heads=args["n_heads"],
+        family,
+        args,
         num_kv_heads=args["n_kv_heads"],
         head_dim=args["head_dim"],
         d_mlp=args["hidden_dim"],
-        vocab_size=args["vocab_size"],
         tied_embeddings=args["enable_weight_tying"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
     if args["moe_enabled"]:
         experts = args["moe_args"]
@@ -111,19 +130,13 @@ def _experts(args: Args) -> dict[str, Any]:
 
 def _deepseek(c: Conversion, args: Args) -> None:
     experts, rope = args["moe_args"], args["qk_rope_head_dim"]
-    _write(
+    _write_model(
         c,
-        "model",
-        family="deepseek",
-        num_layers=args["n_layers"],
-        d_model=args["dim"],
-        num_heads=args["n_heads"],
+        "deepseek",
+        args,
         num_kv_heads=args["n_heads"],
         head_dim=args["qk_nope_head_dim"] + rope,
         d_mlp=args["inter_dim"],
-        vocab_size=args["vocab_size"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
     groups = experts["num_expert_groups"] or 1
     _write(
@@ -160,19 +173,13 @@ def _deepseek(c: Conversion, args: Args) -> None:
 
 
 def _gpt_oss(c: Conversion, args: Args) -> None:
-    _write(
+    _write_model(
         c,
-        "model",
-        family="gpt_oss",
-        num_layers=args["n_layers"],
-        d_model=args["dim"],
-        num_heads=args["n_heads"],
+        "gpt_oss",
+        args,
         num_kv_heads=args["n_kv_heads"],
         head_dim=args["head_dim"],
         d_mlp=args["moe_inter_dim"],
-        vocab_size=args["vocab_size"],
-        rope_theta=float(args["rope_theta"]),
-        norm_epsilon=args["norm_eps"],
     )
     _write(
         c,
