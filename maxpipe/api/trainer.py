@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -200,6 +201,8 @@ class Trainer:
         self._eval_steps: dict[int, Any] = {}
         self._engines: dict[tuple[Sampling, int], DecodeEngineProtocol] = {}
         self.reporter = LogReporter()
+        self.saved_state = SavedState(())
+        """State that the newest checkpoint of the run is known to contain."""
 
     # Properties.
 
@@ -459,6 +462,24 @@ class Trainer:
         return (
             f"Trainer({self.config.run.name}: {self.num_params:,} parameters, "
             f"mesh {shape or 'one device'}, schedule {self.steps.train_schedule.name})"
+        )
+
+
+class SavedState(NamedTuple):
+    """Weak references to the arrays of a state, so that their memory can be freed."""
+
+    arrays: tuple[weakref.ref[Any], ...]
+
+    @classmethod
+    def of(cls, state: TrainState) -> Self:
+        """Return references to the arrays of a state."""
+        return cls(tuple(map(weakref.ref, jax.tree.leaves(state))))
+
+    def has(self, state: TrainState) -> bool:
+        """Return whether a state consists of the same arrays, which cannot be changed."""
+        leaves = jax.tree.leaves(state)
+        return len(leaves) == len(self.arrays) and all(
+            each() is leaf for each, leaf in zip(self.arrays, leaves, strict=True)
         )
 
 
