@@ -49,10 +49,17 @@ from maxpipe.generation.pipeline_decoding import (
 from maxpipe.models.count import num_params
 from maxpipe.models.spec import Model
 from maxpipe.objectives import LossFunction, TokenLoss
+from maxpipe.optim.optax_update import check_transformation
 from maxpipe.parallel.sharding import local_sequences, make_global_batch, rebind_mesh
 from maxpipe.pipeline.objective import Objective
 from maxpipe.restore.initial_weights import base_record, read_weights
-from maxpipe.step.build import load_batches, resolve_mesh, shared_metadata, steps_on_all_devices
+from maxpipe.step.build import (
+    check_loss,
+    load_batches,
+    resolve_mesh,
+    shared_metadata,
+    steps_on_all_devices,
+)
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
 from maxpipe.train.loop import train
@@ -128,6 +135,8 @@ def build(
         check_length(loaded.config, loaded.origins)
     if loss is not None and not isinstance(loss, Objective):
         loss = TokenLoss(loss)
+    if optimizer is not None:
+        check_transformation(optimizer)
     with contextlib.ExitStack() as stack:
         phases = Phases()
         channel = _join(loaded.config, phases, stack)
@@ -135,6 +144,8 @@ def build(
             loaded = resolve_mesh(loaded)
             check_forecast(loaded.config, _log.warning)
         config = loaded.config
+        if loss is not None:
+            check_loss(config, loss)
         for warning in (*loaded.warnings, *find_warnings(config)):
             _log.warning("%s", warning.line)
         tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)

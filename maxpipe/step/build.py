@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 import maxpipe
 from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig, to_dict
-from maxpipe.config.plugins import plugin_digests
+from maxpipe.config.plugins import find_plugin_error, plugin_digests
 from maxpipe.config.schema import Config, flatten, may_differ
 from maxpipe.config.sections.distill import runs_teacher
 from maxpipe.config.sections.grpo import GrpoConfig
@@ -133,14 +133,32 @@ def _objective_rule(objective: object, config: Config) -> str:
 
 def _microbatch_shape(config: Config) -> tuple[int, int]:
     """Return the sequences and tokens of a microbatch on a device. Unknown axes have size 1."""
-    sizes = {axis: max(1, size) for axis, size in axis_sizes(config.mesh).items()}
-    rows = config.train.batch_size // math.prod(sizes[axis] for axis in BATCH_AXES)
-    tokens = config.train.sequence_length // sizes[CONTEXT]
+    batch, context = (
+        math.prod(
+            max(1, getattr(config.mesh, f"{link}_{axis}"))
+            for link in ("ici", "dcn")
+            for axis in axes
+        )
+        for axes in (BATCH_AXES, (CONTEXT,))
+    )
+    rows, tokens = config.train.batch_size // batch, config.train.sequence_length // context
     return max(1, rows // config.pipeline.microbatches), max(1, tokens)
 
 
 def _plugin_objective(name: str, config: Config) -> Objective:
-    objective = OBJECTIVES[name](**config.train.objective_options)
+    try:
+        objective = OBJECTIVES[name](**config.train.objective_options)
+        return _checked_objective(name, objective, config)
+    except MaxpipeError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        rule = f"raised {type(error).__name__}: {text}"
+        action = "Correct the plug-in, or set train.objective_options."
+        raise (find_plugin_error(error) or _objective_error(name, rule, action)) from error
+
+
+def _checked_objective(name: str, objective: object, config: Config) -> Objective:
     if not isinstance(objective, Objective):
         rule = f"must be an Objective (maxpipe.pipeline.objective), not {type(objective).__name__}."
         raise _objective_error(name, rule, "Return an Objective from the registered function.")

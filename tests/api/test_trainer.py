@@ -24,9 +24,10 @@ from maxpipe.api.batch import complete_batch
 from maxpipe.cli import main
 from maxpipe.config.load import from_dict, to_yaml
 from maxpipe.distributed.coordinator import free_port
+from maxpipe.errors import Code
 from tests.api.conftest import Settings
 from tests.conftest import environment_of_command
-from tests.errors import without_codes
+from tests.errors import assert_error, without_codes
 
 SAME = 1e-5  # float32, relative
 pytestmark = pytest.mark.usefixtures("devices")
@@ -125,6 +126,57 @@ def test_own_loss_and_optimizer_lower_own_loss(settings: Settings) -> None:
             saved.restore(other)
     path = own.run_dir / "config.yml"
     assert main(["train", str(path), "train.steps=15"]) == 2
+
+
+class Reporting(maxpipe.Objective):
+    report_names = ("share",)
+
+    def __call__(self, scores: Any, inputs: Any) -> Any:
+        return -scores[0], ()
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (5, "int"),
+        (Reporting(), ["0", "share"]),
+        (Reporting, "positional argument"),
+        (lambda log_probs: log_probs, "TypeError"),
+        (lambda log_probs, batch: -log_probs.sum(), "[]"),
+        (lambda log_probs, batch: -log_probs.T, "[16, 1]"),
+        (lambda log_probs, batch: None, "None"),
+        (lambda log_probs, batch: (-log_probs, ()), "tuple"),
+        (lambda log_probs, batch: 0.5, "float"),
+        (lambda log_probs, batch: -log_probs.astype(jnp.bfloat16), "bfloat16"),
+        (lambda log_probs, batch: -log_probs.astype(jnp.int32), "int32"),
+        (lambda log_probs, batch: -log_probs * batch["mask"], "KeyError"),
+    ],
+)
+def test_loss_with_wrong_result_is_config_error(settings: Settings, loss: Any, names: str) -> None:
+    with pytest.raises(maxpipe.ConfigError) as error:
+        maxpipe.build(settings("wrong"), loss=loss)
+    assert_error(error.value, "build: loss", names=names, code=Code.API_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        (5, "init"),
+        (optax.adam, "init"),
+        (optax.GradientTransformation(lambda params: None, lambda *_: (None, None)), "changes"),
+        (optax.GradientTransformation(lambda params: None, lambda *_: 1 / 0), "ZeroDivisionError"),
+        (
+            optax.GradientTransformation(lambda params: None, lambda grads, *_: (grads, grads)),
+            "state",
+        ),
+    ],
+)
+def test_optimizer_with_wrong_result_is_config_error(
+    settings: Settings, optimizer: Any, names: str
+) -> None:
+    with pytest.raises(maxpipe.ConfigError) as error:
+        maxpipe.build(settings("wrong"), optimizer=optimizer)
+    assert_error(error.value, "optimizer", names=names, code=Code.API_OPTIMIZER)
 
 
 # Layouts.
