@@ -20,7 +20,8 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from maxpipe.api.batch import complete_batch
+from maxpipe.api.arguments import argument_error, check_instance, check_integer
+from maxpipe.api.batch import check_mapping, complete_batch
 from maxpipe.api.config import ConfigSource, load_config
 from maxpipe.api.schedule import Schedule
 from maxpipe.checkpoint.folder import AdapterBase
@@ -181,6 +182,8 @@ def train_step(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Train
         ConfigError: an array of the batch is missing or has a wrong shape, or the state belongs to
             another layout or was used by an earlier step.
     """
+    rule = "must be a trainer."
+    check_instance("train_step: trainer", trainer, Trainer, rule, "Pass maxpipe.build(...).")
     return trainer.train_step(state, batch)
 
 
@@ -310,7 +313,10 @@ class Trainer:
         Raises:
             ConfigError: the data cannot be used, or the length of the run is not set.
         """
-        if stop is None:
+        start = check_integer("batches: start", start, 0)
+        if stop is not None:
+            stop = check_integer("batches: stop", stop, 0)
+        else:
             check_length(self.config, self.loaded.origins)
             stop = total_steps(self.config.train)
         return load_batches(self.batch_sharding, self.datasets.train, start, stop)
@@ -321,12 +327,13 @@ class Trainer:
         Raises:
             ConfigError: an array is missing or has a wrong shape.
         """
+        check_mapping(batch)
         placed = {
             name: array
             for name, array in batch.items()
             if isinstance(array, Array) and array.sharding == self.batch_sharding
         }
-        if len(placed) == len(batch):
+        if placed and len(placed) == len(batch):
             return placed
         host = complete_batch(batch, self.steps)
         count = len(host["tokens"])
@@ -375,9 +382,14 @@ class Trainer:
         if batches is None:
             evaluator = self._evaluator
             return evaluator.metrics(int(state.step), state.params, self._read)
+        rule, action = "must be an iterable of batches.", "Pass a list of batches."
+        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+            raise argument_error("evaluate: batches", batches, rule, action)
         placed = map(self.place, batches)
         totals = evaluate(self._eval_step, state.params, placed)
-        assert totals is not None
+        if totals is None:
+            rule = "must contain a batch."
+            raise argument_error("evaluate: batches", batches, rule, action)
         return totals.metrics
 
     @functools.cached_property

@@ -128,6 +128,8 @@ def _objective_rule(objective: object, config: Config) -> str:
         return f"must be an Objective (maxpipe.Objective), not {type(objective).__name__}."
     if isinstance(objective, TokenLoss) and not callable(objective.function):
         return f"must be a function or an Objective, not {type(objective.function).__name__}."
+    if isinstance(objective, TokenLoss) and isinstance(objective.function, type):
+        return "is a class: pass an instance of it."
     return find_objective_error(objective, _microbatch_shape(config))
 
 

@@ -213,13 +213,26 @@ def test_generation_with_state_equals_generation_with_checkpoint(
         ({"temperature": 0, "top_k": 3}, "has no effect with temperature 0"),
         ({"max_tokens": 0}, "generate: max_tokens = 0\n"),
         ({"chat": True}, "generate: chat\n  requires a chat template"),
+        ({"temperature": "x"}, "generate: temperature = 'x' .str.\n  must be a number"),
+        ({"max_tokens": 2.5}, "generate: max_tokens = 2.5 .float.\n  must be an integer"),
+        ({"seed": None}, "generate: seed = None\n  must be an integer"),
+        ({"stop": 5}, "generate: stop = 5"),
+        ({"stop": [5]}, "generate: stop = .5. .list.\n  must be strings"),
+        ({"overrides": "eval.batches=1"}, "must be a list of overrides"),
+        ({"overrides": 5}, "must be a list of overrides"),
+        ({"prompts": None}, "generate: prompts = None"),
+        ({"prompts": 5}, "generate: prompts = 5"),
+        ({"prompts": [5]}, r"generate: prompts\[0\] = 5"),
+        ({"prompts": b"a"}, "generate: prompts = b'a'"),
+        ({"prompts": {"a": 1}}, "generate: prompts = "),
+        ({"model": 5}, "model = 5"),
     ],
 )
 def test_wrong_generation_option_is_config_error(
     checkpoints: list[maxpipe.Checkpoint], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(maxpipe.ConfigError) as error:
-        maxpipe.generate(checkpoints[0], "the", **options)
+        maxpipe.generate(**({"model": checkpoints[0], "prompts": "the"} | options))
     assert re.search(message, without_codes(error.value))
 
 
