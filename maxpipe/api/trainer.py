@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -386,10 +387,11 @@ class Trainer:
         if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
             raise argument_error("evaluate: batches", batches, rule, action)
         placed = map(self.place, batches)
+        if (first := next(placed, None)) is None:
+            raise argument_error("evaluate: batches", batches, "must contain a batch.", action)
+        placed = itertools.chain([first], placed)
         totals = evaluate(self._eval_step, state.params, placed)
-        if totals is None:
-            rule = "must contain a batch."
-            raise argument_error("evaluate: batches", batches, rule, action)
+        assert totals is not None
         return totals.metrics
 
     @functools.cached_property

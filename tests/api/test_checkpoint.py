@@ -162,7 +162,8 @@ def test_other_optimizer_suggests_address_of_checkpoint(
 def test_restore_and_save_without_trainer_are_config_errors(
     checkpoints: list[maxpipe.Checkpoint],
 ) -> None:
-    for call in (checkpoints[-1].restore, lambda each: maxpipe.Checkpoint.save(each, None)):
+    state: Any = None
+    for call in (checkpoints[-1].restore, lambda each: maxpipe.Checkpoint.save(each, state)):
         with pytest.raises(maxpipe.ConfigError) as error:
             call(None)  # type: ignore[arg-type]
         assert_error(error.value, "trainer", suggests="maxpipe.build", code=Code.API_ARGUMENT)

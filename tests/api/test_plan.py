@@ -44,13 +44,13 @@ def test_mesh_that_does_not_match_devices_names_both() -> None:
     ("more", "key"),
     [
         ({"topology": 5}, "topology"),
-        ({"slices": 1.5}, "slices"),
-        ({"slices": 0}, "slices"),
+        ({"topology": "h100:1", "slices": 1.5}, "slices"),
+        ({"topology": "h100:1", "slices": 0}, "slices"),
         ({"devices": "2"}, "devices"),
         ({"devices": -1}, "devices"),
     ],
 )
 def test_argument_of_other_type_is_config_error(more: dict[str, Any], key: str) -> None:
     with pytest.raises(maxpipe.ConfigError) as error:
-        maxpipe.plan("quickstart", **({"topology": "h100:1"} | more))
+        maxpipe.plan("quickstart", **more)
     assert_error(error.value, f"plan: {key}", code=Code.API_ARGUMENT)

@@ -81,7 +81,7 @@ def test_size_of_other_type_is_config_error(more: dict[str, Any], key: str) -> N
 
 @pytest.mark.parametrize("size", ["stages", "microbatches", "repeats"])
 def test_size_above_limit_of_command_is_config_error(size: str) -> None:
-    sizes = {"stages": 2, "microbatches": 4, "repeats": 1} | {size: 10**6}
+    sizes: dict[str, Any] = {"stages": 2, "microbatches": 4, "repeats": 1} | {size: 10**6}
     with pytest.raises(maxpipe.ConfigError) as error:
         maxpipe.Schedule.named("interleaved", **sizes)
     assert_error(error.value, "Schedule.named", names="300,000", code=Code.SCHED_SIZES)
@@ -92,7 +92,8 @@ def test_size_above_limit_of_command_is_config_error(size: str) -> None:
 
 
 def test_numpy_sizes_are_accepted() -> None:
-    assert maxpipe.Schedule.named("1f1b", stages=np.int64(2), microbatches=np.int32(4)).num_ticks
+    sizes: dict[str, Any] = {"stages": np.int64(2), "microbatches": np.int32(4)}
+    assert maxpipe.Schedule.named("1f1b", **sizes).num_ticks
 
 
 @pytest.mark.parametrize(
