@@ -398,19 +398,20 @@ def _build(
     wrong = {problem.where.rpartition(": ")[2] for problem in problems}
     unknown = [assignment for assignment in assignments if _is_unknown(assignment)]
     assignments = [assignment for assignment in assignments if not _is_unknown(assignment)]
+    rejected: dict[tuple[str, ...], Problem] = {}
     for done, assignment in enumerate(assignments):
-        if len(problems) >= _MAX_PROBLEMS:
+        if len(problems) + len(rejected) >= _MAX_PROBLEMS:
             rule = f"{len(assignments) - done} more values were not read."
-            problems.append(
-                Problem(Code.CFG_VALUE, "config", "", rule, "Fix these problems first.")
-            )
-            raise ConfigError(problems)
+            more = Problem(Code.CFG_VALUE, "config", "", rule, "Fix these problems first.")
+            raise ConfigError([*problems, *rejected.values(), more])
         problem = _assign(nodes, assignment)
         if problem is None:
             origins |= dict.fromkeys(_prefixes(assignment.path), assignment.origin)
+            rejected.pop(assignment.path, None)  # an override replaces an invalid value
         else:
-            problems.append(problem)
-            wrong.update(_prefixes(assignment.path))
+            rejected[assignment.path] = problem
+    problems += rejected.values()
+    wrong.update(prefix for path in rejected for prefix in _prefixes(path))
     context = _context(unknown, nodes)
     if reports := foreign_files.translate_files(unknown, assignments, foreign, context):
         raise foreign_files.OtherTrainerError(reports)

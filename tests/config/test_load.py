@@ -12,7 +12,7 @@ from maxpipe.config.load import from_dict, load, to_dict, to_yaml
 from maxpipe.config.schema import KEYS, flatten, sections_of
 from maxpipe.config.yaml_values import MAX_FILE_BYTES
 from maxpipe.errors import ConfigError
-from tests.errors import assert_error, without_codes
+from tests.errors import assert_error, raises, without_codes
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "configs/model/tiny.yml")
@@ -80,6 +80,16 @@ def test_path_may_contain_equals_sign(tmp_path: Path, write: Write):
     folder.mkdir()
     (folder / "run.yml").write_text("train: {steps: 3}")
     assert load([TINY, str(folder / "run.yml")]).config.train.steps == 3
+
+
+def test_override_replaces_invalid_value_of_file(write: Write):
+    path = write("optim: {schedule: foo}\ntrain: {steps: many}\n")
+    loaded = load(["tiny", path, "train.steps=7", "optim.schedule=cosine"])
+    assert (loaded.config.optim.schedule, loaded.config.train.steps) == ("cosine", 7)
+    with raises(ConfigError, "optim.schedule", "foo", suggests="optim.schedule=cosine"):
+        load(["tiny", path, "train.steps=7"])
+    with raises(ConfigError, "train.steps", "none", names="integer"):
+        load(["tiny", path, "train.steps=none", "optim.schedule=cosine"])
 
 
 def test_axis_rules_merge_by_entry_and_full_override_replaces(write: Write):
@@ -214,8 +224,8 @@ def test_invalid_booleans_are_rejected(text: str):
         ("train:\n  steps: 1\n  steps: 2", 3, "appears twice in this file, first on line 2"),
         ("train: {}\nrun: {}\ntrain: {}", 3, "appears twice in this file, first on line 1"),
         ("mesh:\n  axis_rules:\n    mlp: []\n    mlp: []", 4, "appears twice"),
-        ("train:\n  steps: {a: 1}", 2, "must be an integer"),
-        ("train:\n  steps:", 2, "must be an integer"),
+        ("train:\n  batch_size: {a: 1}", 2, "must be an integer"),
+        ("train:\n  batch_size:", 2, "must be an integer"),
         ("train:\n  ? [a]\n  : 1", 2, "is not a key of train"),
         ("run:\n  name: ~", 2, "must be a string"),
         ("run:\n  name: [a]", 2, "must be a string"),
