@@ -11,6 +11,12 @@ from maxpipe.errors import Code, ConfigError
 from maxpipe.step.step import Steps
 
 _REQUIRED = ("tokens", "targets")
+_NOT_NEGATIVE = {
+    "loss_mask": "To ignore a target, set its loss_mask to 0.",
+    "segment_ids": "Number documents from 1, and mark padding with 0.",
+    "positions": "Number the tokens of each document from 0.",
+}
+"""Actions for arrays with negative values, keyed by name."""
 
 
 def complete_batch(batch: Mapping[str, Any], steps: Steps) -> dict[str, np.ndarray]:
@@ -20,7 +26,8 @@ def complete_batch(batch: Mapping[str, Any], steps: Steps) -> dict[str, np.ndarr
         ConfigError: an array is missing, unknown or has a wrong shape, or a token id is outside the
             vocabulary.
     """
-    arrays = {name: np.asarray(array) for name, array in batch.items()}
+    check_mapping(batch)
+    arrays = {name: _as_array(name, array) for name, array in batch.items()}
     for name in _REQUIRED:
         if name not in arrays:
             rule = f"is missing: a batch must contain {' and '.join(_REQUIRED)}."
@@ -54,6 +61,8 @@ def complete_batch(batch: Mapping[str, Any], steps: Steps) -> dict[str, np.ndarr
     vocabulary = steps.param_layout.decoder.config.vocab_size
     for name in _REQUIRED:
         _check_ids(name, arrays[name], vocabulary)
+    for name, like in wanted.items():
+        _check_values(name, arrays[name], like.dtype)
     return {name: arrays[name].astype(like.dtype, copy=False) for name, like in wanted.items()}
 
 
@@ -65,6 +74,37 @@ def _defaults(rows: int, length: int) -> dict[str, np.ndarray]:
         "loss_mask": np.ones(shape, np.float32),
         "example_ids": np.arange(rows, dtype=np.int32),
     }
+
+
+def check_mapping(batch: object) -> None:
+    """Check the type of a batch.
+
+    Raises:
+        ConfigError: the batch is no mapping from names to arrays.
+    """
+    if not isinstance(batch, Mapping):
+        rule, action = "must be a dict of arrays.", 'Pass {"tokens": ..., "targets": ...}.'
+        given = "None" if batch is None else type(batch).__name__
+        raise ConfigError.one(Code.API_BATCH, "batch", given, rule, action)
+
+
+def _as_array(name: str, content: Any) -> np.ndarray:
+    try:
+        array = np.asarray(content)
+    except (TypeError, ValueError) as error:  # lists with different lengths
+        rule = f"cannot be converted to an array: {error}."
+        raise _batch_error(name, None, rule, "Pass a numpy array.") from error
+    if not (np.issubdtype(array.dtype, np.number) or array.dtype.kind in "bV"):
+        raise _batch_error(name, array.dtype, "must contain numbers.", "Pass a numpy array.")
+    return array
+
+
+def _check_values(name: str, array: np.ndarray, dtype: Any) -> None:
+    """Check that an array can be converted to the dtype of the step, and its range."""
+    if np.issubdtype(dtype, np.integer) and not np.issubdtype(array.dtype, np.integer):
+        raise _batch_error(name, array.dtype, "must be integers.", f"Convert {name} to int32.")
+    if name in _NOT_NEGATIVE and array.size and not (least := array.astype(dtype).min()) >= 0:
+        raise _batch_error(name, least, "must be at least 0, and not NaN.", _NOT_NEGATIVE[name])
 
 
 def _check_ids(name: str, ids: np.ndarray, vocabulary: int) -> None:

@@ -13,7 +13,14 @@ from typing import Any, Literal, Self
 
 import jax
 
-from maxpipe.api.trainer import Trainer
+from maxpipe.api.arguments import (
+    argument_error,
+    check_instance,
+    check_json,
+    check_metrics,
+    check_path,
+)
+from maxpipe.api.trainer import SavedState, Trainer
 from maxpipe.checkpoint import inspect
 from maxpipe.checkpoint.address import Address, parse_address, parse_run_address
 from maxpipe.checkpoint.folder import BASE, CheckpointFolder, CheckpointMetadata
@@ -78,6 +85,7 @@ class Checkpoint:
             ConfigError: the run or the step does not exist.
             StorageError: the metadata of the checkpoint is damaged or cannot be reached.
         """
+        check_path("Checkpoint.open: address", address, "an address", "Pass RUN@STEP.")
         parsed = parse_address(os.fspath(address))
         folder = open_address_folder(parsed)
         return cls._read(folder, parsed, resolve_step(folder, parsed))
@@ -122,6 +130,16 @@ class Checkpoint:
         Raises:
             ConfigError: no checkpoint has the metric.
         """
+        if mode not in ("", "min", "max"):
+            rule = "must be min or max."
+            raise argument_error("Checkpoint.best: mode", mode, rule, "Leave out mode.")
+        check_instance(
+            "Checkpoint.best: metric",
+            metric,
+            str,
+            "must be the tag of a metric.",
+            "Pass eval/loss.",
+        )
         address = _run_address(run)
         better = None
         if metric:
@@ -158,21 +176,24 @@ class Checkpoint:
             ConfigError: the model or the optimizer of the trainer is another one.
             StorageError: the checkpoint is damaged or cannot be reached.
         """
+        _check_trainer("Checkpoint.restore", trainer)
         loaded, steps = trainer.loaded, trainer.steps
+        parsed = parse_address(self.address)
         names = _optax_names(trainer)
+        is_own = os.path.realpath(parsed.run_dir) == os.path.realpath(trainer.run_dir)
 
         def accept(facts: CheckpointMetadata) -> None:
             wanted = to_dict(loaded.config)["model"]
             saved = facts.config["model"]
             check_model(saved, wanted, loaded.origins, "use the config of the run")
-            check_adapter(facts, loaded, own=True)
-            check_frozen(upgrade_model_section(saved)[FROZEN], loaded, facts.step, own=True)
+            check_adapter(facts, loaded, own=is_own, address=self.address)
+            frozen = upgrade_model_section(saved)[FROZEN]
+            check_frozen(frozen, loaded, facts.step, own=is_own, address=self.address)
             if names is None:
-                check_optimizer(facts, loaded, own=True)
+                check_optimizer(facts, loaded, own=is_own, address=self.address)
             elif names != facts.data.get(OPTAX):
                 raise _optimizer_error(facts.data.get(OPTAX), names, self.address)
 
-        parsed = parse_address(self.address)
         with (
             trainer.phases.enter(RESTORE),
             explain_allocation_errors(loaded.config),
@@ -187,7 +208,10 @@ class Checkpoint:
             if loaded.config.data.mixture and "source" in data.get("fingerprint", {}):
                 trainer.datasets.train.resume_mixture(data["fingerprint"], data["step"])
             guard = init_guard_state(loaded.config.guard, data.get("guard"))
-            return jax.block_until_ready(steps.from_saved(found.state, guard, base))
+            state = jax.block_until_ready(steps.from_saved(found.state, guard, base))
+        if is_own:
+            trainer.saved_state = SavedState.of(state)
+        return state
 
     @classmethod
     def save(
@@ -201,26 +225,31 @@ class Checkpoint:
         """Save a state to the run folder of a trainer, and return the checkpoint.
 
         The function returns when the checkpoint is on disk. Older checkpoints are deleted by the
-        rules of `checkpoint` in the config. If the step is already saved, nothing is written. The
-        run is locked only during the call. In runs of several processes, every process calls this
-        function.
+        rules of `checkpoint` in the config. A saved step is never changed: if this state was just
+        saved or restored with the same metrics and values, nothing is written. The run is locked
+        only during the call. In runs of several processes, every process calls this function.
 
         Args:
             trainer: trainer of the state; `run.name` and `run.dir` select the folder.
             state: state to save. Its arrays may be used afterwards.
-            metrics: evaluation metrics of the step, which `best` compares.
+            metrics: evaluation metrics of the step, which `best` compares: finite numbers or NaN.
             extra: JSON values to store, such as the position of an own data iterator.
 
         Raises:
+            ConfigError: the step is already saved, `extra` contains other values than JSON, or a
+                metric is infinite or no number.
             StorageError: the folder cannot be written, another process uses it, or it contains a
                 later step.
         """
+        values = check_metrics("Checkpoint.save: metrics", {} if metrics is None else metrics)
+        more = check_json("Checkpoint.save: extra", {} if extra is None else extra)
+        _check_trainer("Checkpoint.save", trainer)
         trainer.check_state(state)
         config, step = trainer.config, int(state.step)
         data = trainer.data_state(step) | {"guard": state.guard.to_json()}
         data |= {BASE: trainer.adapter_base} if trainer.adapter_base is not None else {}
         data |= {OPTAX: names} if (names := _optax_names(trainer)) is not None else {}
-        data |= {_EXTRA: dict(extra)} if extra else {}
+        data |= {_EXTRA: more} if more else {}
         if trainer.has_read_data and trainer.datasets.conversation is not None:
             data[CONVERSATION] = trainer.datasets.conversation
         with contextlib.ExitStack() as stack:
@@ -235,18 +264,50 @@ class Checkpoint:
                     trainer.run_dir, config.checkpoint, record=events.write, locks=locks
                 )
             )
+            if step == max(manager.steps(), default=-1):
+                return cls._saved_before(trainer, state, values, more)
             if is_first:
                 write_config(config, locks)
             saved = to_dict(redact.redact_value(config))
-            values = {tag: float(value) for tag, value in (metrics or {}).items()}
             manager.save(
                 step, lambda: trainer.steps.to_saved(state), saved, data, values, last=True
             )
+        trainer.saved_state = SavedState.of(state)
         return cls.open(f"{trainer.run_dir}@{step}")
+
+    @classmethod
+    def _saved_before(
+        cls, trainer: Trainer, state: TrainState, metrics: dict[str, float], extra: dict[str, Any]
+    ) -> Self:
+        """Return the checkpoint of a step that is already saved, if it has the same content.
+
+        Raises:
+            ConfigError: the content may differ.
+        """
+        step = int(state.step)
+        found = cls.open(f"{trainer.run_dir}@{step}")
+        same = repr(sorted(found.metrics.items())) == repr(sorted(metrics.items()))
+        if same and found.extra == extra and trainer.saved_state.has(state):
+            return found
+        raise ConfigError.one(
+            Code.API_SAVED,
+            "Checkpoint.save: state",
+            f"step {step}",
+            f"is already saved in {found.path}, and a checkpoint is never changed.",
+            "Delete this folder and save again, or set run.name to a new name in maxpipe.build.",
+        )
 
 
 def _run_address(run: RunLocation) -> Address:
-    return parse_run_address(str(run.run_dir) if isinstance(run, Trainer) else os.fspath(run))
+    if isinstance(run, Trainer):
+        return parse_run_address(str(run.run_dir))
+    check_path("Checkpoint: run", run, "a run", "Pass the name or folder of a run, or a trainer.")
+    return parse_run_address(os.fspath(run))
+
+
+def _check_trainer(where: str, trainer: object) -> None:
+    rule, action = "must be a trainer.", "Pass the result of maxpipe.build."
+    check_instance(f"{where}: trainer", trainer, Trainer, rule, action)
 
 
 def _folder(address: Address) -> CheckpointFolder:
@@ -268,5 +329,5 @@ def _optimizer_error(then: object, now: Sequence[str], address: str) -> ConfigEr
         ", ".join(now) or "without state",
         f"must have the state arrays of {address}: {before}.",
         "Build the trainer with the optimizer that saved the checkpoint, or set "
-        "checkpoint.restore_from to read only the weights.",
+        f"checkpoint.restore_from={address} to read only the weights.",
     )

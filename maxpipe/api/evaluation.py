@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
+from maxpipe.api.arguments import check_path
 from maxpipe.api.checkpoint import Checkpoint
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.trainer import Batch, Trainer
@@ -86,8 +87,9 @@ def evaluate(
             raise ConfigError.one(Code.API_STATE, "evaluate: state", None, rule, action)
         model.check_state(state)
         return model.evaluate(state, batches)
-    inputs = config_inputs(tuple(overrides))
+    inputs = config_inputs(overrides)
     if data is not None:
+        check_path("evaluate: data", data, "the documents", "Pass the path of a file or folder.")
         inputs += select_documents(os.fspath(data), inputs, "evaluate: data")
     named = resolve_model(model_address(model), average=average)
     return evaluate_model(named, inputs, split, on_status or _ignore)
@@ -95,7 +97,10 @@ def evaluate(
 
 def model_address(model: SavedModel) -> str:
     """Return the address of a saved model, as commands accept it."""
-    return model.address if isinstance(model, Checkpoint) else os.fspath(model)
+    if isinstance(model, Checkpoint):
+        return model.address
+    check_path("model", model, "a saved model", "Pass RUN@STEP, a folder, or a trainer.")
+    return os.fspath(model)
 
 
 def select_documents(path: str, inputs: Sequence[object], where: str) -> list[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from maxpipe.api.arguments import argument_error, check_instance, check_integer, is_number
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.evaluation import SavedModel, model_address
 from maxpipe.api.trainer import Trainer
@@ -59,6 +60,15 @@ class GenerationOptions:
         Raises:
             ConfigError: an option is out of range, or has no effect.
         """
+        for each in ("max_tokens", "top_k", "seed", "batch_size"):
+            check_integer(where(each), getattr(self, each), None)
+        for each in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            if not is_number(getattr(self, each)):
+                rule, action = "must be a number.", f"Set {option(each)} to a number."
+                raise argument_error(where(each), getattr(self, each), rule, action)
+        if not all(isinstance(each, str) for each in self.stop):
+            action = f"Pass strings in {option('stop')}."
+            raise argument_error(where("stop"), list(self.stop), "must be strings.", action)
         allowed = {
             "max_tokens": (self.max_tokens >= 1, "at least 1", "1"),
             "batch_size": (self.batch_size >= 1, "at least 1", "1"),
@@ -223,7 +233,7 @@ def open_generator(
     """
     named = resolve_model(model_address(model), average=average)
     with detect_interrupt():
-        opened = open_model(named, config_inputs(tuple(overrides)))
+        opened = open_model(named, config_inputs(overrides))
         yield TextGenerator(opened, options, say, where)
 
 
@@ -284,13 +294,16 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        stop=[stop] if isinstance(stop, str) else stop,
+        stop=_listed("stop", stop, "strings"),
         seed=seed,
         batch_size=batch_size,
         chat=chat,
     )
     options.check(_location, lambda name: name)
-    given: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    given = _listed("prompts", prompts, "prompts")
+    kinds, rule = (str, ChatInput) if chat else str, "must be a string."
+    for number, each in enumerate(given):
+        check_instance(_location(f"prompts[{number}]"), each, kinds, rule, "Pass text.")
     if chat:
         given = [user_chat(each) if isinstance(each, str) else each for each in given]
     say = on_status or (lambda text: None)
@@ -306,6 +319,20 @@ def generate(
         if encoded:
             generator.complete(encoded, completions.append, stream)
     return completions
+
+
+def _listed(name: str, values: Any, what: str) -> list[Any]:
+    """Return one value or several as a list.
+
+    Raises:
+        ConfigError: the argument is no iterable.
+    """
+    if isinstance(values, str | ChatInput):
+        return [values]
+    if isinstance(values, bytes | Mapping) or not isinstance(values, Iterable):
+        action = f"Pass a list of {what}."
+        raise argument_error(_location(name), values, f"must be a string or {what}.", action)
+    return list(values)
 
 
 def _location(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from maxpipe.api.arguments import check_instance, check_integer
 from maxpipe.api.config import ConfigSource, load_config
 from maxpipe.config.schema import Config
 from maxpipe.planner import draw, report
@@ -91,6 +92,12 @@ def plan(
     Raises:
         ConfigError: the config is not valid, or does not match the topology.
     """
+    if topology is not None:
+        rule = "must be a string."
+        check_instance("plan: topology", topology, str, rule, "Write h100:8, for example.")
+    slices = check_integer("plan: slices", slices)
+    if devices is not None:
+        devices = check_integer("plan: devices", devices)
     loaded = load_config(*sources)
     target = find_topology(loaded.config, topology, slices, devices)
     return make_plan(forecast_layout(loaded, target), target)

@@ -6,10 +6,11 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
+from maxpipe.api.arguments import argument_error, check_instance, check_integer, check_path
 from maxpipe.schedule import draw, orders, pictures, table
-from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES, make_schedule
+from maxpipe.schedule.catalog import FILE_PREFIX, SCHEDULES, check_num_forwards, make_schedule
 from maxpipe.schedule.orders import read_orders
 from maxpipe.schedule.placement import place_orders
 from maxpipe.schedule.table import Action, ActionKind, Costs, Ring
@@ -51,8 +52,14 @@ class Schedule(table.Schedule):
         Raises:
             ConfigError: the name is unknown, or the schedule does not support these sizes.
         """
+        check_instance("Schedule.named: name", name, str, "must be a string.", "Pass '1f1b'.")
+        stages = check_integer("Schedule.named: stages", stages)
+        microbatches = check_integer("Schedule.named: microbatches", microbatches)
+        group = check_integer("Schedule.named: group", group, 0)
         if repeats is None:
             repeats = default_repeats(name) or 1
+        repeats = check_integer("Schedule.named: repeats", repeats)
+        check_num_forwards("Schedule.named", stages, repeats, microbatches)
         return cls.of(
             make_schedule(
                 name,
@@ -74,6 +81,7 @@ class Schedule(table.Schedule):
         Raises:
             ConfigError: the file cannot be read, or the schedule is not complete.
         """
+        check_path("Schedule.from_csv: path", path, "the path of a CSV file", "Pass 'order.csv'.")
         ring, actions = read_orders(Path(path))
         count = 1 + max(action.microbatch for order in actions for action in order)
         return cls.named(
@@ -99,12 +107,18 @@ class Schedule(table.Schedule):
 
         Raises:
             OrderError: the order causes a deadlock.
+            ConfigError: an argument has another type.
             ScheduleError: an action is missing or repeated.
         """
-        named = [[Action(*action) for action in stage] for stage in actions]
+        check_instance("Schedule.from_actions: name", name, str, "must be a string.", "Pass 'own'.")
+        if shape not in ("loop", "v"):
+            rule = "must be loop or v."
+            raise argument_error("Schedule.from_actions: shape", shape, rule, "Pass 'loop'.")
+        named = _read_actions(actions)
         flat = [action for stage in named for action in stage]
         repeats = 1 + max((action.repeat for action in flat), default=0)
         count = 1 + max((action.microbatch for action in flat), default=0)
+        check_num_forwards("Schedule.from_actions", len(named), repeats, count)
         ring = Ring(len(named), repeats, "v" if shape == "v" and len(named) > 1 else "loop")
         placed = place_orders(
             name, ring, named, num_microbatches=count, group=count, delayed=delayed
@@ -148,6 +162,41 @@ class Schedule(table.Schedule):
 
     def _repr_svg_(self) -> str:
         return self.svg()
+
+
+def _read_actions(actions: Actions) -> list[list[Action]]:
+    """Return the actions of each stage.
+
+    Raises:
+        ConfigError: an element is no action, or a stage has none.
+    """
+    where, action = "Schedule.from_actions: actions", "Pass [[('F', 0, 0), ('B', 0, 0)]]."
+    rule = "must be one list of actions for each stage, and a stage must have an action."
+    if not _is_list(actions) or not actions or not all(map(_is_list, actions)) or not all(actions):
+        raise argument_error(where, actions, rule, action)
+    named = []
+    for number, stage in enumerate(actions):
+        for each in stage:
+            is_action = _is_list(each) and len(each) == 3 and each[0] in get_args(ActionKind)
+            if not is_action:
+                rule = "must be (type, microbatch, repeat) with the type F, B, I or W."
+                raise argument_error(f"{where}[{number}]", each, rule, action)
+        place = f"{where}[{number}]: "
+        named.append(
+            [
+                Action(
+                    kind,
+                    check_integer(f"{place}microbatch", microbatch, 0),
+                    check_integer(f"{place}repeat", repeat, 0),
+                )
+                for kind, microbatch, repeat in stage
+            ]
+        )
+    return named
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def default_repeats(name: str) -> int | None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
@@ -19,7 +21,8 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from maxpipe.api.batch import complete_batch
+from maxpipe.api.arguments import argument_error, check_instance, check_integer
+from maxpipe.api.batch import check_mapping, complete_batch
 from maxpipe.api.config import ConfigSource, load_config
 from maxpipe.api.schedule import Schedule
 from maxpipe.checkpoint.folder import AdapterBase
@@ -48,10 +51,17 @@ from maxpipe.generation.pipeline_decoding import (
 from maxpipe.models.count import num_params
 from maxpipe.models.spec import Model
 from maxpipe.objectives import LossFunction, TokenLoss
+from maxpipe.optim.optax_update import check_transformation
 from maxpipe.parallel.sharding import local_sequences, make_global_batch, rebind_mesh
 from maxpipe.pipeline.objective import Objective
 from maxpipe.restore.initial_weights import base_record, read_weights
-from maxpipe.step.build import load_batches, resolve_mesh, shared_metadata, steps_on_all_devices
+from maxpipe.step.build import (
+    check_loss,
+    load_batches,
+    resolve_mesh,
+    shared_metadata,
+    steps_on_all_devices,
+)
 from maxpipe.step.state import TrainState
 from maxpipe.step.step import Steps
 from maxpipe.train.loop import train
@@ -127,6 +137,8 @@ def build(
         check_length(loaded.config, loaded.origins)
     if loss is not None and not isinstance(loss, Objective):
         loss = TokenLoss(loss)
+    if optimizer is not None:
+        check_transformation(optimizer)
     with contextlib.ExitStack() as stack:
         phases = Phases()
         channel = _join(loaded.config, phases, stack)
@@ -134,6 +146,8 @@ def build(
             loaded = resolve_mesh(loaded)
             check_forecast(loaded.config, _log.warning)
         config = loaded.config
+        if loss is not None:
+            check_loss(config, loss)
         for warning in (*loaded.warnings, *find_warnings(config)):
             _log.warning("%s", warning.line)
         tokenizer = fit_tokenizer(open_tokenizer(config.tokenizer), config.model.vocab_size)
@@ -169,6 +183,8 @@ def train_step(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[Train
         ConfigError: an array of the batch is missing or has a wrong shape, or the state belongs to
             another layout or was used by an earlier step.
     """
+    rule = "must be a trainer."
+    check_instance("train_step: trainer", trainer, Trainer, rule, "Pass maxpipe.build(...).")
     return trainer.train_step(state, batch)
 
 
@@ -200,6 +216,8 @@ class Trainer:
         self._eval_steps: dict[int, Any] = {}
         self._engines: dict[tuple[Sampling, int], DecodeEngineProtocol] = {}
         self.reporter = LogReporter()
+        self.saved_state = SavedState(())
+        """State that the newest checkpoint of the run is known to contain."""
 
     # Properties.
 
@@ -296,7 +314,10 @@ class Trainer:
         Raises:
             ConfigError: the data cannot be used, or the length of the run is not set.
         """
-        if stop is None:
+        start = check_integer("batches: start", start, 0)
+        if stop is not None:
+            stop = check_integer("batches: stop", stop, 0)
+        else:
             check_length(self.config, self.loaded.origins)
             stop = total_steps(self.config.train)
         return load_batches(self.batch_sharding, self.datasets.train, start, stop)
@@ -307,12 +328,13 @@ class Trainer:
         Raises:
             ConfigError: an array is missing or has a wrong shape.
         """
+        check_mapping(batch)
         placed = {
             name: array
             for name, array in batch.items()
             if isinstance(array, Array) and array.sharding == self.batch_sharding
         }
-        if len(placed) == len(batch):
+        if placed and len(placed) == len(batch):
             return placed
         host = complete_batch(batch, self.steps)
         count = len(host["tokens"])
@@ -361,7 +383,13 @@ class Trainer:
         if batches is None:
             evaluator = self._evaluator
             return evaluator.metrics(int(state.step), state.params, self._read)
+        rule, action = "must be an iterable of batches.", "Pass a list of batches."
+        if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+            raise argument_error("evaluate: batches", batches, rule, action)
         placed = map(self.place, batches)
+        if (first := next(placed, None)) is None:
+            raise argument_error("evaluate: batches", batches, "must contain a batch.", action)
+        placed = itertools.chain([first], placed)
         totals = evaluate(self._eval_step, state.params, placed)
         assert totals is not None
         return totals.metrics
@@ -459,6 +487,24 @@ class Trainer:
         return (
             f"Trainer({self.config.run.name}: {self.num_params:,} parameters, "
             f"mesh {shape or 'one device'}, schedule {self.steps.train_schedule.name})"
+        )
+
+
+class SavedState(NamedTuple):
+    """Weak references to the arrays of a state, so that their memory can be freed."""
+
+    arrays: tuple[weakref.ref[Any], ...]
+
+    @classmethod
+    def of(cls, state: TrainState) -> Self:
+        """Return references to the arrays of a state."""
+        return cls(tuple(map(weakref.ref, jax.tree.leaves(state))))
+
+    def has(self, state: TrainState) -> bool:
+        """Return whether a state consists of the same arrays, which cannot be changed."""
+        leaves = jax.tree.leaves(state)
+        return len(leaves) == len(self.arrays) and all(
+            each() is leaf for each, leaf in zip(self.arrays, leaves, strict=True)
         )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def _schedule(options: argparse.Namespace) -> int:
     from maxpipe.api.schedule import Schedule, default_repeats
     from maxpipe.schedule import draw
+    from maxpipe.schedule.catalog import check_num_forwards
     from maxpipe.schedule.table import Costs
 
     names, sizes = _schedule_names_and_sizes(options)
@@ -33,7 +34,8 @@ def _schedule(options: argparse.Namespace) -> int:
             "Leave out --group, or run `maxpipe schedule interleaved`.",
         )
     costs = Costs(*(options.costs or ()))
-    _check_size(sizes)
+    shape = (sizes[each] for each in ("stages", "repeats", "microbatches"))
+    check_num_forwards("command line", *shape)
     schedules = []
     for name in names:
         own = dict(sizes)
@@ -55,21 +57,6 @@ def _schedule(options: argparse.Namespace) -> int:
     else:
         print(schedules[0].text(costs, width=shutil.get_terminal_size().columns))
     return ExitCode.DONE
-
-
-def _check_size(sizes: dict[str, Any]) -> None:
-    from maxpipe.schedule.catalog import MAX_FORWARDS
-
-    parts = [f"{name}={sizes[name]:,}" for name in ("stages", "repeats", "microbatches")]
-    count = sizes["stages"] * sizes["repeats"] * sizes["microbatches"]
-    if count > MAX_FORWARDS:
-        raise ConfigError.one(
-            Code.SCHED_SIZES,
-            "command line",
-            " ".join(parts),
-            f"has {count:,} forward passes, more than the limit of {MAX_FORWARDS:,}.",
-            "Reduce one of the sizes: a smaller schedule has the same pattern.",
-        )
 
 
 _DRAWINGS = {

@@ -116,6 +116,18 @@ def from_values(values: Mapping[str, Any], origin: str) -> Iterator[Assignment]:
         yield from _from_value(path, _as_raw(content), origin)
 
 
+def repeated_keys(assignments: Iterable[Assignment]) -> Iterator[Problem]:
+    """Yield an error for each key that a dict sets twice, for example nested and as a full key."""
+    first: dict[tuple[str, ...], Assignment] = {}
+    for each in assignments:
+        other = first.setdefault(each.path, each)
+        if other is not each:
+            key = ".".join(each.path)
+            rule = f"is set twice in the dict: to {format_raw(other.raw)} and to "
+            rule += f"{format_raw(each.raw)}."
+            yield each.problem(Code.CFG_CONFLICT, rule, f"Keep one value of {key}.")
+
+
 def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assignment]:
     if isinstance(raw, dict) and ".".join(path) in SECTIONS:
         for name, value in raw.items():

@@ -30,6 +30,7 @@ from maxpipe.config.assignments import (
     is_mapping,
     is_reference,
     rename_former_key,
+    repeated_keys,
     resolve_model,
     shape_override_notes,
 )
@@ -148,6 +149,9 @@ def _load_translated(
         for arg in files
     ]
     located = [source for source in sources if not isinstance(source, list)]
+    problems += (
+        each for source in sources if isinstance(source, list) for each in repeated_keys(source)
+    )
     plugin_notes = _load_plugins(saved, origin, sources, overrides)
     assignments = [*_saved_assignments(saved, origin)]
     read = [

@@ -148,6 +148,7 @@ def register_objective(name: str, make: Callable[..., Any]) -> None:
         ConfigError: the name is not valid or exists already.
     """
     taken = typing.get_args(schema.KEYS["train.objective"])
+    _check_callable("train.objective", name, make)
     with _registration("train.objective", name, taken, lambda: OBJECTIVES.pop(name)):
         OBJECTIVES[name] = make
 
@@ -163,6 +164,7 @@ def register_source(name: str, open_documents: Callable[[list[str], int], Sequen
         ConfigError: the name is not valid or exists already.
     """
     taken = typing.get_args(schema.KEYS["data.source"])
+    _check_callable("data.source", name, open_documents)
     with _registration("data.source", name, taken, lambda: SOURCES.pop(name)):
         SOURCES[name] = open_documents
 
@@ -178,9 +180,18 @@ def register_schedule(
     Raises:
         ConfigError: the name is not valid or exists already.
     """
+    _check_callable("pipeline.schedule", name, generate)
     properties = {"summary": f"from {_owner().item}", **properties}
     with _registration("pipeline.schedule", name, SCHEDULES, lambda: SCHEDULES.pop(name)):
         SCHEDULES[name] = ScheduleSpec(generate, **properties)
+
+
+def _check_callable(key: str, name: str, given: object) -> None:
+    if not callable(given):
+        rule = f"must be registered with a function, not with {type(given).__name__}."
+        raise ConfigError.one(
+            Code.PLUG_REGISTER, _caller(), f"{key}={name}", rule, "Pass a function."
+        )
 
 
 class _registration:

@@ -235,6 +235,13 @@ class PluginRecords:
         self.name, self.files = name, files
         self._seed = seed
         self._documents = SOURCES[name]([file.path for file in files], seed)
+        if isinstance(self._documents, str | bytes | Mapping) or not all(
+            hasattr(self._documents, each) for each in ("__len__", "__getitem__")
+        ):
+            rule = "must be a sequence of documents, with a length and an index: the plug-in "
+            rule += f"returned {type(self._documents).__name__}."
+            action = "Return a list of documents from the plug-in."
+            raise ConfigError.one(Code.PLUG_FAILED, "data.source", name, rule, action)
         if not len(self._documents):
             rule = "must have documents: the plug-in returned none."
             action = "Correct the plug-in, or set data.path to other files."

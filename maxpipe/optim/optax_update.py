@@ -64,6 +64,7 @@ class OptaxOptimizer(Optimizer):
             optimizer.mesh,
             transformation,
         )
+        new._check_update()
         new._check_state()
         return new
 
@@ -176,6 +177,29 @@ class OptaxOptimizer(Optimizer):
             for leaf in leaves
         )
 
+    def _check_update(self) -> None:
+        """Check that an update returns changes with the shapes of the parameters.
+
+        Raises:
+            ConfigError: the transformation raised an exception, or its result has other shapes.
+        """
+        params = self._params(jax.ShapeDtypeStruct)
+        gradients = self._params(lambda shape, dtype: jax.ShapeDtypeStruct(shape, jnp.float32))
+        try:
+            state = jax.eval_shape(self.transformation.init, params)
+            changes, new = jax.eval_shape(self.transformation.update, gradients, state, params)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            rule = f"raised {type(error).__name__}: {text}"
+            raise _transformation_error(self.transformation, rule) from error
+        shapes, wanted = (jax.tree.map(jnp.shape, each) for each in (changes, params))
+        if shapes != wanted:
+            rule = "must return changes with the structure and the shapes of the parameters."
+            raise _transformation_error(self.transformation, rule)
+        if jax.tree.structure(new) != jax.tree.structure(state):
+            rule = "must return a state with the structure of the initial state."
+            raise _transformation_error(self.transformation, rule)
+
     def _check_state(self) -> None:
         """Check that the state consists of arrays like the parameters and of update counters.
 
@@ -211,6 +235,23 @@ class OptaxOptimizer(Optimizer):
                 "Use a transformation without this state, such as optax.adamw, optax.lion or "
                 "optax.sgd with momentum.",
             )
+
+
+def check_transformation(transformation: object) -> None:
+    """Check the type of a transformation.
+
+    Raises:
+        ConfigError: the object has no functions `init` and `update`.
+    """
+    if not all(callable(getattr(transformation, each, None)) for each in ("init", "update")):
+        rule = "must be an optax transformation, with the functions init and update."
+        raise _transformation_error(transformation, rule)
+
+
+def _transformation_error(given: object, rule: str) -> ConfigError:
+    name = getattr(given, "__name__", type(given).__name__)
+    action = "Call a function of optax and pass its result, such as optax.adamw(1e-3)."
+    return ConfigError.one(Code.API_OPTIMIZER, _WHERE, name, rule, action)
 
 
 def _is_counter(leaf: Any) -> bool:

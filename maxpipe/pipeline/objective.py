@@ -77,6 +77,83 @@ class Objective(ABC):
         """
 
 
+_TOKEN_ARRAYS = ("tokens", "targets", "segment_ids", "positions")
+
+
+def find_objective_error(objective: Objective, shape: tuple[int, int]) -> str:
+    """Return the rule that the result of an objective breaks, or an empty string.
+
+    The objective is only traced, with a microbatch of `shape` `[B, T]` on a device. An exception
+    of the objective is raised.
+    """
+    rows, length = shape
+    # A transposed loss must have another shape.
+    shape = (rows + 1, length) if rows == length else (rows, length)
+    arrays: dict[str, jax.ShapeDtypeStruct] = {
+        **{name: jax.ShapeDtypeStruct(shape, jnp.int32) for name in _TOKEN_ARRAYS},
+        "loss_mask": jax.ShapeDtypeStruct(shape, jnp.float32),
+    }
+    for name, spec in objective.batch_arrays.items():
+        rank = 1 if spec.per_sequence else 2
+        arrays[name] = jax.ShapeDtypeStruct((*shape[:rank], *spec.shape), spec.dtype)
+    specs = objective.log_prob_specs
+    if unknown := [spec.ids for spec in specs if spec.ids not in arrays]:
+        return f"log_prob_specs reads {unknown[0]}, which is not an array of a batch."
+    if objective.normaliser not in arrays:
+        return f"normaliser is {objective.normaliser}, which is not an array of a batch."
+    wanted, scores_of = shape, [arrays[spec.ids].shape for spec in specs]
+    given = {spec.ids: arrays[spec.ids] for spec in specs}
+    given |= {name: arrays[name] for name in objective.batch_arrays}
+    if objective.segments_per_loss:
+        wanted, given = arrays[objective.normaliser].shape, arrays
+        segments = (shape[0], objective.segments_per_loss * wanted[1])
+        scores_of = [segments] * len(specs)
+    found = [""]
+
+    def run(scores: Scores, inputs: Mapping[str, Array]) -> None:
+        found[0] = _find_result_error(objective, objective(scores, inputs), wanted)
+
+    scores = tuple(jax.ShapeDtypeStruct(each, jnp.float32) for each in scores_of)
+    jax.eval_shape(run, scores, given)
+    return found[0]
+
+
+def _find_result_error(objective: Objective, result: Any, shape: tuple[int, ...]) -> str:
+    """Return the rule that the traced result of an objective breaks, or an empty string."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        returned = f"a tuple of {len(result)}" if isinstance(result, tuple) else _type_of(result)
+        return f"must return a tuple (losses, metrics), but returned {returned}."
+    losses, reports = result
+    if error := _find_array_error(losses, "loss", shape):
+        return error
+    if losses.dtype != jnp.float32:
+        return f"must return losses with dtype float32, but returned {losses.dtype.name}."
+    if not isinstance(reports, tuple | list):
+        return f"must return metrics as a tuple, but returned {_type_of(reports)}."
+    if len(reports) != len(objective.report_names):
+        names = ", ".join(map(str, objective.report_names)) or "none"
+        return f"returned {len(reports)} metrics, but report_names lists {names}."
+    for name, report in zip(objective.report_names, reports, strict=True):
+        if error := _find_array_error(report, f"value of {name}", shape):
+            return error
+    return ""
+
+
+def _find_array_error(value: Any, what: str, shape: tuple[int, ...]) -> str:
+    wanted = f"must return one {what} per token, with the shape {list(shape)} of a microbatch"
+    if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+        return f"{wanted}, but returned {_type_of(value)}."
+    if tuple(value.shape) != shape:
+        return f"{wanted}, but returned the shape {list(value.shape)}."
+    if not (jnp.issubdtype(value.dtype, jnp.number) or value.dtype == jnp.bool_):
+        return f"{wanted}, but returned the dtype {value.dtype}."
+    return ""
+
+
+def _type_of(value: Any) -> str:
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
 class CrossEntropy(Objective):
     """Next-token cross entropy, for pre-training and supervised fine-tuning."""
 

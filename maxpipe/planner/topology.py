@@ -28,6 +28,7 @@ from maxpipe.config.load import LoadedConfig
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.runtime import RuntimeConfig
+from maxpipe.config.sections.train import OBJECTIVES
 from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import Hardware, hardware_of_device, known_hardware
 from maxpipe.io.files import gpus
@@ -412,6 +413,10 @@ def resolve_config(loaded: LoadedConfig, topology: Topology) -> Config:
     problems = check(config, loaded.origins)
     if problems:
         raise ConfigError(problems)
+    if config.train.objective in OBJECTIVES:
+        from maxpipe.step.build import check_plugin_objective  # imports jax
+
+        check_plugin_objective(config)
     return config
 
 

@@ -408,8 +408,12 @@ def read_base(
     return found.params, now
 
 
-def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
+def check_adapter(
+    facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool, address: str = ""
+) -> None:
     """Check that the config of a resumed run defines the same adapters as its checkpoint.
+
+    `address` is the address of the checkpoint, if the config does not name it.
 
     Raises:
         ConfigError: the adapters in the checkpoint and in the config differ.
@@ -419,7 +423,11 @@ def check_adapter(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool)
     then = {name: saved.get(name, default_of(f"{_SECTION}.{name}")) for name in names}
     if not then["rank"] and not now.rank:
         return
-    action = "run.name to a new name" if own else f"checkpoint.restore=weights, or {KEY}=''"
+    action = f"checkpoint.restore=weights, or {KEY}=''"
+    if own:
+        action = "run.name to a new name"
+    elif address:
+        action = f"read only the weights of {address} with {KEY}={address}"
     for name, before in then.items():
         if before != getattr(now, name):
             key = f"{_SECTION}.{name}"

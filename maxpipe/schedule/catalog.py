@@ -181,6 +181,22 @@ def make_schedule(
     return schedule
 
 
+def check_num_forwards(where: str, stages: int, repeats: int, microbatches: int) -> None:
+    """Check the number of forward passes of a schedule before it is built.
+
+    Raises:
+        ConfigError: the schedule would take too much memory and time.
+    """
+    if (count := stages * repeats * microbatches) > MAX_FORWARDS:
+        raise ConfigError.one(
+            Code.SCHED_SIZES,
+            where,
+            f"stages={stages:,} repeats={repeats:,} microbatches={microbatches:,}",
+            f"has {count:,} forward passes, more than the limit of {MAX_FORWARDS:,}.",
+            "Reduce one of the sizes: a smaller schedule has the same pattern.",
+        )
+
+
 def make_forward_schedule(ring: Ring, microbatches: int) -> Schedule:
     """Return a forward-only schedule for evaluation, with any number of microbatches."""
     group = min(ring.num_stages, microbatches)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 import maxpipe
 from maxpipe.config.check import check
 from maxpipe.config.load import LoadedConfig, to_dict
-from maxpipe.config.plugins import plugin_digests
+from maxpipe.config.plugins import find_plugin_error, plugin_digests
 from maxpipe.config.schema import Config, flatten, may_differ
 from maxpipe.config.sections.distill import runs_teacher
 from maxpipe.config.sections.grpo import GrpoConfig
@@ -32,14 +32,14 @@ from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.config.sections.pipeline import PipelineConfig, activations
 from maxpipe.config.sections.train import OBJECTIVES, TrainConfig, total_steps
 from maxpipe.data.loader import Batch, Batches, Loader
-from maxpipe.errors import Code, ConfigError
+from maxpipe.errors import Code, ConfigError, MaxpipeError
 from maxpipe.io import redact
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.count import layer_costs
 from maxpipe.models.resolve_auto import Divided, loss_block, resolved
 from maxpipe.nn.decoder import Decoder
 from maxpipe.nn.module import make_quantizer
-from maxpipe.objectives import Distill, KlPolicyGradient, Policy, make_preference
+from maxpipe.objectives import Distill, KlPolicyGradient, Policy, TokenLoss, make_preference
 from maxpipe.optim.lr_schedule import learning_rate
 from maxpipe.optim.optax_update import OptaxOptimizer
 from maxpipe.optim.update import Optimizer
@@ -57,7 +57,7 @@ from maxpipe.parallel.sharding import AxisRules, local_sequences, make_global_ba
 from maxpipe.pipeline import mtp
 from maxpipe.pipeline.engine import Engine
 from maxpipe.pipeline.layout import LayerLayout
-from maxpipe.pipeline.objective import CrossEntropy, Objective
+from maxpipe.pipeline.objective import CrossEntropy, Objective, find_objective_error
 from maxpipe.pipeline.program import Network
 from maxpipe.pipeline.remat import RematPolicy
 from maxpipe.schedule.catalog import make_schedule
@@ -79,11 +79,88 @@ def objective_of(config: Config) -> Objective:
         case "grpo":
             return policy_of(config.grpo)
         case name:
-            return _plugin_objective(name, config.train)
+            return _plugin_objective(name, config)
 
 
-def _plugin_objective(name: str, train: TrainConfig) -> Objective:
-    objective = OBJECTIVES[name](**train.objective_options)
+def check_plugin_objective(config: Config) -> None:
+    """Check the objective that training minimizes, if a plug-in defines it. No device is used.
+
+    Raises:
+        ConfigError: a train step cannot use the result of the objective.
+    """
+    if config.train.objective in OBJECTIVES:
+        objective_of(config)
+
+
+def check_loss(config: Config, loss: Objective) -> None:
+    """Check the result of a loss that replaces the objective in the config.
+
+    Raises:
+        ConfigError: the loss raised an exception, or a train step cannot use its result.
+    """
+    action = "Return one float32 loss per token, [B, T], and metrics as listed in report_names."
+    if isinstance(loss, TokenLoss):
+        action = "Return one float32 loss per token, with the shape of the log-probabilities."
+    for objective in (loss, loss.eval_objective):
+        try:
+            rule = _objective_rule(objective, config)
+        except MaxpipeError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            rule = f"raised {type(error).__name__}: {text}"
+            action = "Correct the loss; the cause of this exception shows its line."
+            raise ConfigError.one(
+                Code.API_LOSS, "build: loss", _name_of(loss), rule, action
+            ) from error
+        if rule:
+            raise ConfigError.one(Code.API_LOSS, "build: loss", _name_of(loss), rule, action)
+
+
+def _name_of(loss: Objective) -> str:
+    of = loss.function if isinstance(loss, TokenLoss) else type(loss)
+    return getattr(of, "__name__", type(of).__name__)
+
+
+def _objective_rule(objective: object, config: Config) -> str:
+    """Return the rule that an objective breaks, or an empty string; see `find_objective_error`."""
+    if not isinstance(objective, Objective):
+        return f"must be an Objective (maxpipe.Objective), not {type(objective).__name__}."
+    if isinstance(objective, TokenLoss) and not callable(objective.function):
+        return f"must be a function or an Objective, not {type(objective.function).__name__}."
+    if isinstance(objective, TokenLoss) and isinstance(objective.function, type):
+        return "is a class: pass an instance of it."
+    return find_objective_error(objective, _microbatch_shape(config))
+
+
+def _microbatch_shape(config: Config) -> tuple[int, int]:
+    """Return the sequences and tokens of a microbatch on a device. Unknown axes have size 1."""
+    batch, context = (
+        math.prod(
+            max(1, getattr(config.mesh, f"{link}_{axis}"))
+            for link in ("ici", "dcn")
+            for axis in axes
+        )
+        for axes in (BATCH_AXES, (CONTEXT,))
+    )
+    rows, tokens = config.train.batch_size // batch, config.train.sequence_length // context
+    return max(1, rows // config.pipeline.microbatches), max(1, tokens)
+
+
+def _plugin_objective(name: str, config: Config) -> Objective:
+    try:
+        objective = OBJECTIVES[name](**config.train.objective_options)
+        return _checked_objective(name, objective, config)
+    except MaxpipeError:
+        raise
+    except Exception as error:
+        text = " ".join(str(error).split())
+        rule = f"raised {type(error).__name__}: {text}"
+        action = "Correct the plug-in, or set train.objective_options."
+        raise (find_plugin_error(error) or _objective_error(name, rule, action)) from error
+
+
+def _checked_objective(name: str, objective: object, config: Config) -> Objective:
     if not isinstance(objective, Objective):
         rule = f"must be an Objective (maxpipe.pipeline.objective), not {type(objective).__name__}."
         raise _objective_error(name, rule, "Return an Objective from the registered function.")
@@ -91,6 +168,10 @@ def _plugin_objective(name: str, train: TrainConfig) -> Objective:
         rule = "must be computed per token from standard batch arrays: a plug-in cannot add arrays "
         rule += "to the batch."
         raise _objective_error(name, rule, "Leave segments_per_loss and batch_arrays out.")
+    for each in (objective, objective.eval_objective):
+        if rule := _objective_rule(each, config):
+            action = "Return float32 losses and metrics per token, [B, T], from the plug-in."
+            raise _objective_error(name, rule, action)
     return objective
 
 

@@ -298,7 +298,9 @@ def _check_new_run(loaded: LoadedConfig, checkpoints: CheckpointManager) -> None
     check_saved(run_dir, checkpoints.durable.path)
 
 
-def check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool) -> None:
+def check_frozen(
+    frozen: list[str], loaded: LoadedConfig, step: int, *, own: bool, address: str = ""
+) -> None:
     """Check that a resumed run trains exactly the parameters for which it has optimizer state.
 
     Raises:
@@ -313,7 +315,7 @@ def check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: boo
     more, fewer = (", ".join(sorted(some)) for some in (now - then, then - now))
     changes = [f"{fewer} now frozen"] if fewer else []
     changes += [f"{more} now trained"] if more else []
-    action = _restart_advice(loaded, own=own)
+    action = _restart_advice(loaded, own=own, address=address)
     raise ConfigError.one(
         Code.CKPT_RESUME,
         error_location(FROZEN, loaded.origins),
@@ -324,7 +326,9 @@ def check_frozen(frozen: list[str], loaded: LoadedConfig, step: int, *, own: boo
     )
 
 
-def check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool) -> None:
+def check_optimizer(
+    facts: CheckpointMetadata, loaded: LoadedConfig, *, own: bool, address: str = ""
+) -> None:
     """Check that a resumed run uses the same optimizer, because the optimizer state depends on it.
 
     Raises:
@@ -338,9 +342,10 @@ def check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: boo
             f"cannot continue from step {facts.step}, whose optimizer state belongs to an optax "
             f"transformation ({', '.join(map(str, names)) or 'without arrays'}).",
             "Restore the checkpoint with `maxpipe.Checkpoint` and the same transformation, or set "
-            f"{_restart_advice(loaded, own=own)}.",
+            f"{_restart_advice(loaded, own=own, address=address)}.",
         )
     saved, optim = facts.config.get("optim", {}), loaded.config.optim
+    advice = _restart_advice(loaded, own=own, address=address)
     param_dtype = loaded.config.model.param_dtype  # the dtype in the checkpoint is the same
     for key in (_OPTIMIZER, _STATE_TYPE, _EMA_DECAY):
         field = key.partition(".")[2]
@@ -356,7 +361,7 @@ def check_optimizer(facts: CheckpointMetadata, loaded: LoadedConfig, *, own: boo
                 format_value(now),
                 f"must be {format_value(then)}, as in the checkpoint of step {facts.step}, because "
                 "the optimizer state depends on this setting.",
-                f"Set {key}={format_value(then)}, or {_restart_advice(loaded, own=own)}.",
+                f"Set {key}={format_value(then)}, or {advice}.",
             )
 
 
@@ -405,13 +410,16 @@ def _check_objective(facts: CheckpointMetadata, loaded: LoadedConfig) -> None:
         )
 
 
-def _restart_advice(loaded: LoadedConfig, *, own: bool) -> str:
-    """Return the settings for starting a run from only the parameters of a checkpoint."""
+def _restart_advice(loaded: LoadedConfig, *, own: bool, address: str = "") -> str:
+    """Return the settings for starting a run from only the parameters of a checkpoint.
+
+    `own` is whether the checkpoint belongs to the run of the config. `address` is its address, if
+    the config does not name it (default: the newest of the run).
+    """
     action = "checkpoint.restore=weights to restore only the parameters"
-    if not own:
-        return action
-    run = loaded.config.run.name
-    return f"run.name to a new name, checkpoint.restore_from={run} and {action}"
+    if own or address:
+        action = f"checkpoint.restore_from={address or loaded.config.run.name} and {action}"
+    return f"run.name to a new name, {action}" if own else action
 
 
 def _changed_data_error(differences: Sequence[tuple[str, Any, Any]], step: int) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import pytest
 
 import maxpipe
 from maxpipe.cli import main
+from maxpipe.errors import Code
 from tests.api.conftest import Settings
-from tests.errors import without_codes
+from tests.errors import assert_error, without_codes
 
+SAVED = Code.API_SAVED
 pytestmark = pytest.mark.usefixtures("devices")
 
 
@@ -78,6 +81,94 @@ def test_saving_an_earlier_step_is_storage_error(
         maxpipe.Checkpoint.save(trainer, trainer.init())
 
 
+def test_saving_a_saved_step_again_is_config_error_unless_nothing_differs(
+    settings: Settings,
+) -> None:
+    with maxpipe.build(settings("twice")) as trainer:
+        state, save = trainer.init(), maxpipe.Checkpoint.save
+        first = save(trainer, state, metrics={"eval/loss": float("nan")}, extra={"row": 3})
+        again = save(trainer, state, metrics={"eval/loss": float("nan")}, extra={"row": 3})
+        assert again.saved == first.saved
+        restored, metrics = first.restore(trainer), {"eval/loss": float("nan")}
+        assert save(trainer, restored, metrics=metrics, extra={"row": 3}).step == 0
+        for other, more in (
+            (restored, {}),
+            (restored, {"metrics": {"eval/loss": 1.0}, "extra": {"row": 3}}),
+            (restored, {"metrics": {"eval/loss": float("nan")}, "extra": {"row": 4}}),
+            (trainer.init(), {"metrics": {"eval/loss": float("nan")}, "extra": {"row": 3}}),
+        ):
+            with pytest.raises(maxpipe.ConfigError) as error:
+                save(trainer, other, **more)
+            assert_error(
+                error.value, value="step 0", names=[first.path], suggests="run.name", code=SAVED
+            )
+        shutil.rmtree(first.path)  # the suggested action
+        assert save(trainer, restored, extra={"row": 4}).extra == {"row": 4}
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"extra": {"rows": (1, 2)}}, "extra"),
+        ({"extra": {"row": np.int64(3)}}, "extra"),
+        ({"extra": {3: "row"}}, "extra"),
+        ({"extra": {"loss": float("nan")}}, "extra"),
+        ({"extra": 5}, "extra"),
+        ({"metrics": 5}, "metrics"),
+        ({"metrics": {"eval/loss": float("inf")}}, "metrics"),
+        ({"metrics": {"eval/loss": "1"}}, "metrics"),
+        ({"metrics": {"eval/loss": True}}, "metrics"),
+        ({"metrics": {5: 1.0}}, "metrics"),
+    ],
+)
+def test_values_that_a_checkpoint_cannot_store_are_config_errors(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint], more: dict[str, Any], key: str
+) -> None:
+    state = checkpoints[-1].restore(trainer)
+    with pytest.raises(maxpipe.ConfigError) as error:
+        maxpipe.Checkpoint.save(trainer, state, **more)
+    assert_error(error.value, f"Checkpoint.save: {key}", code=Code.API_ARGUMENT)
+
+
+@pytest.mark.parametrize("name", ["list", "newest", "best", "open"])
+def test_run_that_is_no_path_is_config_error(name: str) -> None:
+    for run in (5, None, b"run"):
+        with pytest.raises(maxpipe.ConfigError) as error:
+            getattr(maxpipe.Checkpoint, name)(run)
+        assert_error(error.value, "address" if name == "open" else "run", code=Code.API_ARGUMENT)
+
+
+def test_other_optimizer_suggests_address_of_checkpoint(
+    settings: Settings, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    address = checkpoints[-1].address
+    with maxpipe.build(settings("other"), "optim.name=lion") as other:
+        with pytest.raises(maxpipe.ConfigError) as error:
+            checkpoints[-1].restore(other)
+        problem = assert_error(
+            error.value,
+            "optim.name",
+            "lion",
+            suggests=f"checkpoint.restore_from={address}",
+            code=Code.CKPT_RESUME,
+        )
+        assert "run.name" not in problem.action  # the run is new already
+    with maxpipe.build(
+        settings("other"), "optim.name=lion", f"checkpoint.restore_from={address}"
+    ) as other:
+        assert int(other.init().step) == 0
+
+
+def test_restore_and_save_without_trainer_are_config_errors(
+    checkpoints: list[maxpipe.Checkpoint],
+) -> None:
+    state: Any = None
+    for call in (checkpoints[-1].restore, lambda each: maxpipe.Checkpoint.save(each, state)):
+        with pytest.raises(maxpipe.ConfigError) as error:
+            call(None)  # type: ignore[arg-type]
+        assert_error(error.value, "trainer", suggests="maxpipe.build", code=Code.API_ARGUMENT)
+
+
 def test_restored_state_is_bitwise_equal(
     trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
 ) -> None:
@@ -123,13 +214,26 @@ def test_generation_with_state_equals_generation_with_checkpoint(
         ({"temperature": 0, "top_k": 3}, "has no effect with temperature 0"),
         ({"max_tokens": 0}, "generate: max_tokens = 0\n"),
         ({"chat": True}, "generate: chat\n  requires a chat template"),
+        ({"temperature": "x"}, "generate: temperature = 'x' .str.\n  must be a number"),
+        ({"max_tokens": 2.5}, "generate: max_tokens = 2.5 .float.\n  must be an integer"),
+        ({"seed": None}, "generate: seed = None\n  must be an integer"),
+        ({"stop": 5}, "generate: stop = 5"),
+        ({"stop": [5]}, "generate: stop = .5. .list.\n  must be strings"),
+        ({"overrides": "eval.batches=1"}, "must be a list of overrides"),
+        ({"overrides": 5}, "must be a list of overrides"),
+        ({"prompts": None}, "generate: prompts = None"),
+        ({"prompts": 5}, "generate: prompts = 5"),
+        ({"prompts": [5]}, r"generate: prompts\[0\] = 5"),
+        ({"prompts": b"a"}, "generate: prompts = b'a'"),
+        ({"prompts": {"a": 1}}, "generate: prompts = "),
+        ({"model": 5}, "model = 5"),
     ],
 )
 def test_wrong_generation_option_is_config_error(
     checkpoints: list[maxpipe.Checkpoint], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(maxpipe.ConfigError) as error:
-        maxpipe.generate(checkpoints[0], "the", **options)
+        maxpipe.generate(**({"model": checkpoints[0], "prompts": "the"} | options))
     assert re.search(message, without_codes(error.value))
 
 

@@ -9,6 +9,8 @@ import pytest
 import maxpipe
 from maxpipe.api.config import load_config
 from maxpipe.config.load import to_yaml
+from maxpipe.errors import Code
+from tests.errors import assert_error
 
 
 def test_nested_dict_full_keys_and_overrides_are_merged() -> None:
@@ -65,3 +67,30 @@ def test_bad_source_is_config_error_with_action(source: object, where: str, acti
     assert isinstance(caught.value, maxpipe.MaxpipeError)
     problem = caught.value.problems[0]
     assert problem.where == where and action in problem.action
+
+
+@pytest.mark.parametrize("source", [5, None, b"tiny", ["train.steps=1"], object()])
+def test_source_of_other_type_is_config_error(source: object) -> None:
+    with pytest.raises(maxpipe.ConfigError) as caught:
+        load_config("quickstart", source)  # type: ignore[arg-type]
+    assert_error(caught.value, "config", code=Code.API_ARGUMENT)
+
+
+def test_dict_that_contains_itself_is_config_error() -> None:
+    cyclic: dict[str, object] = {}
+    cyclic["train"] = [cyclic, cyclic]
+    deep: dict[str, object] = {}
+    for _ in range(5000):
+        deep = {"train": deep}
+    for source in (cyclic, deep):
+        with pytest.raises(maxpipe.ConfigError) as caught:
+            load_config("quickstart", source)
+        assert_error(caught.value, "dict", code=Code.API_ARGUMENT)
+
+
+def test_key_set_twice_in_one_dict_is_config_error() -> None:
+    with pytest.raises(maxpipe.ConfigError) as caught:
+        load_config("quickstart", {"train": {"steps": 5}, "train.steps": 6})
+    assert_error(caught.value, "dict: train.steps", names=[5, 6], code=Code.CFG_CONFLICT)
+    loaded = load_config("quickstart", {"train": {"steps": 5}}, {"train.steps": 6})
+    assert loaded.config.train.steps == 6

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
 import maxpipe
 from maxpipe.cli import main
+from maxpipe.errors import Code
+from tests.errors import assert_error
 
 
 @pytest.mark.usefixtures("home")
@@ -35,3 +38,19 @@ def test_plan_that_does_not_fit_lists_changes() -> None:
 def test_mesh_that_does_not_match_devices_names_both() -> None:
     with pytest.raises(maxpipe.ConfigError, match="cpu:4"):
         maxpipe.plan("quickstart", devices=4)
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"topology": 5}, "topology"),
+        ({"topology": "h100:1", "slices": 1.5}, "slices"),
+        ({"topology": "h100:1", "slices": 0}, "slices"),
+        ({"devices": "2"}, "devices"),
+        ({"devices": -1}, "devices"),
+    ],
+)
+def test_argument_of_other_type_is_config_error(more: dict[str, Any], key: str) -> None:
+    with pytest.raises(maxpipe.ConfigError) as error:
+        maxpipe.plan("quickstart", **more)
+    assert_error(error.value, f"plan: {key}", code=Code.API_ARGUMENT)

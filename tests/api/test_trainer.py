@@ -24,9 +24,10 @@ from maxpipe.api.batch import complete_batch
 from maxpipe.cli import main
 from maxpipe.config.load import from_dict, to_yaml
 from maxpipe.distributed.coordinator import free_port
+from maxpipe.errors import Code
 from tests.api.conftest import Settings
 from tests.conftest import environment_of_command
-from tests.errors import without_codes
+from tests.errors import assert_error, without_codes
 
 SAME = 1e-5  # float32, relative
 pytestmark = pytest.mark.usefixtures("devices")
@@ -127,6 +128,57 @@ def test_own_loss_and_optimizer_lower_own_loss(settings: Settings) -> None:
     assert main(["train", str(path), "train.steps=15"]) == 2
 
 
+class Reporting(maxpipe.Objective):
+    report_names = ("share",)
+
+    def __call__(self, scores: Any, inputs: Any) -> Any:
+        return -scores[0], ()
+
+
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [
+        (5, "int"),
+        (Reporting(), ["0", "share"]),
+        (Reporting, "class"),
+        (lambda log_probs: log_probs, "TypeError"),
+        (lambda log_probs, batch: -log_probs.sum(), "[]"),
+        (lambda log_probs, batch: -log_probs.T, "[16, 1]"),
+        (lambda log_probs, batch: None, "None"),
+        (lambda log_probs, batch: (-log_probs, ()), "tuple"),
+        (lambda log_probs, batch: 0.5, "float"),
+        (lambda log_probs, batch: -log_probs.astype(jnp.bfloat16), "bfloat16"),
+        (lambda log_probs, batch: -log_probs.astype(jnp.int32), "int32"),
+        (lambda log_probs, batch: -log_probs * batch["mask"], "KeyError"),
+    ],
+)
+def test_loss_with_wrong_result_is_config_error(settings: Settings, loss: Any, names: str) -> None:
+    with pytest.raises(maxpipe.ConfigError) as error:
+        maxpipe.build(settings("wrong"), loss=loss)
+    assert_error(error.value, "build: loss", names=names, code=Code.API_LOSS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "names"),
+    [
+        (5, "init"),
+        (optax.adam, "init"),
+        (optax.GradientTransformation(lambda params: None, lambda *_: (None, None)), "changes"),
+        (optax.GradientTransformation(lambda params: None, lambda *_: 1 / 0), "ZeroDivisionError"),
+        (
+            optax.GradientTransformation(lambda params: None, lambda grads, *_: (grads, grads)),
+            "state",
+        ),
+    ],
+)
+def test_optimizer_with_wrong_result_is_config_error(
+    settings: Settings, optimizer: Any, names: str
+) -> None:
+    with pytest.raises(maxpipe.ConfigError) as error:
+        maxpipe.build(settings("wrong"), optimizer=optimizer)
+    assert_error(error.value, "optimizer", names=names, code=Code.API_OPTIMIZER)
+
+
 # Layouts.
 
 
@@ -159,6 +211,7 @@ def test_used_state_is_named(trainer: maxpipe.Trainer) -> None:
 # Batches.
 
 TOKENS = np.zeros((8, 16), np.int64)
+GOOD = {"tokens": TOKENS, "targets": TOKENS}
 
 
 @pytest.mark.parametrize(
@@ -172,14 +225,42 @@ TOKENS = np.zeros((8, 16), np.int64)
         ({"tokens": TOKENS, "targets": TOKENS * 0.5}, "targets = float64\n  must be integers"),
         ({"tokens": TOKENS, "targets": TOKENS[:4]}, r"targets = \(4, 16\)\n.*shape \[8, 16\]"),
         ({"tokens": TOKENS, "targets": TOKENS, "labels": TOKENS}, "labels\n  is not an array"),
+        ({}, "batch: tokens\n  is missing"),
+        (None, "batch = None\n  must be a dict"),
+        ([TOKENS, TOKENS], "batch = list\n  must be a dict"),
+        ({"tokens": TOKENS, "targets": [[1], [1, 2]]}, "targets\n  cannot be converted"),
+        ({"tokens": TOKENS, "targets": "text"}, "targets = <U4\n  must contain numbers"),
+        (GOOD | {"loss_mask": np.full((8, 16), -1.0)}, "loss_mask = -1.0\n  must be at least 0"),
+        (GOOD | {"loss_mask": np.full((8, 16), np.nan)}, "loss_mask = nan\n  must be at least 0"),
+        (GOOD | {"segment_ids": TOKENS - 1}, "segment_ids = -1\n  must be at least 0"),
+        (GOOD | {"segment_ids": TOKENS + 0.5}, "segment_ids = float64\n  must be integers"),
+        (GOOD | {"positions": TOKENS - 1}, "positions = -1\n  must be at least 0"),
     ],
 )
 def test_wrong_batch_names_array_and_rule(
     trainer: maxpipe.Trainer, batch: dict[str, np.ndarray], message: str
 ) -> None:
     with pytest.raises(maxpipe.ConfigError) as error:
-        complete_batch(batch, trainer.steps)
+        maxpipe.train_step(trainer, trainer.init(), batch)
     assert re.search(message, without_codes(error.value))
+
+
+@pytest.mark.parametrize("batches", [GOOD, [], 5, iter(())])
+def test_batches_that_cannot_be_evaluated_are_config_errors(
+    trainer: maxpipe.Trainer, batches: Any
+) -> None:
+    with pytest.raises(maxpipe.ConfigError) as error:
+        maxpipe.evaluate(trainer, trainer.init(), batches=batches)
+    assert_error(error.value, "evaluate: batches", code=Code.API_ARGUMENT)
+
+
+def test_object_in_place_of_trainer_or_state_is_config_error(trainer: maxpipe.Trainer) -> None:
+    with pytest.raises(maxpipe.ConfigError, match="train_step: trainer"):
+        maxpipe.train_step(5, trainer.init(), GOOD)  # type: ignore[arg-type]
+    for state in (None, 5, {}):
+        with pytest.raises(maxpipe.ConfigError) as error:
+            maxpipe.train_step(trainer, state, GOOD)  # type: ignore[arg-type]
+        assert_error(error.value, "state", code=Code.API_STATE)
 
 
 def test_missing_arrays_have_defaults(trainer: maxpipe.Trainer) -> None:

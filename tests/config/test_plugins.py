@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.api.plan import plan
 from maxpipe.cli import main
 from maxpipe.config import plugins
 from maxpipe.config.load import from_dict, load, load_storage_settings, to_dict, to_yaml
@@ -17,9 +18,10 @@ from maxpipe.config.rules import BOUNDS, RULES
 from maxpipe.config.schema import ALL_KEYS, KEYS, SECTIONS, without_permissions
 from maxpipe.config.sections.source import SourceConfig
 from maxpipe.data.sources import open_source
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 from maxpipe.models.registry import FAMILIES, PLUGIN_MODULES
 from maxpipe.schedule.catalog import SCHEDULES
+from maxpipe.step.build import objective_of
 from tests.errors import assert_error, raises
 
 ROOT = Path(__file__).parents[2]
@@ -372,6 +374,94 @@ def test_documents_of_plugin_are_read_and_fingerprinted(tmp_path: Path) -> None:
     file.write_text(" ")
     with raises(ConfigError, "data.source", "lines"):
         open_source(config, 0)
+
+
+@pytest.mark.parametrize(
+    ("documents", "kind"),
+    [
+        ("None", "NoneType"),
+        ("(each for each in 'ab')", "generator"),
+        ("'text'", "str"),
+        ("5", "int"),
+        ("{'a': 1}", "dict"),
+    ],
+)
+def test_documents_without_length_and_index_are_rejected(
+    documents: str, kind: str, tmp_path: Path
+) -> None:
+    text = "from maxpipe.config.plugins import register_source\n"
+    text += f"register_source('other', lambda files, seed: {documents})\n"
+    load(["tiny", f"model.module={write_plugin(tmp_path, text)}", ALLOW])
+    with raises(ConfigError, "data.source", "other", names=kind, code=Code.PLUG_FAILED):
+        open_source(SourceConfig(source="other"), 0)
+
+
+OBJECTIVE = """
+import jax.numpy as jnp
+from maxpipe import Objective
+from maxpipe.config.plugins import register_objective
+
+class Mine(Objective):
+    report_names = ("share",)
+    def __call__(self, scores, inputs):
+        loss = -scores[0]
+        return {result}
+
+register_objective("mine", {make})
+"""
+
+
+@pytest.mark.parametrize(
+    ("result", "make", "names"),
+    [
+        ("loss.sum(), (loss,)", "Mine", "[]"),
+        ("loss.T, (loss,)", "Mine", "[128, 8]"),
+        ("loss", "Mine", "tuple"),
+        ("None", "Mine", "None"),
+        ("None, (loss,)", "Mine", "None"),
+        ("loss, ()", "Mine", ["0", "share"]),
+        ("loss, (loss.sum(),)", "Mine", "share"),
+        ("loss, loss", "Mine", "metrics"),
+        ("loss.astype('bfloat16'), (loss,)", "Mine", "bfloat16"),
+        ("loss.astype('int32'), (loss,)", "Mine", "int32"),
+        ("loss, (loss,)", "lambda: 5", "Objective"),
+        ("loss, (loss,)", "lambda: None", "Objective"),
+    ],
+)
+def test_objective_with_wrong_result_is_rejected_in_plan_and_training(
+    result: str, make: str, names: str, tmp_path: Path
+) -> None:
+    path = write_plugin(tmp_path, OBJECTIVE.format(result=result, make=make))
+    inputs = ["tiny", f"plugins.modules=[{path}]", ALLOW, "train.objective=mine"]
+    inputs += ["train.sequence_length=128", "train.batch_size=8", "runtime.platform=cpu"]
+    inputs += ["pipeline.microbatches=1"]
+    expected = {"names": names, "code": Code.PLUG_FAILED}
+    with raises(ConfigError, "train.objective", "mine", **expected):
+        objective_of(load(inputs).config)
+    with raises(ConfigError, "train.objective", "mine", **expected):
+        plan(*inputs, topology="h100:1")
+
+
+def test_objective_with_bool_metric_is_accepted_in_plan(tmp_path: Path) -> None:
+    text = OBJECTIVE.format(result="loss, (loss > 1,)", make="Mine")
+    inputs = ["tiny", f"plugins.modules=[{write_plugin(tmp_path, text)}]", ALLOW]
+    assert plan(*inputs, "train.objective=mine", topology="h100:1").seconds > 0
+
+
+@pytest.mark.parametrize("result", ["loss, undefined", "inputs['tokens'], ()"])
+def test_exception_in_objective_names_line_in_plan(result: str, tmp_path: Path) -> None:
+    path = write_plugin(tmp_path, OBJECTIVE.format(result=result, make="Mine"))
+    inputs = ["tiny", f"plugins.modules=[{path}]", ALLOW, "train.objective=mine"]
+    with raises(ConfigError, f"{path}:10", code=Code.PLUG_FAILED):
+        plan(*inputs, topology="h100:1")
+
+
+@pytest.mark.parametrize("kind", ["objective", "source", "schedule"])
+def test_registered_object_that_is_not_callable_is_rejected(kind: str, tmp_path: Path) -> None:
+    text = f"import maxpipe.config.plugins as p\np.register_{kind}('mine', 5)"
+    path = write_plugin(tmp_path, text)
+    with raises(ConfigError, f"{path}:2", names="int", code=Code.PLUG_REGISTER):
+        load(["tiny", f"model.module={path}", ALLOW])
 
 
 @pytest.mark.parametrize("documents", ["[1]", "[b'a']", "[None]"])
