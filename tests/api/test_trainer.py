@@ -158,17 +158,19 @@ def test_loss_with_wrong_result_is_config_error(settings: Settings, loss: Any, n
     assert_error(error.value, "build: loss", names=names, code=Code.API_LOSS)
 
 
+def transform(init: Any, update: Any) -> optax.GradientTransformation:
+    """Return a transformation of functions that do not have the types optax requires."""
+    return optax.GradientTransformation(init, update)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "names"),
     [
         (5, "init"),
         (optax.adam, "init"),
-        (optax.GradientTransformation(lambda params: None, lambda *_: (None, None)), "changes"),
-        (optax.GradientTransformation(lambda params: None, lambda *_: 1 / 0), "ZeroDivisionError"),
-        (
-            optax.GradientTransformation(lambda params: None, lambda grads, *_: (grads, grads)),
-            "state",
-        ),
+        (transform(lambda params: None, lambda *_: (None, None)), "changes"),
+        (transform(lambda params: None, lambda *_: 1 / 0), "ZeroDivisionError"),
+        (transform(lambda params: None, lambda grads, *_: (grads, grads)), "state"),
     ],
 )
 def test_optimizer_with_wrong_result_is_config_error(
