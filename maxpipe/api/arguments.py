@@ -47,7 +47,7 @@ def check_integer(where: str, value: object, least: int | None = 1) -> int:
     """Return an argument as an integer, for example from a numpy integer.
 
     Raises:
-        ConfigError: the argument is no integer, or is below `least`.
+        ConfigError: the argument is not an integer, or is below `least`.
     """
     rule = "must be an integer" + ("." if least is None else f" of at least {least}.")
     name, low = where.rpartition(": ")[2], 1 if least is None else least
@@ -71,7 +71,7 @@ def check_metrics(where: str, metrics: object) -> dict[str, float]:
     """Return metrics as numbers keyed by tag. A metric can be NaN, but not infinite.
 
     Raises:
-        ConfigError: the argument is no mapping from tags to numbers.
+        ConfigError: the argument is not a mapping from tags to numbers.
     """
     action = 'Pass numbers keyed by tag, such as {"eval/loss": 2.5}.'
     if not isinstance(metrics, Mapping):

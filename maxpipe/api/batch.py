@@ -80,7 +80,7 @@ def check_mapping(batch: object) -> None:
     """Check the type of a batch.
 
     Raises:
-        ConfigError: the batch is no mapping from names to arrays.
+        ConfigError: the batch is not a mapping from names to arrays.
     """
     if not isinstance(batch, Mapping):
         rule, action = "must be a dict of arrays.", 'Pass {"tokens": ..., "targets": ...}.'

@@ -325,7 +325,7 @@ def _listed(name: str, values: Any, what: str) -> list[Any]:
     """Return one value or several as a list.
 
     Raises:
-        ConfigError: the argument is no iterable.
+        ConfigError: the argument is not an iterable.
     """
     if isinstance(values, str | ChatInput):
         return [values]

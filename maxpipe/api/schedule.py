@@ -168,7 +168,7 @@ def _read_actions(actions: Actions) -> list[list[Action]]:
     """Return the actions of each stage.
 
     Raises:
-        ConfigError: an element is no action, or a stage has none.
+        ConfigError: an element is not an action, or a stage has no actions.
     """
     where, action = "Schedule.from_actions: actions", "Pass [[('F', 0, 0), ('B', 0, 0)]]."
     rule = "must be one list of actions for each stage, and a stage must have an action."

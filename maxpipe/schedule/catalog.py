@@ -185,7 +185,7 @@ def check_num_forwards(where: str, stages: int, repeats: int, microbatches: int)
     """Check the number of forward passes of a schedule before it is built.
 
     Raises:
-        ConfigError: the schedule would take too much memory and time.
+        ConfigError: the schedule would need too much memory and time.
     """
     if (count := stages * repeats * microbatches) > MAX_FORWARDS:
         raise ConfigError.one(
