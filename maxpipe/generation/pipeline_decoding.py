@@ -214,7 +214,10 @@ class PipelineDecodeEngine:
             none = jnp.zeros((stages, stages, rows), jnp.int32)
             return RingState(
                 {kind: stacked(kind) for kind in self.layout.ring_layer_types},
-                jnp.zeros((stages, rows, 1, config.d_model), jnp.dtype(config.compute_dtype)),
+                jnp.zeros(
+                    (stages, rows, 1, self.decoder.model.stream_width),
+                    jnp.dtype(config.compute_dtype),
+                ),
                 SampledTokens(none, none.astype(jnp.float32), none),
                 jnp.zeros((*none.shape, config.vocab_size), bool)
                 if self._has_repetition_penalty
@@ -403,8 +406,9 @@ class PipelineDecodeEngine:
         return jnp.where(axis_index(STAGE) == 0, new, ring_shift(y, STAGE, 1, self._stages))
 
     def _embed(self, params: Tree, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        scale, dtype = self.decoder.model.ends.embed_scale, self.decoder.config.compute_dtype
-        table = Embedding(self._weight_shardings["embedding"], scale)
+        model, dtype = self.decoder.model, self.decoder.config.compute_dtype
+        scale, num_carried = model.ends.embed_scale, sum(model.carried.values())
+        table = Embedding(self._weight_shardings["embedding"], scale, num_carried)
         held = table.prepare(params["embedding"], jnp.dtype(dtype))
         return mark_varying(table.lookup(held, tokens))
 

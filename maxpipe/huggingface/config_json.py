@@ -21,6 +21,7 @@ from maxpipe.io.files import read
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.huggingface import (
+    PER_LAYER,
     HuggingFace,
     Kept,
     Ours,
@@ -39,9 +40,6 @@ _LENGTH, _ORIGINAL = "max_position_embeddings", "original_max_position_embedding
 _TYPES = Twice("dtype", "torch_dtype")
 _LENGTH_SCALING_TYPES = ("llama3", "yarn", "longrope", "su")
 """RoPE types that depend on the original context length."""
-
-_HETEROGENEOUS = "per_layer_config"
-"""Key under which a transformers config can override values for individual layers."""
 
 
 @dataclass
@@ -86,10 +84,10 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
     found = NormalizedConfig(dict(content))
     if whole is not None:
         _select_language_model(found, content, table, whole)
-    if found.content.get(_HETEROGENEOUS):
+    if found.content.get(PER_LAYER) and PER_LAYER not in table.names():
         raise UnsupportedError(
-            _HETEROGENEOUS,
-            found.content[_HETEROGENEOUS],
+            PER_LAYER,
+            found.content[PER_LAYER],
             "must be null: per-layer overrides are not supported.",
         )
     for twice in (_TYPES, *table.duplicate_keys):
@@ -99,8 +97,9 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
             found.note_unread("layer_types", found.content["layer_types"], *other)
     rows = [row for row in table.keys if isinstance(row, Rotary)]
     settings = [_rotary(found, row) for row in rows]
-    for name in ("rope_scaling", *(row.legacy_theta_key for row in rows)):
-        found.content.pop(name, None)
+    for row in rows:
+        for name in {*row.names} - {"rope_parameters"}:
+            found.content.pop(name, None)
     found.content["rope_parameters"] = (
         {row.layers: said for row, said in zip(rows, settings, strict=True)}
         if any(row.layers for row in rows)
@@ -142,7 +141,9 @@ def _merge_duplicate(found: NormalizedConfig, twice: Twice) -> None:
 def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
     """Return the RoPE parameters, including the base, type and context lengths."""
     content = found.content
-    scaling, where = an_object(content, "rope_scaling"), "rope_parameters"
+    scaling, where = {}, "rope_parameters"
+    if row.has_legacy_keys:
+        scaling = an_object(content, "rope_scaling")
     if row.layers:
         said, where = _rope_of_layer_type(found, row, scaling)
     else:
@@ -159,7 +160,7 @@ def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
     said["rope_type"] = kind
     theta = found.first_stated(
         (f"{where}.rope_theta", said.get("rope_theta")),
-        (row.legacy_theta_key, content.get(row.legacy_theta_key)),
+        (row.legacy_theta_key, content.get(row.legacy_theta_key) if row.has_legacy_keys else None),
     )
     said["rope_theta"] = row.default if theta is None else theta
     share = found.first_stated(
@@ -167,7 +168,9 @@ def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
         (_SHARE, None if row.layers else content.get(_SHARE)),
     )
     if share is not None:
-        said[_SHARE] = content[_SHARE] = share
+        said[_SHARE] = share
+        if not row.layers:
+            content[_SHARE] = share
     if isinstance(kind, str) and not row.layers:
         _lengths(found, row, said, where, kind)
     _drop_unread(found, row, said, where, kind)
@@ -202,11 +205,11 @@ def _rope_of_layer_type(
     """Return the RoPE parameters of one layer type. Values in `rope_scaling` take precedence."""
     parameters = an_object(found.content, "rope_parameters")
     inner = parameters.get(row.layers)
-    said = (
-        {"rope_type": "default"}
-        if inner is None
-        else _drop_nulls(an_object(parameters, row.layers))
-    )
+    if inner is not None:
+        said = _drop_nulls(an_object(parameters, row.layers))
+    else:
+        no_parameters = found.content.get("rope_parameters") is None
+        said = {"rope_type": "default", **(row.defaults if no_parameters else {})}
     where = f"rope_parameters.{row.layers}"
     found.unread += [
         f"rope_parameters.{name}"

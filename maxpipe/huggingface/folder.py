@@ -187,7 +187,7 @@ class HuggingFaceFolder:
         for first in range(part.start, part.stop, step):
             here = slice(first, min(first + step, part.stop))
             reader, name = self._files[piece.tensor], self._names[piece.tensor]
-            rows = reader.read(name, piece.rows(here), piece.row_shape)
+            rows = reader.read(name, piece.rows(here), piece.row_shape, piece.columns)
             self._check_finite(piece.tensor, rows)
             yield here, piece.to_param(rows, here)
 
@@ -310,6 +310,10 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
         wanted[HEAD] = wanted[model.slices[EMBEDDING][0].tensor]
         copies.add(HEAD)
     wanted = {name: shape for name, shape in wanted.items() if name in names or name not in copies}
+    for name in [name for name in names if name not in wanted]:
+        if any(fnmatchcase(name, pattern) for pattern in said.table.superfluous):
+            others.append(names.pop(name))
+            del files[name]
     missing = [name for name in wanted if name not in names]
     surplus = [names[name] for name in names if name not in wanted]
     if missing or surplus:

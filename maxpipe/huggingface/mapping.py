@@ -71,14 +71,21 @@ def parse_axis_mapping(text: str) -> AxisMapping:
 
 
 class InterleavedSlice(NamedTuple):
-    """Every `every`-th entry of a tensor's last dim, starting at index `number`."""
+    """Every `every`-th entry of a tensor's last dim, starting at index `number`.
+
+    If `is_block` is set, the slice is instead the block with index `number` of `every` equal
+    blocks.
+    """
 
     number: int = 0
     every: int = 1
+    is_block: bool = False
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of the entries that this slice selects."""
-        return tensor[..., self.number :: self.every]
+        """Return a view of the entries that this slice selects. Blocks have already been
+        selected.
+        """
+        return tensor if self.is_block else tensor[..., self.number :: self.every]
 
 
 class TensorSlice(NamedTuple):
@@ -103,6 +110,14 @@ class TensorSlice(NamedTuple):
     def row_shape(self) -> tuple[int, ...]:
         """Return the shape of one row of the tensor."""
         return (*self.shape[1:-1], self.shape[-1] * self.interleave.every) if self.shape[1:] else ()
+
+    @property
+    def columns(self) -> range | None:
+        """Return the entries of each row that the slice contains, or None for all entries."""
+        if not self.interleave.is_block:
+            return None
+        first = self.interleave.number * self.shape[-1]
+        return range(first, first + self.shape[-1])
 
     @property
     def outer_dim(self) -> int:
@@ -189,6 +204,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
     lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
+    lanes += _column_blocks(model, table)
     sizes: dict[str, int] = {}  # rows or interleaved slices assigned so far, per tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
@@ -212,6 +228,17 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     found |= {piece.tensor: piece.shape for each in copies.values() for piece in each}
     pieces_of = {name: tuple(each) for name, each in pieces.items()}
     return TensorMapping(pieces_of, shapes, params, found, copies)
+
+
+def _column_blocks(model: Model, table: HuggingFace) -> Counter[str]:
+    """Return the number of layers in each tensor whose last dim concatenates layers."""
+    return Counter(
+        row.theirs
+        for row in table.tensors
+        for layer_type in model.layers
+        if row.is_column_block
+        and tuple(row.ours.split(".")) in model.layer_types[layer_type].params
+    )
 
 
 def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
@@ -333,7 +360,9 @@ def _iter_slices(
             continue
         first = taken.get(name, 0)
         taken[name] = first + (1 if lanes else shape[0])
-        start, lane = (0, InterleavedSlice(first, lanes)) if lanes else (first, InterleavedSlice())
+        start, lane = first, InterleavedSlice()
+        if lanes:
+            start, lane = 0, InterleavedSlice(first, lanes, row.is_column_block)
         yield TensorSlice(name, start, shape, whole, form, param.shape, lane)
 
 

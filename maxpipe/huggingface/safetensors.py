@@ -94,11 +94,12 @@ class SafetensorsReader:
         name: str,
         rows: tuple[int, int] | None = None,
         row_shape: tuple[int, ...] | None = None,
+        columns: range | None = None,
     ) -> np.ndarray:
         """Read a tensor or a range of its rows.
 
         A row is an entry along the first dim. If `row_shape` is set, all dims before it are merged
-        into one row dim.
+        into one row dim. If `columns` is set, only these entries of each row are read.
 
         Raises:
             ConfigError: the file ends too early or cannot be read.
@@ -109,18 +110,26 @@ class SafetensorsReader:
             row_shape = shape[1:] if row_shape is None else row_shape
             begin += rows[0] * math.prod(row_shape) * dtype.itemsize
             shape = (rows[1] - rows[0], *row_shape)
-        array = np.empty(shape, dtype)
-        buffer = _bytes(array)
+        if columns is None:
+            array, stride = np.empty(shape, dtype), 0
+            parts = [_bytes(array)]
+        else:
+            assert len(shape) == 2
+            array, stride = np.empty((shape[0], len(columns)), dtype), shape[1] * dtype.itemsize
+            parts = [_bytes(row) for row in array]
+            begin += columns.start * dtype.itemsize
         try:
             with open(open_regular(self.path), "rb", buffering=0) as stream:
-                stream.seek(self._start + begin)
-                done = 0
-                while done < len(buffer) and (count := stream.readinto(buffer[done:])):
-                    done += count
+                for number, part in enumerate(parts):
+                    stream.seek(self._start + begin + number * stride)
+                    done = 0
+                    while done < len(part) and (count := stream.readinto(part[done:])):
+                        done += count
+                    if done < len(part):
+                        reason = f"ends inside the tensor {quote_name(name)}"
+                        raise damaged_file_error(self.path, reason)
         except OSError as error:
             raise damaged_file_error(self.path, error.strerror or str(error)) from error
-        if done < len(buffer):
-            raise damaged_file_error(self.path, f"ends inside the tensor {quote_name(name)}")
         return array
 
 
@@ -256,12 +265,19 @@ class SafetensorsWriter:
         return DTYPES[self._entries[name].dtype]
 
     def write(
-        self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
+        self,
+        name: str,
+        values: np.ndarray,
+        row: int = 0,
+        number: int = 0,
+        every: int = 1,
+        is_block: bool = False,
     ) -> None:
         """Write `values` to the rows of a tensor, starting at index `row`.
 
-        If `every` is larger than 1, only every `every`-th entry of the last dim is written,
-        starting at index `number`.
+        A row has the shape `values.shape[1:]`. The tensor's dims before these are merged. If
+        `every` is larger than 1, only every `every`-th entry of the last dim is written, starting
+        at index `number`, or only block `number` of `every` blocks if `is_block` is set.
 
         Raises:
             OSError: the rows cannot be written.
@@ -270,8 +286,13 @@ class SafetensorsWriter:
         dtype = DTYPES[entry.dtype]
         *most, last = values.shape
         shape = (*most, last * every)
-        assert values.dtype == dtype and shape[1:] == entry.shape[1:]
+        row_shape = entry.shape[len(entry.shape) - len(most) :]
+        assert values.dtype == dtype and shape[1:] == row_shape
         place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
+        if is_block:
+            for index, part in enumerate(np.ascontiguousarray(values)):
+                _write(self._file, _bytes(part), place + (index * every + number) * part.nbytes)
+            return
         if every > 1:
             # Keep the entries of the other interleaved parameters, which may already have been
             # written.
@@ -322,7 +343,9 @@ _WRAPPERS = re.compile(
 """Names of PyTorch wrapper modules, which may occur anywhere in a tensor name."""
 
 _ROOTS = r"(?:(?:base_model|module|model|language_model|text_model)\.)*"
-_BODY = re.compile(rf"{_ROOTS}((?:embed_tokens|layers|norm|rotary_emb)\..*)", re.DOTALL)
+_PARTS = "embed_tokens|layers|norm|rotary_emb"
+_PARTS += "|embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm"
+_BODY = re.compile(rf"{_ROOTS}((?:{_PARTS})\..*)", re.DOTALL)
 _HEAD = re.compile(rf"{_ROOTS}(lm_head\..*)", re.DOTALL)
 
 _FUSED = (

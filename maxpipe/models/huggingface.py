@@ -194,11 +194,14 @@ class Rotary:
     """Default of `max_position_embeddings` in transformers."""
     default_original_positions: int = 0
     """Default of `original_max_position_embeddings` in transformers. 0 means no default."""
+    has_legacy_keys: bool = True
+    """Whether older transformers releases, which lack `rope_parameters`, support the model."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the key names of current and older transformers releases."""
-        return (self.legacy_theta_key, "rope_scaling", "rope_parameters")
+        legacy = (self.legacy_theta_key, "rope_scaling") if self.has_legacy_keys else ()
+        return (*legacy, "rope_parameters")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the RoPE base and scaling from the normalized `rope_parameters`.
@@ -232,10 +235,12 @@ class Rotary:
             for row in self.scalings[rope_type]:
                 scaling |= row.write(ours)
         rope_parameters = {"rope_theta": ours[self.theta], "rope_type": rope_type, **scaling}
-        written: dict[str, Any] = {self.legacy_theta_key: ours[self.theta]}
+        written: dict[str, Any] = {}
+        if self.has_legacy_keys:
+            written[self.legacy_theta_key] = ours[self.theta]
         for row in self.top_level_keys.get(rope_type, ()):
             written |= row.write(ours)
-        if self.scalings:
+        if self.scalings and self.has_legacy_keys:
             known_before = {self.legacy_type_key: rope_type, **scaling} if scaling else None
             written["rope_scaling"] = known_before
         return written | {
@@ -286,6 +291,8 @@ class Tensor:
     interleaved: bool = False
     """Whether the rows alternate along the tensor's last dim, instead of being concatenated along
     its first dim."""
+    is_column_block: bool = False
+    """Whether layers are concatenated along the tensor's last dim, instead of its first dim."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +317,8 @@ class HuggingFace:
     tensors: tuple[Tensor, ...]
     unused: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     """Name patterns of tensors that some releases saved but never read."""
+    superfluous: tuple[str, ...] = ()
+    """Name patterns of tensors that folders may contain for layers that do not use them."""
     containers: tuple[Whole, ...] = ()
     mtp_tensors: tuple[Tensor, ...] = ()
     """Tensors of multi-token prediction layers, in addition to those of ordinary layers. `{layer}`
@@ -472,6 +481,9 @@ code exists for GPTQ and AWQ."""
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
 """Layer type names used by transformers."""
+
+PER_LAYER = "per_layer_config"
+"""Key under which a transformers config can override values for individual layers."""
 
 
 @dataclass(frozen=True)

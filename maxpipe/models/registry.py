@@ -15,6 +15,7 @@ from maxpipe.models import (
     deepseek,
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     llama,
@@ -36,7 +37,7 @@ from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
 FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
-        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
+        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, granite),
         *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
 }

@@ -319,7 +319,10 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Branch:
-    """A residual branch, `x + scale * dropout(after(part(before(x))))`. Both norms are optional."""
+    """A residual branch, `x + scale * dropout(after(part(before(x))))`. Both norms are optional.
+
+    Two branches can share one residual sum, `x + dropout(norm(first(x) + second(x)))`.
+    """
 
     name: str
     part: Part
@@ -328,6 +331,9 @@ class Branch:
     dropout: float = 0.0
     """Fraction of the branch's outputs that are set to zero in training."""
     scale: float = 1.0
+    sum_norm: Part | None = None
+    """If set, this branch has the same input as the preceding branch, and this norm is applied to
+    the sum of the outputs of both branches."""
 
     @property
     def parts(self) -> Mapping[str, Part]:
@@ -338,6 +344,7 @@ class Branch:
             f"{self.name}_norm": self.pre_norm,
             self.name: self.part,
             f"{self.name}_after_norm": self.post_norm,
+            f"{self.name}_sum_norm": self.sum_norm,
         }
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -354,11 +361,16 @@ class LayerType:
     """Parameters that replace or extend those declared by the sublayers."""
     adapters: Mapping[tuple[str, str], Adapter] = field(default_factory=dict)
     """Low-rank adapters, keyed by the (sublayer, name) of the adapted matrix."""
+    output_scale: Part | None = None
+    """Sublayer that multiplies the layer's output."""
+    input_stored_as: str = ""
+    """Name of the carried array (`Model.carried`) that the layer sets to its input."""
 
     @cached_property
     def parts(self) -> Mapping[str, Part]:
         """Return all sublayers in order, keyed by name."""
-        return {name: part for branch in self.branches for name, part in branch.parts.items()}
+        parts = {name: part for branch in self.branches for name, part in branch.parts.items()}
+        return parts | ({"output": self.output_scale} if self.output_scale is not None else {})
 
     @cached_property
     def declared(self) -> Mapping[tuple[str, str], Param]:
@@ -408,11 +420,13 @@ class LayerType:
 
         Two of these arrays are the layer's input and the cotangent of its output. For each branch,
         the sublayer's output is also included if the sublayer is followed by a post-norm.
-        Otherwise, the residual sum is included, unless this sum is the layer's output.
+        Otherwise, the residual sum is included, unless this sum is the layer's output. The sum of
+        two branches is included if a norm follows it.
         """
         last = self.branches[-1]
         return 2 + sum(
-            branch.post_norm is not None or branch is not last for branch in self.branches
+            (branch.post_norm is not None or branch is not last) + (branch.sum_norm is not None)
+            for branch in self.branches
         )
 
     @cached_property
@@ -588,6 +602,15 @@ class Model:
     ends: Ends
     values: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """Values that differ between layers, with one entry per layer of `all_layers`."""
+    carried: Mapping[str, int] = field(default_factory=dict)
+    """Arrays that layers pass to later layers: name and number of entries per token. The input and
+    output of a layer are the residual stream followed by these arrays, so that a pipeline sends
+    them in the same messages."""
+
+    @property
+    def stream_width(self) -> int:
+        """Return the number of entries per token in the input and output of a layer."""
+        return self.ends.embedding.shape[1] + sum(self.carried.values())
 
     def map_parts(self, change: Callable[[Part], Part]) -> Model:
         """Return the model with `change` applied to the sublayer of each branch; return the same

@@ -53,6 +53,9 @@ def rotary_frequencies(
         stretch = rope.stretch_beyond
     if stretch:
         frequencies /= jnp.asarray(stretch, jnp.float32)
+    if rope.rotated_pairs:
+        is_rotated = np.arange(len(frequencies)) < rope.rotated_pairs
+        frequencies = jnp.where(is_rotated, frequencies, 0.0)
     if rope.factor == 1.0 or rope.scaling == "dynamic":
         return frequencies
     factor = context.number(rope.factor)
@@ -192,14 +195,22 @@ class Attention(SpecModule):
         segments, positions = context.inputs["segment_ids"], context.inputs["positions"]
         frequencies = rotary_frequencies(part.rope, part.head_dim, context)
         split = context.split(rules, attention=True)
-        query, key, value = self._projected(x, split, context.max_abs)
+        query, *rest = self._projected(x, split, context.max_abs)
+        if part.shared_from:
+            shape = (part.num_kv_heads, part.head_dim)
+            rest = [context.carried[name] for name in part.carried]
+            rest = [each.reshape(*each.shape[:-1], *shape) for each in rest]
+        key, value = rest[0], rest[-1]
         gate = None
         if part.gated:
             query, gate = jnp.split(query, 2, axis=-1)
             gate = checkpoint_name(gate, "query_gate")
         if part.head_norm is not None:
             query = rms_norm(query, self.query_norm[...], part.head_norm)
-            key = rms_norm(key, self.key_norm[...], part.head_norm)
+            if not part.shared_from:
+                key = rms_norm(key, self.key_norm[...], part.head_norm)
+        if part.value_norm is not None and not part.shared_from:
+            value = rms_norm(value, None, part.value_norm)
         heads, kv_heads = (None, None, "heads", "head_dim"), (None, None, "kv_heads", "head_dim")
         rotate_heads = partial(
             rotate,
@@ -208,13 +219,15 @@ class Attention(SpecModule):
             length=part.rope.attention_factor,
             backend=part.backend,
         )
-        query, key = (
-            constrain(rotate_heads(query), heads, rules),
-            constrain(rotate_heads(key), kv_heads, rules),
-        )
-        value = constrain(value, kv_heads, rules)
+        key = key if part.shared_from else rotate_heads(key)
+        query = constrain(rotate_heads(query), heads, rules)
+        key, value = constrain(key, kv_heads, rules), constrain(value, kv_heads, rules)
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")
+        carried: dict[str, Array] = {}
+        if part.stored_as:
+            flat = (each.reshape(*each.shape[:2], -1) for each in (key, value))
+            carried = dict(zip(part.carried, map(split.split_tokens, flat), strict=True))
         mask = Mask(
             segments,
             window=context.count(part.window) if part.window else 0,
@@ -238,7 +251,7 @@ class Attention(SpecModule):
             mixed = mixed * jax.nn.sigmoid(gate)
         out = split.row_parallel(mixed, self.out[...].astype(dtype), part.params["out"].axes)
         out = self._with_bias("out", out)
-        return Output(checkpoint_name(out, "attention_out"), cache=cache)
+        return Output(checkpoint_name(out, "attention_out"), cache=cache, carried=carried)
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:
@@ -264,8 +277,10 @@ class Attention(SpecModule):
         split: SequenceParallel,
         largest: Float[Array, "B T 1"] | None,
     ) -> list[Float[Array, "B T N H"]]:
-        """Return the projected queries, keys and values, split into heads."""
-        names, params = ("query", "key", "value"), self.part.params
+        """Return the projected queries, keys and, if they are separate, values, split into
+        heads.
+        """
+        names, params = self.part.inputs, self.part.params
         weights = [getattr(self, name)[...].astype(x.dtype) for name in names]
         projections = split.column_parallel(
             x, weights, [params[name].axes for name in names], largest

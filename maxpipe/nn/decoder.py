@@ -22,7 +22,14 @@ from jaxtyping import Float, Int, Key
 
 from maxpipe.models import spec
 from maxpipe.models.config import ModelConfig
-from maxpipe.models.layers import attention, experts, gated_delta, latent_attention, mlp
+from maxpipe.models.layers import (
+    attention,
+    experts,
+    gated_delta,
+    latent_attention,
+    mlp,
+    per_layer_input,
+)
 from maxpipe.models.param_names import unflatten
 from maxpipe.models.registry import PLUGIN_MODULES, describe
 from maxpipe.models.spec import Branch, LayerType, Model, Param, Part
@@ -32,19 +39,33 @@ from maxpipe.nn.experts import Experts
 from maxpipe.nn.gated_delta import GatedDelta
 from maxpipe.nn.latent_attention import LatentAttention
 from maxpipe.nn.mlp import GatedMLP
-from maxpipe.nn.module import LayerContext, LayerNorm, Output, RMSNorm, make_quantizer
+from maxpipe.nn.module import (
+    LayerContext,
+    LayerNorm,
+    LayerScalar,
+    Output,
+    RMSNorm,
+    make_quantizer,
+)
+from maxpipe.nn.per_layer_input import PerLayerInput
 from maxpipe.parallel import scopes
 from maxpipe.parallel.collectives import local_positions
 from maxpipe.parallel.lora_weight import dropout
-from maxpipe.parallel.sharding import AxisRules, shard_embeddings_by_batch
+from maxpipe.parallel.sequence_parallel import SequenceParallel
+from maxpipe.parallel.sharding import AxisRules, constrain, shard_embeddings_by_batch
 
-_NORMS: Mapping[type, Any] = {mlp.RMSNorm: RMSNorm, mlp.LayerNorm: LayerNorm}
+_NORMS: Mapping[type, Any] = {
+    mlp.RMSNorm: RMSNorm,
+    mlp.LayerNorm: LayerNorm,
+    mlp.LayerScalar: LayerScalar,
+}
 _MODULES: Mapping[type, Any] = {
     attention.Attention: Attention,
     latent_attention.LatentAttention: LatentAttention,
     gated_delta.GatedDelta: GatedDelta,
     mlp.GatedMLP: GatedMLP,
     experts.Experts: Experts,
+    per_layer_input.PerLayerInput: PerLayerInput,
 }
 """Module class that implements each sublayer class of this package."""
 
@@ -56,20 +77,27 @@ def sublayer_module(part: Part) -> Any:
 
 
 def norm_module(part: Part) -> Any:
-    """Return the module that computes a norm."""
+    """Return the module that computes a norm or the scale of a layer's output."""
     return _NORMS[type(part)](part)
 
 
 class Block(nnx.Module):
     """A layer, which computes `x + scale * dropout(after(part(before(x))))` for each branch."""
 
-    def __init__(self, layer_type: LayerType, rules: AxisRules):
+    def __init__(
+        self, layer_type: LayerType, rules: AxisRules, carried: Mapping[str, int] | None = None
+    ):
+        """Initialize the layer; `carried` are the arrays that follow the residual stream in its
+        input and output (`Model.carried`).
+        """
         for branch in layer_type.branches:
             for name, part in branch.parts.items():
                 inner = part is branch.part
                 module = sublayer_module(part)(part, rules) if inner else norm_module(part)
                 setattr(self, name, module)
-        self.layer_type, self.rules = layer_type, rules
+        if layer_type.output_scale is not None:
+            self.output = norm_module(layer_type.output_scale)
+        self.layer_type, self.rules, self.carried = layer_type, rules, carried or {}
 
     def __call__(
         self, x: Float[Array, "B T D"], context: LayerContext, key: Key[Array, ""] | None
@@ -84,21 +112,58 @@ class Block(nnx.Module):
         losses, statistics, cache = {}, {}, None
         split = context.split(self.rules)
         x = split.split_tokens(x)
+        x, carried = self._divide(x, split) if self.carried else (x, {})
+        if self.layer_type.input_stored_as:
+            carried[self.layer_type.input_stored_as] = x
+        first = x  # output of the first of two branches with one residual sum
         for number, branch in enumerate(branches):
-            output = self._branch(branch, x, context)
+            output = self._branch(branch, x, replace(context, carried=carried))
             change = output.x
+            carried |= output.carried
+            losses |= output.losses
+            statistics |= output.statistics
+            cache = cache if output.cache is None else output.cache
+            if branch.sum_norm is not None:
+                name = _sum_norm(branch)
+                with jax.named_scope(scopes.part(name)):
+                    change = getattr(self, name)(first + change)
+            elif number + 1 < len(branches) and branches[number + 1].sum_norm is not None:
+                first = change
+                continue
             if keys is not None and branch.dropout:
                 places = local_positions(x.shape[1])
                 change = dropout(change, branch.dropout, keys[:, number], places)
             x = split.split_tokens(x + (change if branch.scale == 1.0 else change * branch.scale))
-            losses |= output.losses
-            statistics |= output.statistics
-            cache = cache if output.cache is None else output.cache
+        if self.layer_type.output_scale is not None:
+            x = self.output(x)
+        if carried:
+            parts = [self._whole(part, split) for part in (x, *carried.values())]
+            x = self._whole(jnp.concatenate(parts, axis=-1), split)
         return Output(x, losses, statistics, cache)
+
+    def _divide(
+        self, x: Float[Array, "B T W"], split: SequenceParallel
+    ) -> tuple[Float[Array, "B T D"], dict[str, Float[Array, "B T size"]]]:
+        """Return the residual stream and the carried arrays."""
+        width = x.shape[-1] - sum(self.carried.values())
+        ends = itertools.accumulate([width, *self.carried.values()])
+        x, *others = jnp.split(self._whole(x, split), [*ends][:-1], axis=-1)
+        others = [self._whole(part, split) for part in others]
+        return self._whole(x, split), dict(zip(self.carried, others, strict=True))
+
+    def _whole(self, x: Float[Array, "B T size"], split: SequenceParallel) -> Array:
+        """Constrain the sharding so that devices hold all entries of a token.
+
+        Otherwise, XLA shards arrays that are split or concatenated, with collectives that all
+        stages would have to execute.
+        """
+        return split.split_tokens(x) if split.axis else constrain(x, (None,) * 3, self.rules)
 
     def _branch(self, branch: Branch, x: Array, context: LayerContext) -> Output:
         output = Output(x)
         for name, part in branch.parts.items():
+            if name == _sum_norm(branch):
+                continue
             module = getattr(self, name)
             is_part = part is branch.part
             with jax.named_scope(scopes.part(name)):
@@ -109,6 +174,10 @@ class Block(nnx.Module):
                     context = replace(context, max_abs=module.max_abs(output.x))
                 output = output._replace(x=module(output.x))
         return output
+
+
+def _sum_norm(branch: Branch) -> str:
+    return f"{branch.name}_sum_norm"
 
 
 _Name = TypeVar("_Name", bound=Hashable)
@@ -322,17 +391,20 @@ class Decoder:
     def _blocks(self) -> Mapping[str, tuple[Any, Any]]:
         """Return the block of each layer type, as a graph definition and an abstract state."""
         return {
-            name: _split(lambda layer_type=layer_type: Block(layer_type, self.rules))
+            name: _split(
+                lambda layer_type=layer_type: Block(layer_type, self.rules, self.model.carried)
+            )
             for name, layer_type in self.model.layer_types.items()
         }
 
     # Embedding and output heads.
 
-    def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    def embed(self, table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T W"]:
         """Return token embeddings in the compute dtype, which are the input of the first layer."""
         x = shard_embeddings_by_batch(table.astype(self._dtype)[tokens], self.rules)
         scale = self.model.ends.embed_scale
-        return x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
+        x = x if scale == 1.0 else x * jnp.asarray(scale, self._dtype)
+        return pad_stream(x, self.model.stream_width)
 
     def norm(self, params: Params, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Apply the final norm, between the last layer and the output projection."""
@@ -340,7 +412,11 @@ class Decoder:
 
     def logits(self, params: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Return float32 logits computed from the last layer's output."""
-        return self._projected(params, self.norm(params["final_norm"], x))
+        return self._projected(params, self.final_norm(params["final_norm"], x))
+
+    def final_norm(self, params: Params, x: Float[Array, "B T W"]) -> Float[Array, "B T D"]:
+        """Apply the final norm to the last layer's output, without the carried arrays."""
+        return self.norm(params, x[..., : self.config.d_model] if self.model.carried else x)
 
     def mtp_head(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Apply a projection-only MTP head to the final norm's output."""
@@ -382,7 +458,7 @@ class Decoder:
         """
         losses: dict[str, Array] = {}
         statistics: list[Statistics] = []
-        hidden, ids = self.norm(params["final_norm"], x), batch["segment_ids"]
+        hidden, ids = self.final_norm(params["final_norm"], x), batch["segment_ids"]
         for number, name in enumerate(self.model.ends.losses):
             head = jax.tree.map(lambda leaf, at=number: leaf[at], params[MTP])
             distance = number + 1
@@ -562,6 +638,12 @@ class Decoder:
             x, cache = self.decode_layer(layer_type, layer, x, batch, jnp.asarray(number), cache)
             extended.append(cache)
         return self.logits(params, x[:, -last:]), extended
+
+
+def pad_stream(x: Float[Array, "*dims D"], width: int) -> Float[Array, "*dims W"]:
+    """Append zeros for the carried arrays, which layers set before they read them."""
+    more = width - x.shape[-1]
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, more),)) if more else x
 
 
 def _targets(batch: Params) -> Float[Array, ""]:

@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int
 from maxpipe.models.layers import experts
 from maxpipe.nn import grouped_matmul
 from maxpipe.nn.mlp import gated_activation, gated_mlp
-from maxpipe.nn.module import LayerContext, Output, SpecModule
+from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.nn.token_permutation import (
     TokenPermutation,
     assign_capacity_slots,
@@ -160,11 +160,12 @@ def route_tokens(
     part: experts.Experts,
     bias: Float[Array, " E"] | None = None,
     logit_bias: Float[Array, " E"] | None = None,
+    expert_scale: Float[Array, " E"] | None = None,
 ) -> Routing:
     """Select the experts of each token and compute their routing weights.
 
-    `bias` affects only the selection (arXiv:2408.15664). `logit_bias` affects both selection and
-    weights.
+    `bias` affects only the selection (arXiv:2408.15664), and `expert_scale` only the weights.
+    `logit_bias` affects both.
     """
     router = router.astype(x.dtype)
     logits = jnp.einsum("btd,de->bte", x, router, preferred_element_type=jnp.float32)
@@ -183,6 +184,8 @@ def route_tokens(
         weights /= weights.sum(-1, keepdims=True)
     if part.weight_scale != 1.0:
         weights *= part.weight_scale
+    if expert_scale is not None:
+        weights *= expert_scale.astype(jnp.float32)
     likely = shares if part.scores == "softmax" else shares / shares.sum(-1, keepdims=True)
     return Routing(logits, likely, places, chosen, weights)
 
@@ -262,6 +265,9 @@ class Experts(SpecModule):
     shared_up: nnx.Param
     shared_down: nnx.Param
     shared_weight: nnx.Param
+    input_norm: nnx.Param
+    router_norm: nnx.Param
+    expert_scale: nnx.Param
 
     def __init__(self, part: experts.Experts, rules: AxisRules):
         super().__init__(part)
@@ -277,7 +283,13 @@ class Experts(SpecModule):
         x = split.gather_tokens(x)
         bias = None if part.expert_bias_update_rate is None else self.router_bias[...]
         logit_bias = self.logit_bias[...] if part.biased else None
-        routes = route_tokens(x, self.router[...], part, bias, logit_bias)
+        routed, scale = x, None
+        if part.input_norm is not None:
+            routed = rms_norm(x, self.router_norm[...], part.input_norm) * part.d_model**-0.5
+            x = rms_norm(x, self.input_norm[...], part.input_norm)
+        if part.expert_scaled:
+            scale = self.expert_scale[...]
+        routes = route_tokens(routed, self.router[...], part, bias, logit_bias, scale)
         out, lost = self._apply_experts(x, routes, context)
         out = split.reduce_scatter_tokens(out)
         if self.part.shared is not None:

@@ -34,6 +34,8 @@ class LayerContext:
     """Cache of earlier tokens in decoding, created by `empty_cache`."""
     quantizer: MatmulQuantizer | None = None
     """Quantizer for matmuls with weights. If None, matmuls use the compute dtype."""
+    carried: Mapping[str, Float[Array, "B T size"]] = field(default_factory=dict)
+    """Arrays from earlier layers (`Model.carried`)."""
     max_abs: Float[Array, "B T 1"] | None = None
     """Largest activation magnitude of each input token. Set if matmuls use 8 bits and the preceding
     norm computes these magnitudes."""
@@ -80,6 +82,8 @@ class Output(NamedTuple):
     """Statistics, summed over tokens, with gradients stopped."""
     cache: Any = None
     """Cache that includes the tokens of this step. Set only in decoding."""
+    carried: Mapping[str, Float[Array, "B T size"]] = {}
+    """Arrays for later layers (`Model.carried`)."""
 
 
 class SpecModule(nnx.Module):
@@ -135,7 +139,7 @@ class RMSNorm(SpecModule):
 
     def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
         """Apply the norm, preserving the dtype."""
-        return rms_norm(x, self.scale[...], self.part)
+        return rms_norm(x, self.scale[...] if self.part.scaled else None, self.part)
 
     def max_abs(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims 1"]:
         """Return the largest float32 magnitude in each normalized token, with gradients stopped.
@@ -144,23 +148,27 @@ class RMSNorm(SpecModule):
         maximum in the same pass as the mean square. Computing the maximum of the normalized
         activations instead would need another pass.
         """
-        wide, scale = x.astype(jnp.float32), self.scale[...].astype(jnp.float32)
-        scaled = wide * ((self.part.offset or 0.0) + scale)
+        wide = scaled = x.astype(jnp.float32)
+        if self.part.scaled:
+            scaled = wide * (self.part.offset + self.scale[...].astype(jnp.float32))
         most = jnp.max(jnp.abs(scaled), axis=-1, keepdims=True)
         return lax.stop_gradient(most * _inverse_rms(wide, (-1,), self.part))
 
 
 def rms_norm(
-    x: Float[Array, "*dims"], scale: Float[Array, "*over"], part: mlp.RMSNorm
+    x: Float[Array, "*dims"], scale: Float[Array, "*over"] | None, part: mlp.RMSNorm
 ) -> Float[Array, "*dims"]:
-    """Normalize over as many trailing dims as the scale has.
+    """Normalize over as many trailing dims as the scale has, or over the last dim if there is no
+    scale.
 
-    Statistics are computed in float32. If there is an offset, the multiplication by the scale is
-    also in float32, as in the released models.
+    Statistics are computed in float32. The multiplication by the scale is also in float32 if the
+    released models do so (`RMSNorm.is_wide`).
     """
-    wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
-    normed = wide * _inverse_rms(wide, over, part)
-    if part.offset:
+    wide = x.astype(jnp.float32)
+    if scale is None:
+        return (wide * _inverse_rms(wide, (-1,), part)).astype(x.dtype)
+    normed = wide * _inverse_rms(wide, tuple(range(-scale.ndim, 0)), part)
+    if part.is_wide:
         return (normed * (part.offset + scale.astype(jnp.float32))).astype(x.dtype)
     return normed.astype(x.dtype) * scale.astype(x.dtype)
 
@@ -192,3 +200,13 @@ class LayerNorm(SpecModule):
         if self.part.bias:
             normed = normed + self.bias[...].astype(jnp.float32)
         return normed.astype(x.dtype)
+
+
+class LayerScalar(SpecModule):
+    """Multiplication of a layer's output by a stored number, which has no gradient."""
+
+    scale: nnx.Param
+
+    def __call__(self, x: Float[Array, "*dims D"]) -> Float[Array, "*dims D"]:
+        """Multiply, preserving the dtype."""
+        return x * lax.stop_gradient(self.scale[...].astype(x.dtype))

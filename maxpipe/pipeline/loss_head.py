@@ -116,7 +116,7 @@ class LossGradients(NamedTuple):
     sums: Float[Array, "*sums"]
     """Float32 sums of the loss and of the objective's metrics: `[R]`, or `[R, sources]` with
     several sources."""
-    output: Float[Array, "B T D"]
+    output: Float[Array, "B T W"]
     """Cotangent of the last layer's output."""
     norm: Any
     head: Float[Array, "D v"]
@@ -143,7 +143,7 @@ class _Softmax(NamedTuple):
 class LossHead(NamedTuple):
     """Final norm, projection to the vocabulary, and the objective."""
 
-    norm: Callable[[Any, Float[Array, "B T D"]], Float[Array, "B T D"]]
+    norm: Callable[[Any, Float[Array, "B T W"]], Float[Array, "B T D"]]
     last_stage: int
     """Stage that holds the network's last chunk."""
     vocab_size: int
@@ -166,7 +166,7 @@ class LossHead(NamedTuple):
         self,
         norm_params: Any,
         head: Float[Array, "D v"],
-        output: Float[Array, "B T D"],
+        output: Float[Array, "B T W"],
         inputs: Any,
     ) -> Float[Array, "*sums"]:
         """Return the weighted sums of the loss and the metrics over the microbatch."""
@@ -185,7 +185,7 @@ class LossHead(NamedTuple):
         self,
         norm_params: Any,
         head: Float[Array, "D v"],
-        output: Float[Array, "B T D"],
+        output: Float[Array, "B T W"],
         inputs: Any,
     ) -> Scores:
         """Return the objective's inputs: per-token scores, or sums of these scores over segments
@@ -198,7 +198,7 @@ class LossHead(NamedTuple):
         self,
         norm_params: Any,
         head: Float[Array, "D v"],
-        output: Float[Array, "B T D"],
+        output: Float[Array, "B T W"],
         inputs: Any,
         *,
         count: int,
@@ -229,7 +229,7 @@ class LossHead(NamedTuple):
         self,
         norm_params: Any,
         head: Float[Array, "D v"],
-        output: Float[Array, "B T D"],
+        output: Float[Array, "B T W"],
         inputs: Any,
         scale: Float[Array, ""],
         ahead: Callable[..., Any] | None = None,
@@ -380,7 +380,7 @@ class LossHead(NamedTuple):
         self,
         norm_params: Any,
         head: Float[Array, "D v"],
-        output: Float[Array, "B T D"],
+        output: Float[Array, "B T W"],
         mask: Float[Array, "B T"],
         given: TokenArrays,
     ) -> Scores:

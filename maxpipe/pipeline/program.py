@@ -103,7 +103,9 @@ class StepProgram:
             schedule.weight_window.num_chunk_slots > 0 and plan.weight_gather == "window"
         )
         key = None if key is None else mark_varying(key)
-        self.embedding = Embedding(plan.weight_shardings["embedding"], self.network.embed_scale)
+        self.embedding = Embedding(
+            plan.weight_shardings["embedding"], self.network.embed_scale, self.network.num_carried
+        )
         self.table = self.embedding.prepare(params["embedding"], self.network.compute_dtype)
         self.is_tied = "head" not in params
         self.loss_slot = self._build_loss_slot(params, key)
@@ -586,7 +588,7 @@ class Network:
     layers: dict[str, LayerFn]
     """Function that applies a layer, for each layer type."""
     norm: Callable[[Tree, jax.Array], jax.Array]
-    """Final norm, applied before the loss head."""
+    """Final norm, applied to the last layer's output before the loss head."""
     vocab_size: int
     compute_dtype: jnp.dtype
     loss_weights: dict[str, float] = field(default_factory=dict)
@@ -609,6 +611,9 @@ class Network:
 
     objective: Objective = field(default_factory=CrossEntropy)
     """Objective that training minimizes."""
+    num_carried: int = 0
+    """Number of entries per token that follow the residual stream in the input and output of each
+    layer."""
 
     @property
     def sums_shape(self) -> tuple[int, ...]:

@@ -65,6 +65,9 @@ class Embedding(NamedTuple):
     """Sharding of the embedding table."""
     scale: float = 1.0
     """Scaling factor applied to the embeddings, rounded to the embedding dtype."""
+    num_carried: int = 0
+    """Number of zeros that are appended to each embedding, for arrays that layers pass to later
+    layers."""
 
     @property
     def is_column_sharded(self) -> bool:
@@ -85,13 +88,14 @@ class Embedding(NamedTuple):
         self, table: Float[Array, "v d"], tokens: Int[Array, "B T"]
     ) -> Float[Array, "B T D"]:
         """Return the first layer's input, identical on every stage."""
-        return self._to_rows(sum_over(self._lookup_local(table, tokens), STAGE))
+        return self._padded(self._to_rows(sum_over(self._lookup_local(table, tokens), STAGE)))
 
     def lookup_per_stage(
         self, table: Float[Array, "v d"], tokens: Int[Array, "P B T"]
     ) -> Float[Array, "B T D"]:
         """Return the first layer's input for this stage's microbatch, given all stages' tokens."""
-        return self._to_rows(reduce_scatter(self._lookup_local(table, tokens), STAGE, 0)[0])
+        rows = reduce_scatter(self._lookup_local(table, tokens), STAGE, 0)[0]
+        return self._padded(self._to_rows(rows))
 
     def accumulate(
         self,
@@ -147,6 +151,9 @@ class Embedding(NamedTuple):
         cotangent = self._scaled(cotangent.astype(total.dtype), cotangent.dtype)
         return total.at[row].add(mark_varying(cotangent), mode="drop")
 
+    def _padded(self, x: jax.Array) -> jax.Array:
+        return jnp.pad(x, ((0, 0), (0, 0), (0, self.num_carried))) if self.num_carried else x
+
     def _to_rows(self, x: jax.Array) -> jax.Array:
         """Return all columns for this device's tokens, given this device's columns for all shards'
         tokens.
@@ -157,6 +164,7 @@ class Embedding(NamedTuple):
         """Return this device's columns for all shards' tokens, given all columns for this device's
         tokens.
         """
+        x = x[..., : x.shape[-1] - self.num_carried] if self.num_carried else x
         if not self.is_column_sharded:
             return x
         # On TPUs, XLA's all-to-all from dim 2 to dim 0 is five times slower.

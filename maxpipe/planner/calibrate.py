@@ -207,7 +207,7 @@ def fit_hardware(
         whole = sizes.params.layer_elements(sizes.layers.most_common, whole=True)
         weights = whole * (1 - 1 / num_devices)
         moved = (
-            (found.hop, size * sizes.activations.hidden),
+            (found.hop, size * sizes.activations.stream),
             (found.gather, size * weights),
             (found.scatter, 4 * weights),
         )
@@ -341,7 +341,7 @@ def measure(sizes: Sizes, devices: Sequence[Any]) -> Measurements:
     plain = forward + input_grad + times["weight_grad"] - deferred
     if len(devices) > 1:
         dtype, count = jnp.dtype(config.model.compute_dtype), len(devices)
-        message = jnp.zeros((sizes.activations.hidden,), dtype)
+        message = jnp.zeros((sizes.activations.stream,), dtype)
         elements = sizes.params.layer_elements(sizes.layers.most_common, whole=True)
         weights = jnp.zeros((-(-elements // count) * count,), dtype)
         split = jnp.zeros(_token_shard(sizes, count), dtype)
@@ -435,6 +435,7 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
         "segment_ids": jnp.ones(shape, jnp.int32),
         "positions": jnp.broadcast_to(jnp.arange(shape[1]), shape),
         "example_ids": jnp.arange(shape[0]),
+        "tokens": jnp.zeros(shape, jnp.int32),
     }
 
     def run(weights: Tree, x: jax.Array, inputs: Tree, turns: jax.Array) -> Tree:
@@ -467,7 +468,8 @@ def _layer(sizes: Sizes, kinds: str, remat: Remat, mesh: Mesh) -> TimedProgram:
         start = (x, x, stash, deferred, totals, slots.empty_reports(pieces))
         return jax.tree.map(jnp.sum, lax.fori_loop(0, turns, body, start))
 
-    x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, config.model.d_model), dtype)
+    width = decoder.model.stream_width
+    x = 0.01 * jax.random.normal(jax.random.key(1), (*shape, width), dtype)
     return run, (weights, x, inputs)
 
 

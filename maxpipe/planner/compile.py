@@ -457,7 +457,7 @@ def window_shares(model: Model) -> dict[int, float]:
 def _activation_bytes(steps: Steps) -> int:
     """Return the size in bytes of an activation sent between two stages."""
     rows, tokens = steps.shape
-    mesh, width = steps.param_layout.mesh, steps.param_layout.decoder.config.d_model
+    mesh, width = steps.param_layout.mesh, steps.param_layout.decoder.model.stream_width
     sequences = rows // math.prod(mesh.shape[axis] for axis in BATCH_AXES)
     tokens *= sequences // steps.train_schedule.num_microbatches
     itemsize = steps.engine.network.compute_dtype.itemsize

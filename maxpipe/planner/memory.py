@@ -174,7 +174,7 @@ def buffers(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Return the sizes in bytes of the buffers carried by the tick loop, keyed by term."""
     layers, activations = sizes.layers, sizes.activations
     by_chunk = sizes.config.pipeline.remat == "chunk"
-    message = float(activations.itemsize * activations.hidden)
+    message = float(activations.itemsize * activations.stream)
     # Count the saved activations of the largest chunk, separately for each layer type.
     saved, _ = _saved_bytes(sizes, layers.chunk_slots)
     terms = {
@@ -520,7 +520,7 @@ def _chunk_inputs(sizes: Sizes) -> float:
     """Return the size in bytes of a chunk's layer inputs after its recomputed forward pass."""
     pipeline, size = sizes.config.pipeline, sizes.activations.itemsize
     layers = sum(sizes.layers.chunk_slots.values()) if pipeline.remat == "chunk" else 0
-    return float(layers * size * sizes.activations.hidden)
+    return float(layers * size * sizes.activations.stream)
 
 
 def loss_tokens(sizes: Sizes) -> int:

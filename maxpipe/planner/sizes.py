@@ -257,17 +257,22 @@ class ActivationSizes:
 
     @property
     def hidden(self) -> int:
-        """Return the number of elements on one device in the activation `[B, T, D]` between
-        stages.
-        """
+        """Return the number of elements on one device in the residual stream `[B, T, D]`."""
         return self.whole_hidden // self.mesh.token_shards
 
     @property
     def whole_hidden(self) -> int:
-        """Return the number of elements in the activation between stages after its tokens are
-        gathered for a matmul.
+        """Return the number of elements in the residual stream after its tokens are gathered for a
+        matmul.
         """
         return self.batch.tokens * self.config.model.d_model
+
+    @property
+    def stream(self) -> int:
+        """Return the number of elements on one device in the input of a layer: the residual stream
+        and the arrays that layers pass to later layers.
+        """
+        return self.batch.tokens * self.model.stream_width // self.mesh.token_shards
 
     def elements(self, dims: Dims) -> int:
         """Return the number of elements in an activation with the given dims per token.
@@ -400,16 +405,16 @@ class ActivationSizes:
 
     @cached_property
     def _saved_bytes(self) -> Mapping[str, tuple[float, float]]:
-        pipeline, hidden = self.config.pipeline, self.itemsize * self.hidden
+        pipeline, stream = self.config.pipeline, self.itemsize * self.stream
         if pipeline.remat == "none":
             return {name: (self._residual_bytes(kind), 0.0) for name, kind in self._kinds}
         if pipeline.remat != "names":
-            return {name: (hidden, 0.0) for name, _ in self._kinds}
+            return {name: (stream, 0.0) for name, _ in self._kinds}
         offloaded = set(activations(pipeline.offloaded_names, self.config.model))
         saved = self.saved_names - offloaded
         return {
             name: (
-                hidden + self.named_bytes(name, saved),
+                stream + self.named_bytes(name, saved),
                 self.named_bytes(name, offloaded),
             )
             for name, _ in self._kinds

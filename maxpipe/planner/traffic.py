@@ -272,7 +272,7 @@ def regather_traffic(sizes: Sizes, kind: str, action: str, recomputed: float) ->
 
 def message(sizes: Sizes) -> float:
     """Return the size in bytes of a message between two stages."""
-    return float(sizes.activations.itemsize * sizes.activations.hidden)
+    return float(sizes.activations.itemsize * sizes.activations.stream)
 
 
 def lookup(sizes: Sizes) -> list[CommVolume]:

@@ -229,7 +229,7 @@ def build_steps(
     ends = decoder.model.ends
     network = Network(
         {kind: decoder.layer(kind) for kind in decoder.model.layer_types},
-        decoder.norm,
+        decoder.final_norm,
         model.vocab_size,
         jnp.dtype(model.compute_dtype),
         dict(decoder.model.losses),
@@ -240,6 +240,7 @@ def build_steps(
         _make_mtp(decoder),
         num_sources,
         objective,
+        sum(decoder.model.carried.values()),
     )
     rate, targets = learning_rate(optim, total_steps), parts.trainable_params(optim)
     optimizer = Optimizer(optim, rate, targets, model.param_dtype, seed, mesh)

@@ -16,6 +16,7 @@ from maxpipe.generation.decoding import DecodeEngine, DecodeShape, Sampling, is_
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.gemma4 import Gemma4Config
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.nn.decoder import Decoder
@@ -38,6 +39,30 @@ GEMMA = dataclasses.replace(
     family="gemma3",
     tied_embeddings=True,
     own=Gemma3Config(sliding_window=5, sliding_window_pattern=2),
+)
+GEMMA4 = dataclasses.replace(
+    GEMMA,
+    family="gemma4",
+    own=Gemma4Config(
+        sliding_window=5,
+        sliding_window_pattern=2,
+        global_head_dim=8,
+        global_rotary_dim=4,
+        attention_k_eq_v=True,
+        num_experts=3,
+        d_expert=12,
+    ),
+)
+GEMMA4_SMALL = dataclasses.replace(
+    GEMMA4,
+    num_layers=5,
+    own=Gemma4Config(
+        sliding_window=5,
+        sliding_window_pattern=2,
+        global_head_dim=8,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=6,
+    ),
 )
 MOE = dataclasses.replace(
     LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)

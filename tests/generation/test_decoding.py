@@ -26,6 +26,8 @@ from tests.generation.small import (
     DEEPSEEK,
     DRAWN,
     GEMMA,
+    GEMMA4,
+    GEMMA4_SMALL,
     LLAMA,
     MOE,
     MORE,
@@ -51,7 +53,9 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) ->
 
 
 @pytest.mark.parametrize(
-    "model", keeping([LLAMA, GEMMA, DEEPSEEK, MOE, NEXT], 0, 2), ids=lambda model: model.family
+    "model",
+    keeping([LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, GEMMA4, GEMMA4_SMALL], 0, 2),
+    ids=lambda model: model.family,
 )
 def test_batched_decoding_equals_full_forward_passes(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
@@ -132,6 +136,7 @@ MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
+    "gemma4": (GEMMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "experts-context": (DEEPSEEK, MIXED),
     "whole kv heads": (LLAMA, MeshConfig(ici_tensor=4, axis_rules={"kv_heads": []})),

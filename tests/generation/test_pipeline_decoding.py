@@ -24,6 +24,8 @@ from tests.cases import keeping
 from tests.generation.small import (
     DRAWN,
     GEMMA,
+    GEMMA4,
+    GEMMA4_SMALL,
     LLAMA,
     MOE,
     PROMPTS,
@@ -59,6 +61,8 @@ CASES = {
     "four stages": (DEEP, MeshConfig(ici_stage=4), (1, 1, 1, 1)),
     "uneven": (GEMMA, MeshConfig(ici_stage=2), (2, 1)),
     "kinds, all axes": (MOE, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (1, 2)),
+    "gemma4": (GEMMA4, MeshConfig(ici_stage=2, ici_fsdp=2, ici_tensor=2), (2, 1)),
+    "shared keys": (GEMMA4_SMALL, MeshConfig(ici_stage=2, ici_tensor=2), (3, 2)),
     "divided rows": (DEEP, MeshConfig(ici_stage=2, ici_context=4), (2, 2)),
     "limited experts": (LIMITED, MeshConfig(ici_stage=2, ici_expert=2, ici_context=2), (1, 2)),
 }

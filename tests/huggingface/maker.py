@@ -55,6 +55,44 @@ def gemma3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors
     return config, _drawn({**_ends(tied=True), **_layers(_ATTENTION | heads, _MLP, norms)}, dtype)
 
 
+def gemma4(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Gemma 4 config.json with experts, and its tensors; the second and the last layer are
+    global.
+    """
+    config = {
+        **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", **SIZES},
+        **{"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        **{"sliding_window": 5, "global_head_dim": 8, "num_global_key_value_heads": 1},
+        **{"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "enable_moe_block": True},
+        **{"num_experts": EXPERTS, "top_k_experts": 2, "moe_intermediate_size": 7, **changes},
+    }
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
+    norms += tuple(f"post_feedforward_layernorm{end}" for end in ("", "_1", "_2"))
+    norms += ("pre_feedforward_layernorm_2",)
+    experts = {"router.proj": (EXPERTS, WIDTH)}
+    found = _ends(tied=True)
+    for layer in range(LAYERS):
+        size, kv_heads = (HEAD, KV_HEADS) if not layer else (8, 1)
+        attention: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (HEADS * size, WIDTH),
+            "self_attn.k_proj": (kv_heads * size, WIDTH),
+            "self_attn.o_proj": (WIDTH, HEADS * size),
+            **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (size,)),
+        }
+        attention |= {} if layer else {"self_attn.v_proj": (kv_heads * size, WIDTH)}
+        each = _layers(attention, _MLP | experts, norms)
+        found |= {name: shape for name, shape in each.items() if f".{layer}." in name[:16]}
+        inside: dict[str, tuple[int, ...]] = {
+            "layer_scalar": (1,),
+            "router.scale": (WIDTH,),
+            "router.per_expert_scale": (EXPERTS,),
+            "experts.gate_up_proj": (EXPERTS, 14, WIDTH),
+            "experts.down_proj": (EXPERTS, WIDTH, 7),
+        }
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in inside.items()}
+    return config, _drawn(found, dtype)
+
+
 def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
     """Return a Mixtral config.json and its tensors."""
     config = {

@@ -59,8 +59,9 @@ def made(job: dict[str, Any]) -> Any:
     for name, value in EAGER.items():
         setattr(config, f"_{name}", value)
     model = getattr(transformers, job["architecture"])(config)
-    for tensor in model.state_dict().values():  # with buffers that are saved
-        tensor.normal_(0.0, 0.2)
+    for name, tensor in model.state_dict().items():  # with buffers that are saved
+        # Scalars far below 1 would shrink the residual stream below the epsilon of the norms.
+        tensor.normal_(1.0 if name.endswith("layer_scalar") else 0.0, 0.2)
     return model.to(getattr(torch, job["dtype"]))
 
 

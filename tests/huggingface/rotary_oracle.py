@@ -29,11 +29,14 @@ def main() -> None:
 def found(content: dict[str, Any], length: int) -> dict[str, Any]:
     """Return the frequencies and attention factor for sequences of this length."""
     config = transformers.AutoConfig.for_model(content["model_type"]).__class__.from_dict(content)
-    by_layers = {"layer_type": "full_attention"} if "gemma3" in content["model_type"] else {}
+    by_layers = {"layer_type": "full_attention"} if "gemma" in content["model_type"] else {}
+    by_layers = {} if content["model_type"] == "gemma2" else by_layers
     said = config.rope_parameters
     said = said["full_attention"] if by_layers else said
     if said["rope_type"] == "default":
         compute = rotary_class(content).compute_default_rope_parameters
+        if "gemma4" in content["model_type"]:
+            config = config.per_layer_config["full_attention"]
         frequencies, factor = compute(config, **by_layers)
     else:
         compute = ROPE_INIT_FUNCTIONS[said["rope_type"]]
@@ -45,7 +48,8 @@ def rotary_class(content: dict[str, Any]) -> Any:
     """Return the rotary embedding class of the config's model."""
     name = content["model_type"].removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    (rotary,) = (each for each in vars(module) if each.endswith("RotaryEmbedding"))
+    names = [each for each in vars(module) if each.endswith("RotaryEmbedding")]
+    (rotary,) = (each for each in names if "Vision" not in each)
     return getattr(module, rotary)
 
 

@@ -41,6 +41,7 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     )[0],
     "llama yarn": lambda: maker.llama(rope_parameters=YARN, rope_scaling=None, **OTHERS)[0],
     "gemma3": lambda: maker.gemma3()[0] | {"query_pre_attn_scalar": 6, "rope_theta": 1e6},
+    "gemma4": lambda: maker.gemma4()[0],
     "mixtral": lambda: maker.mixtral()[0],
     "qwen3_next": lambda: maker.qwen3_next()[0] | {"rope_theta": 1e6},
     "gpt_oss": lambda: maker.gpt_oss()[0],

@@ -127,6 +127,50 @@ def gemma3(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def gemma4(draw: random.Random) -> dict[str, Any]:
+    """Draw a dense model; the sizes of global layers differ from those of local layers."""
+    global_dim, proportional = draw.choice((6, 10, 16)), {"rope_type": "proportional"}
+    full = {**proportional, "rope_theta": 1e6, "partial_rotary_factor": draw.choice((0.4, 1.0))}
+    full |= {"factor": draw.choice((1.0, 8.0))}
+    keys_are_values = draw.random() < 0.7
+    return {
+        "rope_parameters": {
+            "full_attention": full,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "sliding_window": draw.choice((3, 5, 9)),
+        "layer_types": None,
+        "global_head_dim": global_dim,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": keys_are_values,
+        "final_logit_softcapping": draw.choice((None, 2.0)),
+        "use_bidirectional_attention": draw.choice((None, "vision")),
+        "hidden_size_per_layer_input": 0,
+        "pad_token_id": None,  # the embedding of this token would not be trained
+    }
+
+
+def gemma4_moe(draw: random.Random) -> dict[str, Any]:
+    return gemma4(draw) | {
+        "enable_moe_block": True,
+        "num_experts": draw.choice((3, 5, 7)),
+        "top_k_experts": draw.choice((1, 2, 3)),
+        "moe_intermediate_size": draw.randrange(23, 41, 2),
+    }
+
+
+def gemma4_small(draw: random.Random) -> dict[str, Any]:
+    """Draw a model with shared keys and values and with per-layer embeddings."""
+    return gemma4(draw) | {
+        "attention_k_eq_v": False,
+        "num_kv_shared_layers": draw.choice((1, 2)),
+        "num_hidden_layers": draw.choice((5, 6, 7)),
+        "use_double_wide_mlp": draw.random() < 0.7,
+        "hidden_size_per_layer_input": draw.choice((6, 10)),
+        "vocab_size_per_layer_input": 393,
+    }
+
+
 def mixtral(draw: random.Random) -> dict[str, Any]:
     return {
         "num_local_experts": draw.choice((3, 5)),
@@ -291,6 +335,9 @@ SCALED = (
 CLASSES = {
     "llama": (llama, "LlamaConfig", "LlamaForCausalLM"),
     "gemma3": (gemma3, "Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gemma4": (gemma4, "Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "gemma4_moe": (gemma4_moe, "Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "gemma4_small": (gemma4_small, "Gemma4TextConfig", "Gemma4ForCausalLM"),
     "mixtral": (mixtral, "MixtralConfig", "MixtralForCausalLM"),
     "mistral": (mistral, "MistralConfig", "MistralForCausalLM"),
     "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
@@ -320,6 +367,10 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
     if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
         del config["head_dim"]
     config |= changes
+    if "layer_types" in config:
+        interval, count = draw.choice((2, 3)), config["num_hidden_layers"]
+        kinds = ("full_attention", "sliding_attention")
+        config["layer_types"] = [kinds[n % interval > 0 and n < count] for n in range(1, count + 1)]
     job = {
         "folder": str(base / name),
         "config_class": config_class,

@@ -26,7 +26,7 @@ from tests.huggingface.test_oracle import CLASSES, PYTHON, job_of, reason, run_o
 pytestmark = pytest.mark.oracle
 
 LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
-TRAINED = ("llama", "gemma3", "mixtral")
+TRAINED = ("llama", "gemma3", "gemma4", "gemma4_moe", "gemma4_small", "mixtral")
 STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]
 LAYOUTS = {"one": [], "staged": [*STAGED, "mesh.axis_rules.latent=[]"]}  # latent sizes are odd
 OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.1, "epsilon": 1e-8}
@@ -96,8 +96,9 @@ def steps_at(job: dict[str, Any], layout: str) -> tuple[Steps, Any]:
     """Return the steps of a run that starts from the folder, and its initial state."""
     source = open_folder(job["folder"])
     section = {**source.description.section, "compute_dtype": "float32"}
-    if "moe" in section:
-        section["moe"] = {**section["moe"], "load_balance_loss_weight": 0.0, "z_loss_weight": 0.0}
+    own, unbalanced = section["family"], {"load_balance_loss_weight": 0.0, "z_loss_weight": 0.0}
+    if own in ("moe", "gemma4"):
+        section[own] = {**section[own], **unbalanced}
     known = {
         "model": section,
         "train": {"steps": STEPS, "batch_size": ROWS, "sequence_length": TOKENS},
@@ -150,7 +151,8 @@ def test_trained_weights_equal_torch(kind: str, layout: str, jobs, trained: Path
             each.read_region(name, np.dtype(np.float32), whole) for each in (before, after)
         )
         close(found, wanted)
-        assert np.abs(found - old).max() > 1e-3, name
+        change = np.abs(found - old).max()
+        assert change > 1e-3 or (name.endswith(".output.scale") and not change), name
 
 
 @pytest.fixture(scope="module")

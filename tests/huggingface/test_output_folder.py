@@ -43,6 +43,7 @@ TRAVELLING |= {"qwen.tiktoken", "tiktoken.model"}
 
 MAKERS = {
     "gemma3": maker.gemma3,
+    "gemma4": maker.gemma4,
     "mixtral": maker.mixtral,
     "gpt_oss": maker.gpt_oss,
     "qwen3_next": maker.qwen3_next,
@@ -106,7 +107,10 @@ def test_only_links_into_download_cache_are_followed(
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
+    [
+        *[("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
+        ("gemma4", "BF16"),
+    ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture

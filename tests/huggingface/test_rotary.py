@@ -28,12 +28,14 @@ TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ALL),
     **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral"), ALL),
     "gemma3_text": ("default", "linear"),
+    "gemma4_text": ("default", "proportional"),
     "phi3": ("default", "longrope"),
     "gpt_oss": ("default", "yarn"),
     "qwen3_next": ("default", "yarn"),
     "deepseek_v3": ("default", "yarn"),
 }
 """Types of scaling by `model_type`."""
+BY_LAYER_TYPE = ("gemma3_text", "gemma4_text")
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 6,
     "hidden_size": 64,
@@ -48,6 +50,11 @@ SIZES: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
+    "gemma4_text": {
+        "sliding_window": 8,
+        "global_head_dim": 24,
+        "hidden_size_per_layer_input": 0,
+    },
     "gpt_oss": {"sliding_window": 8},
     "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 24},
@@ -85,7 +92,9 @@ def scaling(kind: str, family: str, config: dict[str, Any], draw: random.Random)
     factor = {"factor": draw.choice((2.0, 4, 7.5, 32.0))}
     is_generic = TYPES[family] is ALL
     if kind == "default":
-        rope |= {} if family == "gemma3_text" else maybe(mrope_section=[2, 3, 3])
+        rope |= {} if family in BY_LAYER_TYPE else maybe(mrope_section=[2, 3, 3])
+    if kind == "proportional":
+        rope |= maybe(**factor) | maybe(partial_rotary_factor=draw.choice((0.25, 0.3, 1.0)))
     if kind in ("linear", "dynamic"):
         rope |= factor | maybe(finetuned=True)
         if kind == "dynamic":
@@ -131,7 +140,7 @@ def config_of(family: str, kind: str, draw: random.Random) -> dict[str, Any]:
         config["partial_rotary_factor"] = draw.choice((0.5, 0.75))
     rope = scaling(kind, family, config, draw)
     theta = draw.choice((10000.0, 5e5, 1e6))
-    if family == "gemma3_text":
+    if family in BY_LAYER_TYPE:
         local = {"rope_type": "default", "rope_theta": 1e4}
         of_all = {**rope, "rope_theta": theta}
         config["rope_parameters"] = {"full_attention": of_all, "sliding_attention": local}

@@ -16,7 +16,13 @@ from maxpipe.config import config_files
 from maxpipe.config.load import load
 from maxpipe.config.schema import flatten
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.config_json import read_description, table_for, to_json, values
+from maxpipe.huggingface.config_json import (
+    model_of,
+    read_description,
+    table_for,
+    to_json,
+    values,
+)
 from maxpipe.huggingface.mapping import (
     count,
     export_slab_shape,
@@ -29,6 +35,39 @@ from maxpipe.models.count import num_params
 from maxpipe.models.registry import FAMILIES, describe
 from tests.errors import without_codes
 from tests.huggingface import maker
+
+_GEMMA4: dict[str, Any] = {
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 2,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "initializer_range": 0.02,
+    "model_type": "gemma4_text",
+    "num_kv_shared_layers": 0,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 1000000.0,
+            "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+}
+"""Keys that all published sizes of Gemma 4 share, except where another value is set."""
 
 # As published on the Hugging Face Hub, without irrelevant keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -89,6 +128,93 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": 512,
         "sliding_window_pattern": 6,
         "vocab_size": 262144,
+    },
+    "gemma4-31b": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": None,
+        "model_type": "gemma4",
+        "text_config": {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+            "num_attention_heads": 32,
+            "num_global_key_value_heads": 4,
+            "num_hidden_layers": 60,
+            "num_key_value_heads": 16,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision"},
+    },
+    "gemma4-26b-a4b": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": None,
+        "model_type": "gemma4",
+        "text_config": {
+            **_GEMMA4,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "hidden_size": 2816,
+            "intermediate_size": 2112,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 8,
+            "sliding_window": 1024,
+            "top_k_experts": 8,
+            "use_bidirectional_attention": "vision",
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"hidden_size": 1152, "model_type": "gemma4_vision"},
+    },
+    "gemma4-e2b": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": {"hidden_size": 1024, "model_type": "gemma4_audio"},
+        "model_type": "gemma4",
+        "text_config": {
+            **_GEMMA4,
+            "attention_k_eq_v": False,
+            "hidden_size": 1536,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 6144,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "num_attention_heads": 8,
+            "num_global_key_value_heads": None,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "sliding_window": 512,
+            "use_double_wide_mlp": True,
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"hidden_size": 768, "model_type": "gemma4_vision"},
+    },
+    "gemma4-e4b": {
+        "architectures": ["Gemma4ForConditionalGeneration"],
+        "audio_config": {"hidden_size": 1024, "model_type": "gemma4_audio"},
+        "model_type": "gemma4",
+        "text_config": {
+            **_GEMMA4,
+            "attention_k_eq_v": False,
+            "hidden_size": 2560,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 10240,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+            "num_attention_heads": 8,
+            "num_global_key_value_heads": None,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+            "sliding_window": 512,
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"hidden_size": 768, "model_type": "gemma4_vision"},
     },
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -610,3 +736,68 @@ def test_gemma_layer_types_must_be_periodic(tmp_path: Path) -> None:
 def test_model_without_hugging_face_equivalent_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"moe.num_dense_layers = 1"):
         table_for(model("tiny-moe"))
+
+
+def gemma4(**changes: Any) -> dict[str, Any]:
+    return maker.gemma4(**changes)[0]
+
+
+def test_gemma4_sizes_of_global_layers_are_read_from_both_formats(tmp_path: Path) -> None:
+    """Current releases of transformers write the sizes of each layer instead of two keys."""
+    found = config_values(tmp_path / "x", gemma4())
+    keys = ("gemma4.global_head_dim", "gemma4.num_global_kv_heads")
+    assert [found[key] for key in keys] == [8, 1]
+    changed = {"head_dim": 8, "num_key_value_heads": 1}
+    per_layer = {"1": changed, "2": changed}
+    others = {"global_head_dim": None, "num_global_key_value_heads": None}
+    assert config_values(tmp_path / "x", gemma4(per_layer_config=per_layer, **others)) == found
+    wrong: list[Any] = [{"1": changed}, {**per_layer, "0": changed}, {"1": {"top_k": 1}}, "x"]
+    for value in wrong:
+        with pytest.raises(ConfigError, match="per_layer_config"):
+            config_values(tmp_path / "x", gemma4(per_layer_config=value))
+    # transformers ignores the number of heads unless keys are used as values.
+    assert config_values(tmp_path / "x", gemma4(attention_k_eq_v=False))[keys[1]] == 0
+    own = {name: found[f"gemma4.{name}"] for name in ("global_head_dim", "num_global_kv_heads")}
+    section = {**{key: value for key, value in found.items() if "." not in key}, "gemma4": own}
+    _, written = table_for(model_of(section, "test"))
+    assert written["per_layer_config"] == {"2": changed}
+
+
+def test_gemma4_layer_types_must_be_periodic(tmp_path: Path) -> None:
+    local, whole = "sliding_attention", "full_attention"
+    key = "gemma4.sliding_window_pattern"
+    # transformers makes the last layer global.
+    for types, interval in (([local, whole, local], 2), ([local, local, local], 3), (None, 6)):
+        assert config_values(tmp_path / "x", gemma4(layer_types=types))[key] == interval
+    for types in ([whole, local, whole], [local, whole], "x", [local, "chunked", local]):
+        with pytest.raises(ConfigError, match="layer_types"):
+            config_values(tmp_path / "x", gemma4(layer_types=types))
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"hidden_activation": "gelu"}, "hidden_activation"),
+        ({"num_experts": None}, "num_experts"),
+        ({"top_k_experts": None}, "top_k_experts"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 1e6}}},
+            "rope_type",
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 2}
+                }
+            },
+            "partial_rotary_factor",
+        ),
+    ],
+)
+def test_unsupported_gemma4_values_are_rejected(
+    changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=key):
+        config_values(tmp_path / "x", gemma4(**changes))

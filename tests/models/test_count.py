@@ -109,6 +109,12 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("olmo2-32b", 32_234_279_936),
         ("granite3-2b", 2_533_531_648),
         ("granite3-8b", 8_170_848_256),
+        # Published as 30.7B and 25.2B parameters.
+        ("gemma4-31b", 30_697_345_340),
+        ("gemma4-26b-a4b", 25_233_141_790),
+        # As counted by transformers, with one scalar per layer.
+        ("gemma4-e2b", 4_628_569_344 + 35),
+        ("gemma4-e4b", 7_463_013_376 + 42),
         ("gemma3-270m", 268_098_176),
         ("gemma3-1b", 999_885_952),
         # Published counts, without the vision tower (416,866,032) and the projector.

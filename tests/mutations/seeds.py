@@ -119,6 +119,7 @@ def _folders(root: Path) -> list[Seed]:
         "llama": (maker.llama(vocab=vocab), 1),
         "llama-sharded": (maker.llama("F32", vocab=vocab, rope_scaling=None), 3),
         "gemma3": (maker.gemma3(), 2),
+        "gemma4": (maker.gemma4(), 1),
         "mixtral": (maker.mixtral("F16"), 1),
         "qwen3-next": (maker.qwen3_next(), 1),
         "gpt-oss": (maker.gpt_oss(), 2),

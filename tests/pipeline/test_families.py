@@ -11,6 +11,7 @@ import pytest
 from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gemma3 import Gemma3Config
+from maxpipe.models.gemma4 import Gemma4Config
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.granite import GraniteConfig
 from maxpipe.models.mistral import MistralConfig
@@ -28,6 +29,23 @@ from tests.pipeline.test_engine import check_gradients, matrix
 GEMMA = Gemma3Config(
     sliding_window=3, sliding_window_pattern=3, rope_factor=2.0, query_pre_attn_scalar=7.0
 )
+GEMMA4 = Gemma4Config(
+    sliding_window=3,
+    sliding_window_pattern=3,
+    global_head_dim=6,
+    num_global_kv_heads=2,
+    global_rotary_dim=4,
+    attention_k_eq_v=True,
+    final_logit_softcapping=1.5,
+)
+GEMMA4_SMALL = replace(
+    GEMMA4,
+    attention_k_eq_v=False,
+    num_kv_shared_layers=3,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=8,
+)
+GEMMA4_MOE = replace(GEMMA4, num_experts=5, d_expert=12, load_balance_loss_weight=0.3)
 MOE = MoeConfig(
     num_experts=5, num_dense_layers=2, d_expert=12, load_balance_loss_weight=0.3, dispatch="dense"
 )
@@ -105,6 +123,58 @@ CASES = [
     Case(4, 2, 8, own=GEMMA, tied=True, layers=9, schedule="zb_v", remat="none", dropout=0.3),
     Case(2, 3, 4, own=GEMMA, tied=True, layers=6, gather="window", fsdp=2, idle="compute"),
     Case(2, 1, 2, own=GEMMA, tied=True, layers=5, gather="step", schedule="1f1b", data=2),
+    Case(2, 2, 3, own=GEMMA4, tied=True, layers=7, fsdp=2, tensor=2, remat="names"),
+    Case(4, 1, 9, own=GEMMA4, tied=True, layers=6, schedule="zb_h1", data=2),
+    Case(2, 1, 5, own=GEMMA4_MOE, tied=True, layers=5, schedule="zb_v", remat="none", fsdp=2),
+    Case(*(3, 2, 4), own=GEMMA4_MOE, tied=True, layers=8, outside=2, remat="chunk", idle="compute"),
+    Case(2, 3, 4, own=GEMMA4_MOE, tied=True, layers=6, gather="window", tensor=2, dropout=0.3),
+    Case(
+        2,
+        2,
+        3,
+        own=GEMMA4_SMALL,
+        epsilon=0.01,
+        tied=True,
+        layers=7,
+        fsdp=2,
+        tensor=2,
+        remat="names",
+    ),
+    Case(4, 1, 5, own=GEMMA4_SMALL, epsilon=0.01, tied=True, layers=8, schedule="zb_h1", data=2),
+    Case(
+        2,
+        1,
+        5,
+        own=GEMMA4_SMALL,
+        epsilon=0.01,
+        tied=True,
+        layers=7,
+        schedule="zb_v",
+        remat="none",
+        fsdp=2,
+    ),
+    Case(
+        *(2, 2, 3),
+        own=GEMMA4_SMALL,
+        epsilon=0.01,
+        tied=True,
+        layers=8,
+        outside=2,
+        remat="chunk",
+        idle="compute",
+    ),
+    Case(
+        2,
+        1,
+        2,
+        own=GEMMA4_SMALL,
+        epsilon=0.01,
+        tied=True,
+        layers=7,
+        gather="window",
+        dropout=0.3,
+        ahead=2,
+    ),
     Case(2, 2, 3, own=ROOM, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GROUPED, layers=6, schedule="zb_h1", remat="names", tensor=2),
     Case(3, 2, 4, own=MOE, layers=9, outside=2, remat="chunk", idle="compute", dropout=0.3),
@@ -125,7 +195,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping(CASES, 20), ids=str)
+@pytest.mark.parametrize("case", keeping(CASES, 11, 30), ids=str)
 def test_model_families_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
@@ -172,6 +242,9 @@ def test_load_balance_scopes_match_unpipelined_model(over: Any, case: Case) -> N
 
 FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GEMMA, "tied": True},
+    {"own": GEMMA4, "tied": True},
+    {"own": GEMMA4_MOE, "tied": True},
+    {"own": GEMMA4_SMALL, "epsilon": 0.01, "tied": True, "layers": 7},
     {"own": MOE},
     {"own": GROUPED},
     {"own": ROOM},

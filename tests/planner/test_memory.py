@@ -86,7 +86,25 @@ BIASED: dict[str, Any] = {
     "family": "gpt_oss",
     "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
+GEMMA4: dict[str, Any] = {"num_layers": 7, "family": "gemma4", "tied_embeddings": True}
+
+
+def gemma4(**own: Any) -> dict[str, Any]:
+    return {"gemma4": {"sliding_window_pattern": 3, "global_head_dim": 24, **own}}
+
+
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+    (
+        GEMMA4 | gemma4(num_experts=5, d_expert=28, attention_k_eq_v=True),
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (GEMMA4 | gemma4(), {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4, "remat": "none"}),
+    (
+        GEMMA4 | gemma4(num_kv_shared_layers=4, hidden_size_per_layer_input=6) | {"num_layers": 9},
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1"},
+    ),
     (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (
         EXPERTS,
@@ -324,14 +342,22 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "d_mlp": 34}
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
-    (kind,) = sizes.model.layer_types
+    for kind in sizes.model.layer_types:
+        saved, predicted, deferred, predicted_deferred = measured(kind, config, sizes, decoder)
+        assert (saved, deferred) == (predicted, predicted_deferred)
+
+
+def measured(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> tuple[float, ...]:
+    """Return the saved and the deferred bytes of a layer, each as traced and as predicted."""
+    tokens = config.train.sequence_length
     dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.batch.microbatch_size, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
+    inputs["tokens"] = ids
     key = jax.random.key(0) if config.model.dropout else None
     drawn = jax.eval_shape(partial(decoder.init_layers, kind), jax.random.key(0), jnp.arange(1))
     weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], dtype), drawn)
-    x = jax.ShapeDtypeStruct((*shape, config.model.d_model), dtype)
+    x = jax.ShapeDtypeStruct((*shape, sizes.model.stream_width), dtype)
     found: list[Any] = []
 
     def trace(*given: Any) -> None:
@@ -343,8 +369,9 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
     def size(arrays: Any) -> int:
         return sum(math.prod(each.shape) * each.dtype.itemsize for each in arrays)
 
-    assert size(found[0].saved) == sizes.activations.saved_bytes(kind)[0]
-    assert size(found[0].deferred) == sizes.activations.deferred_bytes(kind)
+    saved, deferred = size(found[0].saved), size(found[0].deferred)
+    predicted = sizes.activations.saved_bytes(kind)[0], sizes.activations.deferred_bytes(kind)
+    return saved, predicted[0], deferred, predicted[1]
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
@@ -357,6 +384,10 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"dropout": 0.1},
         {"family": "gemma3", "tied_embeddings": True},
         {"family": "gemma2", "tied_embeddings": True},
+        GEMMA4 | gemma4(),
+        GEMMA4 | gemma4(attention_k_eq_v=True),
+        GEMMA4 | gemma4(num_kv_shared_layers=3),
+        GEMMA4 | gemma4(hidden_size_per_layer_input=6),
         {"family": "qwen2"},
         {"attention": "blockwise"},
         {"attention": "blockwise", "compute_dtype": "float32"},

@@ -8,6 +8,7 @@ from typing import Literal
 
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import (
+    NOTHING,
     Constant,
     Dims,
     Held,
@@ -75,6 +76,9 @@ class Rope:
     """Context length for which the wavelengths were designed."""
     rotary_dims: int = 0
     """Number of leading dims of each head that are rotated. If 0, all dims are rotated."""
+    rotated_pairs: int = 0
+    """Number of pairs of dims that are rotated, starting with the pair that rotates fastest. The
+    other pairs have frequency 0. If 0, all pairs are rotated."""
     stretch: tuple[float, ...] = ()
     """Additional factor for the wavelength of each pair of dims (arXiv:2402.13753). An empty tuple
     means that all factors are 1."""
@@ -115,6 +119,17 @@ class Attention(Part):
     """Norm applied to each query and key before RoPE."""
     joint_norm: bool = False
     """Whether `head_norm` normalizes all heads of a token together, with one scale per dim."""
+    value_norm: RMSNorm | None = None
+    """Norm without a scale, applied to each value."""
+    values_are_keys: bool = False
+    """Whether the values are the projected keys before `head_norm` and RoPE, so that values have no
+    separate projection."""
+    stored_as: str = ""
+    """Prefix of the names of the carried arrays (`Model.carried`) that the sublayer sets to its
+    keys and values."""
+    shared_from: str = ""
+    """Prefix of the names of the carried arrays from which the sublayer reads keys and values of an
+    earlier layer. The sublayer then projects only queries."""
     biased: tuple[str, ...] = ()
     """Names of the projections with a bias."""
     gated: bool = False
@@ -151,6 +166,7 @@ class Attention(Part):
                 (heads, size, embed), Normal(out_of, self.out_gain), num_contracted_dims=2
             ),
         }
+        params = {name: param for name, param in params.items() if name in (*self.inputs, "out")}
         for name in self.biased:
             dims = (embed,) if name == "out" else params[name].dims[1:]
             params[f"{name}_bias"] = Param(dims, Constant(0.0), decays=False)
@@ -158,7 +174,7 @@ class Attention(Part):
             params["sinks"] = Param((heads,), Constant(0.0), decays=False)
         if self.head_norm is not None:
             scale = self.head_norm.params["scale"]
-            for name, dims in (("query", self._query), ("key", self._key)):
+            for name, dims in self._normed_inputs.items():
                 norm_scale = replace(scale, dims=dims) if self.joint_norm else scale
                 params[f"{name}_norm"] = norm_scale
         return params
@@ -190,7 +206,8 @@ class Attention(Part):
             keys=(self._key, self._key),
             mixed=self._query,
         )
-        return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
+        inputs = [Matmul(name) for name in self.inputs]
+        return *inputs, scores, Matmul("out")
 
     @property
     def traffic(self) -> Held:
@@ -228,7 +245,9 @@ class Attention(Part):
         """
         # Gating saves the gate logits, their sigmoids and the gated output.
         narrow = ((1.0, self._width), (5.0 if self.gated else 2.0, self._query))
-        keys, turned = ((2.0, self._key),), self.rope.rotary_dims or self.head_dim
+        # Keys and values of an earlier layer are part of the layer's input.
+        keys = ((1.0 if self.shared_from else 2.0, self._key),)
+        turned = self.rope.rotary_dims or self.head_dim
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
         held = Held(compute_dtype=narrow, float32=wide)
         if stands(self.backend) == "scores":
@@ -240,8 +259,10 @@ class Attention(Part):
                 compute_dtype=keys, float32=((1.0, self._heads),), float32_token_independent=window
             )
         if self.head_norm is not None:
-            for dims in (self._query, self._key):
+            for dims in self._normed_inputs.values():
                 held += self.head_norm.residuals_of(*self._normed(dims))
+        if self.value_norm is not None and not self.shared_from:
+            held += self.value_norm.residuals_of(*self._normed(self._key))
         return held
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
@@ -253,19 +274,47 @@ class Attention(Part):
         del normed
         width = (1.0 if recomputed else 2.0, self._width)
         gates = (2.0 if recomputed else 1.0) if self.gated else 0.0
-        held = Held(compute_dtype=(width, (2.0 + gates, self._query), (2.0, self._key)))
+        # Without recomputation, one cotangent serves keys and values with a common projection.
+        keys = 0.0 if self.shared_from else 2.0
+        if "key" in self.inputs and self.values_are_keys and not recomputed:
+            keys = 1.0
+        held = Held(compute_dtype=(width, (2.0 + gates, self._query), (keys, self._key)))
         if self.sinks:
             both = ((2.0, self._heads),)
             by_blocks = stands(self.backend) == "block"
             held += (
                 Held(float32_token_independent=(self._heads,)) if by_blocks else Held(float32=both)
             )
-        for dims in (self._query, self._key):
-            if self.head_norm is not None:
-                held += self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
-                if recomputed:
-                    held += Held(compute_dtype=((1.0, dims),))  # the norm's input
+        if self.head_norm is None:
+            return held
+        for name, dims in self._normed_inputs.items():
+            norm = self.head_norm.deferred_of(*self._normed(dims), recomputed=recomputed)
+            if recomputed:
+                held += Held(compute_dtype=((1.0, dims),))  # the norm's input
+                # The cotangent of a common projection is saved, not computed from the norm's scale.
+                held += NOTHING if self.values_are_keys and name == "key" else norm
+            else:
+                held += norm
         return held
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Return the names of the projections of the sublayer's input."""
+        if self.shared_from:
+            return ("query",)
+        return ("query", "key") if self.values_are_keys else ("query", "key", "value")
+
+    @property
+    def carried(self) -> Mapping[str, Dims]:
+        """Return the carried arrays that the sublayer sets or reads, keyed by name."""
+        prefix = self.stored_as or self.shared_from
+        return {f"{prefix}_key": self._key, f"{prefix}_value": self._key} if prefix else {}
+
+    @property
+    def _normed_inputs(self) -> Mapping[str, Dims]:
+        """Return the dims of the projections that `head_norm` normalizes."""
+        dims = {"query": self._query, "key": self._key}
+        return {name: dims[name] for name in self.inputs if name in dims}
 
     def _normed(self, dims: Dims) -> tuple[Dims, Dims]:
         """Return the dims that index separate norms and the dims over which each norm reduces."""

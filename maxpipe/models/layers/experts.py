@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from maxpipe.models.layers.mlp import Gate, GatedMLP
+from maxpipe.models.layers.mlp import Gate, GatedMLP, RMSNorm
 from maxpipe.models.spec import (
     NOTHING,
     Constant,
@@ -96,6 +96,12 @@ class Experts(Part):
     biases."""
     biased: bool = False
     """Whether the router and all expert projections have biases."""
+    input_norm: RMSNorm | None = None
+    """Norm of the experts' input. The router then has a separate norm of the same input, whose
+    output is divided by the square root of `d_model`."""
+    expert_scaled: bool = False
+    """Whether each expert's routing weight is multiplied by a learned scale, after the weights have
+    been normalized."""
     rows_received: float | None = None
     """Capacity of a device, as token-expert pairs per local token, if experts or tokens are
     sharded. If None, the capacity is the number of pairs that the device computes."""
@@ -175,6 +181,11 @@ class Experts(Part):
             dims = {"logit": (routes,), "gate": (experts, mlp), "up": (experts, mlp)}
             for name, each in (dims | {"down": (experts, within)}).items():
                 params[f"{name}_bias"] = Param(each, Constant(0.0), decays=False)
+        if self.input_norm is not None:
+            scale = self.input_norm.params["scale"]
+            params |= {"input_norm": scale, "router_norm": scale}
+        if self.expert_scaled:
+            params["expert_scale"] = Param((routes,), Constant(1.0), decays=False)
         params |= {f"shared_{name}": param for name, param in self._of_shared("params")}
         if self.shared_gated:
             params["shared_weight"] = Param((embed,), Normal(self.d_model))
@@ -265,6 +276,13 @@ class Experts(Part):
             arrays += self._received
         if self.biased and self.permutes_tokens:
             arrays += self._weights_for_biases
+        if self.input_norm is not None:
+            arrays += self.input_norm.residuals + self.input_norm.residuals
+            arrays += Held(
+                compute_dtype=((1.0, ()),),
+                float32=((1.0, self._each),),
+                one_byte=((1.0, self._each),),
+            )
         if self.shared is None:
             return arrays
         # Gating also saves the shared expert's output and the gate value.
@@ -299,6 +317,11 @@ class Experts(Part):
         if self.biased and self.grouped:
             arrays += Held(float32=((1.0, self._choices),))
             arrays += self._weights_for_biases if recomputed else Held()
+        if self.input_norm is not None and not recomputed:
+            # The router's input, the cotangents of both inputs, and the arrays of both norms.
+            arrays += Held(compute_dtype=((7.0, self._width),))
+        if self.expert_scaled and recomputed:
+            arrays += Held(float32=((1.0, self._each),), one_byte=((1.0, ()),))
         if self.shared is None:
             return arrays
         gate = Held(compute_dtype=((2.0, ()),)) if self.shared_gated else NOTHING

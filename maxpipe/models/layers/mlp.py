@@ -177,16 +177,30 @@ class RMSNorm(Norm):
     offset: float = 0.0
     """Constant added to the stored scale. If 1, a stored scale of 0 leaves the normalized input
     unchanged."""
+    scaled: bool = True
+    """Whether the normalized input is multiplied by a stored scale."""
+    scales_in_float32: bool = False
+    """Whether the normalized input is multiplied by the scale before it is rounded to the compute
+    dtype. An offset always has this effect."""
 
     @property
     def params(self) -> Mapping[str, Param]:
+        if not self.scaled:
+            return {}
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
+    @property
+    def is_wide(self) -> bool:
+        """Return whether the multiplication by the scale is in float32."""
+        return bool(self.offset or self.scales_in_float32)
+
     def _scaled(self, dims: Dims) -> Held:
-        """Return the array that is multiplied by the scale, in the compute dtype unless an offset
-        is set.
+        """Return the array that is multiplied by the scale, in the compute dtype unless the
+        multiplication is in float32.
         """
-        return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
+        if not self.scaled:
+            return NOTHING
+        return super()._scaled(dims) if self.is_wide else Held(compute_dtype=((1.0, dims),))
 
 
 @dataclass(frozen=True)
@@ -201,3 +215,38 @@ class LayerNorm(Norm):
         scale = Param(self._width, Constant(1.0), decays=False)
         bias = Param(self._width, Constant(0.0), decays=False)
         return {"scale": scale} | ({"bias": bias} if self.bias else {})
+
+
+@dataclass(frozen=True)
+class LayerScalar(Part):
+    """Multiplication of a layer's output by a stored number. The number is not trained."""
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        scalar = Param(((1, "norm"),), Constant(1.0), decays=False, trainable=False)
+        return {"scale": scalar}
+
+    @property
+    def activations(self) -> Mapping[str, Dims]:
+        return {}
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        return ()
+
+    @property
+    def traffic(self) -> Held:
+        """Return nothing, because the multiplication is fused with the residual sum."""
+        return NOTHING
+
+    @property
+    def backward_peak(self) -> Held:
+        return NOTHING
+
+    @property
+    def residuals(self) -> Held:
+        return NOTHING
+
+    def deferred(self, *, recomputed: bool, normed: bool) -> Held:
+        del recomputed, normed
+        return NOTHING
