@@ -47,9 +47,11 @@ CONTEXT = [
     Case(2, 1, 3, context=2, own=ROOM, layers=4, fsdp=2, gather="window"),
     Case(2, 1, 3, context=2, own=GROUPED, layers=4, outside=1),
     Case(2, 1, 3, context=3, own=PHI, layers=3, remat="chunk"),
-    Case(2, 1, 3, context=2, own=GEMMA4, tied=True, layers=5, fsdp=2, schedule="zb_h1"),
-    Case(2, 1, 3, context=2, own=GEMMA4_SMALL, epsilon=0.01, tied=True, layers=7, tensor=2),
-    Case(2, 1, 3, context=3, attends="ring", own=GEMMA4_SMALL, epsilon=0.01, tied=True, layers=7),
+    Case(
+        2, 1, 3, context=2, own=GEMMA4, epsilon=1.0, tied=True, layers=5, fsdp=2, schedule="zb_h1"
+    ),
+    Case(2, 1, 3, context=2, own=GEMMA4_SMALL, epsilon=1.0, tied=True, layers=7, tensor=2),
+    Case(2, 1, 3, context=3, attends="ring", own=GEMMA4_SMALL, epsilon=1.0, tied=True, layers=7),
 ]
 
 
@@ -73,7 +75,13 @@ EXPERT = [
     Case(2, 2, 3, expert=2, own=replace(GROUPED, num_experts=6), layers=5, gather="window"),
     Case(4, 2, 5, expert=2, own=replace(GROUPED, num_experts=6), layers=9, schedule="zb_v"),
     Case(
-        *(2, 1, 3), expert=2, own=replace(GEMMA4_MOE, num_experts=4), tied=True, layers=4, context=2
+        *(2, 1, 3),
+        expert=2,
+        own=replace(GEMMA4_MOE, num_experts=4),
+        epsilon=1.0,
+        tied=True,
+        layers=4,
+        context=2,
     ),
 ]
 

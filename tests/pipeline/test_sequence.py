@@ -70,9 +70,9 @@ CASES = [
     Case(2, 1, 3, split="ring", own=ROOM, tensor=4, idle="compute"),
     Case(2, 1, 3, split="sequence", own=NEXT, epsilon=0.01, tensor=2, fsdp=2),
     Case(1, 1, 2, split="ring", own=GEMMA2, tied=True, tensor=2),
-    Case(2, 1, 3, split="sequence", own=GEMMA4_MOE, tied=True, tensor=2, fsdp=2),
-    Case(2, 1, 3, split="ring", own=GEMMA4, tied=True, tensor=2, idle="compute"),
-    Case(2, 1, 3, split="sequence", own=GEMMA4_SMALL, epsilon=0.01, tied=True, tensor=2, layers=7),
+    Case(2, 1, 3, split="sequence", own=GEMMA4_MOE, epsilon=1.0, tied=True, tensor=2, fsdp=2),
+    Case(2, 1, 3, split="ring", own=GEMMA4, epsilon=1.0, tied=True, tensor=2, idle="compute"),
+    Case(2, 1, 3, split="sequence", own=GEMMA4_SMALL, epsilon=1.0, tied=True, tensor=2, layers=7),
     # Combined with the other axes that split tokens and experts.
     Case(2, 1, 3, split="ring", tensor=2, context=2, idle="compute", remat="names"),
     Case(1, 1, 2, split="sequence", own=ROOM4, tensor=2, expert=2, layers=4),
