@@ -55,6 +55,8 @@ _MAX_MISSING_TENSORS = 1000
 """Maximum number of missing tensors. If more tensors are missing, mapping the model is aborted."""
 _UNKNOWN_LENGTH = 2048
 """Default sequence length in tokens, used if config.json has none."""
+_SEPARATE_MTP = "mtp."
+"""Prefix of the names of multi-token prediction tensors that are not numbered as layers."""
 _VOCAB = "vocab"
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -328,6 +330,8 @@ def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelD
     """
     count, layers = said.config.mtp_heads, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
+    if said.table.mtp_layer_tensors:
+        prefixes = (_SEPARATE_MTP,)
     if not count or any(name.startswith(prefixes) for name in present):
         return said, 0
     return replace(said, section={**said.section, **WITHOUT_MTP}), count
@@ -339,6 +343,8 @@ def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> 
     Only layers with tensors specific to multi-token prediction match. A wrong layer count in
     config.json is therefore still detected.
     """
+    if said.table.mtp_layer_tensors:
+        return frozenset([] if said.config.mtp_heads else [f"{_SEPARATE_MTP}*"])
     first = said.config.num_layers + said.config.mtp_heads
     found = set[str]()
     for row in said.table.mtp_tensors:

@@ -217,7 +217,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
 def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
     """Return the rows per block of each tensor that stacks blocks along a leading dim."""
     found: Counter[str] = Counter()
-    if any(_is_stacked(row) for row in table.tensors):
+    if any(map(_is_stacked, (*table.tensors, *table.mtp_layer_tensors))):
         for _, param, row, layer, _ in _params_in_layer_order(model, table):
             if _is_stacked(row):
                 found[row.theirs.format(layer=layer)] += parse_axis_mapping(row.dims).shape(
@@ -275,8 +275,10 @@ def _params_in_layer_order(
         for name, param, row in _of_layer(model.layer_types[layer_type], rows):
             yield f"{prefix}{name}", param, row, layer, place
     if (heads := _mtp_layers(model, table)) is not None:
+        rows_of_heads = {row.ours: row for row in table.mtp_layer_tensors} or rows
+        first = 0 if table.mtp_layer_tensors else len(model.layers)
         for place in range(heads.num_heads):
-            layer = len(model.layers) + place
+            layer = first + place
             for row in table.mtp_tensors:
                 yield (
                     f"{_MTP_PREFIX}{row.ours}",
@@ -285,7 +287,7 @@ def _params_in_layer_order(
                     layer,
                     place,
                 )
-            for name, param, row in _of_layer(heads.layer_type, rows):
+            for name, param, row in _of_layer(heads.layer_type, rows_of_heads):
                 yield f"{_MTP_PREFIX}layer.{name}", param, row, layer, place
     for name, param in ends.items():
         if not name.startswith(_MTP_PREFIX):

@@ -358,14 +358,21 @@ def canonical(name: str) -> str:
 def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
     """Return the conversion table with rows adapted to the layout of the tensors in `names`."""
     present = {_pattern(name) for name in names}
-    rows = {row.ours: row for row in table.tensors}
-    rows |= _renamed_rows(rows, present)
-    for other in (*_stacked(rows), *_fused(rows)):
-        rows |= _if_present(rows, other, present)
-    return replace(table, tensors=tuple(rows.values()))
+    tensors, of_heads = (
+        _adapt_rows(rows, present) for rows in (table.tensors, table.mtp_layer_tensors)
+    )
+    return replace(table, tensors=tensors, mtp_layer_tensors=of_heads)
 
 
 _Rows = dict[str, Tensor]
+
+
+def _adapt_rows(tensors: Iterable[Tensor], present: set[str]) -> tuple[Tensor, ...]:
+    rows = {row.ours: row for row in tensors}
+    rows |= _renamed_rows(rows, present)
+    for other in (*_stacked(rows), *_fused(rows)):
+        rows |= _if_present(rows, other, present)
+    return tuple(rows.values())
 
 
 def _pattern(name: str) -> str:

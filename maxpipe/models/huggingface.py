@@ -314,6 +314,9 @@ class HuggingFace:
     mtp_tensors: tuple[Tensor, ...] = ()
     """Tensors of multi-token prediction layers, in addition to those of ordinary layers. `{layer}`
     numbering continues after the decoder layers. Empty if the class has no such layers."""
+    mtp_layer_tensors: tuple[Tensor, ...] = ()
+    """Tensors of the transformer layer in a multi-token prediction layer, numbered from 0. Empty if
+    these tensors have the names of ordinary layers."""
     copies: tuple[tuple[str, str], ...] = ()
     """(parameter, tensor) pairs for tensors duplicated in each multi-token prediction layer."""
     duplicate_keys: tuple[Twice, ...] = ()

@@ -15,15 +15,19 @@ from maxpipe.models import (
     deepseek,
     gemma2,
     gemma3,
+    glm4_moe,
     gpt_oss,
     granite,
     llama,
+    minimax_m2,
     mistral,
     moe,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
 )
@@ -37,7 +41,8 @@ FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
-        *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
+        *(moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
+        *(deepseek, glm4_moe, minimax_m2),
     )
 }
 

@@ -168,7 +168,8 @@ def qwen3_moe(draw: random.Random) -> dict[str, Any]:
     }
 
 
-def qwen3_next(draw: random.Random) -> dict[str, Any]:
+def hybrid(draw: random.Random) -> dict[str, Any]:
+    """Draw the keys that all families with the delta rule share."""
     key_heads, head = draw.choice((1, 2, 3)), draw.choice((8, 12, 20))
     factor = draw.choice((0.25, 0.5)) if head % 8 == 0 else 0.5
     rope = yarn(draw)
@@ -182,13 +183,21 @@ def qwen3_next(draw: random.Random) -> dict[str, Any]:
         "linear_key_head_dim": draw.choice((5, 6, 8)),
         "linear_value_head_dim": draw.choice((3, 7, 10)),
         "linear_conv_kernel_dim": draw.choice((2, 3, 4)),
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
+def hybrid_moe(draw: random.Random) -> dict[str, Any]:
+    return hybrid(draw) | {
         "num_experts": draw.choice((3, 5, 7)),
         "num_experts_per_tok": draw.choice((1, 2, 3)),
         "moe_intermediate_size": draw.randrange(23, 41, 2),
         "shared_expert_intermediate_size": draw.randrange(13, 41, 2),
-        "norm_topk_prob": draw.random() < 0.5,
-        "tie_word_embeddings": draw.random() < 0.5,
     }
+
+
+def qwen3_next(draw: random.Random) -> dict[str, Any]:
+    return hybrid_moe(draw) | {"norm_topk_prob": draw.random() < 0.5}
 
 
 def gpt_oss(draw: random.Random) -> dict[str, Any]:
@@ -283,6 +292,39 @@ def deepseek_v3(draw: random.Random) -> dict[str, Any]:
     return deepseek(draw) | {"norm_topk_prob": draw.random() < 0.5, "kv_lora_rank": 9}
 
 
+def partial_rope(draw: random.Random) -> dict[str, Any]:
+    factor = draw.choice((0.5, 1.0))
+    return {
+        "head_dim": draw.choice((8, 12, 20)),
+        "partial_rotary_factor": factor,
+        "rope_parameters": yarn(draw) | {"partial_rotary_factor": factor},
+    }
+
+
+def glm4_moe(draw: random.Random) -> dict[str, Any]:
+    return partial_rope(draw) | {
+        "attention_bias": draw.random() < 0.5,
+        "use_qk_norm": draw.random() < 0.5,
+        "moe_intermediate_size": draw.choice((17, 23)),
+        "first_k_dense_replace": draw.choice((0, 1, 2)),
+        "n_shared_experts": draw.choice((1, 2)),
+        "routed_scaling_factor": draw.choice((1.0, 2.5)),
+        "n_routed_experts": 12,
+        "num_experts_per_tok": draw.choice((3, 4)),
+        **draw.choice(({}, {"n_group": 3, "topk_group": 2}, {"n_group": 4, "topk_group": 2})),
+        "norm_topk_prob": draw.random() < 0.5,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
+def minimax_m2(draw: random.Random) -> dict[str, Any]:
+    return partial_rope(draw) | {
+        "num_local_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
 HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
 SCALED = (
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
@@ -297,12 +339,16 @@ CLASSES = {
     "qwen3": (qwen3, "Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3_moe": (qwen3_moe, "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "qwen3_next": (qwen3_next, "Qwen3NextConfig", "Qwen3NextForCausalLM"),
+    "qwen3_5": (hybrid, "Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe": (hybrid_moe, "Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
     "gpt_oss": (gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "glm4_moe": (glm4_moe, "Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "minimax_m2": (minimax_m2, "MiniMaxM2Config", "MiniMaxM2ForCausalLM"),
     "phi3": (phi3, "Phi3Config", "Phi3ForCausalLM"),
 }
 
@@ -337,15 +383,20 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Jobs by name; transformers has written each job's folder and logits."""
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, dict[str, Any]]:
+    """Jobs of the selected tests by name; transformers has written each job's folder and logits."""
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("oracle")
+    tests: Any = [test for test in request.session.items if "folders" in test.fixturenames]
+    selected = {test.callspec.params["name"] for test in tests}
     jobs = {
-        f"{kind}-{number}": job_of(kind, number, base)
-        for kind in CLASSES
-        for number in range(cases(kind))
+        name: job_of(kind, int(number), base)
+        for name in NAMES
+        if name in selected
+        for kind, _, number in [name.rpartition("-")]
     }
     run_oracle("make", [*jobs.values()], base)
     return jobs
