@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from maxpipe.models import huggingface, qwen3_5, qwen3_next
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.family import Family
-from maxpipe.models.huggingface import Fixed, HuggingFace
+from maxpipe.models.huggingface import Fixed, HuggingFace, Key
 from maxpipe.models.layers.experts import Experts
 from maxpipe.models.qwen3_next import HybridMoeConfig
 from maxpipe.models.spec import Model
@@ -27,13 +27,16 @@ def describe(config: ModelConfig) -> Model:
 
 _TENSORS = qwen3_next.tensors(qwen3_next.SEPARATE, *qwen3_next.EXPERTS)
 
+_SIZES = huggingface.sizes(
+    layers=40, width=2048, heads=16, kv_heads=2, head_dim=256, mlp=512, vocab=248320
+)
+
 _HUGGINGFACE = HuggingFace(
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
     keys=(
-        *huggingface.sizes(
-            layers=40, width=2048, heads=16, kv_heads=2, head_dim=256, mlp=5632, vocab=248320
-        ),
+        *(row for row in _SIZES if "intermediate_size" not in row.names),
+        Key("moe_intermediate_size", "d_mlp", 512),
         *qwen3_5.keys("qwen3_5_moe"),
         *qwen3_next.expert_keys("qwen3_5_moe", 256, 8),
         Fixed("norm_topk_prob", (True,), True),

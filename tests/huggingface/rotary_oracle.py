@@ -45,7 +45,8 @@ def rotary_class(content: dict[str, Any]) -> Any:
     """Return the rotary embedding class of the config's model."""
     name = content["model_type"].removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    (rotary,) = (each for each in vars(module) if each.endswith("RotaryEmbedding"))
+    names = (each for each in vars(module) if each.endswith("RotaryEmbedding"))
+    (rotary,) = (each for each in names if "Vision" not in each)
     return getattr(module, rotary)
 
 

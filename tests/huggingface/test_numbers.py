@@ -43,6 +43,9 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "gemma3": lambda: maker.gemma3()[0] | {"query_pre_attn_scalar": 6, "rope_theta": 1e6},
     "mixtral": lambda: maker.mixtral()[0],
     "qwen3_next": lambda: maker.qwen3_next()[0] | {"rope_theta": 1e6},
+    "qwen3_5_moe": lambda: maker.qwen3_5_moe()[0] | {"rope_theta": 1e6},
+    "glm4_moe": lambda: maker.glm4_moe()[0],
+    "minimax_m2": lambda: maker.minimax_m2()[0],
     "gpt_oss": lambda: maker.gpt_oss()[0],
 }
 

@@ -33,7 +33,7 @@ NUM_TOKENS = 23
 
 def cases(kind: str) -> int:
     """Return the number of cases of a family; Llama has one for each rotary scaling type."""
-    return 6 if kind in ("llama", "phi3") else CASES
+    return 6 if kind in ("llama", "phi3") else CASES + len(ALONE.get(kind, ()))
 
 
 @cache
@@ -140,7 +140,7 @@ def default_rope(draw: random.Random) -> dict[str, Any]:
 
 
 def yarn(draw: random.Random) -> dict[str, Any]:
-    stretched = {"rope_type": "yarn", "factor": draw.choice((2.0, 4.0))}
+    stretched: dict[str, Any] = {"rope_type": "yarn", "factor": draw.choice((2.0, 4.0))}
     stretched |= {"original_max_position_embeddings": draw.choice((64, 256))}
     return default_rope(draw) | (stretched if draw.random() < 0.6 else {})
 
@@ -262,6 +262,7 @@ def deepseek(draw: random.Random) -> dict[str, Any]:
     if "factor" in rope:
         mscale = draw.choice((0.707, 1.0))
         rope |= {"mscale": mscale, "mscale_all_dim": draw.choice((mscale, 0.4))}
+        rope |= {"beta_fast": draw.choice((1.0, 32.0)), "beta_slow": 1.0}
     return {
         "hidden_size": heads * draw.choice((6, 14)),
         "num_attention_heads": heads,
@@ -353,6 +354,48 @@ CLASSES = {
 }
 
 
+def rotary(share: float, **more: Any) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": share, **more}
+    return {"partial_rotary_factor": share, "rope_parameters": rope}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+PLAIN: dict[str, dict[str, Any]] = {
+    "hybrid": {**rotary(1.0), "full_attention_interval": 1, "tie_word_embeddings": False},
+    "glm4_moe": {
+        **rotary(1.0),
+        **{"attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 0},
+        **{"n_shared_experts": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True},
+        **{"n_group": 1, "topk_group": 1, "tie_word_embeddings": False},
+    },
+    "minimax_m2": {**rotary(1.0), "num_experts_per_tok": 1, "tie_word_embeddings": False},
+}
+"""Keys that disable all optional features of a family."""
+ROTATED: list[dict[str, Any]] = [rotary(0.5), rotary(1.0, **YARN), {"tie_word_embeddings": True}]
+DELTA: list[dict[str, Any]] = [
+    {"full_attention_interval": 99, "linear_num_key_heads": 2, "linear_num_value_heads": values}
+    for values in (2, 6)
+]
+FEATURES: dict[str, list[dict[str, Any]]] = {
+    "hybrid": [*ROTATED, *DELTA, {"full_attention_interval": 2}],
+    "glm4_moe": [
+        *ROTATED,
+        *({"attention_bias": True}, {"use_qk_norm": True}, {"first_k_dense_replace": 2}),
+        *({"n_shared_experts": 3}, {"routed_scaling_factor": 2.5}, {"norm_topk_prob": False}),
+        {"n_group": 3, "topk_group": 1},
+    ],
+    "minimax_m2": [*ROTATED, {"num_experts_per_tok": 3}],
+}
+ALONE: dict[str, list[dict[str, Any]]] = {
+    name: [PLAIN[of] | feature for feature in FEATURES[of]]
+    for name, of in (
+        *(("qwen3_5", "hybrid"), ("qwen3_5_moe", "hybrid")),
+        *(("glm4_moe", "glm4_moe"), ("minimax_m2", "minimax_m2")),
+    )
+}
+"""Keys of config.json that enable one feature alone, by class."""
+
+
 def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]:
     """Return the job of a model to make; `changes` are keys of its config.json."""
     own, config_class, architecture = CLASSES[kind]
@@ -365,6 +408,8 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
         config |= scaled(number + SCALED.index(kind), draw, config["head_dim"])
     if kind in (*HEADS_SHARE_THE_WIDTH, "deepseek_v2", "deepseek_v3"):
         del config["head_dim"]
+    if number >= CASES and kind in ALONE:
+        config |= ALONE[kind][number - CASES]
     config |= changes
     job = {
         "folder": str(base / name),
@@ -382,6 +427,13 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
     return job
 
 
+def selected(request: pytest.FixtureRequest, parameter: str) -> set[str]:
+    """Return the values of a parameter in the selected tests that use the requested fixture."""
+    items: list[Any] = request.session.items
+    tests = [test for test in items if request.fixturename in test.fixturenames]
+    return {test.callspec.params[parameter] for test in tests}
+
+
 @pytest.fixture(scope="module")
 def folders(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -390,12 +442,10 @@ def folders(
     if why := reason():
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("oracle")
-    tests: Any = [test for test in request.session.items if "folders" in test.fixturenames]
-    selected = {test.callspec.params["name"] for test in tests}
     jobs = {
         name: job_of(kind, int(number), base)
         for name in NAMES
-        if name in selected
+        if name in selected(request, "name")
         for kind, _, number in [name.rpartition("-")]
     }
     run_oracle("make", [*jobs.values()], base)

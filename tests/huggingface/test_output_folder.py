@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -46,6 +47,10 @@ MAKERS = {
     "mixtral": maker.mixtral,
     "gpt_oss": maker.gpt_oss,
     "qwen3_next": maker.qwen3_next,
+    "qwen3_5": maker.qwen3_5,
+    "qwen3_5_moe": maker.qwen3_5_moe,
+    "glm4_moe": maker.glm4_moe,
+    "minimax_m2": maker.minimax_m2,
 }
 
 
@@ -106,7 +111,10 @@ def test_only_links_into_download_cache_are_followed(
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
+    [
+        *(("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")),
+        *(("qwen3_5", "BF16"), ("qwen3_5_moe", "F16"), ("glm4_moe", "BF16"), ("minimax_m2", "F32")),
+    ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -118,7 +126,8 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.float32)
     maker.write(tmp_path / "hf", config, tensors, files=2)
     assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
-    if tensors.pop("mtp.fc.weight", None) is not None:
+    if kind == "qwen3_next":
+        del tensors["mtp.fc.weight"]
         assert "omitted, because this model does not use them: mtp.fc" in capsys.readouterr().out
     export(
         parse_address(str(tmp_path / "ckpt")), str(tmp_path / "out"), None, print, shard_bytes=3000
@@ -131,16 +140,26 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     open_folder(str(tmp_path / "out"))
 
 
-def test_language_model_of_multimodal_model_is_read(tmp_path: Path) -> None:
-    inner, tensors = maker.gemma3()
+@pytest.mark.parametrize(
+    ("make", "architecture", "vision"),
+    [
+        (maker.gemma3, "Gemma3ForConditionalGeneration", "vision_tower.x.weight"),
+        (maker.qwen3_5, "Qwen3_5ForConditionalGeneration", "model.visual.x.weight"),
+        (maker.qwen3_5_moe, "Qwen3_5MoeForConditionalGeneration", "model.visual.x.weight"),
+    ],
+)
+def test_language_model_of_multimodal_model_is_read(
+    make: Any, architecture: str, vision: str, tmp_path: Path
+) -> None:
+    inner, tensors = make()
     inner.pop("architectures")
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner}
-    vision = {"vision_tower.x.weight": np.ones(3, np.float32)}
+    config = {"architectures": [architecture], "text_config": inner}
+    others = {vision: np.ones(3, np.float32)}
     for prefix in ("language_model.model.", "model.language_model."):
-        named = {prefix + name.removeprefix("model."): each for name, each in tensors.items()}
-        folder = maker.write(tmp_path / prefix, config, named | vision)
+        named = {re.sub("^model[.]", prefix, name): each for name, each in tensors.items()}
+        folder = maker.write(tmp_path / prefix, config, named | others)
         found = open_folder(str(folder))
-        assert found.unused_tensors == ("vision_tower.x.weight",)
+        assert found.unused_tensors == (vision,)
         region = found.read_region("embedding", np.dtype(np.float32), [slice(None)] * 2)
         assert (region == tensors["model.embed_tokens.weight"].astype(np.float32)).all()
 

@@ -30,7 +30,7 @@ TYPES = {
     "gemma3_text": ("default", "linear"),
     "phi3": ("default", "longrope"),
     "gpt_oss": ("default", "yarn"),
-    "qwen3_next": ("default", "yarn"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "glm4_moe", "minimax_m2"), ("default", "yarn")),
     "deepseek_v3": ("default", "yarn"),
 }
 """Types of scaling by `model_type`."""
@@ -53,6 +53,9 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 24},
     "llama": {"head_dim": 24},
     "qwen3_next": {"head_dim": 32},
+    "qwen3_5_text": {"head_dim": 32},
+    "glm4_moe": {"head_dim": 32},
+    "minimax_m2": {"head_dim": 32},
     "deepseek_v3": {
         "head_dim": 16,
         "num_key_value_heads": 4,
@@ -95,6 +98,8 @@ def scaling(kind: str, family: str, config: dict[str, Any], draw: random.Random)
         if is_generic:
             rope |= maybe(beta_fast=draw.choice((16, 40.0)), beta_slow=draw.choice((2, 1.5)))
             rope |= maybe(attention_factor=1.375, truncate=False, finetuned=True)
+        if family == "deepseek_v3":
+            rope |= maybe(beta_fast=draw.choice((1.0, 8)), beta_slow=1.0)
         if is_generic or family == "deepseek_v3":
             rope |= draw.choice(({}, {"mscale": 0.707, "mscale_all_dim": 1.25}, {"mscale": 0.9}))
         if family == "gpt_oss":
@@ -127,7 +132,7 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
 def config_of(family: str, kind: str, draw: random.Random) -> dict[str, Any]:
     config = {**SIZES, **OWN.get(family, {}), "model_type": family}
     config["max_position_embeddings"] = draw.choice((2048, 4096, 8192))
-    if family in ("phi3", "qwen3_next"):
+    if family in ("phi3", "qwen3_next", "qwen3_5_text", "glm4_moe", "minimax_m2"):
         config["partial_rotary_factor"] = draw.choice((0.5, 0.75))
     rope = scaling(kind, family, config, draw)
     theta = draw.choice((10000.0, 5e5, 1e6))

@@ -14,9 +14,13 @@ from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.glm4_moe import Glm4MoeConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.layers import experts
 from maxpipe.models.layers.mlp import ClampedSilu
+from maxpipe.models.minimax_m2 import MinimaxM2Config
+from maxpipe.models.qwen3_5 import Qwen35Config
+from maxpipe.models.qwen3_5_moe import Qwen35MoeConfig
 from maxpipe.models.qwen3_moe import Qwen3MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import describe
@@ -36,23 +40,35 @@ CONFIG = ModelConfig(
     vocab_size=37,
     compute_dtype="float32",
 )
-NEXT = Qwen3NextConfig(
-    num_experts=5,
-    d_expert=14,
-    d_shared_expert=11,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    linear_key_head_dim=5,
-    linear_value_head_dim=7,
-    gdn_chunk_size=4,
-    rotary_dim=4,
-)
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "gdn_chunk_size": 4,
+    "rotary_dim": 4,
+}
+HYBRID_MOE: dict[str, Any] = {**HYBRID, "num_experts": 5, "d_expert": 14, "d_shared_expert": 11}
+NEXT = Qwen3NextConfig(**HYBRID_MOE)
 FAMILY = {"tiny-moe": "moe", "qwen3-30b-a3b": "qwen3_moe"}
 OWN: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(
         num_experts=5, d_expert=14, moe_layer_interval=2, dense_layers=[1], norm_topk_prob=False
     ),
     "qwen3_next": NEXT,
+    "qwen3_5": Qwen35Config(**HYBRID),
+    "qwen3_5_moe": Qwen35MoeConfig(**HYBRID_MOE),
+    "glm4_moe": Glm4MoeConfig(
+        num_experts=5,
+        d_expert=14,
+        num_shared_experts=1,
+        rotary_dim=4,
+        attention_bias=True,
+        use_qk_norm=True,
+        score_func="sigmoid",
+        expert_bias=True,
+    ),
+    "minimax_m2": MinimaxM2Config(num_experts=5, d_expert=14, rotary_dim=4, rope_factor=4.0),
     "gpt_oss": GptOssConfig(num_experts=5, d_expert=14, sliding_window=3, rope_factor=4.0),
 }
 

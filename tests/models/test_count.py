@@ -58,6 +58,14 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
     assert num_layers * count.layer_params(model.layer_types[model.layers[0]]) == stacked
 
 
+def _vision(width: int, mlp: int, depth: int, out: int) -> int:
+    """Return the parameter count of Qwen3.5's vision encoder and its projection to `out` dims."""
+    layer = 4 * width * (width + 1) + 2 * mlp * width + mlp + width + 4 * width
+    embeddings = (2 * 3 * 16 * 16 + 1 + 2_304) * width
+    merged = 4 * width
+    return embeddings + depth * layer + 2 * width + (merged + 1) * (merged + out)
+
+
 @pytest.mark.parametrize(
     ("name", "params"),
     [
@@ -96,6 +104,21 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
         ("qwen3-next-80b-a3b", 79_674_391_296),
+        # Published counts, without the vision encoder.
+        ("qwen3.5-0.8b", 873_438_784 - _vision(768, 3_072, 12, 1_024)),
+        ("qwen3.5-2b", 2_274_069_824 - _vision(1_024, 4_096, 24, 2_048)),
+        ("qwen3.5-4b", 4_659_865_088 - _vision(1_024, 4_096, 24, 2_560)),
+        ("qwen3.5-9b", 9_653_104_368 - _vision(1_152, 4_304, 27, 4_096)),
+        ("qwen3.5-27b", 27_781_427_952 - _vision(1_152, 4_304, 27, 5_120)),
+        ("qwen3.5-35b-a3b", 35_951_822_704 - _vision(1_152, 4_304, 27, 2_048)),
+        ("qwen3.5-122b-a10b", 125_086_497_008 - _vision(1_152, 4_304, 27, 3_072)),
+        ("qwen3.5-397b-a17b", 403_397_928_944 - _vision(1_152, 4_304, 27, 4_096)),
+        # Published counts, without the copies of both tables in the last layer.
+        ("glm4.5-355b-a32b", 358_337_791_296 - 2 * 151_552 * 5_120),
+        ("glm4.5-air-106b-a12b", 110_468_824_832 - 2 * 151_552 * 4_096),
+        ("minimax-m2-230b-a10b", 228_689_764_864),
+        ("kimi-k2-1t-a32b", 1_026_408_232_448),
+        ("llama3.3-70b", 70_553_706_496),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
         ("gemma2-2b", 2_614_341_888),

@@ -14,11 +14,14 @@ from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients
 from tests.pipeline.test_families import (
     GEMMA,
+    GLM,
     GPT_OSS,
     GROUPED,
+    MINIMAX,
     MISTRAL,
     MOE,
     PHI,
+    QWEN3_5_MOE,
     QWEN3_MOE,
     ROOM,
     V3,
@@ -44,6 +47,8 @@ CONTEXT = [
     Case(2, 1, 3, context=2, own=ROOM, layers=4, fsdp=2, gather="window"),
     Case(2, 1, 3, context=2, own=GROUPED, layers=4, outside=1),
     Case(2, 1, 3, context=3, own=PHI, layers=3, remat="chunk"),
+    Case(2, 1, 3, context=2, own=GLM, layers=4, tensor=2),
+    Case(2, 1, 3, context=2, own=MINIMAX, layers=4, fsdp=2),
 ]
 
 
@@ -63,6 +68,9 @@ EXPERT = [
     Case(2, 1, 3, expert=2, own=replace(MOE, num_experts=4), layers=4, context=2),
     Case(2, 1, 3, expert=2, own=replace(GPT_OSS, num_experts=4), layers=4, schedule="zb_h1"),
     Case(2, 1, 3, expert=2, own=FOUR, layers=4, data=2, idle="compute", remat="none"),
+    Case(2, 1, 3, expert=2, own=GLM, layers=4, fsdp=2, schedule="zb_h1"),
+    Case(2, 1, 3, expert=2, own=replace(MINIMAX, num_experts=4), layers=4, context=2),
+    Case(2, 1, 3, expert=2, own=replace(QWEN3_5_MOE, num_experts=4), epsilon=0.01, layers=4),
     Case(2, 1, 3, expert=2, own=ALIKE, layers=3, context=2, remat="none"),
     Case(2, 2, 3, expert=2, own=replace(GROUPED, num_experts=6), layers=5, gather="window"),
     Case(4, 2, 5, expert=2, own=replace(GROUPED, num_experts=6), layers=9, schedule="zb_v"),
