@@ -81,6 +81,29 @@ STATES = {
         "rope_size": 4,
     },
 }
+DENSE_STATES = {
+    "num_layers": 7,
+    "family": "qwen3_5",
+    "qwen3_5": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 7,
+        "linear_value_head_dim": 11,
+        "gdn_chunk_size": 16,
+        "rotary_dim": 4,
+    },
+}
+GLM: dict[str, Any] = {
+    "num_layers": 6,
+    "family": "glm4_moe",
+    "glm4_moe": {"num_experts": 6, "d_expert": 28, "num_shared_experts": 1, "rotary_dim": 4}
+    | {"attention_bias": True, "use_qk_norm": True, "score_func": "sigmoid", "expert_bias": True},
+}
+MINIMAX: dict[str, Any] = {
+    "num_layers": 6,
+    "family": "minimax_m2",
+    "minimax_m2": {"num_experts": 5, "d_expert": 28, "rotary_dim": 4},
+}
 BIASED: dict[str, Any] = {
     "num_layers": 6,
     "family": "gpt_oss",
@@ -100,6 +123,21 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     (
         STATES,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        DENSE_STATES,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        GLM,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        MINIMAX,
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
     ),
