@@ -76,7 +76,7 @@ class _Share:
     count: str = ""
     """`config.json` key with the number of rotated dims, which transformers reads if the fraction
     is absent."""
-    beside: bool = False
+    nested: bool = False
     """Whether this row handles the key in `rope_parameters`, which takes precedence."""
 
     @property
@@ -85,7 +85,7 @@ class _Share:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the number of rotated dims."""
-        if self.beside:
+        if self.nested:
             return {}
         head = ours["head_dim"]
         name, stated = self.names[0], theirs.get(self.names[0])
@@ -112,7 +112,7 @@ class _Share:
         factor = size / head
         if int(head * factor) < size:
             factor = math.nextafter(factor, 1.0)
-        count = {self.count: size} if self.count and not self.beside else {}
+        count = {self.count: size} if self.count and not self.nested else {}
         return {"partial_rotary_factor": factor, **count}
 
 
@@ -131,7 +131,7 @@ def table_rows(
     lists rotary parameters that do not affect the logits.
     """
     size, scaling = f"{family}.rotary_dim", f"{family}.rope_factor"
-    inner = (_Share(size, share, beside=True), *map(Kept, ignored))
+    inner = (_Share(size, share, nested=True), *map(Kept, ignored))
     original = "original_max_position_embeddings"
     yarn = (Key("factor", scaling), Key(original, f"{family}.{original}"), *huggingface.YARN)
     return (
