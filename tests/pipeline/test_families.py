@@ -157,7 +157,7 @@ CASES = [
         tensor=2,
     ),
     Case(2, 2, 3, own=GLM, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
-    Case(2, 2, 3, own=MINIMAX, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
+    Case(2, 1, 5, own=MINIMAX, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
 ]
