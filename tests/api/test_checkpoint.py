@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 
 import maxpipe
+from maxpipe.checkpoint.folder import CheckpointFolder
 from maxpipe.cli import main
+from maxpipe.config import plugins
 from maxpipe.errors import Code
 from tests.api.conftest import Settings
-from tests.errors import assert_error, without_codes
+from tests.errors import assert_error, raises, without_codes
 
 SAVED = Code.API_SAVED
 pytestmark = pytest.mark.usefixtures("devices")
@@ -275,3 +278,38 @@ def test_command_rejects_checkpoint_of_other_data(settings: Settings, tmp_path: 
         maxpipe.Checkpoint.save(own, state)
     with pytest.raises(maxpipe.ConfigError, match=r"must be unchanged since step 1.*source was"):
         maxpipe.run_training(own.run_dir / "config.yml")
+
+
+def test_checkpoint_gives_no_permission_and_changed_plugin_is_config_error(
+    settings: Settings, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "plugin.py"
+    lines = [
+        "from maxpipe.config.plugins import register_objective",
+        "from maxpipe import Objective",
+    ]
+    plugin.write_text("\n".join([*lines, "register_objective('mine', Objective)", ""]))
+    permission = {"modules": [str(plugin)], "allow_code": True}
+    try:
+        with maxpipe.build(settings("plugin", plugins=permission)) as trainer:
+            saved = maxpipe.Checkpoint.save(trainer, trainer.init())
+        assert saved.config["plugins"]["allow_code"] is False
+        folder = CheckpointFolder(str(Path(saved.path).parent))
+        digest = hashlib.sha256(plugin.read_bytes()).hexdigest()
+        assert folder.read_metadata(0).data["plugins"] == {"plugin.py": digest}
+        plugin.write_text(f"{plugin.read_text()}# changed\n")
+        expected = {"names": ["plugin.py", digest[:12]], "code": Code.PLUG_CHANGED}
+        with maxpipe.build(settings("plugin", plugins=permission)) as trainer:
+            error = raises(
+                maxpipe.ConfigError,
+                "plugins.modules",
+                suggests="plugins.allow_change=true",
+                **expected,
+            )
+            with error:
+                saved.restore(trainer)
+        allowed = permission | {"allow_change": True}  # the suggested action
+        with maxpipe.build(settings("plugin", plugins=allowed)) as trainer:
+            saved.restore(trainer)
+    finally:
+        plugins.unload_plugins()
