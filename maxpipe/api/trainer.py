@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -44,15 +44,14 @@ from maxpipe.generation.completions import DecodeEngineProtocol
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.pipeline_decoding import (
     build_decode_engine,
+    decode_param_converter,
     decode_param_layout,
-    decode_param_shardings,
-    to_decode_params,
 )
 from maxpipe.models.count import num_params
 from maxpipe.models.spec import Model
 from maxpipe.objectives import LossFunction, TokenLoss
 from maxpipe.optim.optax_update import check_transformation
-from maxpipe.parallel.sharding import local_sequences, make_global_batch, rebind_mesh
+from maxpipe.parallel.sharding import local_sequences, make_global_batch
 from maxpipe.pipeline.objective import Objective
 from maxpipe.restore.initial_weights import base_record, read_weights
 from maxpipe.step.build import (
@@ -62,7 +61,7 @@ from maxpipe.step.build import (
     shared_metadata,
     steps_on_all_devices,
 )
-from maxpipe.step.state import TrainState
+from maxpipe.step.state import ParamLayout, TrainState
 from maxpipe.step.step import Steps
 from maxpipe.train.loop import train
 from maxpipe.train.memory_check import check_forecast, check_program, explain_allocation_errors
@@ -426,15 +425,18 @@ class Trainer:
         """Return an engine that generates text on the devices of the trainer, and the parameters in
         the layout of the engine.
         """
-        layout = self.steps.param_layout
-        parts = decode_param_layout(layout)
         if (sampling, seed) not in self._engines:
-            self._engines[sampling, seed] = build_decode_engine(parts, sampling, seed)
-        convert = jax.jit(
-            lambda params: to_decode_params(parts, layout.unstack(params)),
-            out_shardings=decode_param_shardings(parts),
-        )
-        return self._engines[sampling, seed], convert(rebind_mesh(parts.mesh, state.params))
+            engine = build_decode_engine(self._decode_layout, sampling, seed)
+            self._engines[sampling, seed] = engine
+        return self._engines[sampling, seed], self._to_decode_params(state.params)
+
+    @functools.cached_property
+    def _decode_layout(self) -> ParamLayout:
+        return decode_param_layout(self.steps.param_layout)
+
+    @functools.cached_property
+    def _to_decode_params(self) -> Callable[[Any], Any]:
+        return decode_param_converter(self.steps.param_layout, self._decode_layout)
 
     def check_state(self, state: TrainState, cause: BaseException | None = None) -> None:
         """Check that a state has the layout of this trainer.

@@ -313,3 +313,19 @@ def test_checkpoint_gives_no_permission_and_changed_plugin_is_config_error(
             saved.restore(trainer)
     finally:
         plugins.unload_plugins()
+
+
+def test_second_generation_with_state_compiles_nothing(
+    trainer: maxpipe.Trainer,
+    checkpoints: list[maxpipe.Checkpoint],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = checkpoints[0].restore(trainer)
+    compiled: list[int] = []
+    for temperature in (1.0, 1.0, 0.5):
+        caplog.clear()
+        with jax.log_compiles():
+            maxpipe.generate(trainer, ["the "], state=state, max_tokens=3, temperature=temperature)
+        compiled.append(sum("Compiling" in each.message for each in caplog.records))
+    first, second, other = compiled
+    assert first and other and not second, caplog.text
