@@ -30,6 +30,18 @@ def check_instance(
         raise argument_error(where, value, rule, action)
 
 
+def check_unused(function: str, model: str, **are_set: bool) -> None:
+    """Check that no argument is set that has no effect with this kind of model.
+
+    Raises:
+        ConfigError: an argument is set.
+    """
+    for name, is_set in are_set.items():
+        if is_set:
+            where, rule = f"{function}: {name}", f"has no effect with {model}."
+            raise ConfigError.one(Code.API_ARGUMENT, where, None, rule, f"Leave out {name}.")
+
+
 def check_path(where: str, value: object, what: str, action: str) -> None:
     """Check that an argument is a string or a path. `what` describes its meaning.
 

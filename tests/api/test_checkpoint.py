@@ -247,6 +247,27 @@ def test_trainer_without_state_is_config_error(trainer: maxpipe.Trainer) -> None
         maxpipe.generate(trainer, "the")
 
 
+def test_argument_without_effect_is_config_error(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    evaluate: Any = maxpipe.evaluate
+    state = trainer.init()
+    calls: list[tuple[str, Any]] = [
+        ("overrides", lambda: evaluate(trainer, state, overrides=["eval.batches=1"])),
+        ("data", lambda: evaluate(trainer, state, data="a.txt")),
+        ("split", lambda: evaluate(trainer, state, split="train")),
+        ("average", lambda: evaluate(trainer, state, average=True)),
+        ("state", lambda: evaluate(checkpoints[0], state)),
+        ("batches", lambda: evaluate(checkpoints[0], batches=[])),
+        ("average", lambda: maxpipe.generate(trainer, "a", state=state, average=True)),
+        ("overrides", lambda: maxpipe.generate(trainer, "a", state=state, overrides=["a.b=1"])),
+        ("state", lambda: maxpipe.generate(checkpoints[0], "a", state=state)),
+    ]
+    for name, call in calls:
+        with raises(maxpipe.ConfigError, name, suggests=name, code=Code.API_ARGUMENT):
+            call()
+
+
 def test_evaluate_reads_other_documents(
     checkpoints: list[maxpipe.Checkpoint], tmp_path: Path
 ) -> None:
