@@ -99,10 +99,8 @@ def _write_drawings(
 
     schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
-        "svg": lambda path: path.write_text(
-            pictures.draw_schedules(schedules, costs).svg(), encoding="utf-8"
-        ),
-        "png": lambda path: pictures.draw_schedules(schedules, costs).png(path),
+        "svg": lambda path: pictures.draw_schedules(schedules, costs).save(path, ".svg"),
+        "png": lambda path: pictures.draw_schedules(schedules, costs).save(path, ".png"),
         "csv": lambda path: path.write_text(schedule.csv(), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
             pictures.perfetto_trace(schedule, costs), encoding="utf-8"
