@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 from etils import epath
 
-from maxpipe.config.config_files import CONFIG_FILE
+from maxpipe.config.config_files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
@@ -94,7 +94,6 @@ def call_with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
-CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the checkpoint folder inside the run folder, or inside the run's folder in
 `checkpoint.dir`."""
 

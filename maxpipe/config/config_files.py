@@ -157,6 +157,7 @@ SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 REFERENCE_FILE = "references.npz"
 TENSORBOARD_FOLDER = "tensorboard"
+CHECKPOINTS_FOLDER = "checkpoints"
 
 
 SUFFIXES = (".yml", ".yaml")

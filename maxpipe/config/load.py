@@ -369,7 +369,11 @@ def _assignments_in(
             yield each
 
 
-_RECORDS = (config_files.EVENTS_FILE, config_files.METRICS_FILE, "checkpoints")
+_RECORDS = (
+    config_files.EVENTS_FILE,
+    config_files.METRICS_FILE,
+    config_files.CHECKPOINTS_FOLDER,
+)
 """Files and folders that exist only in run folders."""
 
 
