@@ -94,9 +94,6 @@ def call_with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
-"""Name of the checkpoint folder inside the run folder, or inside the run's folder in
-`checkpoint.dir`."""
-
 _BUCKET = "gs://"
 _OPEN_FILES = "/proc/self/fd"
 
