@@ -50,7 +50,7 @@ from maxpipe.generation.pipeline_decoding import (
 from maxpipe.models.count import num_params
 from maxpipe.models.spec import Model
 from maxpipe.objectives import LossFunction, TokenLoss
-from maxpipe.optim.optax_update import check_transformation
+from maxpipe.optim.optax_update import OptaxOptimizer, check_transformation
 from maxpipe.parallel.sharding import local_sequences, make_global_batch
 from maxpipe.pipeline.objective import Objective
 from maxpipe.restore.initial_weights import base_record, read_weights
@@ -92,9 +92,10 @@ def run_training(*sources: ConfigSource) -> Path:
         ReplicaError: replicas of an array differ between devices.
     """
     loaded = sources[0] if len(sources) == 1 else None
-    if not isinstance(loaded, LoadedConfig):
+    if isinstance(loaded, LoadedConfig):
+        _raise_problems(check_training(loaded.config, loaded.origins))
+    else:
         loaded = load_config(*sources, to_train=True)
-    _raise_problems(check_training(loaded.config, loaded.origins))
     train(loaded)
     return Path(run_folder(loaded.config.run))
 
@@ -153,9 +154,7 @@ def build(
         steps = steps_on_all_devices(
             config, tokenizer.byte_lengths, objective=loss, transformation=optimizer
         )
-        return Trainer(
-            loaded, steps, tokenizer, phases, channel, stack.pop_all(), own_optimizer=optimizer
-        )
+        return Trainer(loaded, steps, tokenizer, phases, channel, stack.pop_all())
 
 
 def train_step(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -198,8 +197,6 @@ class Trainer:
         phases: Phases,
         channel: ControlChannel | None,
         stack: contextlib.ExitStack,
-        *,
-        own_optimizer: object = None,
     ):
         self.loaded = loaded
         """Config with a resolved mesh, and the origin of each value."""
@@ -210,7 +207,6 @@ class Trainer:
         """Base model of the adapters, if the config trains adapters."""
         self.phases = phases
         self._channel, self._stack = channel, stack
-        self._has_own_optimizer = own_optimizer is not None
         self._train_steps: dict[int, Any] = {}
         self._eval_steps: dict[int, Any] = {}
         self._engines: dict[tuple[Sampling, int], DecodeEngineProtocol] = {}
@@ -281,7 +277,7 @@ class Trainer:
     @property
     def has_own_optimizer(self) -> bool:
         """Whether an optax transformation replaces the optimizer of the config."""
-        return self._has_own_optimizer
+        return isinstance(self.steps.optimizer, OptaxOptimizer)
 
     # State and batches.
 
@@ -363,7 +359,7 @@ class Trainer:
             except (TypeError, ValueError, RuntimeError) as error:
                 self.check_state(state, error)
                 raise
-        if self._has_own_optimizer:
+        if self.has_own_optimizer:
             metrics.pop("train/lr")  # unknown
         return state, metrics
 
