@@ -139,6 +139,8 @@ def test_version_option_prints_version(capsys: Capture):
         ),
         ("plan quickstart --topology v5p:2x2x1 mesh.ici_data=-1", "product is 4, or use"),
         ("plan quickstart --topology cpu:2", "so that their product is 2, or use cpu:8."),
+        ("plan quickstart --foo", "Run the command with --help."),
+        ("plan quickstart --serch", "Write --search."),
         ("plan quickstart --topology cpu:2 --draw a.gif", "Write --draw a.gif.svg."),
         (
             "plan quickstart --topology cpu:2 --draw-timeline a.gif",
