@@ -197,7 +197,7 @@ def test_version_option_prints_version(capsys: Capture):
         ("schedule --compare 1f1b,file:HAND --microbatches 3", "must be 2, as in HAND."),
         ("schedule --repeats x", "x is not an integer"),
         ("schedule --stages", "expected one argument"),
-        ("schedule --stages 0", "must be at least 1"),
+        ("schedule --stages 0", "--stages: 0 is below the minimum of 1"),
         ("schedule gpipe --repeats 2", "one chunk per stage"),
         ("schedule gpipe --group 4", "the schedule is gpipe"),
         ("schedule --group 3", "between the number of stages (4)"),

@@ -19,6 +19,7 @@ from maxpipe.api.arguments import (
     check_json,
     check_metrics,
     check_path,
+    locate_errors,
 )
 from maxpipe.api.trainer import SavedState, Trainer
 from maxpipe.checkpoint import inspect
@@ -77,6 +78,7 @@ class Checkpoint:
     """Folder of the checkpoint."""
 
     @classmethod
+    @locate_errors
     def open(cls, address: str | os.PathLike[str]) -> Self:
         """Return the checkpoint with this address: RUN@STEP, RUN@newest, RUN@best, RUN (its newest)
         or the path of a checkpoint folder.
@@ -91,6 +93,7 @@ class Checkpoint:
         return cls._read(folder, parsed, resolve_step(folder, parsed))
 
     @classmethod
+    @locate_errors
     def list(cls, run: RunLocation) -> Sequence[Self]:
         """Return the checkpoints of a run, oldest first; empty if the run has none.
 
@@ -105,6 +108,7 @@ class Checkpoint:
         return tuple(cls._read(folder, address, step) for step in folder.steps())
 
     @classmethod
+    @locate_errors
     def newest(cls, run: RunLocation) -> Self | None:
         """Return the newest checkpoint of a run, or None if the run has no checkpoint.
 
@@ -119,6 +123,7 @@ class Checkpoint:
         return cls._read(folder, address, steps[-1]) if steps else None
 
     @classmethod
+    @locate_errors
     def best(cls, run: RunLocation, metric: str = "", mode: Literal["", "min", "max"] = "") -> Self:
         """Return the checkpoint with the best evaluation metric.
 

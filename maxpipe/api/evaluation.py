@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
-from maxpipe.api.arguments import check_path
+from maxpipe.api.arguments import check_path, locate_errors
 from maxpipe.api.checkpoint import Checkpoint
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.trainer import Batch, Trainer
@@ -39,6 +39,7 @@ def evaluate(
 ) -> EvalReport | None: ...
 
 
+@locate_errors
 def evaluate(
     model: Trainer | SavedModel,
     state: TrainState | None = None,

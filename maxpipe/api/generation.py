@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from maxpipe.api.arguments import argument_error, check_instance, check_integer, is_number
+from maxpipe.api.arguments import (
+    argument_error,
+    check_instance,
+    check_integer,
+    is_number,
+    locate_errors,
+)
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.evaluation import SavedModel, model_address
 from maxpipe.api.trainer import Trainer
@@ -237,6 +243,7 @@ def open_generator(
         yield TextGenerator(opened, options, say, where)
 
 
+@locate_errors
 def generate(
     model: Trainer | SavedModel,
     prompts: str | Sequence[str] | Sequence[ChatInput],
