@@ -73,7 +73,7 @@ class Checkpoint:
     config: dict[str, Any] = field(repr=False)
     """Config of the run when the checkpoint was saved, as nested dicts."""
     extra: dict[str, Any]
-    """JSON values that `save` received, such as the position of an own data iterator."""
+    """JSON values that `save` received, such as the position of a custom data iterator."""
     path: Path | str
     """Folder of the checkpoint."""
 
@@ -238,7 +238,7 @@ class Checkpoint:
             trainer: trainer of the state; `run.name` and `run.dir` select the folder.
             state: state to save. Its arrays may be used afterwards.
             metrics: evaluation metrics of the step, which `best` compares: finite numbers or NaN.
-            extra: JSON values to store, such as the position of an own data iterator.
+            extra: JSON values to store, such as the position of a custom data iterator.
 
         Raises:
             ConfigError: the step is already saved, `extra` contains other values than JSON, or a

@@ -1,4 +1,4 @@
-"""Evaluate the state of an own loop, or a checkpoint or Hugging Face folder."""
+"""Evaluate the state of a custom loop, or a checkpoint or Hugging Face folder."""
 
 from __future__ import annotations
 

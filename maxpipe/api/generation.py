@@ -1,4 +1,4 @@
-"""Generate text with the state of an own loop, or with a checkpoint or Hugging Face folder."""
+"""Generate text with the state of a custom loop, or with a checkpoint or Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -347,7 +347,7 @@ def _location(name: str) -> str:
 
 
 class _TrainedModel:
-    """The state of an own loop as a model for generation."""
+    """The state of a custom loop as a model for generation."""
 
     def __init__(self, trainer: Trainer, state: TrainState | None):
         if state is None:

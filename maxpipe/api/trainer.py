@@ -1,6 +1,6 @@
 """Build the mesh, the compiled steps and the state of a config, and train.
 
-`run_training` trains a run as `maxpipe train` does. `build` returns a `Trainer` for own loops.
+`run_training` trains a run as `maxpipe train` does. `build` returns a `Trainer` for custom loops.
 """
 
 from __future__ import annotations
