@@ -145,8 +145,11 @@ def _discard(stream: TextIO) -> None:
 
 
 def _run(argv: list[str]) -> int:
+    from maxpipe.api.arguments import running_command
+
     options = parse(argv)
-    return options.command(options)
+    with running_command():
+        return options.command(options)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

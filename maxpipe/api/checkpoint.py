@@ -19,6 +19,7 @@ from maxpipe.api.arguments import (
     check_json,
     check_metrics,
     check_path,
+    locate_errors,
 )
 from maxpipe.api.trainer import SavedState, Trainer
 from maxpipe.checkpoint import inspect
@@ -79,11 +80,12 @@ class Checkpoint:
     config: dict[str, Any] = field(repr=False)
     """Config of the run when the checkpoint was saved, as nested dicts."""
     extra: dict[str, Any]
-    """JSON values that `save` received, such as the position of an own data iterator."""
+    """JSON values that `save` received, such as the position of a custom data iterator."""
     path: Path | str
     """Folder of the checkpoint."""
 
     @classmethod
+    @locate_errors
     def open(cls, address: str | os.PathLike[str]) -> Self:
         """Return the checkpoint with this address: RUN@STEP, RUN@newest, RUN@best, RUN (its newest)
         or the path of a checkpoint folder.
@@ -98,6 +100,7 @@ class Checkpoint:
         return cls._read(folder, parsed, resolve_step(folder, parsed))
 
     @classmethod
+    @locate_errors
     def list(cls, run: RunLocation) -> Sequence[Self]:
         """Return the checkpoints of a run, oldest first; empty if the run has none.
 
@@ -112,6 +115,7 @@ class Checkpoint:
         return tuple(cls._read(folder, address, step) for step in folder.steps())
 
     @classmethod
+    @locate_errors
     def newest(cls, run: RunLocation) -> Self | None:
         """Return the newest checkpoint of a run, or None if the run has no checkpoint.
 
@@ -126,6 +130,7 @@ class Checkpoint:
         return cls._read(folder, address, steps[-1]) if steps else None
 
     @classmethod
+    @locate_errors
     def best(cls, run: RunLocation, metric: str = "", mode: Literal["", "min", "max"] = "") -> Self:
         """Return the checkpoint with the best evaluation metric.
 
@@ -243,7 +248,7 @@ class Checkpoint:
             trainer: trainer of the state; `run.name` and `run.dir` select the folder.
             state: state to save. Its arrays may be used afterwards.
             metrics: evaluation metrics of the step, which `best` compares: finite numbers or NaN.
-            extra: JSON values to store, such as the position of an own data iterator.
+            extra: JSON values to store, such as the position of a custom data iterator.
 
         Raises:
             ConfigError: the step is already saved, `extra` contains other values than JSON, or a

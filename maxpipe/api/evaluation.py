@@ -1,4 +1,4 @@
-"""Evaluate the state of an own loop, or a checkpoint or Hugging Face folder."""
+"""Evaluate the state of a custom loop, or a checkpoint or Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
-from maxpipe.api.arguments import check_path, check_unused
+from maxpipe.api.arguments import check_path, check_unused, locate_errors
 from maxpipe.api.checkpoint import Checkpoint
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.trainer import Batch, Trainer
@@ -39,6 +39,7 @@ def evaluate(
 ) -> EvalReport | None: ...
 
 
+@locate_errors
 def evaluate(
     model: Trainer | SavedModel,
     state: TrainState | None = None,

@@ -1,4 +1,4 @@
-"""Generate text with the state of an own loop, or with a checkpoint or Hugging Face folder."""
+"""Generate text with the state of a custom loop, or with a checkpoint or Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from maxpipe.api.arguments import (
     check_integer,
     check_unused,
     is_number,
+    locate_errors,
 )
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.evaluation import SavedModel, model_address
@@ -244,6 +245,7 @@ def open_generator(
         yield TextGenerator(opened, options, say, where)
 
 
+@locate_errors
 def generate(
     model: Trainer | SavedModel,
     prompts: str | Sequence[str] | Sequence[ChatInput],
@@ -354,7 +356,7 @@ def _location(name: str) -> str:
 
 
 class _TrainedModel:
-    """The state of an own loop as a model for generation."""
+    """The state of a custom loop as a model for generation."""
 
     def __init__(self, trainer: Trainer, state: TrainState | None):
         if state is None:

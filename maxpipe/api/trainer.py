@@ -1,6 +1,6 @@
 """Build the mesh, the compiled steps and the state of a config, and train.
 
-`run_training` trains a run as `maxpipe train` does. `build` returns a `Trainer` for own loops.
+`run_training` trains a run as `maxpipe train` does. `build` returns a `Trainer` for custom loops.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from maxpipe.api.arguments import argument_error, check_instance, check_integer
+from maxpipe.api.arguments import argument_error, check_instance, check_integer, locate_errors
 from maxpipe.api.batch import check_mapping, complete_batch
 from maxpipe.api.config import ConfigSource, load_config
 from maxpipe.api.schedule import Schedule
@@ -73,6 +73,7 @@ Metrics = dict[str, Array]
 _log = logging.getLogger("maxpipe")
 
 
+@locate_errors
 def run_training(*sources: ConfigSource) -> Path:
     """Train or resume the run of a config, as `maxpipe train` does, and return the run folder.
 
@@ -100,6 +101,7 @@ def run_training(*sources: ConfigSource) -> Path:
     return Path(run_folder(loaded.config.run))
 
 
+@locate_errors
 def build(
     *sources: ConfigSource,
     loss: Objective | LossFunction | None = None,

@@ -34,7 +34,7 @@ from maxpipe.config.assignments import (
     resolve_model,
     shape_override_notes,
 )
-from maxpipe.config.check import DEFAULT, check, check_training, is_override
+from maxpipe.config.check import DEFAULT, check, check_training, find_mesh_mismatch, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.key_problems import type_problem, unknown_problem
 from maxpipe.config.rules import did_you_mean, plain_value
@@ -464,6 +464,9 @@ def _build(
     broken = check(config, origins, skip=wrong.union(missing, unchecked))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
+    if to_train and broken:
+        # A wrong mesh causes further errors, for example of sizes that it does not divide.
+        broken = [*find_mesh_mismatch(config, origins), *broken]
     # If a file could not be read, ignore errors about default values that the file might override.
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:

@@ -1,4 +1,4 @@
-"""Checkpoints of own loops: lists, metrics, and use by the commands."""
+"""Checkpoints of custom loops: lists, metrics, and use by the commands."""
 
 from __future__ import annotations
 
