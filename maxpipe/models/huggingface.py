@@ -539,13 +539,6 @@ class NoWindow:
         return {"use_sliding_window": False}
 
 
-RAMP = (
-    Fixed("beta_fast", (32, 32.0), 32),
-    Fixed("beta_slow", (1, 1.0), 1),
-)
-"""Key-table rows for the boundaries of the YaRN interpolation ramp."""
-
-
 @dataclass(frozen=True)
 class Period:
     """Key-table row for `layer_types` if every n-th layer is global, and for the key with n."""
@@ -599,7 +592,11 @@ class Period:
         return [self.others if number % period else FULL for number in range(1, count + 1)]
 
 
-YARN = (Fixed("attention_factor", (None,)), *RAMP)
+YARN = (
+    Fixed("attention_factor", (None,)),
+    Fixed("beta_fast", (32, 32.0), 32),
+    Fixed("beta_slow", (1, 1.0), 1),
+)
 """Key-table rows for YaRN parameters other than the factor and the original context length."""
 
 ENDS = (
