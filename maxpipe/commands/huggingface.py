@@ -72,9 +72,9 @@ def add(commands: Commands) -> None:
         help="convert a Hugging Face folder, or a checkpoint of MaxText, to a checkpoint",
         description="Convert a Hugging Face folder (config.json and safetensors files) to a\n"
         "checkpoint. Also write config.yml, the config of a run that starts from the imported\n"
-        "weights, and copy the tokenizer and generation files. The command downloads no files and\n"
-        "reads no pickle files. To start a run without conversion, set\n"
-        "checkpoint.restore_from=hf:DIR.\n\n"
+        "weights, and copy the tokenizer and generation files. The command reads no pickle\n"
+        "files and downloads no files (see `maxpipe fetch`). To start a run without conversion,\n"
+        "set checkpoint.restore_from=hf:DIR.\n\n"
         "maxtext:DIR converts a checkpoint of MaxText (Orbax) with a Llama, Mistral, Mixtral,\n"
         "Qwen2, Qwen3, Gemma 2 or Gemma 3 model, with scanned or unscanned layers.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"

@@ -30,6 +30,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse_address
+from maxpipe.config.config_files import hub_download_action, is_hub_id
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping, safetensors
 from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
@@ -277,7 +278,9 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             where,
             folder or "''",
             "must be a folder on this machine with config.json and safetensors files.",
-            "Download the model, and use the path of the downloaded folder.",
+            hub_download_action(folder)
+            if is_hub_id(folder)
+            else "Download the model with `maxpipe fetch`, and use the path of its folder.",
         )
     if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
         raise error

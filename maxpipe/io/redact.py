@@ -165,6 +165,13 @@ def register_secrets(argv: Sequence[str]) -> None:
     _registered_secrets = tuple(value for value in values if len(value) >= _MIN_ARGUMENT_CHARS)
 
 
+def register_secret(secret: str) -> None:
+    """Register a secret that a library has read, such as a token of its login."""
+    global _registered_secrets
+    if secret not in _registered_secrets:
+        _registered_secrets = (*_registered_secrets, secret)
+
+
 def redact_variable_names(names: Any) -> Any:
     """Redact every entry in a list of variable names that is not a valid variable name."""
     if isinstance(names, list | tuple):

@@ -125,8 +125,10 @@ def _model_problem(key: str, folder: str, config: Config, origins: Mapping[str, 
     if config.tokenizer.kind != "bytes" and _is_inside(config.tokenizer.path, folder):
         rule += f" {_TOKENIZER}={config.tokenizer.path} is also read from that folder."
         settings += f" and {_TOKENIZER}=DIR"
-    action = f"Download the model to this folder (`hf download NAME --local-dir {folder}`), or set "
-    action += f"{settings} to the folder of a local model."
+    name = folder if config_files.is_hub_id(folder) else "NAME"
+    out = folder.rpartition("/")[2] if name == folder else folder
+    action = f"Download the model: run `maxpipe fetch hf:{name} --out {out}`, and set "
+    action += f"{settings}, where DIR is {out} or the folder of another model."
     return Problem(Code.HF_FOLDER, error_location(key, origins), f"{_MODEL}{folder}", rule, action)
 
 
@@ -157,7 +159,7 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
         rule = f"must name an existing file or folder; none exists relative to {os.getcwd()}."
         action = f"Set {key} to an existing path."
         if key == "tokenizer.path" and config_files.is_hub_id(path):
-            rule += " Nothing is downloaded."
+            rule += " Only `maxpipe fetch` downloads files."
             action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."
         yield Problem(Code.DATA_MISSING, error_location(key, origins), path, rule, action)
 

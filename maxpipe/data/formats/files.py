@@ -241,8 +241,8 @@ def _action(path: str, suffixes: tuple[str, ...]) -> str:
             return f"Set data.source={fitting[0]}, which reads the files in {path}."
     elif is_hub_id(path):
         return (
-            f"Download the data first: run `hf download {path} --repo-type dataset --local-dir "
-            "data`, and set data.path=data."
+            f"Download the data first: run `maxpipe fetch hf:datasets/{path} --out data`, and set "
+            "data.path=data."
         )
     elif not os.path.lexists(expanded) and (
         guess := did_you_mean(os.path.basename(expanded), _siblings(expanded))
