@@ -1,7 +1,8 @@
-"""Store runs and checkpoints in local folders and Google Cloud Storage buckets.
+"""Store runs and checkpoints in local folders and in buckets of object stores.
 
-A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs; this
-module adds operations that they lack.
+A bucket path has the form `gs://BUCKET/PATH` or `s3://BUCKET/PATH`. epath and orbax access objects
+through fsspec; this module adds operations that they lack. orbax itself supports only `gs://`, so
+`to_epath` extends the functions with which orbax recognizes a bucket.
 
 The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
 its content was read and differs from the saved content, or is missing. All other failures are
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import secrets
@@ -30,7 +32,14 @@ from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
-from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_regular, url_scheme
+from maxpipe.io.files import UnsafeFileError, expand_path, open_regular, url_scheme
+from maxpipe.io.stores import (
+    CHECKPOINT_STORES,
+    array_store,
+    missing_package,
+    store_filesystem,
+    strip_scheme,
+)
 
 T = TypeVar("T")
 
@@ -98,7 +107,6 @@ CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the checkpoint folder inside the run folder, or inside the run's folder in
 `checkpoint.dir`."""
 
-_BUCKET = "gs://"
 _OPEN_FILES = "/proc/self/fd"
 
 
@@ -152,21 +160,67 @@ def to_epath(path: epath.PathLike) -> epath.Path:
     """
     if not in_bucket(path):
         return epath.Path("/") / expand_path(os.fspath(path)).absolute()
-    if not os.fspath(path).startswith(_BUCKET):
-        rule = "must be a folder or a path in a Google Cloud Storage bucket."
-        raise ConfigError.one(
-            Code.IO_PATH, os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder."
+    scheme = url_scheme(path)
+    if scheme not in CHECKPOINT_STORES:
+        rule = (
+            f"must be a folder or a path in a gs:// or s3:// bucket: {scheme}:// is not supported."
         )
+        action = "Give gs://BUCKET/PATH, s3://BUCKET/PATH or a folder, such as a mounted store."
+        raise ConfigError.one(Code.IO_PATH, os.fspath(path), None, rule, action)
     try:
-        gcs_filesystem()
+        store_filesystem(path)
     except ImportError as error:
+        rule, action = missing_package(path)
         raise StorageError(
-            Code.ENV_PACKAGE,
-            f"{path}: cannot be reached\n"
-            "  buckets require the package gcsfs, which is not installed.\n"
-            "  Run: pip install 'maxpipe[gcs]'",
+            Code.ENV_PACKAGE, f"{path}: cannot be reached\n  {rule}\n  {action}"
         ) from error
+    if scheme == "s3":
+        _extend_orbax()
     return epath.Path(path)
+
+
+def _array_store(path: str) -> dict[str, Any]:
+    """Return the tensorstore spec for a folder of arrays, or for orbax's file of shardings."""
+    path = path.rstrip("/")
+    return array_store(path if path.endswith("/_sharding") else f"{path}/")
+
+
+@functools.cache
+def _extend_orbax() -> None:
+    """Extend the functions with which orbax recognizes `gs://` to `s3://`.
+
+    orbax then commits a checkpoint by an object in place of a rename, and writes arrays with the
+    S3 driver of tensorstore.
+    """
+    from orbax.checkpoint._src.path import gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    is_hierarchical = gcs_utils.is_hierarchical_namespace_enabled
+    replaced = {
+        gcs_utils: {
+            "is_gcs_path": lambda path: in_bucket(path),
+            "is_hierarchical_namespace_enabled": lambda path: (
+                url_scheme(path) == "gs" and is_hierarchical(path)
+            ),
+            "get_kvstore_for_gcs": _array_store,
+        },
+        tensorstore_utils: {
+            "_use_gcs_driver": in_bucket,
+            "_normalize_path": lambda path: (
+                path.rstrip("/") if in_bucket(path) else os.path.normpath(path)
+            ),
+        },
+    }
+    for module, functions in replaced.items():
+        for name, function in functions.items():
+            if not callable(getattr(module, name, None)):
+                raise StorageError(
+                    Code.ENV_PACKAGE,
+                    "checkpoints: cannot be stored in S3\n"
+                    f"  the installed orbax-checkpoint has no function {name}.\n"
+                    "  Run: pip install 'orbax-checkpoint==0.12.8'",
+                )
+            setattr(module, name, function)
 
 
 @contextlib.contextmanager
@@ -213,7 +267,7 @@ def create(path: epath.PathLike, text: str) -> None:
     Raises:
         FileExistsError: the object exists.
     """
-    gcs_filesystem().pipe_file(os.fspath(path), text.encode(), mode="create")
+    store_filesystem(path).pipe_file(os.fspath(path), text.encode(), mode="create")
 
 
 class PinnedFolder:
@@ -277,7 +331,7 @@ def exists(path: epath.Path) -> bool:
         return call_with_retries(lambda: _exists(path))
     with translate_read_errors(path):
         try:
-            gcs_filesystem().info(os.fspath(path))
+            store_filesystem(path).info(os.fspath(path))
         except FileNotFoundError:
             return False
     return True
@@ -297,10 +351,36 @@ def entries(folder: epath.Path) -> list[epath.Path]:
         return [folder / name for name in sorted(names)]
     with translate_read_errors(folder):
         try:
-            names = gcs_filesystem().ls(os.fspath(folder), detail=False)
+            names = store_filesystem(folder).ls(os.fspath(folder), detail=False)
         except FileNotFoundError:
             return []
     return [folder / os.path.basename(name) for name in names]
+
+
+def rename(path: epath.Path, target: epath.Path) -> None:
+    """Rename a folder. In a bucket, all objects are copied, then deleted.
+
+    Raises:
+        OSError: the folder cannot be renamed.
+    """
+    if url_scheme(path) in ("", "gs"):
+        path.rename(target)
+        return
+    store = store_filesystem(path)
+    for name in files(path):
+        store.cp_file(os.fspath(path / name), os.fspath(target / name))
+    store.rm(os.fspath(path), recursive=True)
+
+
+def modified_seconds(path: epath.PathLike) -> float:
+    """Return the Unix time of the last write to a file, folder or object."""
+    if not in_bucket(path):
+        return os.stat(path).st_mtime
+    store = store_filesystem(path)
+    # epath returns 0 for objects in S3. Folders of a bucket have no time.
+    with contextlib.suppress(KeyError, TypeError):
+        return store.modified(os.fspath(path)).timestamp()
+    return 0.0
 
 
 def open_file(path: epath.Path) -> BufferedIOBase:
@@ -333,8 +413,8 @@ def files(folder: epath.Path) -> dict[str, int]:
     if not in_bucket(folder):
         return call_with_retries(lambda: dict(_walk(folder)))
     with translate_read_errors(folder):
-        objects = gcs_filesystem().find(os.fspath(folder), detail=True)
-    begin = len(os.fspath(folder)) - len(_BUCKET) + 1
+        objects = store_filesystem(folder).find(os.fspath(folder), detail=True)
+    begin = len(strip_scheme(folder)) + 1
     return {name[begin:]: info["size"] for name, info in objects.items() if name[-1] != "/"}
 
 
@@ -378,9 +458,12 @@ def remedy(path: epath.PathLike, key: str) -> str:
     if link := _lost_link(path):
         return f"Create the target of {link}, or remove the link."
     if in_bucket(path):
+        role = "the Storage Object User role"
+        if url_scheme(path) != "gs":
+            role = "permission to list, read, write and delete its objects"
         return (
-            "Check that this machine can reach the bucket, and grant its account the Storage "
-            f"Object User role; or set {key} to another path."
+            f"Check that this machine can reach the bucket, and grant its account {role}; or set "
+            f"{key} to another path."
         )
     return f"Free disk space, or set {key} to a writable folder."
 

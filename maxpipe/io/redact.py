@@ -45,7 +45,8 @@ _SECRET_FORMS = re.compile(
 one of the two slashes may be missing."""
 
 _SECRET_NAME = (
-    r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
+    r"pass(?:word|wd|phrase)|secret|(?:api|access|account|private)[_-]?key|credential"
+    r"|connection[_-]?string"
     r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
     r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_)(?<!mask_)token(?![A-Za-z])"
 )

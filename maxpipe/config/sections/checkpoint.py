@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from maxpipe.config.rules import add_local_folder_rule, add_ranges, rule, value_of
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.files import url_scheme
+from maxpipe.io.stores import CHECKPOINT_STORES
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
 
@@ -96,17 +97,18 @@ def _add_folder_or_bucket_rule(key: str) -> None:
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
         scheme = url_scheme(value_of(config, key))
-        if scheme not in ("", "gs"):
+        if scheme and scheme not in CHECKPOINT_STORES:
             yield RuleViolation(
                 Code.IO_PATH,
                 key,
-                f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not supported.",
-                f"Set {key}=gs://my-bucket/runs, or mount the storage and set {key} to its folder.",
+                f"must be a folder, gs://BUCKET/PATH or s3://BUCKET/PATH: {scheme}:// is not "
+                "supported.",
+                f"Set {key}=gs://my-bucket/runs or s3://my-bucket/runs, or mount the storage and "
+                f"set {key} to its folder.",
             )
-        elif scheme and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
-            yield RuleViolation(
-                Code.IO_PATH, key, "must contain a bucket name.", f"Set {key}=gs://my-bucket/runs."
-            )
+        elif scheme and not re.match(r"\w+://[a-z0-9]", value_of(config, key)):
+            action = f"Set {key}={scheme}://my-bucket/runs."
+            yield RuleViolation(Code.IO_PATH, key, "must contain a bucket name.", action)
 
 
 _add_folder_or_bucket_rule("checkpoint.dir")
