@@ -94,7 +94,7 @@ SOCKETS = {
     "maxpipe/launch/local.py",
 }
 # Downloads models and datasets: see tests/huggingface/test_hub.py.
-DOWNLOADS = {"maxpipe/huggingface/hub.py"}
+DOWNLOADS = {"maxpipe/huggingface/hub_client.py"}
 # jax serializes compiled programs with pickle: see tests/step/test_executable.py.
 EXECUTABLES = {"maxpipe/step/executable.py"}
 # Runs plug-ins if `plugins.allow_code` is true: see tests/config/test_plugins.py.

@@ -85,6 +85,8 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
     Raises:
         ConfigError: the run does not exist, or the checkpoint address is ambiguous.
     """
+    if in_bucket(runs) and re.fullmatch(r"[\w.-]+(@\w+)?", text):
+        text = f"{runs.rstrip('/')}/{text}"
     if in_bucket(text):
         return _in_bucket(text, where)
     finder = _Finder(text, where, runs or RunConfig().dir, begin)

@@ -110,15 +110,43 @@ CHECKPOINTS_FOLDER = "checkpoints"
 _OPEN_FILES = "/proc/self/fd"
 
 
+def copy_folder(url: epath.PathLike) -> Path:
+    """Return the folder on this machine that contains the copy of a folder in a bucket."""
+    scheme, _, name = os.fspath(url).partition("://")
+    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+    return Path(_copies(), scheme, *parts)
+
+
+def url_of_copy(folder: epath.PathLike) -> str:
+    """Return the URL of the folder in a bucket if `folder` is its copy, or an empty string."""
+    path = Path(folder)
+    if in_bucket(folder) or not path.is_relative_to(_copies()):
+        return ""
+    scheme, *parts = path.relative_to(_copies()).parts or ("",)
+    return f"{scheme}://{'/'.join(parts)}" if scheme in CHECKPOINT_STORES else ""
+
+
+def _copies() -> str:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "maxpipe", "runs")
+
+
+def runs_folder(config: RunConfig) -> Path:
+    """Return the folder of all runs on this machine. For a bucket, this is its local copy."""
+    if in_bucket(config.dir):
+        return copy_folder(config.dir)
+    return expand_path(config.dir, "run.dir")
+
+
 def run_folder(config: RunConfig) -> Path:
     """Return a run's folder, which contains all run files except those in `checkpoint.dir`."""
-    return expand_path(config.dir, "run.dir") / config.name
+    return runs_folder(config) / config.name
 
 
 def checkpoint_home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
     """Return the parent of a run's checkpoint folder, according to a config."""
     if not config.dir:
-        return os.fspath(run_dir)
+        return url_of_copy(run_dir) or os.fspath(run_dir)
     above = config.dir if in_bucket(config.dir) else expand_path(config.dir, "checkpoint.dir")
     return os.path.join(above, os.path.basename(run_dir))
 
@@ -141,7 +169,7 @@ def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
             return path
         raise
     if not config.checkpoint.dir:
-        return path
+        return url_of_copy(path) or path
     # Use the run name in the config, because the run folder may have been copied or renamed.
     return checkpoint_home(config.run.name, config.checkpoint)
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from maxpipe.checkpoint.storage import runs_folder
 from maxpipe.commands.data_inspect import (
     DATA_HELP,
     RUN_HELP,
@@ -172,7 +173,7 @@ def _prepare(options: argparse.Namespace) -> int:
         tokenizer=config.tokenizer,
         seed=seed_of(name, config.run.seed),
         folder=expand_path(options.out, _OUT),
-        cache_dir=str(expand_path(config.run.dir, "run.dir") / ".index"),
+        cache_dir=str(runs_folder(config.run) / ".index"),
         workers=options.workers,
         shard_tokens=options.shard_tokens,
     )

@@ -8,6 +8,7 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from maxpipe.checkpoint.storage import runs_folder
 from maxpipe.commands.data_inspect import expand_data_files, is_config, resolve_run_inputs
 from maxpipe.commands.parser import (
     DATA_PREFIX,
@@ -87,7 +88,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
         return open_training_files(inputs, options.field or "text")
     given = [f"data.text_field={options.field}"] if options.field else []
     config = read_data_config([*expand_data_files(inputs), *given]).config
-    index = str(expand_path(config.run.dir, "run.dir") / ".index")
+    index = str(runs_folder(config.run) / ".index")
     sources = []
     for name, source in all_sources(config.data).items():
         with wrap_section_errors(name):

@@ -4,9 +4,8 @@
 tokenizers and data files. Code and pickle files are never downloaded. Each file is compared with
 the digest that the hub states: the SHA-256 of an LFS file, or the git blob ID of any other file.
 
-The package `huggingface_hub` lists the repository, finds the token and configures HTTP. It neither
-verifies digests nor resumes a killed download, so this module reads the files. The token is sent
-only to the origin of the hub.
+The functions of `huggingface_hub` that download files neither verify digests nor resume a killed
+download, so this module writes the files.
 """
 
 from __future__ import annotations
@@ -15,24 +14,28 @@ import contextlib
 import hashlib
 import itertools
 import json
-import logging
 import math
 import os
 import re
 import shutil
 import stat
-import time
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar
-from urllib.parse import quote, urljoin, urlsplit
+from typing import Any, TypedDict, TypeVar
 
 from maxpipe.errors import Code, ConfigError, StorageError
-from maxpipe.huggingface.folder import INDEX, PREFIX, SINGLE
-from maxpipe.io import redact
+from maxpipe.huggingface.folder import INDEX, SINGLE
+from maxpipe.huggingface.hub_client import (
+    COMMIT,
+    WHERE,
+    Hub,
+    HubAddress,
+    RemoteFile,
+    RetryableError,
+    parse_hub_address,
+)
 from maxpipe.io.files import expand_path, lock, open_regular, read, write
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
@@ -43,23 +46,13 @@ MANIFEST = ".fetch.json"
 """Name of the manifest in the folder. Data sources ignore names that begin with a dot."""
 PARTIAL_FOLDER = ".fetch"
 
-ATTEMPTS, FIRST_PAUSE_SECONDS, MAX_WAIT_SECONDS = 5, 1.0, 300.0
-"""Number of attempts without progress, pause after the first attempt, and longest accepted
-`Retry-After`."""
-_TIMEOUT_SECONDS = 30.0
-_MAX_REDIRECTS = 10
 _CHUNK_BYTES = 1 << 20
 _MEGABYTE = 10**6
 _RESERVE_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 1 << 28
 _FORMAT = 1
 
-_WHERE, _OUT = "command line: REPOSITORY", "command line: --out"
-_DATASETS = "datasets/"
-_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
-_ADDRESS = re.compile(rf"hf:(?P<kind>datasets/)?(?P<name>({_NAME}/)?{_NAME})(@(?P<revision>.*))?")
-_REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/+-]{0,254}")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
+_OUT = "command line: --out"
 _STATED = re.compile(r"git:[0-9a-f]{40}|sha256:[0-9a-f]{64}")
 
 _MODEL_FILES = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.jinja")
@@ -72,19 +65,6 @@ _DATA_FILES = tuple(
 _DATA_CONFIGS = ("dataset_infos.json", "dataset_dict.json")
 _HIDDEN = re.compile(r"(^|/)\.[^./\\]")
 _WINDOWS_NAMES = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
-_RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
-
-
-@dataclass(frozen=True, slots=True)
-class HubAddress:
-    """A repository and a revision: `hf:[datasets/]ORG/NAME[@REVISION]`."""
-
-    kind: Literal["model", "dataset"]
-    name: str
-    revision: str
-
-    def __str__(self) -> str:
-        return f"{PREFIX}{_DATASETS if self.kind == 'dataset' else ''}{self.name}"
 
 
 class _Entry(TypedDict):
@@ -103,41 +83,6 @@ class _Manifest(TypedDict):
     endpoint: str
     include: list[str]
     files: dict[str, _Entry]
-
-
-class _RemoteFile(NamedTuple):
-    """A file of the repository and the digest that the hub states, `sha256:...` or `git:...`."""
-
-    path: str
-    size: int
-    stated: str
-
-
-class _RetryableError(Exception):
-    """Raised if an attempt failed and another attempt may succeed after `seconds`."""
-
-    def __init__(self, reason: str, seconds: float | None = None):
-        super().__init__(reason)
-        self.seconds = seconds
-
-
-def parse_hub_address(text: str) -> HubAddress:
-    """Parse `hf:[datasets/]ORG/NAME[@REVISION]`. The default revision is `main`.
-
-    Raises:
-        ConfigError: the text does not have this form.
-    """
-    match = _ADDRESS.fullmatch(text)
-    if match is None:
-        rule = "must have the form hf:ORG/NAME@REVISION, or hf:datasets/ORG/NAME@REVISION."
-        action = "Write the name of the repository as on the hub, such as hf:ORG/NAME."
-        raise ConfigError.one(Code.CLI_VALUE, _WHERE, text or "''", rule, action)
-    revision = match["revision"]
-    if revision is not None and not _REVISION.fullmatch(revision):
-        rule = "must name a branch, a tag or a commit after the @."
-        action = "Write hf:ORG/NAME@main, or leave the revision out."
-        raise ConfigError.one(Code.CLI_VALUE, _WHERE, text, rule, action)
-    return HubAddress("dataset" if match["kind"] else "model", match["name"], revision or "main")
 
 
 def fetch(
@@ -160,12 +105,12 @@ def fetch(
     """
     address = parse_hub_address(text)
     folder = expand_path(out, _OUT)
-    hub = _Hub(address)
+    hub = Hub(address)
     with _locked(folder):
         before = _read_manifest(folder, address)
         commit = before["commit"] if before else ""
         if before and sorted(include) == before["include"]:
-            files = [_RemoteFile(p, e["size"], e["stated"]) for p, e in before["files"].items()]
+            files = [RemoteFile(p, e["size"], e["stated"]) for p, e in before["files"].items()]
         else:
             commit, listed = hub.list_files(commit)
             files = _select(address, listed, include)
@@ -199,7 +144,7 @@ def fetch(
     return commit
 
 
-def _entry(file: _RemoteFile, before: _Entry | None) -> _Entry:
+def _entry(file: RemoteFile, before: _Entry | None) -> _Entry:
     same = before is not None and before["stated"] == file.stated
     return {
         "size": file.size,
@@ -208,244 +153,12 @@ def _entry(file: _RemoteFile, before: _Entry | None) -> _Entry:
     }
 
 
-# --- the hub ------------------------------------------------------------------------------
-
-
-class _Hub:
-    """One repository of the hub that `HF_ENDPOINT` names."""
-
-    def __init__(self, address: HubAddress):
-        try:
-            import httpx2
-            import huggingface_hub
-            from huggingface_hub import constants
-        except ImportError as error:
-            rule = "requires the package huggingface_hub, which is not installed."
-            action = "Run: pip install 'maxpipe[hub]'"
-            raise ConfigError.one(Code.ENV_PACKAGE, _WHERE, address, rule, action) from error
-        # Messages of the library may contain signed URLs.
-        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-        self._address, self._library, self._httpx = address, huggingface_hub, httpx2
-        self._endpoint = constants.ENDPOINT.rstrip("/")
-        self._token = huggingface_hub.get_token()
-        if self._token:
-            redact.register_secret(self._token)
-        parts = urlsplit(self._endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            rule = "must be the http or https address of a hub, without a user name."
-            action = "Unset HF_ENDPOINT to use https://huggingface.co."
-            raise ConfigError.one(Code.HF_HUB, "environment: HF_ENDPOINT", None, rule, action)
-        self.shown_endpoint = redact.redact_text(self._endpoint)
-
-    def list_files(self, commit: str) -> tuple[str, list[_RemoteFile]]:
-        """Return the commit of the revision and all files of the repository.
-
-        If `commit` is empty, the revision of the address is resolved.
-        """
-        revision = commit or self._address.revision
-        api = self._library.HfApi(endpoint=self._endpoint, token=self._token or False)
-
-        def ask() -> Any:
-            with self._translate_http_errors():
-                return api.repo_info(
-                    self._address.name,
-                    revision=revision,
-                    repo_type=self._address.kind,
-                    timeout=_TIMEOUT_SECONDS,
-                    files_metadata=True,
-                )
-
-        try:
-            info = self._with_retries("the list of files", ask)
-            sha, siblings = info.sha, info.siblings
-            files = [_remote_file(sibling) for sibling in siblings]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._invalid_answer(f"the list of files is invalid: {error}") from error
-        if not isinstance(sha, str) or not _COMMIT.fullmatch(sha):
-            raise self._invalid_answer("the list of files names no commit")
-        if _COMMIT.fullmatch(revision) and sha != revision:
-            raise self._invalid_answer(f"commit {sha} was returned in place of {revision}")
-        return sha, files
-
-    def open(self, path: str, commit: str, start: int) -> Any:
-        """Return a context manager that yields the response for a file from byte `start`."""
-        kind = _DATASETS if self._address.kind == "dataset" else ""
-        name = f"{kind}{self._address.name}"
-        url = f"{self._endpoint}/{name}/resolve/{commit}/{quote(path)}"
-        return self._open(url, start)
-
-    @contextlib.contextmanager
-    def _open(self, url: str, start: int) -> Iterator[Any]:
-        from huggingface_hub.utils import build_hf_headers
-
-        headers = build_hf_headers(token=self._token or False)
-        headers |= {"Accept-Encoding": "identity"}
-        if start:
-            headers["Range"] = f"bytes={start}-"
-        for _ in range(_MAX_REDIRECTS):
-            if _origin(url) != _origin(self._endpoint):
-                headers = {k: v for k, v in headers.items() if k.lower() != "authorization"}
-            with self._translate_http_errors(), contextlib.ExitStack() as stack:
-                response = stack.enter_context(
-                    self._library.get_session().stream(
-                        "GET",
-                        url,
-                        headers=headers,
-                        follow_redirects=False,
-                        timeout=_TIMEOUT_SECONDS,
-                    )
-                )
-                if not response.has_redirect_location:
-                    self._check_status(response, _origin(url) == _origin(self._endpoint))
-                    yield response
-                    return
-                location = response.headers["Location"]
-            url = self._redirected(url, location)
-        raise self._invalid_answer(f"more than {_MAX_REDIRECTS} redirects")
-
-    def _redirected(self, url: str, location: str) -> str:
-        """Return the target of a redirect, which must be a web address and keep encryption."""
-        try:
-            target = urljoin(url, location)
-            scheme, host, _ = _origin(target)
-        except ValueError:
-            target = scheme = host = ""
-        if scheme not in ("http", "https") or not host:
-            raise self._invalid_answer("a file is redirected to an address that is not on the web")
-        if scheme == "http" and urlsplit(url).scheme == "https":
-            raise self._invalid_answer(f"a file is redirected to {host} without encryption")
-        return target
-
-    def _check_status(self, response: Any, at_hub: bool) -> None:
-        status = response.status_code
-        # A signed address of another host expires; the next attempt requests a new one.
-        if status in _RETRIED or (not at_hub and status in (401, 403, 410)):
-            raise _RetryableError(f"HTTP status {status}", _retry_after(response.headers))
-        if status in (401, 403, 404):
-            raise self._access_error(f"HTTP status {status}")
-        if status not in (200, 206, 416):
-            raise self._invalid_answer(f"HTTP status {status}")
-
-    @contextlib.contextmanager
-    def _translate_http_errors(self) -> Iterator[None]:
-        """Convert errors of the libraries. Messages with addresses are never kept."""
-        from huggingface_hub import errors
-
-        try:
-            yield
-        except errors.OfflineModeIsEnabled:
-            rule = "forbids all connections to the hub."
-            action = "Unset HF_HUB_OFFLINE, and run the command again."
-            raise ConfigError.one(
-                Code.HF_HUB, "environment: HF_HUB_OFFLINE", None, rule, action
-            ) from None
-        except errors.HFValidationError:
-            raise self._access_error("the hub accepts no such name") from None
-        except errors.RevisionNotFoundError:
-            rule = f"the repository has no revision {self._address.revision}."
-            action = f"Write {self._address}@main, or the name of a branch, tag or commit."
-            raise ConfigError.one(
-                Code.HF_ACCESS,
-                _WHERE,
-                f"{self._address}@{self._address.revision}",
-                rule,
-                action,
-            ) from None
-        except errors.HfHubHTTPError as error:
-            status = error.response.status_code
-            if status in _RETRIED:
-                seconds = _retry_after(error.response.headers)
-                raise _RetryableError(f"HTTP status {status}", seconds) from None
-            if status in (401, 403, 404):
-                raise self._access_error(f"HTTP status {status}") from None
-            raise self._invalid_answer(f"HTTP status {status}") from None
-        except self._httpx.InvalidURL:
-            raise self._invalid_answer("an address is invalid") from None
-        except self._httpx.HTTPError as error:
-            raise _RetryableError(_describe(error)) from None
-
-    def _with_retries(self, what: str, call: Callable[[], T]) -> T:
-        for attempt in range(ATTEMPTS):
-            try:
-                return call()
-            except _RetryableError as error:
-                self.pause(what, attempt, error)
-        raise AssertionError("`pause` raises an error after the last attempt")
-
-    def pause(self, what: str, attempt: int, error: _RetryableError) -> None:
-        """Wait before the next attempt.
-
-        Raises:
-            StorageError: this was the last attempt, or the hub requests a longer wait.
-        """
-        seconds = FIRST_PAUSE_SECONDS * 2**attempt if error.seconds is None else error.seconds
-        if attempt + 1 == ATTEMPTS or seconds > MAX_WAIT_SECONDS:
-            wait = f"; the hub requests a wait of {seconds:,.0f} s" if error.seconds else ""
-            raise StorageError(
-                Code.HF_HUB,
-                f"{self._address}: {what} cannot be downloaded from {self.shown_endpoint}\n"
-                f"  {error}{wait}. Complete files and partial files are kept.\n"
-                "  Check the network, then run the same command again, which continues.",
-            ) from None
-        time.sleep(seconds)
-
-    def _access_error(self, reason: str) -> ConfigError:
-        kind = "dataset" if self._address.kind == "dataset" else "model"
-        rule = f"must be a {kind} that you may download from {self.shown_endpoint}: {reason}."
-        token = "the token has no access to it" if self._token else "set HF_TOKEN if it is private"
-        action = f"Check the name; {token}, and accept its terms on the hub if it has any."
-        return ConfigError.one(Code.HF_ACCESS, _WHERE, self._address, rule, action)
-
-    def _invalid_answer(self, reason: str) -> StorageError:
-        return StorageError(
-            Code.HF_HUB,
-            f"{self._address}: {self.shown_endpoint} gave an invalid answer\n"
-            f"  {reason}.\n"
-            "  Check HF_ENDPOINT and the proxy, then run the same command again.",
-        )
-
-
-def _remote_file(sibling: Any) -> _RemoteFile:
-    path, size, lfs = sibling.rfilename, sibling.size, sibling.lfs
-    stated = f"git:{sibling.blob_id}" if lfs is None else f"sha256:{lfs.sha256}"
-    size = size if lfs is None else lfs.size
-    if not isinstance(path, str):
-        raise TypeError("a file name is not a string")
-    if type(size) is not int or size < 0:
-        raise ValueError(f"{path!r} has no size")
-    return _RemoteFile(path, size, stated)
-
-
-def _retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds in `Retry-After`, or None. Dates are ignored."""
-    text = headers.get("Retry-After", "").strip()
-    return float(text) if re.fullmatch(r"[0-9]{1,9}", text) else None
-
-
-def _origin(url: str) -> tuple[str, str, int | None]:
-    parts = urlsplit(url)
-    return parts.scheme, (parts.hostname or "").lower(), parts.port or _PORTS.get(parts.scheme)
-
-
-_PORTS = {"http": 80, "https": 443}
-
-
-def _describe(error: BaseException | None) -> str:
-    """Return the reason of a failed connection; the error's own text may contain an address."""
-    name = type(error).__name__
-    while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return os.strerror(error.errno) if error.errno > 0 else "the host name is unknown"
-        error = error.__cause__ or error.__context__
-    return name
-
-
 # --- files of the repository --------------------------------------------------------------
 
 
 def _select(
-    address: HubAddress, files: Sequence[_RemoteFile], include: Sequence[str]
-) -> list[_RemoteFile]:
+    address: HubAddress, files: Sequence[RemoteFile], include: Sequence[str]
+) -> list[RemoteFile]:
     """Return the files to download, sorted by path."""
     kinds = _DATA_FILES if address.kind == "dataset" else _MODEL_FILES
     allowed = [
@@ -470,12 +183,12 @@ def _select(
         rule = f"has no {kind} files" + (f" that match {' or '.join(include)}" if include else "")
         rule += f": its {pluralize(len(files), 'file')} end with {', '.join(others)}."
         action = "Choose a repository with these files; code and pickle files are never downloaded."
-        raise ConfigError.one(Code.HF_ACCESS, _WHERE, address, rule, action)
+        raise ConfigError.one(Code.HF_ACCESS, WHERE, address, rule, action)
     for file in chosen:
         if not _STATED.fullmatch(file.stated):
             rule = f"the hub states no digest of {file.path!r}."
             action = "Check HF_ENDPOINT, or download another repository."
-            raise ConfigError.one(Code.HF_ACCESS, _WHERE, address, rule, action)
+            raise ConfigError.one(Code.HF_ACCESS, WHERE, address, rule, action)
     return sorted(chosen)
 
 
@@ -483,7 +196,7 @@ def _matches(text: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(text, pattern) for pattern in patterns)
 
 
-def _any(files: Sequence[_RemoteFile], pattern: str) -> bool:
+def _any(files: Sequence[RemoteFile], pattern: str) -> bool:
     return any(fnmatchcase(file.path, pattern) for file in files)
 
 
@@ -507,7 +220,7 @@ def _check_names(address: HubAddress, paths: Sequence[str]) -> None:
         if reason:
             rule = f"has the file {path!r}, whose name {reason}. Nothing was downloaded."
             action = "Do not use this repository, or select other files with --include."
-            raise ConfigError.one(Code.HF_NAMES, _WHERE, address, rule, action)
+            raise ConfigError.one(Code.HF_NAMES, WHERE, address, rule, action)
 
 
 def _unsafe_reason(path: str) -> str:
@@ -565,7 +278,7 @@ def _read_manifest(folder: Path, address: HubAddress) -> _Manifest | None:
     path = folder / MANIFEST
     try:
         manifest = parse_json(read(path, _MAX_MANIFEST_BYTES), _Manifest)
-        if manifest["format"] != _FORMAT or not _COMMIT.fullmatch(manifest["commit"]):
+        if manifest["format"] != _FORMAT or not COMMIT.fullmatch(manifest["commit"]):
             raise ValueError("its format is unknown")
     except FileNotFoundError:
         if not os.listdir(folder):
@@ -600,7 +313,7 @@ def _translate_disk_errors(folder: Path) -> Iterator[None]:
         raise StorageError.unwritable(error.filename or folder, cause, action) from error
 
 
-def _check_space(folder: Path, files: Sequence[_RemoteFile]) -> None:
+def _check_space(folder: Path, files: Sequence[RemoteFile]) -> None:
     """Check that the missing bytes fit on the disk.
 
     Raises:
@@ -620,7 +333,7 @@ def _check_space(folder: Path, files: Sequence[_RemoteFile]) -> None:
         )
 
 
-def _is_complete(folder: Path, file: _RemoteFile, manifest: _Manifest, progress: _Progress) -> bool:
+def _is_complete(folder: Path, file: RemoteFile, manifest: _Manifest, progress: _Progress) -> bool:
     """Return whether the folder contains the file with its recorded digest."""
     expected = manifest["files"][file.path]["sha256"]
     path = folder / file.path
@@ -674,11 +387,11 @@ class _Digest:
 class _Progress:
     """Reports the megabytes of all files together."""
 
-    def __init__(self, report: Callable[[str, int, int], None], files: Sequence[_RemoteFile]):
+    def __init__(self, report: Callable[[str, int, int], None], files: Sequence[RemoteFile]):
         self._report, self._task, self._done = report, "", 0
         self._total = sum(file.size for file in files)
 
-    def begin(self, file: _RemoteFile) -> None:
+    def begin(self, file: RemoteFile) -> None:
         self._task = file.path
         self.add(0)
 
@@ -688,15 +401,13 @@ class _Progress:
         self._report(self._task, min(self._done // _MEGABYTE, total), total)
 
 
-def _partial_path(folder: Path, file: _RemoteFile) -> Path:
+def _partial_path(folder: Path, file: RemoteFile) -> Path:
     """Return the path of an incomplete file. Another content has another path."""
     name = hashlib.sha256(f"{file.path}\0{file.stated}".encode()).hexdigest()[:32]
     return folder / PARTIAL_FOLDER / f".{name}"
 
 
-def _fetch_file(
-    hub: _Hub, folder: Path, file: _RemoteFile, commit: str, progress: _Progress
-) -> str:
+def _fetch_file(hub: Hub, folder: Path, file: RemoteFile, commit: str, progress: _Progress) -> str:
     """Download one file, move it to its place, and return its SHA-256."""
     target = _make_parents(folder, file.path)
     path = _partial_path(folder, file)
@@ -721,7 +432,7 @@ def _fetch_file(
 class _PartialFile:
     """A partly downloaded file and the digest of its content."""
 
-    def __init__(self, stream: Any, file: _RemoteFile, progress: _Progress):
+    def __init__(self, stream: Any, file: RemoteFile, progress: _Progress):
         self.file, self._stream, self._progress = file, stream, progress
         self.digest = _Digest(file.size)
         if os.fstat(stream.fileno()).st_size > file.size:
@@ -747,7 +458,7 @@ class _PartialFile:
         self._progress.add(len(data))
 
 
-def _download_rest(hub: _Hub, partial: _PartialFile, commit: str) -> None:
+def _download_rest(hub: Hub, partial: _PartialFile, commit: str) -> None:
     """Download the rest of a file, with several attempts."""
     file, attempt = partial.file, 0
     while (before := partial.digest.size) < file.size:
@@ -758,13 +469,13 @@ def _download_rest(hub: _Hub, partial: _PartialFile, commit: str) -> None:
                 if response.status_code != 206 or not is_rest:
                     partial.restart()  # the server ignores ranges
                     if response.status_code != 200:
-                        raise _RetryableError(f"HTTP status {response.status_code} for a range")
+                        raise RetryableError(f"HTTP status {response.status_code} for a range")
                 for data in response.iter_bytes():
                     partial.append(data)
             if partial.digest.size < file.size:
                 end = f"{partial.digest.size:,} of {file.size:,} bytes"
-                raise _RetryableError(f"the connection ended after {end}")
-        except _RetryableError as error:
+                raise RetryableError(f"the connection ended after {end}")
+        except RetryableError as error:
             attempt = 0 if partial.digest.size > before else attempt
             hub.pause(file.path, attempt, error)
             attempt += 1
@@ -788,7 +499,7 @@ def _make_folder(path: Path) -> None:
         raise ConfigError.one(Code.IO_UNSAFE, str(path), None, rule, f"Remove {path}.")
 
 
-def _digest_error(file: _RemoteFile) -> StorageError:
+def _digest_error(file: RemoteFile) -> StorageError:
     return StorageError(
         Code.HF_DIGEST,
         f"{file.path}: differs from the digest that the hub states\n"
@@ -798,7 +509,7 @@ def _digest_error(file: _RemoteFile) -> StorageError:
     )
 
 
-def _size_error(file: _RemoteFile) -> StorageError:
+def _size_error(file: RemoteFile) -> StorageError:
     return StorageError(
         Code.HF_DIGEST,
         f"{file.path}: differs from the size that the hub states\n"

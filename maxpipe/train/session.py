@@ -19,12 +19,14 @@ from typing import Any
 import maxpipe
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import local_folder
+from maxpipe.checkpoint.run_copy import RunCopy
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
     checkpoint_home,
     entries,
     run_folder,
     to_epath,
+    url_of_copy,
 )
 from maxpipe.config import config_files
 from maxpipe.config.check import error_location
@@ -265,6 +267,8 @@ def open_session(loaded: LoadedConfig) -> Iterator[Session]:
             check_forecast(loaded.config, console.warn)
         files.check_regular_files(run_dir, WRITTEN_FILES)
         locks = lock_folders(config, stack, console.warn) if channel.index == 0 else []
+        if locks and url_of_copy(run_dir):
+            stack.enter_context(RunCopy(run_dir, lambda: all(lock.check_held() for lock in locks)))
         events = EventLog(run_dir, channel.index, phases.begun, ownership_check(locks))
         _record_attempt(config, events, channel, phases, stack)
         yield Session(loaded, console, channel, phases, events, locks, stack)

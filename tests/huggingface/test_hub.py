@@ -23,6 +23,7 @@ from huggingface_hub import constants
 from maxpipe.cli import main
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError
 from maxpipe.huggingface import hub as hub_module
+from maxpipe.huggingface import hub_client
 from maxpipe.huggingface.folder import open_folder
 from maxpipe.huggingface.hub import MANIFEST, fetch, parse_hub_address
 from maxpipe.io import redact
@@ -46,7 +47,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(constants, "ENDPOINT", served.url)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setattr(hub_module, "FIRST_PAUSE_SECONDS", 0.01)
+        monkeypatch.setattr(hub_client, "FIRST_PAUSE_SECONDS", 0.01)
         monkeypatch.setattr(redact, "_registered_secrets", ())
         served.models["org/name"] = model()
         yield served
@@ -181,7 +182,7 @@ def test_retry_after_is_respected(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr(hub_module.time, "sleep", pauses.append)
+    monkeypatch.setattr(hub_client.time, "sleep", pauses.append)
     hub.faults["info"] = [status(429, Retry_After="7")]
     hub.faults["config.json"] = [status(503, Retry_After="9"), status(429, Retry_After="Mon, 1")]
     fetch("hf:org/name", str(tmp_path))
