@@ -19,6 +19,8 @@ from typing import Any
 from maxpipe.checkpoint.lock import FILE as LOCK_FILE
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
+    copy_folder,
+    in_bucket,
     root_cause_text,
     translate_bucket_errors,
     url_of_copy,
@@ -119,6 +121,20 @@ def download(folder: Path) -> None:
             "  Check the network, the permissions of the account and the free disk space, then "
             "start again.",
         ) from error
+
+
+def folder_of_records(run_dir: str) -> str:
+    """Return the folder with the records of a run. The records of a run in a bucket are downloaded.
+
+    Raises:
+        StorageError: the bucket cannot be read, or the copy cannot be written.
+    """
+    if not in_bucket(run_dir):
+        return run_dir
+    folder = copy_folder(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    download(folder)
+    return str(folder)
 
 
 def _read(store: Any, path: str) -> bytes | None:

@@ -282,5 +282,6 @@ def _add_verify(actions: Commands) -> None:
         "its checksums. The exit code is 74 if a file is damaged.",
         epilog="example: maxpipe data verify tokens",
     )
-    verify.add_argument("folder", metavar="DIR", help="prepared folder, or gs://BUCKET/PATH")
+    about = "prepared folder, or a path in a store such as s3://BUCKET/PATH"
+    verify.add_argument("folder", metavar="DIR", help=about)
     verify.set_defaults(command=_verify)

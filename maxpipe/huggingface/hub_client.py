@@ -86,7 +86,7 @@ def parse_hub_address(text: str) -> HubAddress:
 
 
 class Hub:
-    """One repository of the hub that `HF_ENDPOINT` names."""
+    """Client for one repository of the hub that `HF_ENDPOINT` names."""
 
     def __init__(self, address: HubAddress):
         try:

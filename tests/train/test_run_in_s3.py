@@ -152,6 +152,8 @@ def test_run_resumes_on_another_host_and_is_used(
     assert records(s3) == [1, 2, 3, 4, 5]
     assert main(["checkpoints", "list", RUN]) == 0
     assert main(["checkpoints", "verify", RUN]) == 0
+    assert main(["goodput", RUN]) == 0
+    assert main(["curves", RUN, "--svg", str(tmp_path / "curves.svg")]) == 0
     assert main(["generate", RUN, "--prompt", "a", "--max-tokens", "2"]) == 0
     assert main(["export", f"{RUN}@newest", str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / "model.safetensors").exists()
