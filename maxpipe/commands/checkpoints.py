@@ -196,7 +196,8 @@ def add(commands: Commands) -> None:
         help=about,
         description=f"{capitalize_first(about)}. RUN is a run folder,\n"
         "the name of a run in runs/, gs://BUCKET/PATH or s3://BUCKET/PATH. A checkpoint is\n"
-        "RUN@STEP, RUN@newest, RUN@best (by checkpoint.best_metric), or the path of a checkpoint folder.",
+        "RUN@STEP, RUN@newest, RUN@best (by checkpoint.best_metric), or the path of a checkpoint\n"
+        "folder.",
     )
     actions = subcommands(parser)
 

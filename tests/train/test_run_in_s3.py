@@ -44,7 +44,7 @@ def settings(*more: str) -> list[str]:
         "run.name=a",
         *("data.source=synthetic", "train.sequence_length=16", "train.batch_size=2"),
         *("checkpoint.every=2", "eval.every=0", "log.every=1", "runtime.platform=cpu"),
-        *("runtime.compilation_cache=''", "optim.warmup_steps=1"),
+        *("runtime.compilation_cache=", "optim.warmup_steps=1"),
         *more,
     ]
 
