@@ -479,6 +479,18 @@ def test_missing_package_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
         fetch("hf:org/name", str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("command", ["generate", "import"])
+def test_other_commands_suggest_fetch(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = ["--out", "runs/x"] if command == "import" else ["--prompt", "a"]
+    name = "org/name" if command == "import" else "hf:org/name"
+    assert main([command, name, *more]) == 2
+    text = capsys.readouterr().err
+    assert "maxpipe fetch hf:org/name --out name" in text and Code.HF_FOLDER in text
+
+
 def test_second_fetch_to_the_folder_is_an_error(hub: Hub, tmp_path: Path) -> None:
     with (
         hub_module._locked(tmp_path),
