@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 
 from etils import epath
 
-from maxpipe.config.config_files import CONFIG_FILE
+from maxpipe.config.config_files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
@@ -102,10 +102,6 @@ def call_with_retries(call: Callable[[], T]) -> T:
         time.sleep(PAUSE_SECONDS)
     return call()
 
-
-CHECKPOINTS_FOLDER = "checkpoints"
-"""Name of the checkpoint folder inside the run folder, or inside the run's folder in
-`checkpoint.dir`."""
 
 _OPEN_FILES = "/proc/self/fd"
 
@@ -333,6 +329,30 @@ class PinnedFolder:
             os.close(self._open)
 
 
+def create_folder(folder: epath.PathLike) -> None:
+    """Create a folder and its parents.
+
+    Raises:
+        NotADirectoryError: the path of the folder or of a parent is a file.
+        OSError: the folder cannot be created.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        if not (file := _file_in_place_of_folder(folder)):
+            raise
+        text = "must be a folder, but is a file"
+        raise NotADirectoryError(errno.ENOTDIR, text, file) from None
+
+
+def _file_in_place_of_folder(folder: epath.PathLike) -> str:
+    """Return the file that has the path of the folder or of a parent, or an empty string."""
+    if in_bucket(folder):
+        return ""
+    path = Path(os.path.abspath(folder))
+    return next((str(each) for each in (path, *path.parents) if os.path.isfile(each)), "")
+
+
 def probe_writable(folder: epath.Path) -> None:
     """Check that a folder is writable. A missing folder is created.
 
@@ -345,7 +365,7 @@ def probe_writable(folder: epath.Path) -> None:
             probe.write_text("checks whether the bucket is writable")
             probe.unlink()
         else:
-            folder.mkdir(parents=True, exist_ok=True)
+            create_folder(folder)
             tempfile.TemporaryFile(dir=folder).close()
 
 
@@ -493,6 +513,8 @@ def remedy(path: epath.PathLike, key: str) -> str:
             f"Check that this machine can reach the bucket, and grant its account {role}; or set "
             f"{key} to another path."
         )
+    if file := _file_in_place_of_folder(path):
+        return f"Move {file} to another path, or set {key} to another folder."
     return f"Free disk space, or set {key} to a writable folder."
 
 

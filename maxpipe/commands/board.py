@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -136,7 +137,6 @@ def add(commands: Commands) -> None:
 def _curves(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse_run_address
     from maxpipe.checkpoint.run_copy import folder_of_records
-    from maxpipe.io import files
     from maxpipe.telemetry import curves
 
     paths = _paths(options, curves.FORMS)
@@ -153,11 +153,8 @@ def _curves(options: argparse.Namespace) -> int:
         units |= curves.loss_units(run_dir)
     style = curves.Style(smooth=options.smooth, band=options.band, units=units)
     drawn = curves.draw_curves(runs, style)
-    for option, kind, path in paths:
-        if kind == ".png":
-            write_file(path, option, drawn.png)
-        else:
-            write_file(path, option, lambda target: files.write(target, drawn.svg()))
+    for option, suffix, path in paths:
+        write_file(path, option, partial(drawn.save, suffix=suffix))
         print(f"wrote {path}")
     return ExitCode.DONE
 

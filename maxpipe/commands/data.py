@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.checkpoint.storage import runs_folder
 from maxpipe.commands.data_inspect import (
     DATA_HELP,
     RUN_HELP,
@@ -154,6 +153,7 @@ _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint.storage import runs_folder
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.prepared.prepare import PrepareJob, prepare

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.checkpoint.storage import runs_folder
 from maxpipe.commands.parser import (
     DATA_PREFIX,
     INPUTS_HELP,
@@ -470,6 +469,7 @@ def _compute_statistics(config: Config) -> Iterator[Statistics]:
 def _source_statistics(
     config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: ProgressBar
 ) -> Statistics:
+    from maxpipe.checkpoint.storage import runs_folder
     from maxpipe.data import statistics, unread_keys
     from maxpipe.data.chat import expand_trained_messages
     from maxpipe.data.corpus import build_chat_encoder, packing_of

@@ -62,7 +62,9 @@ class Parser(argparse.ArgumentParser):
         for option in unknown:
             name, _, value = option.partition("=")
             kind = f"--{Path(value).suffix.removeprefix('.')}"
-            guess = "" if self._is_key(name) else did_you_mean(name, known)
+            # The common prefix "--" would make short names appear similar.
+            close = did_you_mean(name.lstrip("-"), [each.lstrip("-") for each in known])
+            guess = f"--{close}" if close and not self._is_key(name) else ""
             guess = next(
                 (each for each in known if _normalize_option(each) == _normalize_option(name)),
                 guess,

@@ -8,7 +8,6 @@ import os
 import shlex
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from maxpipe.checkpoint.storage import runs_folder
 from maxpipe.commands.data_inspect import expand_data_files, is_config, resolve_run_inputs
 from maxpipe.commands.parser import (
     DATA_PREFIX,
@@ -74,6 +73,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
     """Open the sources selected by data files, or by the `data.*` keys of a config and its
     overrides.
     """
+    from maxpipe.checkpoint.storage import runs_folder
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors

@@ -157,7 +157,9 @@ SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 REFERENCE_FILE = "references.npz"
 TENSORBOARD_FOLDER = "tensorboard"
-
+CHECKPOINTS_FOLDER = "checkpoints"
+"""Name of the checkpoint folder inside the run folder, or inside the run's folder in
+`checkpoint.dir`."""
 
 SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")

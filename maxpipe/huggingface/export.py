@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shlex
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +25,8 @@ from etils import epath
 from maxpipe.checkpoint import digests, manifest, writer
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
-from maxpipe.checkpoint.manager import open_run, resolve_step
+from maxpipe.checkpoint.manager import open_address_folder, resolve_step
 from maxpipe.checkpoint.reader import translate_storage_errors
-from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.storage import DamagedError, in_bucket
 from maxpipe.config.load import load
 from maxpipe.config.plugins import check_plugins, with_needed_plugins
@@ -197,9 +195,7 @@ _OUT = "command line: OUT"
 
 
 def _open_checkpoint(address: Address, overrides: Sequence[str]) -> _ExportedCheckpoint:
-    folder = CheckpointFolder(os.path.join(address.home, CHECKPOINTS))
-    if not folder.steps():
-        open_run(address.run_dir, address.where, address.parent)  # raises an error
+    folder = open_address_folder(address)
     step = resolve_step(folder, address)
     path = folder / step
     try:

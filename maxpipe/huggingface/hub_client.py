@@ -134,11 +134,11 @@ class Hub:
             sha, siblings = info.sha, info.siblings
             files = [_remote_file(sibling) for sibling in siblings]
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._invalid_answer(f"the list of files is invalid: {error}") from error
+            raise self._invalid_response(f"the list of files is invalid: {error}") from error
         if not isinstance(sha, str) or not COMMIT.fullmatch(sha):
-            raise self._invalid_answer("the list of files names no commit")
+            raise self._invalid_response("the list of files names no commit")
         if COMMIT.fullmatch(revision) and sha != revision:
-            raise self._invalid_answer(f"commit {sha} was returned in place of {revision}")
+            raise self._invalid_response(f"commit {sha} was returned in place of {revision}")
         return sha, files
 
     def open(self, path: str, commit: str, start: int) -> Any:
@@ -175,7 +175,7 @@ class Hub:
                     return
                 location = response.headers["Location"]
             url = self._redirected(url, location)
-        raise self._invalid_answer(f"more than {_MAX_REDIRECTS} redirects")
+        raise self._invalid_response(f"more than {_MAX_REDIRECTS} redirects")
 
     def _redirected(self, url: str, location: str) -> str:
         """Return the target of a redirect, which must be a web address and keep encryption."""
@@ -185,9 +185,11 @@ class Hub:
         except ValueError:
             target = scheme = host = ""
         if scheme not in ("http", "https") or not host:
-            raise self._invalid_answer("a file is redirected to an address that is not on the web")
+            raise self._invalid_response(
+                "a file is redirected to an address that is not on the web"
+            )
         if scheme == "http" and urlsplit(url).scheme == "https":
-            raise self._invalid_answer(f"a file is redirected to {host} without encryption")
+            raise self._invalid_response(f"a file is redirected to {host} without encryption")
         return target
 
     def _check_status(self, response: Any, at_hub: bool) -> None:
@@ -198,7 +200,7 @@ class Hub:
         if status in (401, 403, 404):
             raise self._access_error(f"HTTP status {status}")
         if status not in (200, 206, 416):
-            raise self._invalid_answer(f"HTTP status {status}")
+            raise self._invalid_response(f"HTTP status {status}")
 
     @contextlib.contextmanager
     def _translate_http_errors(self) -> Iterator[None]:
@@ -232,9 +234,9 @@ class Hub:
                 raise RetryableError(f"HTTP status {status}", seconds) from None
             if status in (401, 403, 404):
                 raise self._access_error(f"HTTP status {status}") from None
-            raise self._invalid_answer(f"HTTP status {status}") from None
+            raise self._invalid_response(f"HTTP status {status}") from None
         except self._httpx.InvalidURL:
-            raise self._invalid_answer("an address is invalid") from None
+            raise self._invalid_response("an address is invalid") from None
         except self._httpx.HTTPError as error:
             raise RetryableError(_describe(error)) from None
 
@@ -270,10 +272,10 @@ class Hub:
         action = f"Check the name; {token}, and accept its terms on the hub if it has any."
         return ConfigError.one(Code.HF_ACCESS, WHERE, self._address, rule, action)
 
-    def _invalid_answer(self, reason: str) -> StorageError:
+    def _invalid_response(self, reason: str) -> StorageError:
         return StorageError(
             Code.HF_HUB,
-            f"{self._address}: {self.shown_endpoint} gave an invalid answer\n"
+            f"{self._address}: {self.shown_endpoint} sent an invalid response\n"
             f"  {reason}.\n"
             "  Check HF_ENDPOINT and the proxy, then run the same command again.",
         )

@@ -170,6 +170,8 @@ class Submission:
     submit_command: Sequence[str]
     tool: str
     """Program that must be installed on this machine to submit the job."""
+    follow_command: str = ""
+    """Command that follows the output of a submitted job; empty if the submission prints it."""
 
     def render(self, folder: Path) -> str:
         """Return the contents of all files, each preceded by its path."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import maxpipe
+from maxpipe.checkpoint.folder import BASE, AdapterBase
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import local_folder
 from maxpipe.checkpoint.run_copy import RunCopy
@@ -37,11 +38,13 @@ from maxpipe.config.config_files import (
     REFERENCE_FILE,
     SAMPLES_FILE,
 )
-from maxpipe.config.load import LoadedConfig, to_yaml
+from maxpipe.config.load import LoadedConfig, to_dict, to_yaml
 from maxpipe.config.plugins import PLUGINS, plugin_digests
 from maxpipe.config.schema import Config, without_permissions
 from maxpipe.config.sections.data import named_sources
 from maxpipe.config.sections.source import FILES, SOURCES, paths_of
+from maxpipe.data.chat_spec import KEY as CONVERSATION
+from maxpipe.data.chat_spec import ChatSpec
 from maxpipe.distributed import protocol, runtime
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import Phases
@@ -238,9 +241,43 @@ def write_config(config: Config, locks: Sequence[RunLock]) -> None:
         lock.check()
     path = run_folder(config.run) / CONFIG_FILE
     try:
-        files.write(path, to_yaml(redact.redact_value(without_permissions(config))))
+        files.write(path, to_yaml(_shareable(config)))
     except OSError as error:
         raise StorageError.unwritable(path, error) from error
+
+
+def saved_config(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the config that a checkpoint contains, without secrets and without permissions."""
+    return to_dict(_shareable(config))
+
+
+def saved_data(
+    config: Config,
+    position: Mapping[str, Any],
+    guard: Mapping[str, Any],
+    base: AdapterBase | None,
+    conversation: ChatSpec | None,
+) -> dict[str, Any]:
+    """Return the entries that the data section of every checkpoint contains.
+
+    Args:
+        config: config of the run.
+        position: position and fingerprint of the data.
+        guard: counts of the guard.
+        base: base model of the adapters, if any.
+        conversation: chat format of the data, if the data contains conversations.
+    """
+    data = {**position, "guard": guard}
+    optional = {
+        PLUGINS: plugin_digests(config.plugins.modules) or None,
+        BASE: base,
+        CONVERSATION: conversation,
+    }
+    return data | {key: value for key, value in optional.items() if value is not None}
+
+
+def _shareable(config: Config) -> Config:
+    return redact.redact_value(without_permissions(config))
 
 
 @contextlib.contextmanager

@@ -176,6 +176,14 @@ def test_file_and_command_line_translate_to_same_batch_size(tmp_path: Path):
     assert any(each.action == "Write train.batch_size=16." for each in answers)
 
 
+@pytest.mark.parametrize("levels", [40, 500])
+def test_deeply_nested_json_is_config_error(levels: int, tmp_path: Path):
+    path = tmp_path / "args.json"
+    path.write_text('{"model": ' + "[" * levels + "]" * levels + "}")
+    (problem,) = problems_of(["tiny", str(path)], to_train=False)
+    assert problem.where == str(path) and "nested" in problem.rule
+
+
 def test_translation_keeps_errors_of_other_arguments(tmp_path: Path):
     path = tmp_path / "args.json"
     path.write_text('{"max_steps": 5, "lr": 0.1, "save_steps": 3, "seed": 1}')
