@@ -185,9 +185,7 @@ class Hub:
         except ValueError:
             target = scheme = host = ""
         if scheme not in ("http", "https") or not host:
-            raise self._invalid_response(
-                "a file is redirected to an address that is not on the web"
-            )
+            raise self._invalid_response("a file is redirected to an address outside the web")
         if scheme == "http" and urlsplit(url).scheme == "https":
             raise self._invalid_response(f"a file is redirected to {host} without encryption")
         return target
