@@ -186,9 +186,9 @@ def _train(options: argparse.Namespace) -> int:
 
     loaded = load_config(*options.inputs, to_train=True)
     print_notes(loaded)
-    from maxpipe.train.loop import train
+    from maxpipe.api.trainer import run_training
 
-    train(loaded)
+    run_training(loaded)
     if _flush_error(sys.stdout):  # the run succeeded even if stdout cannot be written to
         _discard(sys.stdout)
     return ExitCode.DONE
