@@ -388,7 +388,7 @@ def _write_param(
                     writer = writers[place[piece.tensor]]
                     first, _ = piece.rows(taken[piece.outer_remaining_dim])
                     cast = _cast(tensor, writer, piece.tensor)
-                    writer.write(piece.tensor, cast, first, *piece.interleave)
+                    writer.write(piece.tensor, cast, first, *piece.interleave[:2])
                     written.add(cast.nbytes)
 
         writer.run_in_threads(

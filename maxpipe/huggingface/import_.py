@@ -138,6 +138,8 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
     """Return lines for the user that describe a Hugging Face folder."""
     table = source.description.table
     types = ", ".join(sorted(set(source.dtypes.values())))
+    if (quantized := source.description.quantization) is not None:
+        types += f" (dequantized from {quantized.encoding.name})"
     lines = [
         f"{source.folder}: {table.architecture}, {num_params(source):,} parameters in {types}, "
         f"{pluralize(source.num_files, 'file')}"
