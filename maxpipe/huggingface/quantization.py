@@ -204,7 +204,7 @@ _COMPRESSED_VALUES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "type": ("int",),
         "symmetric": (True,),
         "strategy": ("group", "channel"),
-        "actorder": (None, "static", "weight"),
+        "actorder": (None, False, "static", "weight"),
     },
     "float-quantized": {
         "num_bits": (8,),
