@@ -51,6 +51,8 @@ _STORED: Mapping[str, np.dtype] = {
 """Dtypes in which tensors are read. Codes of 8-bit floats are read as bytes."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES[np.dtype(ml_dtypes.float8_e4m3fn)] = "F8_E4M3"
+_WRITTEN = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
     **{"I64": 64, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
@@ -270,7 +272,7 @@ class SafetensorsWriter:
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor."""
-        return DTYPES[self._entries[name].dtype]
+        return _WRITTEN[self._entries[name].dtype]
 
     def write(
         self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
@@ -284,7 +286,7 @@ class SafetensorsWriter:
             OSError: the rows cannot be written.
         """
         entry = self._entries[name]
-        dtype = DTYPES[entry.dtype]
+        dtype = _WRITTEN[entry.dtype]
         *most, last = values.shape
         shape = (*most, last * every)
         assert values.dtype == dtype and shape[1:] == entry.shape[1:]

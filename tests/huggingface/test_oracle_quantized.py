@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from maxpipe.cli import main
 from maxpipe.errors import ConfigError
 from maxpipe.huggingface.dequantize import dequantized
 from maxpipe.huggingface.folder import open_folder
@@ -146,3 +147,31 @@ def test_suggested_command_dequantizes_other_folders(dequantized_folders: Path) 
     )
     assert run.returncode == 0, run.stderr
     maker.same_bits(maker.read(base / "OTHER"), maker.read(base / "NEW"))
+
+
+def test_fp8_export_equals_quantization_of_transformers(tmp_path: Path) -> None:
+    if why := reason("compressed_tensors"):
+        pytest.skip(f"no compressed-tensors in {PYTHON}: {why}")
+    made = quantized.write(tmp_path / "x", "qwen3", **WHOLE)
+    assert main(["import", str(made.dequantized), "--out", str(tmp_path / "ckpt")]) == 0
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "ckpt"), str(out), "--quantize=fp8"]) == 0
+    found = maker.read(out)
+    matrices = {name: made.plain[name] for name in found if f"{name}_scale_inv" in found}
+    file, answers = tmp_path / "plain.safetensors", tmp_path / "answers.safetensors"
+    file.write_bytes(maker.encoded(matrices))
+    job = {"action": "quantize", "file": str(file), "out": str(answers)}
+    load = {"action": "folder", "folder": str(out), "config_class": "FineGrainedFP8Config"}
+    jobs = [job, {**load, "out": str(tmp_path / "loaded")}]
+    oracle_answers("quantized_oracle.py", jobs, tmp_path)
+    wanted = SafetensorsReader(answers)
+    names = {*matrices, *(f"{name}_scale_inv" for name in matrices)}
+    assert len(matrices) == 14 and wanted.entries.keys() == names
+    for name in names:
+        assert found[name].tobytes() == wanted.read(name).tobytes(), name
+    # transformers loads the exported folder, with the dequantized values of an import.
+    source, theirs = open_folder(str(out)), open_folder(str(tmp_path / "loaded"))
+    for param, shape in source.mapping.shapes.items():
+        whole = [slice(None)] * len(shape)
+        mine, other = (each.read_region(param, BF16, whole) for each in (source, theirs))
+        assert mine.tobytes() == other.tobytes(), param

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -18,7 +19,10 @@ from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface import dequantize
 from maxpipe.huggingface.config_json import read_description
 from maxpipe.huggingface.folder import open_folder
+from maxpipe.huggingface.mapping import map_tensors
+from maxpipe.huggingface.quantize import BlockScales
 from maxpipe.huggingface.safetensors import SafetensorsReader
+from maxpipe.models.registry import describe
 from tests.huggingface import maker, quantized
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -132,6 +136,97 @@ def test_eval_and_generate_equal_those_of_dequantized_folder(
             ]
         )
     assert found[0] == found[1] and found[0][3] > 20
+
+
+def _matrices(tensors: maker.Tensors) -> set[str]:
+    """Return the names of the matrices that an FP8 export quantizes."""
+    plain = ("embed_tokens", "head", "mlp.gate.", "eh_proj", "norm")
+    names = {name for name, array in tensors.items() if array.ndim == 2}
+    return {name for name in names if not any(each in name for each in plain)}
+
+
+def _dequantized(tensors: maker.Tensors, name: str) -> np.ndarray:
+    codes, scales = tensors[name], tensors[f"{name}_scale_inv"]
+    spread = np.kron(scales, np.ones((128, 128), np.float32))
+    return codes.astype(np.float32) * spread[: codes.shape[0], : codes.shape[1]]
+
+
+@pytest.mark.parametrize("name", ["deepseek", "qwen3"])
+def test_fp8_export_is_imported_with_its_dequantized_values(
+    name: str, folders, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = folders(name)
+    plain = {key: array.copy() for key, array in made.plain.items()}
+    matrices = _matrices(plain)
+    first, second = sorted(matrices)[:2]
+    plain[first][:] = 0
+    plain[second][:] = np.float32(1e-38)  # too small for a reciprocal scale
+    config = {key: each for key, each in made.config.items() if key != "quantization_config"}
+    folder = maker.write(tmp_path / "hf", config, plain)
+    assert main(["import", str(folder), "--out", str(tmp_path / "ckpt")]) == 0
+    out = tmp_path / "fp8"
+    assert main(["export", str(tmp_path / "ckpt"), str(out), "--quantize", "fp8"]) == 0
+    assert "of weights in FP8 and bfloat16" in capsys.readouterr().out
+
+    found = maker.read(out)
+    assert found.keys() == plain.keys() | {f"{matrix}_scale_inv" for matrix in matrices}
+    wanted = {key: array for key, array in plain.items() if key not in matrices}
+    maker.same_bits({key: found[key] for key in wanted}, wanted)
+    for matrix in matrices:
+        values, before = _dequantized(found, matrix), plain[matrix].astype(np.float32)
+        assert found[matrix].dtype == maker.CODES["F8_E4M3"]
+        blocks = np.kron(found[f"{matrix}_scale_inv"], np.ones((128, 128), np.float32))
+        blocks = blocks[: before.shape[0], : before.shape[1]]
+        error = np.abs(values - before)
+        assert (error <= np.maximum(np.abs(before) / 16, blocks * 2**-10) * 1.001).all()
+        wanted[matrix] = values.astype(BF16)
+    said = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert said["weight_block_size"] == [128, 128] and "lm_head" in said["modules_to_not_convert"]
+
+    assert main(["import", str(out), "--out", str(tmp_path / "again")]) == 0
+    assert main(["export", str(tmp_path / "again"), str(tmp_path / "plain")]) == 0
+    maker.same_bits(maker.read(tmp_path / "plain"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("gpt-oss", [], "mlp.experts.gate_up_proj contains the matrices of all experts"),
+        ("qwen3", ["--adapter"], "cannot be combined with --adapter"),
+    ],
+)
+def test_unsupported_fp8_export_is_rejected(
+    name: str,
+    more: list[str],
+    reason: str,
+    folders,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["import", str(folders(name).quantized), "--out", str(tmp_path / "ckpt")]) == 0
+    out = tmp_path / "out"
+    assert main(["export", str(tmp_path / "ckpt"), str(out), "--quantize=fp8", *more]) == 2
+    assert reason in capsys.readouterr().err and not out.exists()
+
+
+def test_fp8_scales_do_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
+    """Slabs of any size, which begin inside blocks, give the scales of whole blocks."""
+    config, _ = maker.llama(hidden_size=300, intermediate_size=200)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = read_description(tmp_path)
+    table = map_tensors(describe(said.config), said.table)
+    scales = BlockScales(table), BlockScales(table)
+    name = "model.layers.1.mlp.gate_proj.weight"
+    values = np.random.default_rng(1).normal(size=table.tensors[name]).astype(np.float32)
+    scales[0].add(name, values, 0)
+    ends = [0, 1, 120, 135, 199, 200]
+    for first, end in reversed([*itertools.pairwise(ends)]):
+        scales[1].add(name, values[first:end], first)
+    assert (scales[0].scales[f"{name}_scale_inv"] == scales[1].scales[f"{name}_scale_inv"]).all()
+    parts = [scales[1].quantize(name, values[a:b], a) for a, b in itertools.pairwise(ends)]
+    assert (
+        np.concatenate(parts).view(np.uint8) == scales[0].quantize(name, values, 0).view(np.uint8)
+    ).all()
 
 
 # Errors.
