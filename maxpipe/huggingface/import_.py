@@ -190,7 +190,9 @@ def _state(source: HuggingFaceFolder) -> dict[str, Any]:
         dtype = source.stored_dtype(name)
         slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
         read = partial(source.read_region, name, dtype)
-        arrays[tuple(name.split("."))] = writer.LazySlabArray(shape, dtype, slab, read)
+        arrays[tuple(name.split("."))] = writer.LazySlabArray(
+            shape, dtype, slab, read, is_finite=True
+        )
     return {"params": unflatten(arrays)}
 
 

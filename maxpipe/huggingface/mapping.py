@@ -447,7 +447,7 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-_BLOCK = 256
+_BLOCK = 128
 """Side length, in elements, of the square blocks in which arrays are transposed."""
 
 
