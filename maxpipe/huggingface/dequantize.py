@@ -54,6 +54,7 @@ class TensorReader(Protocol):
         rows: tuple[int, int] | None = None,
         row_shape: tuple[int, ...] | None = None,
         columns: tuple[int, int] | None = None,
+        lines: slice = slice(None),
     ) -> np.ndarray:
         """Read a range of rows; see `SafetensorsReader.read`."""
         ...
@@ -104,11 +105,12 @@ class QuantizedReader:
         rows: tuple[int, int] | None = None,
         row_shape: tuple[int, ...] | None = None,
         columns: tuple[int, int] | None = None,
+        lines: slice = slice(None),
     ) -> np.ndarray:
         """Dequantize a range of rows; see `SafetensorsReader.read`.
 
         Only the codes of these rows and columns are read, and the scales of the blocks that
-        contain them.
+        contain them. Only the selected lines are dequantized.
 
         Raises:
             ConfigError: a file cannot be read, or a scale is invalid.
@@ -117,38 +119,44 @@ class QuantizedReader:
         row_shape = self.shape[1:] if row_shape is None else row_shape
         rows = (0, math.prod(self.shape) // math.prod(row_shape)) if rows is None else rows
         columns = (0, self.shape[-1]) if columns is None else columns
-        lines = math.prod(row_shape[:-1])  # matrix rows in one row of the caller
+        # Matrix rows are numbered across all leading dims.
+        first, end = (math.prod(row_shape[:-1]) * row for row in rows)
+        numbers = np.arange(first, end).reshape(rows[1] - rows[0], *row_shape[:-1])
+        numbers = numbers[..., lines]
         values = np.empty(
-            (rows[1] - rows[0], *row_shape[:-1], columns[1] - columns[0]),
-            DTYPES[self.quantization.dtype],
+            (*numbers.shape, columns[1] - columns[0]), DTYPES[self.quantization.dtype]
         )
-        if values.size:
+        codes, skipped = self._read_codes((first, end), columns)
+        index, scales = self._read_scales((first, end), columns)
+        chosen = numbers.reshape(-1) - first
+        target = values.reshape(len(chosen), -1)
+        step = max(1, _CHUNK // target.shape[1])
+        for begin in range(0, len(chosen), step):
+            here = chosen[begin : begin + step]
+            here = slice(here[0], here[-1] + 1) if lines == slice(None) else here
             self._dequantize(
-                (rows[0] * lines, rows[1] * lines),
-                columns,
-                values.reshape(-1, columns[1] - columns[0]),
+                target[begin : begin + step], codes[here], skipped, scales[index[here]], columns[0]
             )
         return values
 
     def _dequantize(
-        self, lines: tuple[int, int], columns: tuple[int, int], target: np.ndarray
+        self,
+        target: np.ndarray,
+        codes: np.ndarray,
+        skipped: int,
+        scales: np.ndarray,
+        first_column: int,
     ) -> None:
-        """Dequantize rows of the matrices, which are numbered across all leading dims."""
+        """Dequantize lines of codes, without the first `skipped` values of each line."""
         encoding = self.quantization.encoding
-        codes, skipped = self._read_codes(lines, columns)
-        index, scales = self._read_scales(lines, columns)
         width = self.quantization.block[1] or self.shape[-1]
-        first = columns[0] % width  # columns of the first block that are not read
+        values = np.take(encoding.values, codes, axis=0, mode="clip").reshape(len(codes), -1)
+        values = values[:, skipped : skipped + target.shape[1]]
+        _multiply(values, scales, width, first_column % width)
         types = [DTYPES[self.quantization.dtype]]
         if encoding.rounds_to_scale_dtype:
             types.insert(0, DTYPES[self.scales.entry.dtype])
-        step = max(1, _CHUNK // target.shape[1])
-        for begin in range(0, len(target), step):
-            here = slice(begin, begin + step)
-            values = np.take(encoding.values, codes[here], axis=0, mode="clip")
-            values = values.reshape(len(values), -1)[:, skipped : skipped + target.shape[1]]
-            _multiply(values, scales[index[here]], width, first)
-            _round(target[here], values, types)
+        _round(target, values, types, is_exact=encoding is MXFP4)
 
     def _read_codes(
         self, lines: tuple[int, int], columns: tuple[int, int]
@@ -222,8 +230,13 @@ def _multiply(values: np.ndarray, scales: np.ndarray, width: int, first: int) ->
         values[:, end:] *= scales[:, full : full + 1]
 
 
-def _round(target: np.ndarray, values: np.ndarray, types: list[np.dtype]) -> None:
-    """Round float32 values to each dtype in turn, the last of which is the target's dtype."""
+def _round(
+    target: np.ndarray, values: np.ndarray, types: list[np.dtype], *, is_exact: bool
+) -> None:
+    """Round float32 values to each dtype in turn, the last of which is the target's dtype.
+
+    If `is_exact` is set, bfloat16 represents all values.
+    """
     with np.errstate(over="ignore"):
         for dtype in types[:-1]:
             if dtype not in (types[-1], values.dtype):
@@ -231,6 +244,9 @@ def _round(target: np.ndarray, values: np.ndarray, types: list[np.dtype]) -> Non
         if target.dtype != ml_dtypes.bfloat16:
             target[...] = values
             return
+    if is_exact:
+        target.view(np.uint16)[...] = values.view(np.uint16)[:, 1::2]
+        return
     # Integer arithmetic rounds to the nearest even value. numpy's cast to bfloat16 holds the GIL.
     words = np.ascontiguousarray(values).view(np.uint32)
     odd = words >> 16

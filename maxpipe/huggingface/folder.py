@@ -198,8 +198,13 @@ class HuggingFaceFolder:
         for first in range(part.start, part.stop, step):
             here = slice(first, min(first + step, part.stop))
             reader, name = self._files[piece.tensor], self._names[piece.tensor]
-            read_columns = columns and columns.columns
-            rows = reader.read(name, piece.rows(here), piece.row_shape, read_columns)
+            rows = reader.read(
+                name,
+                piece.rows(here),
+                piece.row_shape,
+                columns and columns.columns,
+                piece.interleave.lines,
+            )
             self._check_finite(piece.tensor, rows)
             yield here, piece.to_param(rows, here, columns)
 

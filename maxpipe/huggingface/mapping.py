@@ -78,11 +78,14 @@ class InterleavedSlice(NamedTuple):
     dim: int = -1
     """Index of the dim, counted from the last dim."""
 
+    @property
+    def lines(self) -> slice:
+        """Entries of the second-to-last dim that a reader selects."""
+        return slice(self.number, None, self.every) if self.dim == -2 else slice(None)
+
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of the entries that this slice selects."""
-        index = [slice(None)] * tensor.ndim
-        index[self.dim] = slice(self.number, None, self.every)
-        return tensor[tuple(index)]
+        """Return a view of the entries of the last dim that this slice selects."""
+        return tensor[..., self.number :: self.every] if self.dim == -1 else tensor
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the tensor, given the shape of this slice."""

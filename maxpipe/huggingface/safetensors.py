@@ -104,11 +104,13 @@ class SafetensorsReader:
         rows: tuple[int, int] | None = None,
         row_shape: tuple[int, ...] | None = None,
         columns: tuple[int, int] | None = None,
+        lines: slice = slice(None),
     ) -> np.ndarray:
         """Read a tensor or a range of its rows.
 
         A row is an entry along the first dim. If `row_shape` is set, all dims before it are merged
-        into one row dim. If `columns` is set, only this range of the last dim is read.
+        into one row dim. If `columns` is set, only this range of the last dim is read. `lines`
+        selects entries of the second-to-last dim.
 
         Raises:
             ConfigError: the file ends too early or cannot be read.
@@ -140,7 +142,7 @@ class SafetensorsReader:
             raise damaged_file_error(self.path, reason) from error
         except OSError as error:
             raise damaged_file_error(self.path, error.strerror or str(error)) from error
-        return array
+        return array if lines == slice(None) else array[..., lines, :]
 
 
 def damaged_file_error(path: Path, reason: str) -> ConfigError:
