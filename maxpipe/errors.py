@@ -171,6 +171,7 @@ class Code(enum.StrEnum):
     HF_TENSORS = "MP-HF-003"
     HF_DAMAGED = "MP-HF-004"
     HF_EXPORT = "MP-HF-005"
+    HF_QUANTIZED = "MP-HF-006"
     MT_CHECKPOINT = "MP-MT-001"
     MT_UNSUPPORTED = "MP-MT-002"
     MT_PARAMS = "MP-MT-003"

@@ -8,7 +8,7 @@ them. Products of codes and scales are computed in float32 and rounded to the dt
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +23,7 @@ from maxpipe.huggingface.safetensors import (
     SafetensorsReader,
     TensorEntry,
     format_shape,
+    name_pattern,
     quote_name,
 )
 from maxpipe.io.formatting import pluralize
@@ -233,7 +234,7 @@ def _multiply(values: np.ndarray, scales: np.ndarray, width: int, first: int) ->
 def _round(
     target: np.ndarray, values: np.ndarray, types: list[np.dtype], *, is_exact: bool
 ) -> None:
-    """Round float32 values to each dtype in turn, the last of which is the target's dtype.
+    """Round float32 values to each dtype in turn, and write them to the target.
 
     If `is_exact` is set, bfloat16 represents all values.
     """
@@ -262,6 +263,25 @@ def is_transposed(reader: TensorReader) -> bool:
     return isinstance(reader, QuantizedReader) and reader.quantization.is_transposed
 
 
+def check_layouts(
+    readers: Mapping[str, TensorReader], names: Mapping[str, str], transposed: Iterable[str]
+) -> None:
+    """Check that a tensor is transposed in all layers if it is transposed in one layer.
+
+    `names` contains the tensor names in the files, keyed like `readers` and `transposed`.
+
+    Raises:
+        ConfigError: a tensor has another layout than the same tensor of another layer.
+    """
+    like = {name_pattern(name): names[name] for name in transposed}
+    for name, reader in readers.items():
+        other = like.get(name_pattern(name))
+        if other is not None and not is_transposed(reader):
+            where = f"{reader.path}: {names[name]}"
+            rule = f"must be quantized like {quote_name(other)}, which has another layout."
+            raise ConfigError.one(Code.HF_QUANTIZED, where, None, rule, _COPY_WEIGHTS)
+
+
 def dequantized(
     folder: Path, present: Mapping[str, SafetensorsReader], quantization: Quantization
 ) -> dict[str, TensorReader]:
@@ -278,7 +298,7 @@ def dequantized(
         if (module := _excluded(name, quantization)) is not None:
             rule = f"must not be quantized, because {KEY} in config.json excludes {module!r}."
             raise ConfigError.one(
-                Code.HF_TENSORS, codes.where, codes.entry.dtype, rule, _USE_CONFIG
+                Code.HF_QUANTIZED, codes.where, codes.entry.dtype, rule, _USE_CONFIG
             )
         encoding = quantization.encoding
         _check_dtype(codes, (encoding.code_dtype,), quantization)
@@ -293,7 +313,7 @@ def dequantized(
         if name in readers:
             rule = f"must not be present in addition to {name}{quantization.encoding.codes}."
             where = f"{plain[name].path}: {name}"
-            raise ConfigError.one(Code.HF_TENSORS, where, None, rule, _COPY_WEIGHTS)
+            raise ConfigError.one(Code.HF_QUANTIZED, where, None, rule, _COPY_WEIGHTS)
     return readers | plain
 
 
@@ -325,7 +345,7 @@ def _stored(
     """
     if (reader := present.get(name + suffix)) is None:
         rule = f"lacks the tensor {quote_name(name + suffix)}, {about}."
-        raise ConfigError.one(Code.HF_TENSORS, str(folder), None, rule, _COPY_WEIGHTS)
+        raise ConfigError.one(Code.HF_QUANTIZED, str(folder), None, rule, _COPY_WEIGHTS)
     return _StoredTensor(reader, name + suffix)
 
 
@@ -349,7 +369,9 @@ def _check_dtype(
             f"must have dtype {' or '.join(dtypes)} in {quantization.encoding.name} weights, which "
             f"{KEY} in config.json declares."
         )
-        raise ConfigError.one(Code.HF_TENSORS, tensor.where, tensor.entry.dtype, rule, _USE_CONFIG)
+        raise ConfigError.one(
+            Code.HF_QUANTIZED, tensor.where, tensor.entry.dtype, rule, _USE_CONFIG
+        )
 
 
 def _shape(
@@ -367,7 +389,7 @@ def _shape(
 
     def refuse(rule: str) -> ConfigError:
         where, given = codes.where, format_shape(shape)
-        return ConfigError.one(Code.HF_TENSORS, where, given, rule, _COPY_WEIGHTS)
+        return ConfigError.one(Code.HF_QUANTIZED, where, given, rule, _COPY_WEIGHTS)
 
     if encoding is MXFP4:
         if len(shape) < 3 or shape[-1] != 16 or 0 in shape:
@@ -384,7 +406,7 @@ def _shape(
     if stored.entry.shape != (len(shape),):
         rule = f"must have {len(shape)} elements, one for each dim of {codes.name}."
         given = format_shape(stored.entry.shape)
-        raise ConfigError.one(Code.HF_TENSORS, stored.where, given, rule, _COPY_WEIGHTS)
+        raise ConfigError.one(Code.HF_QUANTIZED, stored.where, given, rule, _COPY_WEIGHTS)
     sizes = tuple(int(size) for size in stored.read((0, len(shape)), ()))
     if (*sizes[:-1], -(-sizes[-1] // 8)) != shape:
         wanted = format_shape((*sizes[:-1], -(-sizes[-1] // 8)))
@@ -410,4 +432,4 @@ def _check_scale_shape(
         f"of a tensor of the shape {format_shape(shape)}."
     )
     given = format_shape(scales.entry.shape)
-    raise ConfigError.one(Code.HF_TENSORS, scales.where, given, rule, _USE_CONFIG)
+    raise ConfigError.one(Code.HF_QUANTIZED, scales.where, given, rule, _USE_CONFIG)

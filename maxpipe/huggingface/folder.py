@@ -33,7 +33,7 @@ from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping, safetensors
 from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
-from maxpipe.huggingface.dequantize import TensorReader, dequantized, is_transposed
+from maxpipe.huggingface.dequantize import TensorReader, check_layouts, dequantized, is_transposed
 from maxpipe.huggingface.mapping import (
     ColumnRange,
     TensorMapping,
@@ -336,7 +336,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     if missing or surplus:
         raise safetensors.tensor_mismatch_error(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
-    _check_transposed(files, names, transposed)
+    check_layouts(files, names, transposed)
     source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
     return source
@@ -435,20 +435,6 @@ def _check_entries(
             raise ConfigError.one(Code.HF_TENSORS, where, entry.dtype, rule, action)
         if entry.shape != shape:
             raise safetensors.wrong_shape(folder, where, name, entry.shape, shape)
-
-
-def _check_transposed(
-    files: Mapping[str, TensorReader], names: Mapping[str, str], transposed: Iterable[str]
-) -> None:
-    """Check that a tensor is transposed in all layers if it is transposed in one layer."""
-    like = {safetensors.name_pattern(name): names[name] for name in transposed}
-    for name, reader in files.items():
-        other = like.get(safetensors.name_pattern(name))
-        if other is not None and not is_transposed(reader):
-            where = f"{reader.path}: {names[name]}"
-            rule = f"must be quantized like {quote_name(other)}, which has another layout."
-            action = "Copy the weight files again from the model's source."
-            raise ConfigError.one(Code.HF_TENSORS, where, None, rule, action)
 
 
 def num_params(source: HuggingFaceFolder) -> int:
