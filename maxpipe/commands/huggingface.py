@@ -53,7 +53,7 @@ def _export(options: argparse.Namespace) -> int:
     if options.adapter and options.quantize:
         rule = "cannot be combined with --adapter: PEFT adapters are not quantized."
         where = "command line: --quantize"
-        raise ConfigError.one(Code.HF_EXPORT, where, options.quantize, rule, "Omit --quantize.")
+        raise ConfigError.one(Code.CLI_CONFLICT, where, options.quantize, rule, "Omit --quantize.")
     if options.adapter:
         export_adapters(address, options.out, options.dtype, print_line, options.inputs)
         return ExitCode.DONE
