@@ -20,6 +20,7 @@ from maxpipe.huggingface import dequantize
 from maxpipe.huggingface.config_json import read_description
 from maxpipe.huggingface.folder import open_folder
 from maxpipe.huggingface.mapping import map_tensors
+from maxpipe.huggingface.quantization import parse_quantization
 from maxpipe.huggingface.quantize import BlockScales
 from maxpipe.huggingface.safetensors import SafetensorsReader
 from maxpipe.models.registry import describe
@@ -101,6 +102,26 @@ def test_device_reads_only_its_codes_and_scales(folders, monkeypatch: pytest.Mon
         "layers.experts.attention.query_up", BF16, (*part[:1], slice(128, 130), *part[2:])
     )
     assert sizes == {name: 140, f"{name}_scale_inv": 2}
+
+
+def test_blocks_of_stacked_matrices_begin_in_each_matrix(tmp_path: Path) -> None:
+    """Rows of all experts are numbered together, but no block extends over two experts."""
+    parts = [quantized.fp8(f"{number}", (130, 140)) for number in range(3)]
+    tensors = {
+        name: np.stack([tensors[f"{number}{end}"] for number, (tensors, _) in enumerate(parts)])
+        for name, end in (("x", ""), ("x_scale_inv", "_scale_inv"))
+    }
+    whole = np.stack([values for _, values in parts]).reshape(390, 140)
+    file = tmp_path / "x.safetensors"
+    file.write_bytes(maker.encoded(tensors))
+    reader = SafetensorsReader(file)
+    quantization = parse_quantization({"quantization_config": quantized.FP8}, "bfloat16")
+    assert quantization is not None
+    found = dequantize.dequantized(tmp_path, dict.fromkeys(tensors, reader), quantization)["x"]
+    assert found.entries["x"].shape == (3, 130, 140)
+    for first, end in ((0, 390), (127, 131), (129, 259), (257, 390), (260, 261)):
+        part = found.read("x", (first, end), (140,), (3, 135))
+        assert (bits(part) == bits(whole[first:end, 3:135])).all()
 
 
 @pytest.mark.parametrize("name", ["deepseek", "qwen3", "gpt-oss", "kimi"])
