@@ -169,8 +169,8 @@ def measured_quantized(model: str, layers: int, base: Path) -> str:
         [
             f"{model}{part} has {size / 1e9:.1f} GB of weights with MXFP4 experts, and the largest "
             f"file has {largest / 1e9:.2f} GB. The import writes {total / 1e9:.1f} GB of bfloat16 "
-            f"weights, {(size + total) / size / 2:.2f} times as many bytes in total as a copy. The "
-            "time for a copy with SHA-256 and fsync was "
+            "weights: compared with a copy of that many bytes, its time is "
+            f"{ratio * size / total:.2f}. The time for a copy with SHA-256 and fsync was "
             f"{before.seconds:.0f} s before and {after.seconds:.0f} s after the import. The load "
             f"average on {os.cpu_count()} cores was {load_before:.1f} before and {load_after:.1f} "
             "after the import.",
