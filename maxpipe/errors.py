@@ -176,6 +176,7 @@ class Code(enum.StrEnum):
     HF_DIGEST = "MP-HF-008"
     HF_HUB = "MP-HF-009"
     HF_OUT = "MP-HF-010"
+    HF_QUANTIZED = "MP-HF-011"
     MT_CHECKPOINT = "MP-MT-001"
     MT_UNSUPPORTED = "MP-MT-002"
     MT_PARAMS = "MP-MT-003"
