@@ -24,6 +24,7 @@ from maxpipe.commands import (
     doctor,
     eval,
     explain,
+    fetch,
     generate,
     huggingface,
     launch,
@@ -224,6 +225,7 @@ def command_line_parser() -> Parser:
     checkpoints.add(commands)
     eval.add(commands)
     generate.add(commands)
+    fetch.add(commands)
     huggingface.add(commands)
     board.add_goodput(commands)
     board.add_curves(commands)

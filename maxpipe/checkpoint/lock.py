@@ -45,6 +45,7 @@ from maxpipe.checkpoint.storage import (
     create,
     create_folder,
     in_bucket,
+    modified_seconds,
     remedy,
     root_cause_text,
     to_epath,
@@ -396,8 +397,7 @@ def _touch(path: Path) -> None:
 def _heartbeat_stamp(path: Path) -> tuple[float, int]:
     """Return the modification time and size; every heartbeat changes at least one of them."""
     if in_bucket(path):
-        found = epath.Path(path).stat()
-        return found.mtime, found.length
+        return modified_seconds(path), epath.Path(path).stat().length
     stat = os.stat(path)
     return stat.st_mtime, stat.st_size
 

@@ -436,9 +436,9 @@ def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
     path.
     """
     return (
-        "maxpipe does not download datasets: data must be in files.",
-        f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "
-        "`datasets`, and set data.source=huggingface data.path=saved.",
+        "data must be in files; only `maxpipe fetch` downloads datasets.",
+        f"Run `maxpipe fetch hf:datasets/{name} --out data`, and set data.source=parquet (or "
+        "jsonl) data.path=data.",
     )
 
 
@@ -509,7 +509,7 @@ def _model_name(raw: Raw, context: TranslationContext) -> Translation:
         return Translation(((MODEL, model.name),), key=MODEL)
     if isinstance(raw, str) and config_files.is_hub_id(raw):
         action = config_files.hub_download_action(raw)
-        return Translation((), "maxpipe does not download models.", action)
+        return Translation((), "only `maxpipe fetch` downloads models.", action)
     answer = match_exact_key(["model_name"], ())
     assert answer is not None
     return Translation((), answer.why, answer.action)

@@ -17,6 +17,8 @@ from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import KEYS, names_in
 from maxpipe.config.sections.model import family_section
 from maxpipe.errors import Code, ConfigError
+from maxpipe.huggingface import quantization
+from maxpipe.huggingface.quantization import Quantization
 from maxpipe.io.files import read
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
@@ -328,6 +330,7 @@ _IGNORED_KEYS = frozenset(
     | {"return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"}
     | {"id2label", "label2id", "problem_type", "is_encoder_decoder", "torchscript", "is_decoder"}
     | {"original_max_position_embeddings"}  # handled with the rotary parameters
+    | {quantization.KEY}  # handled separately
     | {"cache_implementation", "unsloth_fixed", "unsloth_version", "cross_attention_hidden_size"}
 )
 
@@ -347,6 +350,8 @@ class ModelDescription:
     """Composite model that contains this language model, if any."""
     differences: tuple[str, ...] = ()
     """Messages about duplicate keys with different values."""
+    quantization: Quantization | None = None
+    """Format of quantized weights, or None if all weights are plain."""
 
     @property
     def config(self) -> ModelConfig:
@@ -382,6 +387,10 @@ def read_description(folder: Path) -> ModelDescription:
             )
     try:
         found = normalize(content, table, whole)
+        said = {**content, **{key: each for key, each in found.content.items() if each is not None}}
+        quantized = quantization.parse_quantization(
+            said, said.get("dtype") or said.get("torch_dtype")
+        )
     except UnsupportedError as error:
         raise _conversion_error(str(path), table, error) from error
     content = found.content
@@ -403,7 +412,9 @@ def read_description(folder: Path) -> ModelDescription:
     }
     unknown = (*(name for name in content if name not in known), *found.unread)
     model_of(section, str(path))  # raises ConfigError if the section violates a rule
-    return ModelDescription(table, section, kept, unknown, whole, tuple(found.differences))
+    return ModelDescription(
+        table, section, kept, unknown, whole, tuple(found.differences), quantized
+    )
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:

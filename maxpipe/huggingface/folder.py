@@ -30,10 +30,18 @@ from typing import Any, TypedDict
 import numpy as np
 
 from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse_address
+from maxpipe.config.config_files import hub_download_action, is_hub_id
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping, safetensors
 from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
-from maxpipe.huggingface.mapping import TensorMapping, TensorSlice, intersect, map_tensors
+from maxpipe.huggingface.dequantize import TensorReader, check_layouts, dequantized, is_transposed
+from maxpipe.huggingface.mapping import (
+    ColumnRange,
+    TensorMapping,
+    TensorSlice,
+    intersect,
+    map_tensors,
+)
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader, quote_name
 from maxpipe.io.files import expand_path, lock, read, url_scheme, write
 from maxpipe.io.formatting import pluralize
@@ -82,8 +90,8 @@ class HuggingFaceFolder:
     """Names of recognized tensors that the model does not use."""
     num_missing_mtp_layers: int
     """Number of multi-token prediction layers that config.json declares but the folder lacks."""
-    _files: Mapping[str, SafetensorsReader]
-    """File readers, keyed by tensor name in the conversion table."""
+    _files: Mapping[str, TensorReader]
+    """Readers, keyed by tensor name in the conversion table."""
     _names: Mapping[str, str]
     """Tensor names in the files, keyed by tensor name in the conversion table."""
 
@@ -172,15 +180,19 @@ class HuggingFaceFolder:
     def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
         """Read part of a tensor slice, a few rows at a time, into `target` in parameter layout."""
         dim = piece.outer_remaining_dim
-        wanted = taken[dim]
-        for part, ours in self._blocks(piece, wanted):
+        wanted, columns = taken[dim], piece.columns(taken)
+        for part, ours in self._blocks(piece, wanted, columns):
             first, end = max(part.start, wanted.start), min(part.stop, wanted.stop)
             there, here = [slice(None)] * target.ndim, [*taken]
             there[dim] = slice(first - wanted.start, end - wanted.start)
             here[dim] = slice(first - part.start, end - part.start)
+            if columns is not None:
+                here[columns.remaining_dim] = slice(None)
             mapping.copy(target[tuple(there)], ours[tuple(here)])
 
-    def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
+    def _blocks(
+        self, piece: TensorSlice, part: slice, columns: ColumnRange | None = None
+    ) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield blocks of limited size as (slice of the outer dim, array in parameter layout)."""
         width = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
         step = max(1, _BLOCK_ELEMENTS // width)
@@ -189,9 +201,15 @@ class HuggingFaceFolder:
         for first in range(part.start, part.stop, step):
             here = slice(first, min(first + step, part.stop))
             reader, name = self._files[piece.tensor], self._names[piece.tensor]
-            rows = reader.read(name, piece.rows(here), piece.row_shape)
+            rows = reader.read(
+                name,
+                piece.rows(here),
+                piece.row_shape,
+                columns and columns.columns,
+                piece.interleave.lines,
+            )
             self._check_finite(piece.tensor, rows)
-            yield here, piece.to_param(rows, here)
+            yield here, piece.to_param(rows, here, columns)
 
     def _mean(self, name: str, dim: int) -> np.ndarray:
         if name not in self._means:
@@ -279,12 +297,17 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             where,
             folder or "''",
             "must be a folder on this machine with config.json and safetensors files.",
-            "Download the model, and use the path of the downloaded folder.",
+            hub_download_action(folder)
+            if is_hub_id(folder)
+            else "Download the model with `maxpipe fetch`, and use the path of its folder.",
         )
     if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
         raise error
     said = read_description(path)
-    present = _tensors(path)
+    files_of = _tensors(path)
+    present: Mapping[str, TensorReader] = files_of
+    if said.quantization is not None:
+        present = dequantized(path, files_of, said.quantization)
     known = {name: safetensors.canonical(name) for name in present}
     said, lacking = _without_mtp(said, known.values())
     names: dict[str, str] = {}
@@ -302,7 +325,8 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             raise safetensors.duplicate_tensor_error(path, names[table_name], name)
         names[table_name] = name
     files = {table_name: present[name] for table_name, name in names.items()}
-    table = safetensors.adapt_table(said.table, names)
+    transposed = [name for name, reader in files.items() if is_transposed(reader)]
+    table = safetensors.adapt_table(said.table, names, transposed)
     try:
         model = map_tensors(describe(said.config), table, len(present) + _MAX_MISSING_TENSORS)
     except ValueError as error:
@@ -317,6 +341,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     if missing or surplus:
         raise safetensors.tensor_mismatch_error(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
+    check_layouts(files, names, transposed)
     source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
     return source
@@ -404,7 +429,7 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
 def _check_entries(
     folder: Path,
     wanted: Mapping[str, tuple[int, ...]],
-    files: Mapping[str, SafetensorsReader],
+    files: Mapping[str, TensorReader],
     names: Mapping[str, str],
 ) -> None:
     for name, shape in wanted.items():
@@ -412,7 +437,10 @@ def _check_entries(
         where = f"{reader.path}: {names[name]}"
         if entry.dtype not in DTYPES:
             rule = f"must have dtype {' or '.join(DTYPES)}."
-            action = "Use unquantized weights."
+            action = (
+                "Use unquantized weights, or the config.json that was published with these "
+                "weights, whose quantization_config describes them."
+            )
             raise ConfigError.one(Code.HF_TENSORS, where, entry.dtype, rule, action)
         if entry.shape != shape:
             raise safetensors.wrong_shape(folder, where, name, entry.shape, shape)

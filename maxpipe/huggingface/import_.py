@@ -125,6 +125,8 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
     """Return lines for the user that describe a Hugging Face folder."""
     table = source.description.table
     types = ", ".join(sorted(set(source.dtypes.values())))
+    if (quantized := source.description.quantization) is not None:
+        types += f" (dequantized from {quantized.encoding.name})"
     lines = [
         f"{source.folder}: {table.architecture}, {num_params(source):,} parameters in {types}, "
         f"{pluralize(source.num_files, 'file')}"
@@ -203,7 +205,7 @@ def _params(source: HuggingFaceFolder) -> dict[str, writer.LazySlabArray]:
         dtype = source.stored_dtype(name)
         slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
         read = partial(source.read_region, name, dtype)
-        arrays[name] = writer.LazySlabArray(shape, dtype, slab, read)
+        arrays[name] = writer.LazySlabArray(shape, dtype, slab, read, is_finite=True)
     return arrays
 
 

@@ -71,14 +71,39 @@ def parse_axis_mapping(text: str) -> AxisMapping:
 
 
 class InterleavedSlice(NamedTuple):
-    """Every `every`-th entry of a tensor's last dim, starting at index `number`."""
+    """Every `every`-th entry of one dim of a tensor, starting at index `number`."""
 
     number: int = 0
     every: int = 1
+    dim: int = -1
+    """Index of the dim, counted from the last dim."""
+
+    @property
+    def lines(self) -> slice:
+        """Entries of the second-to-last dim that a reader selects."""
+        return slice(self.number, None, self.every) if self.dim == -2 else slice(None)
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of the entries that this slice selects."""
-        return tensor[..., self.number :: self.every]
+        """Return a view of the entries of the last dim that this slice selects."""
+        return tensor[..., self.number :: self.every] if self.dim == -1 else tensor
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor, given the shape of this slice."""
+        sizes = list(shape)
+        sizes[self.dim] *= self.every
+        return tuple(sizes)
+
+
+class ColumnRange(NamedTuple):
+    """A range of a tensor's last dim, and the part of a parameter that it stores."""
+
+    dim: int
+    """Index of the parameter dim that is outermost in the tensor's last dim."""
+    remaining_dim: int
+    """Index of that dim in `AxisMapping.remaining_dims`."""
+    part: slice
+    """Range of that dim."""
+    columns: tuple[int, int]
 
 
 class TensorSlice(NamedTuple):
@@ -102,7 +127,7 @@ class TensorSlice(NamedTuple):
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Return the shape of one row of the tensor."""
-        return (*self.shape[1:-1], self.shape[-1] * self.interleave.every) if self.shape[1:] else ()
+        return self.interleave.whole(self.shape)[1:]
 
     @property
     def outer_dim(self) -> int:
@@ -130,10 +155,35 @@ class TensorSlice(NamedTuple):
         each = self.shape[0] // self.sizes[self.outer_dim]
         return self.first + part.start * each, self.first + part.stop * each
 
-    def to_param(self, rows: np.ndarray, part: slice) -> np.ndarray:
-        """Convert the tensor rows for a slice of `outer_dim` to the parameter's layout."""
+    def columns(self, taken: Sequence[slice]) -> ColumnRange | None:
+        """Return the range of the tensor's last dim that stores a part of this slice, or None if
+        the part covers the last dim.
+
+        `taken` contains the part's range of each of `axis_mapping.remaining_dims`.
+        """
+        group = self.axis_mapping.hf_dims[-1]
+        if len(self.axis_mapping.hf_dims) == 1 or not self.is_divisible or not group:
+            return None
+        dim = self.axis_mapping.param_dims.index(group[0])
+        remaining = self.axis_mapping.remaining_dims.index(group[0])
+        part = taken[remaining]
+        if part == slice(0, self.sizes[dim]):
+            return None
+        each = self.shape[-1] // self.sizes[dim]
+        each *= self.interleave.every if self.interleave.dim == -1 else 1
+        return ColumnRange(dim, remaining, part, (part.start * each, part.stop * each))
+
+    def to_param(
+        self, rows: np.ndarray, part: slice, columns: ColumnRange | None = None
+    ) -> np.ndarray:
+        """Convert the tensor rows for a slice of `outer_dim` to the parameter's layout.
+
+        If `columns` is set, `rows` contains only these columns.
+        """
         sizes = list(self.sizes)
         sizes[self.outer_dim] = part.stop - part.start
+        if columns is not None:
+            sizes[columns.dim] = columns.part.stop - columns.part.start
         return self.axis_mapping.to_param(self.interleave.take(rows), tuple(sizes))
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
@@ -144,7 +194,7 @@ class TensorSlice(NamedTuple):
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])
         if self.interleave.every > 1:
-            return (*self.shape[:-1], self.shape[-1] * self.interleave.every)
+            return self.interleave.whole(self.shape)
         return (rows, *self.shape[1:])
 
 
@@ -335,7 +385,10 @@ def _iter_slices(
             continue
         first = taken.get(name, 0)
         taken[name] = first + (1 if lanes else shape[0])
-        start, lane = (0, InterleavedSlice(first, lanes)) if lanes else (first, InterleavedSlice())
+        start, lane = first, InterleavedSlice()
+        if lanes:
+            dim = form.hf_dims.index((row.interleaved,)) - len(form.hf_dims)
+            start, lane = 0, InterleavedSlice(first, lanes, dim)
         yield TensorSlice(name, start, shape, whole, form, param.shape, lane)
 
 
@@ -399,7 +452,7 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-_BLOCK = 256
+_BLOCK = 128
 """Side length, in elements, of the square blocks in which arrays are transposed."""
 
 

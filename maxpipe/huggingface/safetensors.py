@@ -43,7 +43,16 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """Supported weight dtypes, keyed by their name in safetensors files."""
 
+_STORED: Mapping[str, np.dtype] = {
+    **DTYPES,
+    **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), np.dtype(np.uint8)),
+    **{"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)},
+}
+"""Dtypes in which tensors are read. Codes of 8-bit floats are read as bytes."""
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES[np.dtype(ml_dtypes.float8_e4m3fn)] = "F8_E4M3"
+_WRITTEN = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
     **{"I64": 64, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
@@ -94,34 +103,46 @@ class SafetensorsReader:
         name: str,
         rows: tuple[int, int] | None = None,
         row_shape: tuple[int, ...] | None = None,
+        columns: tuple[int, int] | None = None,
+        lines: slice = slice(None),
     ) -> np.ndarray:
         """Read a tensor or a range of its rows.
 
         A row is an entry along the first dim. If `row_shape` is set, all dims before it are merged
-        into one row dim.
+        into one row dim. If `columns` is set, only this range of the last dim is read. `lines`
+        selects entries of the second-to-last dim.
 
         Raises:
             ConfigError: the file ends too early or cannot be read.
         """
         entry = self.entries[name]
-        dtype, shape, begin = DTYPES[entry.dtype], entry.shape, entry.begin
+        dtype, shape, begin = _STORED[entry.dtype], entry.shape, entry.begin
         if rows is not None:
             row_shape = shape[1:] if row_shape is None else row_shape
             begin += rows[0] * math.prod(row_shape) * dtype.itemsize
             shape = (rows[1] - rows[0], *row_shape)
+        step, count = 0, 1  # distance and number of the parts to read
+        if columns is not None:
+            step, count = shape[-1] * dtype.itemsize, math.prod(shape[:-1])
+            begin += columns[0] * dtype.itemsize
+            shape = (*shape[:-1], columns[1] - columns[0])
         array = np.empty(shape, dtype)
         buffer = _bytes(array)
+        size = len(buffer) // max(count, 1)
         try:
             with open(open_regular(self.path), "rb", buffering=0) as stream:
-                stream.seek(self._start + begin)
-                done = 0
-                while done < len(buffer) and (count := stream.readinto(buffer[done:])):
-                    done += count
+                for part in range(count):
+                    _read(
+                        stream.fileno(),
+                        buffer[part * size : (part + 1) * size],
+                        self._start + begin + part * step,
+                    )
+        except EOFError as error:
+            reason = f"ends inside the tensor {quote_name(name)}"
+            raise damaged_file_error(self.path, reason) from error
         except OSError as error:
             raise damaged_file_error(self.path, error.strerror or str(error)) from error
-        if done < len(buffer):
-            raise damaged_file_error(self.path, f"ends inside the tensor {quote_name(name)}")
-        return array
+        return array if lines == slice(None) else array[..., lines, :]
 
 
 def damaged_file_error(path: Path, reason: str) -> ConfigError:
@@ -253,7 +274,7 @@ class SafetensorsWriter:
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor."""
-        return DTYPES[self._entries[name].dtype]
+        return _WRITTEN[self._entries[name].dtype]
 
     def write(
         self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
@@ -267,7 +288,7 @@ class SafetensorsWriter:
             OSError: the rows cannot be written.
         """
         entry = self._entries[name]
-        dtype = DTYPES[entry.dtype]
+        dtype = _WRITTEN[entry.dtype]
         *most, last = values.shape
         shape = (*most, last * every)
         assert values.dtype == dtype and shape[1:] == entry.shape[1:]
@@ -276,7 +297,10 @@ class SafetensorsWriter:
             # Keep the entries of the other interleaved parameters, which may already have been
             # written.
             rows = np.empty(shape, dtype)
-            _read(self._file, _bytes(rows), place)
+            try:
+                _read(self._file, _bytes(rows), place)
+            except EOFError as error:
+                raise OSError(errno.EIO, str(error)) from error
             rows[..., number::every] = values
             values = rows
         data = _bytes(np.ascontiguousarray(values))
@@ -299,12 +323,16 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _read(file: int, view: memoryview, place: int) -> None:
+    """Fill `view` with the bytes at `place`.
+
+    Raises:
+        EOFError: the file ends too early.
+        OSError: the file cannot be read.
+    """
     while view:
-        data = os.pread(file, len(view), place)
-        if not data:
-            raise OSError(errno.EIO, "the file was truncated")
-        view[: len(data)] = data
-        view, place = view[len(data) :], place + len(data)
+        if not (count := os.preadv(file, [view], place)):
+            raise EOFError("the file was truncated")
+        view, place = view[count:], place + count
 
 
 def _write(file: int, data: bytes | memoryview, place: int) -> None:
@@ -355,11 +383,17 @@ def canonical(name: str) -> str:
     return name
 
 
-def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
-    """Return the conversion table with rows adapted to the layout of the tensors in `names`."""
-    present = {_pattern(name) for name in names}
+def adapt_table(
+    table: HuggingFace, names: Iterable[str], transposed: Iterable[str] = ()
+) -> HuggingFace:
+    """Return the conversion table with rows adapted to the layout of the tensors in `names`.
+
+    The names in `transposed` have the last two dims of stacked expert matrices in reverse order.
+    """
+    present = {name_pattern(name) for name in names}
+    reverse = {name_pattern(name) for name in transposed}
     tensors, of_heads = (
-        _adapt_rows(rows, present) for rows in (table.tensors, table.mtp_layer_tensors)
+        _adapt_rows(rows, present, reverse) for rows in (table.tensors, table.mtp_layer_tensors)
     )
     return replace(table, tensors=tensors, mtp_layer_tensors=of_heads)
 
@@ -367,15 +401,28 @@ def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
 _Rows = dict[str, Tensor]
 
 
-def _adapt_rows(tensors: Iterable[Tensor], present: set[str]) -> tuple[Tensor, ...]:
+def _adapt_rows(
+    tensors: Iterable[Tensor], present: set[str], reverse: set[str]
+) -> tuple[Tensor, ...]:
     rows = {row.ours: row for row in tensors}
+    rows |= {
+        name: _transposed(row) for name, row in rows.items() if name_pattern(row.theirs) in reverse
+    }
     rows |= _renamed_rows(rows, present)
     for other in (*_stacked(rows), *_fused(rows)):
         rows |= _if_present(rows, other, present)
     return tuple(rows.values())
 
 
-def _pattern(name: str) -> str:
+def _transposed(row: Tensor) -> Tensor:
+    ours, theirs = row.dims.split(" -> ")
+    stack, *matrix = theirs.split()
+    if len(matrix) != 2:
+        return row
+    return replace(row, dims=f"{ours} -> {' '.join((stack, *reversed(matrix)))}")
+
+
+def name_pattern(name: str) -> str:
     """Return a tensor name or name template with `#` in place of layer and expert indices."""
     return re.sub(r"(?<=\.)(?:\d+|\{layer\}|\{expert\})(?=\.)", "#", name)
 
@@ -385,8 +432,8 @@ def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
 
     The result is also empty if the files contain a tensor that `other` would replace.
     """
-    wanted = {_pattern(row.theirs) for row in other.values()}
-    replaced = {_pattern(rows[name].theirs) for name in other} - wanted
+    wanted = {name_pattern(row.theirs) for row in other.values()}
+    replaced = {name_pattern(rows[name].theirs) for name in other} - wanted
     return other if wanted <= present and not replaced & present else {}
 
 
@@ -458,9 +505,8 @@ _KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
     (
         r"\.(weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB"
         r"|\w+_blocks|\w+_scales)$|\.quant_state\.",
-        f"has quantized weights, but its {FILE} has no quantization_config",
-        f"Restore the {FILE} that was published with these weights: maxpipe then prints a command "
-        "that dequantizes them.",
+        f"has quantized weights that quantization_config in {FILE} does not describe",
+        f"Restore the {FILE} that was published with these weights.",
     ),
     (
         r"(^|\.)(tok_embeddings\.|attention\.w[qkvo]\.|feed_forward\.w[123]\.)",
@@ -637,11 +683,12 @@ def wrong_shape(
         )
     if len(shape) == len(wanted) > 1 and shape == (*wanted[:-2], wanted[-1], wanted[-2]):
         action = "Transpose the last two dims of the tensor, as in the transformers layout."
-    rule = f"must have the shape {_shape(wanted)} from {FILE}."
-    return ConfigError.one(Code.HF_TENSORS, where, _shape(shape), rule, action)
+    rule = f"must have the shape {format_shape(wanted)} from {FILE}."
+    return ConfigError.one(Code.HF_TENSORS, where, format_shape(shape), rule, action)
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
+    """Return a shape for messages."""
     return " x ".join(map(str, shape)) or "scalar"
 
 

@@ -283,9 +283,9 @@ class Tensor:
     dims: str
     """Einops pattern from maxpipe's dims to Hugging Face's dims: `d n h -> (n h) d`. A dim that is
     missing on the right is `{expert}`."""
-    interleaved: bool = False
-    """Whether the rows alternate along the tensor's last dim, instead of being concatenated along
-    its first dim."""
+    interleaved: str = ""
+    """Name of the dim along which the rows alternate, instead of being concatenated along the
+    tensor's first dim."""
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,6 @@ def sizes(
         Key("vocab_size", "vocab_size", vocab),
         Key("rms_norm_eps", "norm_epsilon", epsilon),
         Key("tie_word_embeddings", "tied_embeddings", tied),
-        Unquantised(),
         *KEPT,
     )
 
@@ -414,63 +413,6 @@ class OrNone:
     def write(self, ours: Ours) -> Theirs:
         """Return the value of the key for `config.json`: null instead of 0."""
         return {self.theirs: ours[self.ours] or None}
-
-
-@dataclass(frozen=True)
-class Unquantised:
-    """Key-table row for `quantization_config`, which must be absent."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("quantization_config",)
-
-    def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Check that the weights are not quantized."""
-        quantization = theirs.get("quantization_config")
-        if quantization is None:
-            return {}
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        action = "Use a folder with unquantized weights."
-        if isinstance(method, str) and method in _DEQUANTISED:
-            packages, code = _DEQUANTISED[method]
-            action = (
-                f"Dequantize the weights with transformers, torch{packages}: python -c 'from "
-                f"transformers import AutoModelForCausalLM as M{code}, "
-                "save_original_format=False)', then import NEW."
-            )
-        by = f" by {method}" if isinstance(method, str) else ""
-        rule = f"must be null, because the folder's weights are quantized{by}."
-        raise UnsupportedError("quantization_config", quantization, rule, action)
-
-    def write(self, ours: Ours) -> Theirs:
-        """Omit `quantization_config`, because the key has an effect even if it is null."""
-        return {}
-
-
-_LOADED = '; M.from_pretrained("DIR", dtype="bfloat16"'
-
-
-def _loaded_by(config: str) -> str:
-    """Return Python code that loads a model and dequantizes its weights."""
-    return (
-        f', {config} as C{_LOADED}, quantization_config=C(dequantize=True)).save_pretrained("NEW"'
-    )
-
-
-_DEQUANTISED = {
-    "mxfp4": (" and accelerate", _loaded_by("Mxfp4Config")),
-    "fp8": (" and accelerate", _loaded_by("FineGrainedFP8Config")),
-    "compressed-tensors": (
-        ", accelerate and compressed-tensors",
-        _loaded_by("CompressedTensorsConfig"),
-    ),
-    "bitsandbytes": (
-        ", accelerate and bitsandbytes",
-        f'{_LOADED}).dequantize().save_pretrained("NEW"',
-    ),
-}
-"""Packages and Python code that convert a folder to bfloat16, keyed by quantization method. No such
-code exists for GPTQ and AWQ."""
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -668,10 +610,10 @@ def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Te
 JOINED_EXPERTS = (
     Tensor("experts.router", _LAYER + "mlp.router.weight", "d e -> e d"),
     Tensor("experts.logit_bias", _LAYER + "mlp.router.bias", "e -> e"),
-    Tensor("experts.gate", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
-    Tensor("experts.up", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
-    Tensor("experts.gate_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
-    Tensor("experts.up_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
+    Tensor("experts.gate", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", "f"),
+    Tensor("experts.up", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", "f"),
+    Tensor("experts.gate_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", "f"),
+    Tensor("experts.up_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", "f"),
     Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
     Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
 )

@@ -20,12 +20,14 @@ import maxpipe
 from maxpipe.checkpoint.folder import BASE, AdapterBase
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import local_folder
+from maxpipe.checkpoint.run_copy import RunCopy
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
     checkpoint_home,
     entries,
     run_folder,
     to_epath,
+    url_of_copy,
 )
 from maxpipe.config import config_files
 from maxpipe.config.check import error_location
@@ -128,8 +130,10 @@ def _model_problem(key: str, folder: str, config: Config, origins: Mapping[str, 
     if config.tokenizer.kind != "bytes" and _is_inside(config.tokenizer.path, folder):
         rule += f" {_TOKENIZER}={config.tokenizer.path} is also read from that folder."
         settings += f" and {_TOKENIZER}=DIR"
-    action = f"Download the model to this folder (`hf download NAME --local-dir {folder}`), or set "
-    action += f"{settings} to the folder of a local model."
+    name = folder if config_files.is_hub_id(folder) else "NAME"
+    out = folder.rpartition("/")[2] if name == folder else folder
+    action = f"Download the model: run `maxpipe fetch hf:{name} --out {out}`, and set "
+    action += f"{settings}, where DIR is {out} or the folder of another model."
     return Problem(Code.HF_FOLDER, error_location(key, origins), f"{_MODEL}{folder}", rule, action)
 
 
@@ -160,7 +164,7 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
         rule = f"must name an existing file or folder; none exists relative to {os.getcwd()}."
         action = f"Set {key} to an existing path."
         if key == "tokenizer.path" and config_files.is_hub_id(path):
-            rule += " Nothing is downloaded."
+            rule += " Only `maxpipe fetch` downloads files."
             action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."
         yield Problem(Code.DATA_MISSING, error_location(key, origins), path, rule, action)
 
@@ -300,6 +304,8 @@ def open_session(loaded: LoadedConfig) -> Iterator[Session]:
             check_forecast(loaded.config, console.warn)
         files.check_regular_files(run_dir, WRITTEN_FILES)
         locks = lock_folders(config, stack, console.warn) if channel.index == 0 else []
+        if locks and url_of_copy(run_dir):
+            stack.enter_context(RunCopy(run_dir, lambda: all(lock.check_held() for lock in locks)))
         events = EventLog(run_dir, channel.index, phases.begun, ownership_check(locks))
         _record_attempt(config, events, channel, phases, stack)
         yield Session(loaded, console, channel, phases, events, locks, stack)

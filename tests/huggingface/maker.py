@@ -11,6 +11,11 @@ import ml_dtypes
 import numpy as np
 
 TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+CODES = {
+    **{"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64},
+    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
+}
+"""Types of the tensors of quantized weights, in addition to `TYPES`."""
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCAB, EXPERTS = 3, 10, 4, 2, 6, 14, 263, 3
 
 Tensors = dict[str, np.ndarray]
@@ -294,8 +299,7 @@ def _drawn(shapes: dict[str, tuple[int, ...]], dtype: str) -> Tensors:
 
 def encoded(tensors: Tensors, **changes: Any) -> bytes:
     """Return a safetensors file; `changes` replace entries of its header."""
-    names = {np.dtype(kind): name for name, kind in TYPES.items()}
-    names |= {np.dtype(np.int8): "I8"}
+    names = {np.dtype(kind): name for name, kind in {**TYPES, **CODES}.items()}
     header: dict[str, Any] = {}
     data = b""
     for name, array in tensors.items():
@@ -340,7 +344,8 @@ def read(folder: Path) -> Tensors:
                 begin, end = entry["data_offsets"]
                 data = raw[8 + length :][begin:end]
                 assert name not in found
-                found[name] = np.frombuffer(data, TYPES[entry["dtype"]]).reshape(entry["shape"])
+                dtype = {**TYPES, **CODES}[entry["dtype"]]
+                found[name] = np.frombuffer(data, dtype).reshape(entry["shape"])
     return found
 
 

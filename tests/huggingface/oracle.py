@@ -1,6 +1,6 @@
 """Reference results of transformers: makes folders and computes their logits.
 
-Usage: oracle.py COMMAND JOBS, where COMMAND is make, logits, adapted, quantise, add_ahead, ahead,
+Usage: oracle.py COMMAND JOBS, where COMMAND is make, logits, adapted, add_ahead, ahead,
 train, losses, greedy or sft. JOBS is a JSON list of objects; `folder` is the Hugging Face
 folder, `tokens` a file of token IDs `[rows, tokens]` and `logits` the file to write. For `adapted`,
 which requires PEFT, `adapter` is an adapter folder. The last four read `documents`, a JSON
@@ -32,9 +32,6 @@ def main() -> None:
         if action in AHEAD:
             AHEAD[action](job)
             continue
-        if action == "quantise":
-            quantise(made(job), Path(job["folder"]))
-            continue
         if action in DOCUMENTS:
             DOCUMENTS[action](job, json.loads(Path(job["documents"]).read_text()))
             continue
@@ -62,25 +59,6 @@ def made(job: dict[str, Any]) -> Any:
     for tensor in model.state_dict().values():  # with buffers that are saved
         tensor.normal_(0.0, 0.2)
     return model.to(getattr(torch, job["dtype"]))
-
-
-def quantise(model: Any, folder: Path) -> None:
-    """Save a folder as GPT-OSS is published: experts in blocks of 32 4-bit values."""
-    model.save_pretrained(folder)
-    tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inside, out = tensors.pop(name).shape
-        shape = (experts, out, inside // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    left = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
-    config["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [*left, "lm_head"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def add_mtp(job: dict[str, Any]) -> None:

@@ -353,7 +353,7 @@ def test_interrupt_leaves_no_files(
 
     monkeypatch.setattr(folder_module.HuggingFaceFolder, "read_region", interrupt)
     assert main(["import", str(imported / "hf"), "--out", str(tmp_path / "ckpt")]) == 130
-    monkeypatch.setattr("maxpipe.huggingface.export._write_param", interrupt)
+    monkeypatch.setattr("maxpipe.huggingface.export._read_param", interrupt)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 130
     assert not os.listdir(tmp_path)
 
@@ -489,7 +489,7 @@ def test_failed_export_stops_checksum_verification(
 
     monkeypatch.setattr(manifest, "_NUM_THREADS", 1)
     monkeypatch.setattr(manifest, "_digest", digest)
-    monkeypatch.setattr("maxpipe.huggingface.export._write_param", fail)
+    monkeypatch.setattr("maxpipe.huggingface.export._read_param", fail)
     assert main(["export", str(imported / "ckpt"), str(tmp_path / "out")]) == 74
     assert "Input/output error" in capsys.readouterr().err
     assert len(read) == 1 and not os.listdir(tmp_path)

@@ -197,7 +197,7 @@ ODD: dict[str, tuple[Change, str, str]] = {
     ),
     "FP8": (
         lambda x: x | {"model.layers.0.self_attn.q_proj.weight_scale_inv": ROW},
-        "quantized weights, but its config.json has no quantization_config",
+        "quantized weights that quantization_config in config.json does not describe",
         "Restore the config.json",
     ),
     "fused and separate": (
