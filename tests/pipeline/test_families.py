@@ -104,7 +104,7 @@ HYBRID_MOE: dict[str, Any] = {
 }
 NEXT = Qwen3NextConfig(**HYBRID_MOE)
 # With 3 dims, normalized queries and keys amplify rounding of their parameters to more than 1e-5.
-WIDE = {"linear_key_head_dim": 8}
+WIDE: dict[str, Any] = {"linear_key_head_dim": 8}
 QWEN3_5 = Qwen35Config(**HYBRID | WIDE)
 QWEN3_5_MOE = Qwen35MoeConfig(**HYBRID_MOE | WIDE)
 GLM = Glm4MoeConfig(
