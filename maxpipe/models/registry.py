@@ -21,6 +21,7 @@ from maxpipe.models import (
     mistral,
     moe,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
@@ -36,8 +37,8 @@ from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
 FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
-        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
-        *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
+        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3),
+        *(granite, moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
 }
 

@@ -330,12 +330,13 @@ class Turns:
         return {self.theirs: ours[self.ours] or self.paper}
 
 
-def row(family: str, longest: int, theta: float = 10000.0) -> Row:
+def row(family: str, longest: int, theta: float = 10000.0, *, layers: str = "") -> Row:
     """Return the rotary-position row of the table for model families that support every
     `RopeConfig` key.
 
     `longest` and `theta` are the default values of `max_position_embeddings` and `rope_theta` in
-    transformers.
+    transformers. `layers` is the layer type to which the row applies, if `rope_parameters` has one
+    entry per layer type.
     """
     kind, factor, length = (
         f"{family}.rope_{name}" for name in ("type", "factor", "attention_factor")
@@ -389,4 +390,5 @@ def row(family: str, longest: int, theta: float = 10000.0) -> Row:
             "dynamic": (Key("max_position_embeddings", original, longest),),
             "longrope": (Longest(factor, original),),
         },
+        layers=layers,
     )

@@ -40,6 +40,32 @@ def rotary_frequencies(
 ) -> Float[Array, " half"]:
     """Return the rotation angle per position for each pair of dims, as a float32 array `[H / 2]`.
 
+    The angles are 0 in layers without rotary positions.
+    """
+    frequencies = _scaled_frequencies(rope, head_dim, context)
+    if rope.scaled:
+        plain = attention.Rope(rope.theta, rotary_dims=rope.rotary_dims)
+        unscaled = _scaled_frequencies(plain, head_dim, context)
+        frequencies = jnp.where(context.number(rope.scaled) > 0, frequencies, unscaled)
+    return frequencies * context.number(rope.enabled) if rope.enabled else frequencies
+
+
+def rotary_length(rope: attention.Rope, context: LayerContext) -> float | Float[Array, ""]:
+    """Return the factor by which the rotated dims of this layer are multiplied."""
+    length = rope.attention_factor
+    if length == 1.0:
+        return length
+    for name in (rope.scaled, rope.enabled):
+        if name:
+            length = jnp.where(context.number(name) > 0, length, 1.0)
+    return length
+
+
+def _scaled_frequencies(
+    rope: attention.Rope, head_dim: int, context: LayerContext
+) -> Float[Array, " half"]:
+    """Return the rotation angles of layers with rotary positions and scaling.
+
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
     turned = rope.rotary_dims or head_dim
@@ -112,7 +138,7 @@ def rotate(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
     frequencies: Float[Array, " half"],
-    length: float = 1.0,
+    length: float | Float[Array, ""] = 1.0,
     backend: str = "xla",
 ) -> Float[Array, "B T N H"]:
     """Rotate each pair of dims (i, i + half) by its token's angle; leave all other dims unchanged.
@@ -122,7 +148,7 @@ def rotate(
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    if length != 1.0:
+    if not isinstance(length, float) or length != 1.0:
         cos, sin = cos * length, sin * length
     if backend == "splash":
         return _rotate_by_matmul(*mark_varying((x, cos, sin)))
@@ -205,7 +231,7 @@ class Attention(SpecModule):
             rotate,
             positions=positions,
             frequencies=frequencies,
-            length=part.rope.attention_factor,
+            length=rotary_length(part.rope, context),
             backend=part.backend,
         )
         query, key = (

@@ -30,8 +30,42 @@ from maxpipe.models.registry import FAMILIES, describe
 from tests.errors import without_codes
 from tests.huggingface import maker
 
+LOCAL, WHOLE = "sliding_attention", "full_attention"
+
+
+def olmo3(layers: int, width: int, heads: int, kv_heads: int, mlp: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "layer_types": [*[LOCAL] * 3, WHOLE] * (layers // 4),
+        "max_position_embeddings": 65536,
+        "model_type": "olmo3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    }
+
+
 # As published on the Hugging Face Hub, without irrelevant keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "olmo3-7b": olmo3(32, 4096, 32, 32, 11008),
+    "olmo3-32b": olmo3(64, 5120, 40, 8, 27648),
     "llama3-1b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -467,6 +501,21 @@ def test_invalid_expert_layers_are_rejected(
     assert found["qwen3_moe.num_experts"] == 11 and found["qwen3_moe.dense_layers"] == [1]
     with pytest.raises(ConfigError, match=re.escape(reason)):
         config_values(tmp_path / "x", config | changes)
+
+
+UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("olmo3-7b", {"layer_types": [WHOLE] + [LOCAL] * 31}, "layer_types"),
+    ("olmo3-7b", {"attention_bias": True}, "attention_bias"),
+    ("olmo3-7b", {"sliding_window": 0}, "sliding_window"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "key"), UNSUPPORTED)
+def test_unsupported_variants_of_published_configs_are_rejected(
+    name: str, changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=key):
+        config_values(tmp_path / "x", PUBLISHED[name] | changes)
 
 
 LINEAR = ["linear_attention", "linear_attention", "full_attention"]

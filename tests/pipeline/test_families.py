@@ -16,6 +16,7 @@ from maxpipe.models.granite import GraniteConfig
 from maxpipe.models.mistral import MistralConfig
 from maxpipe.models.moe import MoeConfig, RoutedConfig
 from maxpipe.models.olmo2 import Olmo2Config
+from maxpipe.models.olmo3 import Olmo3Config
 from maxpipe.models.phi3 import Phi3Config
 from maxpipe.models.qwen2 import Qwen2Config
 from maxpipe.models.qwen3 import Qwen3Config
@@ -98,6 +99,13 @@ NEXT = Qwen3NextConfig(
     rotary_dim=2,
     load_balance_loss_weight=0.3,
 )
+OLMO3 = Olmo3Config(
+    sliding_window=3,
+    sliding_window_pattern=2,
+    local_rope_theta=50.0,
+    rope_factor=4.0,
+    original_max_position_embeddings=4,
+)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
@@ -122,6 +130,7 @@ CASES = [
     ),
     Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
+    Case(2, 2, 3, own=OLMO3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
 ]
 
 
@@ -178,6 +187,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": NEXT, "epsilon": 0.01},
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
+    {"own": OLMO3},
     {"own": GEMMA2, "tied": True},
     {"own": V3},
     {"own": V2},

@@ -81,7 +81,7 @@ class Rope:
     stretch_beyond: tuple[float, ...] = ()
     """Replaces `stretch` for sequences (or, in decoding, caches) longer than `original_tokens`."""
     attention_factor: float = 1.0
-    """Factor by which the rotated dims are multiplied."""
+    """Factor by which the rotated dims are multiplied. A part of the scaling method."""
     truncate: bool = True
     """Whether the boundaries of the YaRN ramp are rounded to integer pair indices."""
     fast: float = 0.0
@@ -90,6 +90,12 @@ class Rope:
     slow: float = 0.0
     """Maximum number of rotations over `original_tokens` for pairs that are scaled by the full
     factor. 0 selects the published value, which is 1."""
+    scaled: str = ""
+    """Name of the per-layer value that is 1 in layers to which the scaling method applies and 0 in
+    all others. If empty, the method applies to all layers."""
+    enabled: str = ""
+    """Name of the per-layer value that is 1 in layers with rotary positions and 0 in layers without
+    (NoPE, arXiv:2305.19466). If empty, all layers have rotary positions."""
 
 
 @dataclass(frozen=True)
