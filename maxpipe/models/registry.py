@@ -27,6 +27,7 @@ from maxpipe.models import (
     qwen3,
     qwen3_moe,
     qwen3_next,
+    smollm3,
 )
 from maxpipe.models.adapters import with_adapters
 from maxpipe.models.config import ModelConfig
@@ -38,7 +39,7 @@ FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
         *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3),
-        *(granite, moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
+        *(granite, smollm3, moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
 }
 

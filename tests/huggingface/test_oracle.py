@@ -167,6 +167,17 @@ def olmo3(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def smollm3(draw: random.Random) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "no_rope_layer_interval": draw.choice((1, 2, 3, 99)),
+        "pad_token_id": None,  # the default exceeds these vocabularies
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+    if draw.random() < 0.5:
+        found["no_rope_layers"] = [1, 0] * 4
+    return found
+
+
 def qwen3_moe(draw: random.Random) -> dict[str, Any]:
     return qwen3(draw) | {
         "num_experts": draw.choice((3, 5, 7)),
@@ -293,8 +304,9 @@ def deepseek_v3(draw: random.Random) -> dict[str, Any]:
     return deepseek(draw) | {"norm_topk_prob": draw.random() < 0.5, "kv_lora_rank": 9}
 
 
-HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "phi3"}
+HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "phi3", "smollm3"}
 SCALED = (
+    "smollm3",
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     *("gemma2", "granite", "olmo2", "mixtral"),
 )
@@ -311,6 +323,7 @@ CLASSES = {
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": (olmo3, "Olmo3Config", "Olmo3ForCausalLM"),
+    "smollm3": (smollm3, "SmolLM3Config", "SmolLM3ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
@@ -327,6 +340,10 @@ def by_layer_type(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]
 
 
 PLAIN: dict[str, dict[str, Any]] = {
+    "smollm3": {
+        **{"no_rope_layers": None, "no_rope_layer_interval": 99, "tie_word_embeddings": False},
+        "rope_parameters": ROPE,
+    },
     "olmo3": {
         **by_layer_type(ROPE, ROPE),
         **{"sliding_window": 99, "layer_types": None, "tie_word_embeddings": False},
@@ -334,6 +351,10 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 """Keys that disable all optional features of a family."""
 FEATURES: dict[str, list[dict[str, Any]]] = {
+    "smollm3": [
+        *({"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0] * 4}),
+        *({"no_rope_layer_interval": 1}, {"tie_word_embeddings": True}),
+    ],
     "olmo3": [
         {"sliding_window": 3},
         {"sliding_window": 3, "layer_types": "every second layer is global"},

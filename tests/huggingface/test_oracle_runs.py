@@ -40,6 +40,7 @@ TRAINED = ("llama", "gemma3", "mixtral")
 ALL_FEATURES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 5, "layer_types": None}
     | by_layer_type(ROPE | YARN, ROPE | {"rope_theta": 50.0}),
+    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 2},
 }
 """Keys of config.json that enable all features of a family."""
 STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]

@@ -26,7 +26,7 @@ LENGTHS = [24, 3000]
 ALL = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ALL),
-    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral"), ALL),
+    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral", "smollm3"), ALL),
     "olmo3": ("default", "linear", "yarn"),
     "gemma3_text": ("default", "linear"),
     "phi3": ("default", "longrope"),

@@ -66,6 +66,29 @@ def olmo3(layers: int, width: int, heads: int, kv_heads: int, mlp: int) -> dict[
 PUBLISHED: dict[str, dict[str, Any]] = {
     "olmo3-7b": olmo3(32, 4096, 32, 32, 11008),
     "olmo3-32b": olmo3(64, 5120, 40, 8, 27648),
+    "smollm3-3b": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": [WHOLE] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
     "llama3-1b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -507,6 +530,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("olmo3-7b", {"layer_types": [WHOLE] + [LOCAL] * 31}, "layer_types"),
     ("olmo3-7b", {"attention_bias": True}, "attention_bias"),
     ("olmo3-7b", {"sliding_window": 0}, "sliding_window"),
+    ("smollm3-3b", {"no_rope_layers": [0, *[1] * 35]}, "no_rope_layers"),
+    ("smollm3-3b", {"no_rope_layers": [1, 0] * 8}, "no_rope_layers"),
+    ("smollm3-3b", {"no_rope_layers": "x"}, "no_rope_layers"),
+    ("smollm3-3b", {"layer_types": [LOCAL] * 36}, "layer_types"),
+    ("smollm3-3b", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
 ]
 
 

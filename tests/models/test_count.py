@@ -109,6 +109,7 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("olmo2-32b", 32_234_279_936),
         ("olmo3-7b", 7_298_011_136),
         ("olmo3-32b", 32_233_522_176),
+        ("smollm3-3b", 3_075_098_624),
         ("granite3-2b", 2_533_531_648),
         ("granite3-8b", 8_170_848_256),
         ("gemma3-270m", 268_098_176),

@@ -23,6 +23,7 @@ from maxpipe.models.qwen3 import Qwen3Config
 from maxpipe.models.qwen3_moe import Qwen3MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import FAMILIES
+from maxpipe.models.smollm3 import Smollm3Config
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients, matrix
 
@@ -106,6 +107,7 @@ OLMO3 = Olmo3Config(
     rope_factor=4.0,
     original_max_position_embeddings=4,
 )
+SMOLLM3 = Smollm3Config(no_rope_layer_interval=2)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
@@ -131,6 +133,7 @@ CASES = [
     Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
     Case(2, 2, 3, own=OLMO3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 1, 5, own=SMOLLM3, tied=True, layers=5, data=2, remat="none", schedule="zb_h1"),
 ]
 
 
@@ -187,7 +190,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": NEXT, "epsilon": 0.01},
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
-    {"own": OLMO3},
+    *({"own": own} for own in (OLMO3, SMOLLM3)),
     {"own": GEMMA2, "tied": True},
     {"own": V3},
     {"own": V2},

@@ -86,6 +86,8 @@ BIASED: dict[str, Any] = {
     "family": "gpt_oss",
     "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
+
+
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (
@@ -324,7 +326,12 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "d_mlp": 34}
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
-    (kind,) = sizes.model.layer_types
+    for kind in sizes.model.layer_types:
+        check_saved_bytes_of(kind, config, sizes, decoder)
+
+
+def check_saved_bytes_of(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> None:
+    tokens = config.train.sequence_length
     dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.batch.microbatch_size, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
@@ -358,6 +365,7 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"family": "gemma3", "tied_embeddings": True},
         {"family": "gemma2", "tied_embeddings": True},
         {"family": "qwen2"},
+        {"family": "smollm3"},
         {"attention": "blockwise"},
         {"attention": "blockwise", "compute_dtype": "float32"},
         {"attention": "blockwise", "family": "gemma2", "tied_embeddings": True},
