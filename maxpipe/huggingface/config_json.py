@@ -390,6 +390,7 @@ def read_description(folder: Path) -> ModelDescription:
             raise ConfigError.one(
                 Code.HF_FOLDER, f"{path}: {whole.section}", json.dumps(inner), rule, _COPY
             )
+        _check_inner_type(path, whole, inner.get("model_type"))
     try:
         found = normalize(content, table, whole)
         said = {**content, **{key: each for key, each in found.content.items() if each is not None}}
@@ -420,6 +421,18 @@ def read_description(folder: Path) -> ModelDescription:
     return ModelDescription(
         table, section, kept, unknown, whole, tuple(found.differences), quantized
     )
+
+
+def _check_inner_type(path: Path, whole: Whole, kind: Any) -> None:
+    if whole.inner_type and kind != whole.inner_type:
+        raise ConfigError.one(
+            Code.HF_UNSUPPORTED,
+            f"{path}: {whole.section}.model_type",
+            json.dumps(kind)[:200],
+            f"must be {whole.inner_type!r} in a {whole.architecture}.",
+            "Use a model whose language model has this type, or a folder with the language model "
+            "only.",
+        )
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:

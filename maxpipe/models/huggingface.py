@@ -303,6 +303,9 @@ class Whole:
     model_type: str
     other_tensors: tuple[str, ...]
     """Tensor name patterns of the other components."""
+    inner_type: str = ""
+    """`model_type` of the component's config, if the composite model can have components of other
+    types."""
 
 
 @dataclass(frozen=True)

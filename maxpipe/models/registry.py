@@ -18,6 +18,7 @@ from maxpipe.models import (
     gpt_oss,
     granite,
     llama,
+    ministral3,
     mistral,
     moe,
     olmo2,
@@ -38,7 +39,7 @@ from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
 FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
-        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3),
+        *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3),
         *(granite, smollm3, moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
     )
 }

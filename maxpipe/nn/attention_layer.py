@@ -93,6 +93,15 @@ def _scaled_frequencies(
     return frequencies * (blend + (1.0 - blend) / factor)
 
 
+def scale_queries(
+    query: Float[Array, "B T N H"], scaling: attention.QueryScaling, context: LayerContext
+) -> Float[Array, "B T N H"]:
+    """Multiply each query by a factor that grows with the logarithm of its position."""
+    periods = (context.inputs["positions"] + scaling.offset) // scaling.tokens
+    factor = 1.0 + context.number(scaling.beta) * jnp.log1p(periods.astype(jnp.float32))
+    return (query.astype(jnp.float32) * factor[..., None, None]).astype(query.dtype)
+
+
 def _ntk_base_factor(
     rope: attention.Rope, turned: int, context: LayerContext
 ) -> float | Float[Array, ""]:
@@ -234,10 +243,10 @@ class Attention(SpecModule):
             length=rotary_length(part.rope, context),
             backend=part.backend,
         )
-        query, key = (
-            constrain(rotate_heads(query), heads, rules),
-            constrain(rotate_heads(key), kv_heads, rules),
-        )
+        query, key = rotate_heads(query), rotate_heads(key)
+        if part.query_scaling is not None:
+            query = scale_queries(query, part.query_scaling, context)
+        query, key = constrain(query, heads, rules), constrain(key, kv_heads, rules)
         value = constrain(value, kv_heads, rules)
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")

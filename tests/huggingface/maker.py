@@ -144,6 +144,15 @@ def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensor
     return config, _drawn({**_ends(tied=False), **layers}, dtype)
 
 
+def ministral3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Ministral 3 config.json and its tensors, which have the names of Llama."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    config, tensors = llama(dtype)
+    about = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    about |= {"rope_parameters": rope | {"original_max_position_embeddings": 16}}
+    return {**config, **about, **changes}, tensors
+
+
 _ATTENTION = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH),
     "self_attn.k_proj": (KV_HEADS * HEAD, WIDTH),

@@ -44,6 +44,7 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "mixtral": lambda: maker.mixtral()[0],
     "qwen3_next": lambda: maker.qwen3_next()[0] | {"rope_theta": 1e6},
     "gpt_oss": lambda: maker.gpt_oss()[0],
+    "ministral3": lambda: maker.ministral3()[0],
 }
 
 

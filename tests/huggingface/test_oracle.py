@@ -178,6 +178,21 @@ def smollm3(draw: random.Random) -> dict[str, Any]:
     return found
 
 
+def ministral3(draw: random.Random) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": draw.choice(("yarn", "llama3")),
+        "factor": draw.choice((1.0, 2.0, 16.0)),
+        "rope_theta": draw.choice((5000.0, 500000.0)),
+        "original_max_position_embeddings": draw.choice((3, 8, 16)),
+        "llama_4_scaling_beta": draw.choice((0.1, 0.7)),
+    }
+    if rope["rope_type"] == "yarn":
+        rope |= draw.choice(({}, {"mscale": 1.0, "mscale_all_dim": 1.0}))
+    else:
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"rope_parameters": rope, "tie_word_embeddings": draw.random() < 0.5}
+
+
 def qwen3_moe(draw: random.Random) -> dict[str, Any]:
     return qwen3(draw) | {
         "num_experts": draw.choice((3, 5, 7)),
@@ -324,6 +339,7 @@ CLASSES = {
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": (olmo3, "Olmo3Config", "Olmo3ForCausalLM"),
     "smollm3": (smollm3, "SmolLM3Config", "SmolLM3ForCausalLM"),
+    "ministral3": (ministral3, "Ministral3Config", "Ministral3ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
@@ -339,11 +355,16 @@ def by_layer_type(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]
     return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
 
+MINISTRAL: dict[str, Any] = {
+    **{"rope_theta": 5000.0, "rope_type": "yarn", "factor": 1.0},
+    **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.0},
+}
 PLAIN: dict[str, dict[str, Any]] = {
     "smollm3": {
         **{"no_rope_layers": None, "no_rope_layer_interval": 99, "tie_word_embeddings": False},
         "rope_parameters": ROPE,
     },
+    "ministral3": {"rope_parameters": MINISTRAL, "tie_word_embeddings": False},
     "olmo3": {
         **by_layer_type(ROPE, ROPE),
         **{"sliding_window": 99, "layer_types": None, "tie_word_embeddings": False},
@@ -354,6 +375,11 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "smollm3": [
         *({"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0] * 4}),
         *({"no_rope_layer_interval": 1}, {"tie_word_embeddings": True}),
+    ],
+    "ministral3": [
+        {"rope_parameters": MINISTRAL | {"llama_4_scaling_beta": 0.7}},
+        {"rope_parameters": MINISTRAL | YARN},
+        {"tie_word_embeddings": True},
     ],
     "olmo3": [
         {"sliding_window": 3},

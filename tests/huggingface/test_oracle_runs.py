@@ -41,6 +41,11 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 5, "layer_types": None}
     | by_layer_type(ROPE | YARN, ROPE | {"rope_theta": 50.0}),
     "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 2},
+    "ministral3": {
+        "rope_parameters": ROPE
+        | YARN
+        | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+    },
 }
 """Keys of config.json that enable all features of a family."""
 STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]

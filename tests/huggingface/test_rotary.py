@@ -28,6 +28,7 @@ TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ALL),
     **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral", "smollm3"), ALL),
     "olmo3": ("default", "linear", "yarn"),
+    "ministral3": ("yarn", "llama3"),
     "gemma3_text": ("default", "linear"),
     "phi3": ("default", "longrope"),
     "gpt_oss": ("default", "yarn"),
@@ -134,6 +135,8 @@ def config_of(family: str, kind: str, draw: random.Random) -> dict[str, Any]:
         config["partial_rotary_factor"] = draw.choice((0.5, 0.75))
     rope = scaling(kind, family, config, draw)
     theta = draw.choice((10000.0, 5e5, 1e6))
+    if family == "ministral3":
+        rope["llama_4_scaling_beta"] = 0.1
     if family in BY_LAYER_TYPE:
         local = {"rope_type": "default", "rope_theta": 1e4}
         of_all = {**rope, "rope_theta": theta}

@@ -62,6 +62,42 @@ def olmo3(layers: int, width: int, heads: int, kv_heads: int, mlp: int) -> dict[
     }
 
 
+def ministral3(layers: int, width: int, mlp: int, theta: float, tied: bool) -> dict[str, Any]:
+    inner = {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": theta,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "vocab_size": 131072,
+    }
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": inner,
+        "tie_word_embeddings": tied,
+    }
+
+
 # As published on the Hugging Face Hub, without irrelevant keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
     "olmo3-7b": olmo3(32, 4096, 32, 32, 11008),
@@ -89,6 +125,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "vocab_size": 128256,
     },
+    "ministral3-3b": ministral3(26, 3072, 9216, 1e6, True),
+    "ministral3-8b": ministral3(34, 4096, 14336, 1e6, False),
+    "ministral3-14b": ministral3(40, 5120, 16384, 1e9, False),
     "llama3-1b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -535,6 +574,10 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("smollm3-3b", {"no_rope_layers": "x"}, "no_rope_layers"),
     ("smollm3-3b", {"layer_types": [LOCAL] * 36}, "layer_types"),
     ("smollm3-3b", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    ("ministral3-3b", {"sliding_window": 8}, "sliding_window"),
+    ("ministral3-3b", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "scaling_beta"),
+    ("ministral3-3b", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    ("ministral3-3b", {"model_type": "mistral"}, "text_config.model_type"),
 ]
 
 
@@ -542,8 +585,11 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
 def test_unsupported_variants_of_published_configs_are_rejected(
     name: str, changes: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
+    content = PUBLISHED[name]
+    inner = content.get("text_config", content) | changes
+    content = content | ({"text_config": inner} if "text_config" in content else inner)
     with pytest.raises(ConfigError, match=key):
-        config_values(tmp_path / "x", PUBLISHED[name] | changes)
+        config_values(tmp_path / "x", content)
 
 
 LINEAR = ["linear_attention", "linear_attention", "full_attention"]

@@ -110,6 +110,10 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("olmo3-7b", 7_298_011_136),
         ("olmo3-32b", 32_233_522_176),
         ("smollm3-3b", 3_075_098_624),
+        # Published as 3.4B, 8.4B and 13.5B parameters, without the vision encoder of 0.4B.
+        ("ministral3-3b", 3_429_006_336),
+        ("ministral3-8b", 8_489_553_920),
+        ("ministral3-14b", 13_506_073_600),
         ("granite3-2b", 2_533_531_648),
         ("granite3-8b", 8_170_848_256),
         ("gemma3-270m", 268_098_176),

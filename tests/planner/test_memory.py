@@ -366,6 +366,7 @@ def check_saved_bytes_of(kind: str, config: Config, sizes: Sizes, decoder: Decod
         {"family": "gemma2", "tied_embeddings": True},
         {"family": "qwen2"},
         {"family": "smollm3"},
+        {"family": "ministral3"},
         {"attention": "blockwise"},
         {"attention": "blockwise", "compute_dtype": "float32"},
         {"attention": "blockwise", "family": "gemma2", "tied_embeddings": True},

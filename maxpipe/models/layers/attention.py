@@ -99,6 +99,20 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Scaling of queries by position, which sharpens attention over long contexts
+    (arXiv:2501.19399).
+
+    A query is multiplied by `1 + beta * log(1 + floor((position + offset) / tokens))`.
+    """
+
+    beta: Number
+    tokens: int
+    """Number of tokens after which the factor first increases."""
+    offset: int = 0
+
+
+@dataclass(frozen=True)
 class Attention(Part):
     """Causal grouped-query attention within document segments (arXiv:2305.13245)."""
 
@@ -121,6 +135,8 @@ class Attention(Part):
     """Norm applied to each query and key before RoPE."""
     joint_norm: bool = False
     """Whether `head_norm` normalizes all heads of a token together, with one scale per dim."""
+    query_scaling: QueryScaling | None = None
+    """Scaling of the queries by position, after RoPE."""
     biased: tuple[str, ...] = ()
     """Names of the projections with a bias."""
     gated: bool = False
@@ -245,6 +261,8 @@ class Attention(Part):
             held += Held(
                 compute_dtype=keys, float32=((1.0, self._heads),), float32_token_independent=window
             )
+        if self.query_scaling is not None:
+            held += Held(float32=((1.0, ()),))
         if self.head_norm is not None:
             for dims in (self._query, self._key):
                 held += self.head_norm.residuals_of(*self._normed(dims))
