@@ -291,6 +291,8 @@ class Tensor:
     interleaved: str = ""
     """Name of the dim along which the rows alternate, instead of being concatenated along the
     tensor's first dim."""
+    is_column_block: bool = False
+    """Whether the rows are concatenated along the tensor's last dim, instead of its first dim."""
 
 
 @dataclass(frozen=True)

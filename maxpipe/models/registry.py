@@ -18,6 +18,7 @@ from maxpipe.models import (
     gpt_oss,
     granite,
     llama,
+    llama4,
     ministral3,
     mistral,
     moe,
@@ -40,7 +41,7 @@ FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
         *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3),
-        *(granite, smollm3, moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
+        *(granite, smollm3, moe, qwen3_moe, qwen3_next, gpt_oss, deepseek, llama4),
     )
 }
 

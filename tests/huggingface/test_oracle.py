@@ -193,6 +193,28 @@ def ministral3(draw: random.Random) -> dict[str, Any]:
     return {"rope_parameters": rope, "tie_word_embeddings": draw.random() < 0.5}
 
 
+def llama4(draw: random.Random) -> dict[str, Any]:
+    rope = default_rope(draw)
+    if draw.random() < 0.6:
+        rope |= {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": draw.choice((1.0, 4.0))}
+    return {
+        "intermediate_size_mlp": draw.randrange(37, 93, 2),
+        "intermediate_size": draw.randrange(23, 41, 2),
+        "num_local_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "interleave_moe_layer_step": draw.choice((1, 2)),
+        "no_rope_layer_interval": draw.choice((2, 3)),
+        "attention_chunk_size": draw.choice((None, 3, 5, 9)),
+        "use_qk_norm": draw.random() < 0.6,
+        "attn_temperature_tuning": draw.random() < 0.7,
+        "attn_scale": draw.choice((0.1, 0.7)),
+        "floor_scale": draw.choice((3, 7)),
+        "rope_parameters": rope,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
 def qwen3_moe(draw: random.Random) -> dict[str, Any]:
     return qwen3(draw) | {
         "num_experts": draw.choice((3, 5, 7)),
@@ -340,6 +362,7 @@ CLASSES = {
     "olmo3": (olmo3, "Olmo3Config", "Olmo3ForCausalLM"),
     "smollm3": (smollm3, "SmolLM3Config", "SmolLM3ForCausalLM"),
     "ministral3": (ministral3, "Ministral3Config", "Ministral3ForCausalLM"),
+    "llama4": (llama4, "Llama4TextConfig", "Llama4ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
@@ -365,6 +388,12 @@ PLAIN: dict[str, dict[str, Any]] = {
         "rope_parameters": ROPE,
     },
     "ministral3": {"rope_parameters": MINISTRAL, "tie_word_embeddings": False},
+    "llama4": {
+        **{"no_rope_layer_interval": 99, "attention_chunk_size": None, "use_qk_norm": False},
+        **{"attn_temperature_tuning": False, "attn_scale": 0.7, "floor_scale": 3},
+        **{"interleave_moe_layer_step": 1, "num_experts_per_tok": 1, "num_local_experts": 5},
+        **{"rope_parameters": ROPE, "tie_word_embeddings": False},
+    },
     "olmo3": {
         **by_layer_type(ROPE, ROPE),
         **{"sliding_window": 99, "layer_types": None, "tie_word_embeddings": False},
@@ -379,6 +408,19 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
     "ministral3": [
         {"rope_parameters": MINISTRAL | {"llama_4_scaling_beta": 0.7}},
         {"rope_parameters": MINISTRAL | YARN},
+        {"tie_word_embeddings": True},
+    ],
+    "llama4": [
+        *({"no_rope_layer_interval": 2}, {"attention_chunk_size": 5}, {"use_qk_norm": True}),
+        {"no_rope_layer_interval": 2, "attn_temperature_tuning": True},
+        {"no_rope_layer_interval": 2, "use_qk_norm": True},
+        {"no_rope_layer_interval": 2, "attention_chunk_size": 5},
+        *({"interleave_moe_layer_step": 2}, {"moe_layers": [1, 3, 5]}, {"num_experts_per_tok": 3}),
+        {
+            "rope_parameters": {**ROPE, "rope_type": "llama3", "factor": 16.0}
+            | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+            | {"original_max_position_embeddings": 8}
+        },
         {"tie_word_embeddings": True},
     ],
     "olmo3": [
@@ -476,9 +518,9 @@ ATTENTION = [(name, "xla") for name in NAMES] + [
     (f"{kind}-{number}", backend)
     for kind in CLASSES
     for number, backend in (
-        (0, "blockwise"),
-        (0, "blockwise in loops"),
-        ({"phi3": 3, "olmo2": 1}.get(kind, 0), "splash"),
+        ({"llama4": 8}.get(kind, 0), "blockwise"),
+        ({"llama4": 8}.get(kind, 0), "blockwise in loops"),
+        ({"phi3": 3, "olmo2": 1, "llama4": 8}.get(kind, 0), "splash"),
     )
 ]
 

@@ -36,7 +36,7 @@ from tests.huggingface.test_oracle import (
 pytestmark = pytest.mark.oracle
 
 LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
-TRAINED = ("llama", "gemma3", "mixtral")
+TRAINED = ("llama", "gemma3", "mixtral", "llama4")
 ALL_FEATURES: dict[str, dict[str, Any]] = {
     "olmo3": {"sliding_window": 5, "layer_types": None}
     | by_layer_type(ROPE | YARN, ROPE | {"rope_theta": 50.0}),
@@ -45,6 +45,11 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
         "rope_parameters": ROPE
         | YARN
         | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+    },
+    "llama4": {
+        **{"no_rope_layer_interval": 3, "attention_chunk_size": 5, "use_qk_norm": True},
+        **{"attn_temperature_tuning": True, "attn_scale": 0.7, "floor_scale": 3},
+        **{"interleave_moe_layer_step": 2, "num_experts_per_tok": 2},
     },
 }
 """Keys of config.json that enable all features of a family."""

@@ -47,6 +47,7 @@ MAKERS = {
     "mixtral": maker.mixtral,
     "gpt_oss": maker.gpt_oss,
     "qwen3_next": maker.qwen3_next,
+    "llama4": maker.llama4,
 }
 
 
@@ -109,6 +110,7 @@ def test_only_links_into_download_cache_are_followed(
     ("kind", "dtype"),
     [
         *(("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")),
+        ("llama4", "BF16"),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
@@ -139,6 +141,7 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     [
         (maker.gemma3, "Gemma3ForConditionalGeneration", "vision_tower.x.weight"),
         (maker.ministral3, "Mistral3ForConditionalGeneration", "vision_tower.x.weight"),
+        (maker.llama4, "Llama4ForConditionalGeneration", "vision_model.x.weight"),
     ],
 )
 def test_language_model_of_multimodal_model_is_read(

@@ -26,7 +26,7 @@ LENGTHS = [24, 3000]
 ALL = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ALL),
-    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral", "smollm3"), ALL),
+    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral", "smollm3", "llama4_text"), ALL),
     "olmo3": ("default", "linear", "yarn"),
     "ministral3": ("yarn", "llama3"),
     "gemma3_text": ("default", "linear"),
@@ -53,6 +53,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8},
     "gpt_oss": {"sliding_window": 8},
     "olmo3": {"num_hidden_layers": 8, "sliding_window": 8},
+    "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 4},
     "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 24},
     "llama": {"head_dim": 24},

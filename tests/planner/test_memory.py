@@ -86,6 +86,12 @@ BIASED: dict[str, Any] = {
     "family": "gpt_oss",
     "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
+LLAMA4: dict[str, Any] = {"num_layers": 6, "family": "llama4"}
+
+
+def llama4(**own: Any) -> dict[str, Any]:
+    own = {"moe_layer_interval": 2, "num_experts": 5, "d_expert": 28, **own}
+    return LLAMA4 | {"llama4": own | {"attention_chunk_size": 8, "no_rope_layer_interval": 2}}
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
@@ -102,6 +108,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     (
         STATES,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        llama4(),
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
     ),
@@ -352,6 +363,14 @@ def check_saved_bytes_of(kind: str, config: Config, sizes: Sizes, decoder: Decod
 
     assert size(found[0].saved) == sizes.activations.saved_bytes(kind)[0]
     assert size(found[0].deferred) == sizes.activations.deferred_bytes(kind)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("attention", ["xla", "blockwise"])
+def test_llama4_saves_declared_activations(attention: str, remat: str) -> None:
+    changes = LLAMA4 | {"attention": attention, "num_layers": 3}
+    own = {"moe_layer_interval": 2, "num_experts": 5, "d_expert": 28}
+    check_saved_bytes(changes | {"llama4": own}, remat, 7)
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])

@@ -96,6 +96,8 @@ class Rope:
     enabled: str = ""
     """Name of the per-layer value that is 1 in layers with rotary positions and 0 in layers without
     (NoPE, arXiv:2305.19466). If empty, all layers have rotary positions."""
+    interleaved: bool = False
+    """Whether the dims of a pair are adjacent, instead of half of the rotated dims apart."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,18 @@ class Attention(Part):
     window: str = ""
     """Name of the per-layer value that stores the attention window in tokens, including the query
     token. A window of 0 means all tokens."""
+    chunked: bool = False
+    """Whether each document is divided into chunks of `window` tokens, and a query token attends
+    only to tokens of its chunk."""
     soft_cap: float = 0.0
     """Soft cap on the scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     head_norm: RMSNorm | None = None
     """Norm applied to each query and key before RoPE."""
     joint_norm: bool = False
     """Whether `head_norm` normalizes all heads of a token together, with one scale per dim."""
+    rotary_norm: RMSNorm | None = None
+    """Norm without a scale, applied to each query and key after RoPE in layers with rotary
+    positions."""
     query_scaling: QueryScaling | None = None
     """Scaling of the queries by position, after RoPE."""
     biased: tuple[str, ...] = ()
@@ -211,6 +219,7 @@ class Attention(Part):
             query=self._query,
             keys=(self._key, self._key),
             mixed=self._query,
+            chunked=self.chunked,
         )
         return Matmul("query"), Matmul("key"), Matmul("value"), scores, Matmul("out")
 
@@ -263,9 +272,13 @@ class Attention(Part):
             )
         if self.query_scaling is not None:
             held += Held(float32=((1.0, ()),))
-        if self.head_norm is not None:
+        if self.chunked and stands(self.backend) != "scores":
+            held += Held(float32=((1.0, ()),))  # the segment IDs of chunks
+        if self.rotary_norm is not None and self.rope.enabled:
+            held += Held(token_independent=((), ()) * 2)
+        for norm in filter(None, (self.head_norm, self.rotary_norm)):
             for dims in (self._query, self._key):
-                held += self.head_norm.residuals_of(*self._normed(dims))
+                held += norm.residuals_of(*self._normed(dims))
         return held
 
     def deferred(self, *, recomputed: bool, normed: bool) -> Held:
