@@ -18,14 +18,18 @@ from maxpipe.models import (
     gpt_oss,
     granite,
     llama,
+    llama4,
+    ministral3,
     mistral,
     moe,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
     qwen3_moe,
     qwen3_next,
+    smollm3,
 )
 from maxpipe.models.adapters import with_adapters
 from maxpipe.models.config import ModelConfig
@@ -36,8 +40,8 @@ from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
 FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
-        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, granite),
-        *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
+        *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, phi3, olmo2, olmo3),
+        *(granite, smollm3, moe, qwen3_moe, qwen3_next, gpt_oss, deepseek, llama4),
     )
 }
 

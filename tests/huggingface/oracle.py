@@ -46,7 +46,7 @@ def main() -> None:
 
             model = PeftModel.from_pretrained(model, job["adapter"])
         with torch.no_grad():
-            np.save(job["logits"], model.eval()(tokens).logits.numpy())
+            np.save(job["logits"], model.eval()(tokens, use_cache=False).logits.numpy())
 
 
 def made(job: dict[str, Any]) -> Any:

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -46,6 +47,7 @@ MAKERS = {
     "mixtral": maker.mixtral,
     "gpt_oss": maker.gpt_oss,
     "qwen3_next": maker.qwen3_next,
+    "llama4": maker.llama4,
 }
 
 
@@ -106,7 +108,10 @@ def test_only_links_into_download_cache_are_followed(
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")],
+    [
+        *(("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")),
+        ("llama4", "BF16"),
+    ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
     kind: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
@@ -131,16 +136,26 @@ def test_other_families_and_dtypes_round_trip_bitwise(
     open_folder(str(tmp_path / "out"))
 
 
-def test_language_model_of_multimodal_model_is_read(tmp_path: Path) -> None:
-    inner, tensors = maker.gemma3()
+@pytest.mark.parametrize(
+    ("make", "architecture", "vision"),
+    [
+        (maker.gemma3, "Gemma3ForConditionalGeneration", "vision_tower.x.weight"),
+        (maker.ministral3, "Mistral3ForConditionalGeneration", "vision_tower.x.weight"),
+        (maker.llama4, "Llama4ForConditionalGeneration", "vision_model.x.weight"),
+    ],
+)
+def test_language_model_of_multimodal_model_is_read(
+    make: Any, architecture: str, vision: str, tmp_path: Path
+) -> None:
+    inner, tensors = make()
     inner.pop("architectures")
-    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": inner}
-    vision = {"vision_tower.x.weight": np.ones(3, np.float32)}
+    config = {"architectures": [architecture], "text_config": inner}
+    others = {vision: np.ones(3, np.float32)}
     for prefix in ("language_model.model.", "model.language_model."):
-        named = {prefix + name.removeprefix("model."): each for name, each in tensors.items()}
-        folder = maker.write(tmp_path / prefix, config, named | vision)
+        named = {re.sub("^model[.]", prefix, name): each for name, each in tensors.items()}
+        folder = maker.write(tmp_path / prefix, config, named | others)
         found = open_folder(str(folder))
-        assert found.unused_tensors == ("vision_tower.x.weight",)
+        assert found.unused_tensors == (vision,)
         region = found.read_region("embedding", np.dtype(np.float32), [slice(None)] * 2)
         assert (region == tensors["model.embed_tokens.weight"].astype(np.float32)).all()
 
