@@ -25,8 +25,8 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.huggingface import (
     HuggingFace,
     Kept,
+    LayerList,
     Ours,
-    Period,
     Rotary,
     Theirs,
     Twice,
@@ -97,12 +97,15 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
     for twice in (_TYPES, *table.duplicate_keys):
         _merge_duplicate(found, twice)
     for row in table.keys:
-        if isinstance(row, Period) and (other := row.restated(found.content)) is not None:
-            found.note_unread("layer_types", found.content["layer_types"], *other)
+        if not isinstance(row, LayerList):
+            continue
+        if (other := row.restated(found.content)) is not None:
+            found.note_unread(row.names[0], found.content[row.names[0]], *other)
     rows = [row for row in table.keys if isinstance(row, Rotary)]
     settings = [_rotary(found, row) for row in rows]
-    for name in ("rope_scaling", *(row.legacy_theta_key for row in rows)):
-        found.content.pop(name, None)
+    for row in rows:
+        for name in {*row.names} - {"rope_parameters"}:
+            found.content.pop(name, None)
     found.content["rope_parameters"] = (
         {row.layers: said for row, said in zip(rows, settings, strict=True)}
         if any(row.layers for row in rows)
@@ -144,7 +147,9 @@ def _merge_duplicate(found: NormalizedConfig, twice: Twice) -> None:
 def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
     """Return the RoPE parameters, including the base, type and context lengths."""
     content = found.content
-    scaling, where = an_object(content, "rope_scaling"), "rope_parameters"
+    scaling, where = {}, "rope_parameters"
+    if row.has_legacy_keys:
+        scaling = an_object(content, "rope_scaling")
     if row.layers:
         said, where = _rope_of_layer_type(found, row, scaling)
     else:
@@ -161,7 +166,7 @@ def _rotary(found: NormalizedConfig, row: Rotary) -> dict[str, Any]:
     said["rope_type"] = kind
     theta = found.first_stated(
         (f"{where}.rope_theta", said.get("rope_theta")),
-        (row.legacy_theta_key, content.get(row.legacy_theta_key)),
+        (row.legacy_theta_key, content.get(row.legacy_theta_key) if row.has_legacy_keys else None),
     )
     said["rope_theta"] = row.default if theta is None else theta
     share = found.first_stated(
@@ -385,6 +390,7 @@ def read_description(folder: Path) -> ModelDescription:
             raise ConfigError.one(
                 Code.HF_FOLDER, f"{path}: {whole.section}", json.dumps(inner), rule, _COPY
             )
+        _check_inner_type(path, whole, inner.get("model_type"))
     try:
         found = normalize(content, table, whole)
         said = {**content, **{key: each for key, each in found.content.items() if each is not None}}
@@ -415,6 +421,18 @@ def read_description(folder: Path) -> ModelDescription:
     return ModelDescription(
         table, section, kept, unknown, whole, tuple(found.differences), quantized
     )
+
+
+def _check_inner_type(path: Path, whole: Whole, kind: Any) -> None:
+    if whole.inner_type and kind != whole.inner_type:
+        raise ConfigError.one(
+            Code.HF_UNSUPPORTED,
+            f"{path}: {whole.section}.model_type",
+            json.dumps(kind)[:200],
+            f"must be {whole.inner_type!r} in a {whole.architecture}.",
+            "Use a model whose language model has this type, or a folder with the language model "
+            "only.",
+        )
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:

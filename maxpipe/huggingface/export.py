@@ -367,7 +367,9 @@ def _write_tensors(
                 cast = scales.quantize(piece.tensor, tensor, first)
             else:
                 cast = _cast(tensor, writer, piece.tensor)
-            writer.write(piece.tensor, cast, first, *piece.interleave[:2])
+            writer.write(
+                piece.tensor, cast, first, *piece.interleave[:2], piece.interleave.is_block
+            )
             written.add(cast.nbytes)
 
         def add(read: ByteProgress, piece: TensorSlice, tensor: np.ndarray, first: int) -> None:

@@ -71,12 +71,17 @@ def parse_axis_mapping(text: str) -> AxisMapping:
 
 
 class InterleavedSlice(NamedTuple):
-    """Every `every`-th entry of one dim of a tensor, starting at index `number`."""
+    """Every `every`-th entry of one dim of a tensor, starting at index `number`.
+
+    If `is_block` is set, the slice is instead the block with index `number` of `every` equal blocks
+    of the last dim.
+    """
 
     number: int = 0
     every: int = 1
     dim: int = -1
     """Index of the dim, counted from the last dim."""
+    is_block: bool = False
 
     @property
     def lines(self) -> slice:
@@ -85,6 +90,9 @@ class InterleavedSlice(NamedTuple):
 
     def take(self, tensor: np.ndarray) -> np.ndarray:
         """Return a view of the entries of the last dim that this slice selects."""
+        if self.is_block:
+            width = tensor.shape[-1] // self.every
+            return tensor[..., self.number * width : (self.number + 1) * width]
         return tensor[..., self.number :: self.every] if self.dim == -1 else tensor
 
     def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -170,6 +178,10 @@ class TensorSlice(NamedTuple):
         if part == slice(0, self.sizes[dim]):
             return None
         each = self.shape[-1] // self.sizes[dim]
+        if self.interleave.is_block:
+            first = self.interleave.number * self.shape[-1]
+            columns = (first + part.start * each, first + part.stop * each)
+            return ColumnRange(dim, remaining, part, columns)
         each *= self.interleave.every if self.interleave.dim == -1 else 1
         return ColumnRange(dim, remaining, part, (part.start * each, part.stop * each))
 
@@ -184,7 +196,9 @@ class TensorSlice(NamedTuple):
         sizes[self.outer_dim] = part.stop - part.start
         if columns is not None:
             sizes[columns.dim] = columns.part.stop - columns.part.start
-        return self.axis_mapping.to_param(self.interleave.take(rows), tuple(sizes))
+        if columns is None or not self.interleave.is_block:
+            rows = self.interleave.take(rows)
+        return self.axis_mapping.to_param(rows, tuple(sizes))
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Return the tensor's shape, given its number of rows.
@@ -238,7 +252,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     assert len(names) == len(table.tensors), f"{table.architecture} maps a parameter twice"
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
-    lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
+    lanes = Counter(row.theirs for row in table.tensors if row.interleaved or row.is_column_block)
     sizes: dict[str, int] = {}  # rows or interleaved slices assigned so far, per tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
@@ -387,8 +401,10 @@ def _iter_slices(
         taken[name] = first + (1 if lanes else shape[0])
         start, lane = first, InterleavedSlice()
         if lanes:
-            dim = form.hf_dims.index((row.interleaved,)) - len(form.hf_dims)
-            start, lane = 0, InterleavedSlice(first, lanes, dim)
+            dim = -1
+            if row.interleaved:
+                dim = form.hf_dims.index((row.interleaved,)) - len(form.hf_dims)
+            start, lane = 0, InterleavedSlice(first, lanes, dim, row.is_column_block)
         yield TensorSlice(name, start, shape, whole, form, param.shape, lane)
 
 

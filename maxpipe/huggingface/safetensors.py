@@ -277,12 +277,18 @@ class SafetensorsWriter:
         return _WRITTEN[self._entries[name].dtype]
 
     def write(
-        self, name: str, values: np.ndarray, row: int = 0, number: int = 0, every: int = 1
+        self,
+        name: str,
+        values: np.ndarray,
+        row: int = 0,
+        number: int = 0,
+        every: int = 1,
+        is_block: bool = False,
     ) -> None:
         """Write `values` to the rows of a tensor, starting at index `row`.
 
         If `every` is larger than 1, only every `every`-th entry of the last dim is written,
-        starting at index `number`.
+        starting at index `number`, or only block `number` of `every` blocks if `is_block` is set.
 
         Raises:
             OSError: the rows cannot be written.
@@ -301,7 +307,8 @@ class SafetensorsWriter:
                 _read(self._file, _bytes(rows), place)
             except EOFError as error:
                 raise OSError(errno.EIO, str(error)) from error
-            rows[..., number::every] = values
+            block = slice(number * last, (number + 1) * last)
+            rows[..., block if is_block else slice(number, None, every)] = values
             values = rows
         data = _bytes(np.ascontiguousarray(values))
         assert place + len(data) <= self._start + entry.end

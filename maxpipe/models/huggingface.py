@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Theirs = Mapping[str, Any]
 """Content of `config.json`."""
@@ -194,11 +194,14 @@ class Rotary:
     """Default of `max_position_embeddings` in transformers."""
     default_original_positions: int = 0
     """Default of `original_max_position_embeddings` in transformers. 0 means no default."""
+    has_legacy_keys: bool = True
+    """Whether older transformers releases, which lack `rope_parameters`, support the model."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Return the key names of current and older transformers releases."""
-        return (self.legacy_theta_key, "rope_scaling", "rope_parameters")
+        legacy = (self.legacy_theta_key, "rope_scaling") if self.has_legacy_keys else ()
+        return (*legacy, "rope_parameters")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the RoPE base and scaling from the normalized `rope_parameters`.
@@ -232,10 +235,12 @@ class Rotary:
             for row in self.scalings[rope_type]:
                 scaling |= row.write(ours)
         rope_parameters = {"rope_theta": ours[self.theta], "rope_type": rope_type, **scaling}
-        written: dict[str, Any] = {self.legacy_theta_key: ours[self.theta]}
+        written: dict[str, Any] = {}
+        if self.has_legacy_keys:
+            written[self.legacy_theta_key] = ours[self.theta]
         for row in self.top_level_keys.get(rope_type, ()):
             written |= row.write(ours)
-        if self.scalings:
+        if self.scalings and self.has_legacy_keys:
             known_before = {self.legacy_type_key: rope_type, **scaling} if scaling else None
             written["rope_scaling"] = known_before
         return written | {
@@ -286,6 +291,8 @@ class Tensor:
     interleaved: str = ""
     """Name of the dim along which the rows alternate, instead of being concatenated along the
     tensor's first dim."""
+    is_column_block: bool = False
+    """Whether the rows are concatenated along the tensor's last dim, instead of its first dim."""
 
 
 @dataclass(frozen=True)
@@ -298,6 +305,9 @@ class Whole:
     model_type: str
     other_tensors: tuple[str, ...]
     """Tensor name patterns of the other components."""
+    inner_type: str = ""
+    """`model_type` of the component's config, if the composite model can have components of other
+    types."""
 
 
 @dataclass(frozen=True)
@@ -355,12 +365,13 @@ def sizes(
     vocab: int = 32000,
     epsilon: float = 1e-6,
     tied: bool = False,
+    mlp_key: str = "intermediate_size",
 ) -> tuple[Row, ...]:
     """Return rows for the keys that almost all models have, with the defaults of one transformers
     class.
 
     If `kv_heads` is None, the default is the number of heads. If `head_dim` is None, the default is
-    the width divided by the number of heads.
+    the width divided by the number of heads. `mlp_key` is the key for `d_mlp`.
     """
     return (
         Key("num_hidden_layers", "num_layers", layers),
@@ -372,7 +383,7 @@ def sizes(
             "head_dim",
             head_dim or (lambda ours: ours["d_model"] // max(ours["num_heads"], 1)),
         ),
-        Key("intermediate_size", "d_mlp", mlp),
+        Key(mlp_key, "d_mlp", mlp),
         Key("vocab_size", "vocab_size", vocab),
         Key("rms_norm_eps", "norm_epsilon", epsilon),
         Key("tie_word_embeddings", "tied_embeddings", tied),
@@ -479,6 +490,15 @@ class NoWindow:
     def write(self, ours: Ours) -> Theirs:
         """Return the `config.json` key that disables sliding windows."""
         return {"use_sliding_window": False}
+
+
+@runtime_checkable
+class LayerList(Row, Protocol):
+    """A row for a list with one entry per layer, and for a key with the interval of the list."""
+
+    def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
+        """Return the key and value of an interval that contradicts the list, or None."""
+        ...
 
 
 @dataclass(frozen=True)

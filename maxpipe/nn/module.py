@@ -151,15 +151,18 @@ class RMSNorm(SpecModule):
 
 
 def rms_norm(
-    x: Float[Array, "*dims"], scale: Float[Array, "*over"], part: mlp.RMSNorm
+    x: Float[Array, "*dims"], scale: Float[Array, "*over"] | None, part: mlp.RMSNorm
 ) -> Float[Array, "*dims"]:
-    """Normalize over as many trailing dims as the scale has.
+    """Normalize over as many trailing dims as the scale has, or over the last dim if there is no
+    scale.
 
     Statistics are computed in float32. If there is an offset, the multiplication by the scale is
     also in float32, as in the released models.
     """
-    wide, over = x.astype(jnp.float32), tuple(range(-scale.ndim, 0))
-    normed = wide * _inverse_rms(wide, over, part)
+    wide = x.astype(jnp.float32)
+    if scale is None:
+        return (wide * _inverse_rms(wide, (-1,), part)).astype(x.dtype)
+    normed = wide * _inverse_rms(wide, tuple(range(-scale.ndim, 0)), part)
     if part.offset:
         return (normed * (part.offset + scale.astype(jnp.float32))).astype(x.dtype)
     return normed.astype(x.dtype) * scale.astype(x.dtype)

@@ -27,6 +27,7 @@ from tests.generation.small import (
     DRAWN,
     GEMMA,
     LLAMA,
+    LLAMA4,
     MOE,
     MORE,
     NEXT,
@@ -51,7 +52,9 @@ def by_full_forwards(apply: Any, params: Any, prompt: list[int], length: int) ->
 
 
 @pytest.mark.parametrize(
-    "model", keeping([LLAMA, GEMMA, DEEPSEEK, MOE, NEXT], 0, 2), ids=lambda model: model.family
+    "model",
+    keeping([LLAMA, GEMMA, DEEPSEEK, MOE, NEXT, LLAMA4], 0, 2),
+    ids=lambda model: model.family,
 )
 def test_batched_decoding_equals_full_forward_passes(model: ModelConfig) -> None:
     decoding, params = decoding_of(model)
@@ -131,6 +134,7 @@ MIXED = MeshConfig(ici_expert=4, ici_context=2, axis_rules={"latent": ["fsdp"]})
 MESHES = {
     "all axes": (MOE, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "states": (NEXT, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
+    "chunks": (LLAMA4, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "tensor-data": (LLAMA, MeshConfig(ici_data=2, ici_tensor=2)),
     "latents": (DEEPSEEK, MeshConfig(ici_data=2, ici_fsdp=2, ici_tensor=2)),
     "experts-context": (DEEPSEEK, MIXED),

@@ -259,6 +259,39 @@ def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensor
     return config, _drawn({**_ends(tied=False), **layers}, dtype)
 
 
+def ministral3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Ministral 3 config.json and its tensors, which have the names of Llama."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    config, tensors = llama(dtype)
+    about = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    about |= {"rope_parameters": rope | {"original_max_position_embeddings": 16}}
+    return {**config, **about, **changes}, tensors
+
+
+def llama4(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Llama 4 config.json and its tensors; every second layer has experts."""
+    own = {"intermediate_size_mlp": MLP, "intermediate_size": 7, "num_local_experts": EXPERTS}
+    own |= {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 5}
+    config = {
+        **{"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", **SIZES},
+        **{**own, **changes},
+    }
+    hidden = {"gate_proj": (7, WIDTH), "up_proj": (7, WIDTH), "down_proj": (WIDTH, 7)}
+    routed = {f"feed_forward.shared_expert.{name}": shape for name, shape in hidden.items()}
+    routed["feed_forward.router"] = (EXPERTS, WIDTH)
+    dense = {name.replace("mlp", "feed_forward"): shape for name, shape in _MLP.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    found = _ends(tied=False)
+    for layer in range(LAYERS):
+        each = _layers(_ATTENTION, routed if layer % 2 else dense, norms)
+        found |= {name: shape for name, shape in each.items() if f".{layer}." in name[:16]}
+        if layer % 2:
+            experts = f"model.layers.{layer}.feed_forward.experts."
+            found[experts + "gate_up_proj"] = (EXPERTS, WIDTH, 2 * 7)
+            found[experts + "down_proj"] = (EXPERTS, 7, WIDTH)
+    return config, _drawn(found, dtype)
+
+
 _ATTENTION = {
     "self_attn.q_proj": (HEADS * HEAD, WIDTH),
     "self_attn.k_proj": (KV_HEADS * HEAD, WIDTH),

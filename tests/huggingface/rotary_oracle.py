@@ -29,7 +29,8 @@ def main() -> None:
 def found(content: dict[str, Any], length: int) -> dict[str, Any]:
     """Return the frequencies and attention factor for sequences of this length."""
     config = transformers.AutoConfig.for_model(content["model_type"]).__class__.from_dict(content)
-    by_layers = {"layer_type": "full_attention"} if "gemma3" in content["model_type"] else {}
+    is_by_layers = content["model_type"] in ("gemma3_text", "olmo3")
+    by_layers = {"layer_type": "full_attention"} if is_by_layers else {}
     said = config.rope_parameters
     said = said["full_attention"] if by_layers else said
     if said["rope_type"] == "default":
@@ -45,7 +46,7 @@ def rotary_class(content: dict[str, Any]) -> Any:
     """Return the rotary embedding class of the config's model."""
     name = content["model_type"].removesuffix("_text")
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    names = (each for each in vars(module) if each.endswith("RotaryEmbedding"))
+    names = [each for each in vars(module) if each.endswith("RotaryEmbedding")]
     (rotary,) = (each for each in names if "Vision" not in each)
     return getattr(module, rotary)
 

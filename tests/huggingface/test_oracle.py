@@ -155,6 +155,66 @@ def mistral(draw: random.Random) -> dict[str, Any]:
 qwen2 = qwen3 = llama
 
 
+def olmo3(draw: random.Random) -> dict[str, Any]:
+    full = yarn(draw) | {"rope_theta": draw.choice((5000.0, 500000.0))}
+    if "factor" in full:
+        full |= draw.choice(({}, {"attention_factor": 1.25}, {"beta_fast": 16.0}))
+    return {
+        "rope_parameters": {"full_attention": full, "sliding_attention": default_rope(draw)},
+        "sliding_window": draw.choice((3, 5, 9)),
+        "layer_types": None,
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+
+
+def smollm3(draw: random.Random) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "no_rope_layer_interval": draw.choice((1, 2, 3, 99)),
+        "pad_token_id": None,  # the default exceeds these vocabularies
+        "tie_word_embeddings": draw.random() < 0.5,
+    }
+    if draw.random() < 0.5:
+        found["no_rope_layers"] = [1, 0] * 4
+    return found
+
+
+def ministral3(draw: random.Random) -> dict[str, Any]:
+    rope: dict[str, Any] = {
+        "rope_type": draw.choice(("yarn", "llama3")),
+        "factor": draw.choice((1.0, 2.0, 16.0)),
+        "rope_theta": draw.choice((5000.0, 500000.0)),
+        "original_max_position_embeddings": draw.choice((3, 8, 16)),
+        "llama_4_scaling_beta": draw.choice((0.1, 0.7)),
+    }
+    if rope["rope_type"] == "yarn":
+        rope |= draw.choice(({}, {"mscale": 1.0, "mscale_all_dim": 1.0}))
+    else:
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"rope_parameters": rope, "tie_word_embeddings": draw.random() < 0.5}
+
+
+def llama4(draw: random.Random) -> dict[str, Any]:
+    rope = default_rope(draw)
+    if draw.random() < 0.6:
+        rope |= {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": draw.choice((1.0, 4.0))}
+    return {
+        "intermediate_size_mlp": draw.randrange(37, 93, 2),
+        "intermediate_size": draw.randrange(23, 41, 2),
+        "num_local_experts": draw.choice((3, 5, 7)),
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+        "interleave_moe_layer_step": draw.choice((1, 2)),
+        "no_rope_layer_interval": draw.choice((2, 3)),
+        "attention_chunk_size": draw.choice((None, 3, 5, 9)),
+        "use_qk_norm": draw.random() < 0.6,
+        "attn_temperature_tuning": draw.random() < 0.7,
+        "attn_scale": draw.choice((0.1, 0.7)),
+        "floor_scale": draw.choice((3, 7)),
+        "rope_parameters": rope,
+        "tie_word_embeddings": draw.random() < 0.3,
+    }
+
+
 def qwen3_moe(draw: random.Random) -> dict[str, Any]:
     return qwen3(draw) | {
         "num_experts": draw.choice((3, 5, 7)),
@@ -324,8 +384,9 @@ def minimax_m2(draw: random.Random) -> dict[str, Any]:
     }
 
 
-HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "granite", "phi3"}
+HEADS_SHARE_THE_WIDTH = {"qwen2", "olmo2", "olmo3", "granite", "phi3", "smollm3"}
 SCALED = (
+    "smollm3",
     *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     *("gemma2", "granite", "olmo2", "mixtral"),
 )
@@ -343,6 +404,10 @@ CLASSES = {
     "gpt_oss": (gpt_oss, "GptOssConfig", "GptOssForCausalLM"),
     "gemma2": (gemma2, "Gemma2Config", "Gemma2ForCausalLM"),
     "olmo2": (plain, "Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": (olmo3, "Olmo3Config", "Olmo3ForCausalLM"),
+    "smollm3": (smollm3, "SmolLM3Config", "SmolLM3ForCausalLM"),
+    "ministral3": (ministral3, "Ministral3Config", "Ministral3ForCausalLM"),
+    "llama4": (llama4, "Llama4TextConfig", "Llama4ForCausalLM"),
     "granite": (granite, "GraniteConfig", "GraniteForCausalLM"),
     "deepseek_v2": (deepseek_v2, "DeepseekV2Config", "DeepseekV2ForCausalLM"),
     "deepseek_v3": (deepseek_v3, "DeepseekV3Config", "DeepseekV3ForCausalLM"),
@@ -358,6 +423,17 @@ def rotary(share: float, **more: Any) -> dict[str, Any]:
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+
+
+def by_layer_type(full: dict[str, Any], local: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
+MINISTRAL: dict[str, Any] = {
+    **{"rope_theta": 5000.0, "rope_type": "yarn", "factor": 1.0},
+    **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.0},
+}
 PLAIN: dict[str, dict[str, Any]] = {
     "hybrid": {**rotary(1.0), "full_attention_interval": 1, "tie_word_embeddings": False},
     "glm4_moe": {
@@ -367,6 +443,21 @@ PLAIN: dict[str, dict[str, Any]] = {
         **{"n_group": 1, "topk_group": 1, "tie_word_embeddings": False},
     },
     "minimax_m2": {**rotary(1.0), "num_experts_per_tok": 1, "tie_word_embeddings": False},
+    "smollm3": {
+        **{"no_rope_layers": None, "no_rope_layer_interval": 99, "tie_word_embeddings": False},
+        "rope_parameters": ROPE,
+    },
+    "ministral3": {"rope_parameters": MINISTRAL, "tie_word_embeddings": False},
+    "llama4": {
+        **{"no_rope_layer_interval": 99, "attention_chunk_size": None, "use_qk_norm": False},
+        **{"attn_temperature_tuning": False, "attn_scale": 0.7, "floor_scale": 3},
+        **{"interleave_moe_layer_step": 1, "num_experts_per_tok": 1, "num_local_experts": 5},
+        **{"rope_parameters": ROPE, "tie_word_embeddings": False},
+    },
+    "olmo3": {
+        **by_layer_type(ROPE, ROPE),
+        **{"sliding_window": 99, "layer_types": None, "tie_word_embeddings": False},
+    },
 }
 """Keys that disable all optional features of a family."""
 ROTATED: list[dict[str, Any]] = [rotary(0.5), rotary(1.0, **YARN), {"tie_word_embeddings": True}]
@@ -383,13 +474,39 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"n_group": 3, "topk_group": 1},
     ],
     "minimax_m2": [*ROTATED, {"num_experts_per_tok": 3}],
+    "smollm3": [
+        *({"no_rope_layer_interval": 2}, {"no_rope_layers": [1, 0] * 4}),
+        *({"no_rope_layer_interval": 1}, {"tie_word_embeddings": True}),
+    ],
+    "ministral3": [
+        {"rope_parameters": MINISTRAL | {"llama_4_scaling_beta": 0.7}},
+        {"rope_parameters": MINISTRAL | YARN},
+        {"tie_word_embeddings": True},
+    ],
+    "llama4": [
+        *({"no_rope_layer_interval": 2}, {"attention_chunk_size": 5}, {"use_qk_norm": True}),
+        {"no_rope_layer_interval": 2, "attn_temperature_tuning": True},
+        {"no_rope_layer_interval": 2, "use_qk_norm": True},
+        {"no_rope_layer_interval": 2, "attention_chunk_size": 5},
+        *({"interleave_moe_layer_step": 2}, {"moe_layers": [1, 3, 5]}, {"num_experts_per_tok": 3}),
+        {
+            "rope_parameters": {**ROPE, "rope_type": "llama3", "factor": 16.0}
+            | {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
+            | {"original_max_position_embeddings": 8}
+        },
+        {"tie_word_embeddings": True},
+    ],
+    "olmo3": [
+        {"sliding_window": 3},
+        {"sliding_window": 3, "layer_types": "every second layer is global"},
+        *(by_layer_type(ROPE | YARN, ROPE), by_layer_type(ROPE, ROPE | {"rope_theta": 50.0})),
+        {"tie_word_embeddings": True},
+    ],
 }
 ALONE: dict[str, list[dict[str, Any]]] = {
-    name: [PLAIN[of] | feature for feature in FEATURES[of]]
-    for name, of in (
-        *(("qwen3_5", "hybrid"), ("qwen3_5_moe", "hybrid")),
-        *(("glm4_moe", "glm4_moe"), ("minimax_m2", "minimax_m2")),
-    )
+    name: [PLAIN[kind] | feature for feature in features]
+    for kind, features in FEATURES.items()
+    for name in (("qwen3_5", "qwen3_5_moe") if kind == "hybrid" else (kind,))
 }
 """Keys of config.json that enable one feature alone, by class."""
 
@@ -409,6 +526,9 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
     if number >= CASES and kind in ALONE:
         config |= ALONE[kind][number - CASES]
     config |= changes
+    if isinstance(config.get("layer_types"), str):
+        kinds = ("sliding_attention", "full_attention")
+        config["layer_types"] = [kinds[layer % 2] for layer in range(config["num_hidden_layers"])]
     job = {
         "folder": str(base / name),
         "config_class": config_class,
@@ -473,9 +593,9 @@ ATTENTION = [(name, "xla") for name in NAMES] + [
     (f"{kind}-{number}", backend)
     for kind in CLASSES
     for number, backend in (
-        (0, "blockwise"),
-        (0, "blockwise in loops"),
-        ({"phi3": 3, "olmo2": 1}.get(kind, 0), "splash"),
+        ({"llama4": 8}.get(kind, 0), "blockwise"),
+        ({"llama4": 8}.get(kind, 0), "blockwise in loops"),
+        ({"phi3": 3, "olmo2": 1, "llama4": 8}.get(kind, 0), "splash"),
     )
 ]
 

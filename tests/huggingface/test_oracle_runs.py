@@ -21,14 +21,40 @@ from maxpipe.parallel.sharding import AxisRules
 from maxpipe.restore.initial_weights import read_folder_params
 from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
-from tests.huggingface.test_oracle import CLASSES, PYTHON, job_of, reason, run_oracle, selected
+from tests.huggingface.test_oracle import (
+    CLASSES,
+    PYTHON,
+    ROPE,
+    YARN,
+    by_layer_type,
+    job_of,
+    reason,
+    run_oracle,
+    selected,
+)
 
 pytestmark = pytest.mark.oracle
 
 LAYERS, ROWS, TOKENS, STEPS, NEW = 5, 8, 23, 3, 64
-TRAINED = ("llama", "gemma3", "mixtral", "qwen3_5", "qwen3_5_moe")
-# With one expert per token, normalized routing weights are 1 and routers have no gradient.
-SEVERAL: dict[str, dict[str, Any]] = {"qwen3_5_moe": {"num_experts_per_tok": 2}}
+TRAINED = ("llama", "gemma3", "mixtral", "qwen3_5", "qwen3_5_moe", "llama4")
+ALL_FEATURES: dict[str, dict[str, Any]] = {
+    "olmo3": {"sliding_window": 5, "layer_types": None}
+    | by_layer_type(ROPE | YARN, ROPE | {"rope_theta": 50.0}),
+    "smollm3": {"no_rope_layers": None, "no_rope_layer_interval": 2},
+    "ministral3": {
+        "rope_parameters": ROPE
+        | YARN
+        | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+    },
+    # With one expert per token, normalized routing weights are 1 and routers have no gradient.
+    "qwen3_5_moe": {"num_experts_per_tok": 2},
+    "llama4": {
+        **{"no_rope_layer_interval": 3, "attention_chunk_size": 5, "use_qk_norm": True},
+        **{"attn_temperature_tuning": True, "attn_scale": 0.7, "floor_scale": 3},
+        **{"interleave_moe_layer_step": 2, "num_experts_per_tok": 2},
+    },
+}
+"""Keys of config.json that enable all features of a family."""
 STAGED = ["mesh.cpu_devices=8", "mesh.ici_stage=4", "mesh.ici_fsdp=2"]
 LAYOUTS = {"one": [], "staged": [*STAGED, "mesh.axis_rules.latent=[]"]}  # latent sizes are odd
 OPTIM = {"learning_rate": 1e-3, "weight_decay": 0.1, "epsilon": 1e-8}
@@ -51,7 +77,7 @@ def jobs(
     base = tmp_path_factory.mktemp("runs")
     kinds = [kind for kind in CLASSES if kind in selected(request, "kind")]
     found = {
-        kind: job_of(kind, 0, base, num_hidden_layers=LAYERS, **SEVERAL.get(kind, {}))
+        kind: job_of(kind, 0, base, num_hidden_layers=LAYERS, **ALL_FEATURES.get(kind, {}))
         for kind in kinds
     }
     for job in found.values():

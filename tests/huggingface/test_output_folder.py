@@ -51,6 +51,7 @@ MAKERS = {
     "qwen3_5_moe": maker.qwen3_5_moe,
     "glm4_moe": maker.glm4_moe,
     "minimax_m2": maker.minimax_m2,
+    "llama4": maker.llama4,
 }
 
 
@@ -114,6 +115,7 @@ def test_only_links_into_download_cache_are_followed(
     [
         *(("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")),
         *(("qwen3_5", "BF16"), ("qwen3_5_moe", "F16"), ("glm4_moe", "BF16"), ("minimax_m2", "F32")),
+        ("llama4", "BF16"),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(
@@ -146,6 +148,8 @@ def test_other_families_and_dtypes_round_trip_bitwise(
         (maker.gemma3, "Gemma3ForConditionalGeneration", "vision_tower.x.weight"),
         (maker.qwen3_5, "Qwen3_5ForConditionalGeneration", "model.visual.x.weight"),
         (maker.qwen3_5_moe, "Qwen3_5MoeForConditionalGeneration", "model.visual.x.weight"),
+        (maker.ministral3, "Mistral3ForConditionalGeneration", "vision_tower.x.weight"),
+        (maker.llama4, "Llama4ForConditionalGeneration", "vision_model.x.weight"),
     ],
 )
 def test_language_model_of_multimodal_model_is_read(

@@ -17,7 +17,7 @@ import pytest
 
 from maxpipe.huggingface.config_json import read_description
 from maxpipe.models.registry import FAMILIES
-from maxpipe.nn.attention_layer import rotary_frequencies
+from maxpipe.nn.attention_layer import rotary_frequencies, rotary_length
 from maxpipe.nn.module import LayerContext
 from tests.huggingface.test_oracle import PYTHON, oracle_answers, reason
 
@@ -26,7 +26,9 @@ LENGTHS = [24, 3000]
 ALL = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ALL),
-    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral"), ALL),
+    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral", "smollm3", "llama4_text"), ALL),
+    "olmo3": ("default", "linear", "yarn"),
+    "ministral3": ("yarn", "llama3"),
     "gemma3_text": ("default", "linear"),
     "phi3": ("default", "longrope"),
     "gpt_oss": ("default", "yarn"),
@@ -34,6 +36,7 @@ TYPES = {
     "deepseek_v3": ("default", "yarn"),
 }
 """Types of scaling by `model_type`."""
+BY_LAYER_TYPE = ("gemma3_text", "olmo3")
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 6,
     "hidden_size": 64,
@@ -49,6 +52,8 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 8},
     "gemma3_text": {"sliding_window": 8},
     "gpt_oss": {"sliding_window": 8},
+    "olmo3": {"num_hidden_layers": 8, "sliding_window": 8},
+    "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 4},
     "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 24},
     "llama": {"head_dim": 24},
@@ -88,7 +93,7 @@ def scaling(kind: str, family: str, config: dict[str, Any], draw: random.Random)
     factor = {"factor": draw.choice((2.0, 4, 7.5, 32.0))}
     is_generic = TYPES[family] is ALL
     if kind == "default":
-        rope |= {} if family == "gemma3_text" else maybe(mrope_section=[2, 3, 3])
+        rope |= {} if family in BY_LAYER_TYPE else maybe(mrope_section=[2, 3, 3])
     if kind in ("linear", "dynamic"):
         rope |= factor | maybe(finetuned=True)
         if kind == "dynamic":
@@ -136,7 +141,9 @@ def config_of(family: str, kind: str, draw: random.Random) -> dict[str, Any]:
         config["partial_rotary_factor"] = draw.choice((0.5, 0.75))
     rope = scaling(kind, family, config, draw)
     theta = draw.choice((10000.0, 5e5, 1e6))
-    if family == "gemma3_text":
+    if family == "ministral3":
+        rope["llama_4_scaling_beta"] = 0.1
+    if family in BY_LAYER_TYPE:
         local = {"rope_type": "default", "rope_theta": 1e4}
         of_all = {**rope, "rope_theta": theta}
         config["rope_parameters"] = {"full_attention": of_all, "sliding_attention": local}
@@ -183,7 +190,7 @@ def test_rotary_frequencies_equal_golden_transformers_values(
             context = LayerContext(inputs, jnp.asarray(layer), model.values)
             found = np.asarray(rotary_frequencies(part.rope, size, context))
             np.testing.assert_allclose(found, wanted["frequencies"], 1e-5, err_msg=name)
-            assert part.rope.attention_factor == pytest.approx(wanted["factor"], 1e-6), name
+            assert rotary_length(part.rope, context) == pytest.approx(wanted["factor"], 1e-6), name
 
 
 @pytest.mark.oracle

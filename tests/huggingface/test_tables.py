@@ -132,8 +132,151 @@ GLM: dict[str, Any] = {
     "vocab_size": 151552,
 }
 
+LOCAL, WHOLE = "sliding_attention", "full_attention"
+
+
+def olmo3(layers: int, width: int, heads: int, kv_heads: int, mlp: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "layer_types": [*[LOCAL] * 3, WHOLE] * (layers // 4),
+        "max_position_embeddings": 65536,
+        "model_type": "olmo3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    }
+
+
+def ministral3(layers: int, width: int, mlp: int, theta: float, tied: bool) -> dict[str, Any]:
+    inner = {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": theta,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "vocab_size": 131072,
+    }
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": inner,
+        "tie_word_embeddings": tied,
+    }
+
+
+def llama4(experts: int, interval: int, *, is_scout: bool) -> dict[str, Any]:
+    scaling = {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    inner = {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "interleave_moe_layer_step": interval,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "layer_types": [*["chunked_attention"] * 3, WHOLE] * 12,
+        "max_position_embeddings": 10485760 if is_scout else 1048576,
+        "model_type": "llama4_text",
+        "moe_layers": [*range(interval - 1, 48, interval)],
+        "no_rope_layers": [1, 1, 1, 0] * 12,
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": scaling if is_scout else None,
+        "rope_theta": 500000.0,
+        "use_qk_norm": is_scout,
+        "vocab_size": 202048,
+    }
+    return {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": inner,
+        "tie_word_embeddings": False,
+    }
+
+
 # As published on the Hugging Face Hub, without irrelevant keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "olmo3-7b": olmo3(32, 4096, 32, 32, 11008),
+    "olmo3-32b": olmo3(64, 5120, 40, 8, 27648),
+    "smollm3-3b": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": [WHOLE] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "ministral3-3b": ministral3(26, 3072, 9216, 1e6, True),
+    "ministral3-8b": ministral3(34, 4096, 14336, 1e6, False),
+    "ministral3-14b": ministral3(40, 5120, 16384, 1e9, False),
+    "llama4-scout-109b-a17b": llama4(16, 1, is_scout=True),
+    "llama4-maverick-400b-a17b": llama4(128, 2, is_scout=False),
     "llama3-1b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -725,6 +868,81 @@ def test_minimax_rotary_dim_is_read_and_written(share: dict[str, Any], tmp_path:
     assert found["minimax_m2.rotary_dim"] == 4
     _, written = table_for(read_description(tmp_path / "x").config)
     assert written["rotary_dim"] == int(maker.HEAD * written["partial_rotary_factor"]) == 4
+
+
+def test_contradictions_of_llama4_layer_lists_are_reported(tmp_path: Path) -> None:
+    content = PUBLISHED["llama4-scout-109b-a17b"]
+    changes = {"no_rope_layer_interval": 3, "interleave_moe_layer_step": 2}
+    content = content | {"text_config": content["text_config"] | changes}
+    assert config_values(tmp_path / "x", content)["llama4.no_rope_layer_interval"] == 4
+    found = read_description(tmp_path / "x").differences
+    assert len(found) == 2
+    assert "no_rope_layer_interval = 3 differ: no_rope_layers is used" in found[1]
+    assert "interleave_moe_layer_step = 2 differ: moe_layers is used" in found[0]
+
+
+CHUNKED = "chunked_attention"
+UNSUPPORTED_VARIANTS: list[tuple[str, dict[str, Any], str]] = [
+    ("olmo3-7b", {"layer_types": [WHOLE] + [LOCAL] * 31}, "layer_types"),
+    ("olmo3-7b", {"attention_bias": True}, "attention_bias"),
+    ("olmo3-7b", {"sliding_window": 0}, "sliding_window"),
+    ("smollm3-3b", {"no_rope_layers": [0, *[1] * 35]}, "no_rope_layers"),
+    ("smollm3-3b", {"no_rope_layers": [1, 0] * 8}, "no_rope_layers"),
+    ("smollm3-3b", {"no_rope_layers": "x"}, "no_rope_layers"),
+    ("smollm3-3b", {"layer_types": [LOCAL] * 36}, "layer_types"),
+    ("smollm3-3b", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    ("ministral3-3b", {"sliding_window": 8}, "sliding_window"),
+    ("ministral3-3b", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "scaling_beta"),
+    ("ministral3-3b", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    ("ministral3-3b", {"model_type": "mistral"}, "text_config.model_type"),
+    ("llama4-scout-109b-a17b", {"layer_types": [CHUNKED] * 48}, "layer_types"),
+    ("llama4-scout-109b-a17b", {"moe_layers": [0, 2]}, "moe_layers"),
+    ("llama4-scout-109b-a17b", {"moe_layers": []}, "moe_layers"),
+    ("llama4-scout-109b-a17b", {"no_rope_layers": [0] + [1] * 47}, "no_rope_layers"),
+    ("llama4-scout-109b-a17b", {"attn_temperature_tuning": 4}, "attn_temperature_tuning"),
+    ("llama4-scout-109b-a17b", {"attention_bias": True}, "attention_bias"),
+    ("llama4-scout-109b-a17b", {"hidden_act": "gelu"}, "hidden_act"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "key"), UNSUPPORTED_VARIANTS)
+def test_unsupported_variants_of_published_configs_are_rejected(
+    name: str, changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    content = PUBLISHED[name]
+    inner = content.get("text_config", content) | changes
+    content = content | ({"text_config": inner} if "text_config" in content else inner)
+    with pytest.raises(ConfigError, match=key):
+        config_values(tmp_path / "x", content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"no_rope_layers": None, "layer_types": None}, {"no_rope_layer_interval": 4}),
+        ({"no_rope_layers": [], "layer_types": None}, {"no_rope_layer_interval": 4}),
+        ({"no_rope_layers": [1] * 48, "layer_types": None}, {"no_rope_layer_interval": 0}),
+        ({"no_rope_layers": [1, 0] * 25, "layer_types": None}, {"no_rope_layer_interval": 2}),
+        ({"moe_layers": None, "interleave_moe_layer_step": 3}, {"moe_layer_interval": 3}),
+        ({"moe_layers": [3, 7, *range(11, 48, 4)]}, {"moe_layer_interval": 4}),
+        ({"attn_temperature_tuning": False}, {"attn_scale": 0.0}),
+        ({"attention_chunk_size": None, "layer_types": [WHOLE] * 48}, {"attention_chunk_size": 0}),
+    ],
+)
+def test_llama4_layers_round_trip(
+    changes: dict[str, Any], found: dict[str, Any], tmp_path: Path
+) -> None:
+    content = PUBLISHED["llama4-scout-109b-a17b"]
+    content = content | {"text_config": content["text_config"] | changes}
+    read = config_values(tmp_path / "x", content)
+    for key, value in found.items():
+        assert read[f"llama4.{key}"] == value
+    table, written = table_for(read_description(tmp_path / "x").config)
+    text = to_json(table, written, {}, "bfloat16", {})
+    again = config_values(tmp_path / "x", json.loads(text))
+    assert {key: again[key] for key in read if key.startswith("llama4.")} == {
+        key: read[key] for key in read if key.startswith("llama4.")
+    }
 
 
 LINEAR = ["linear_attention", "linear_attention", "full_attention"]

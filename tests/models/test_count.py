@@ -15,6 +15,7 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
 from maxpipe.nn.decoder import Decoder
@@ -130,6 +131,16 @@ def _vision(width: int, mlp: int, depth: int, out: int) -> int:
         ("olmo2-7b", 7_298_617_344),
         ("olmo2-13b", 13_716_198_400),
         ("olmo2-32b", 32_234_279_936),
+        ("olmo3-7b", 7_298_011_136),
+        ("olmo3-32b", 32_233_522_176),
+        ("smollm3-3b", 3_075_098_624),
+        # Published as 3.4B, 8.4B and 13.5B parameters, without the vision encoder of 0.4B.
+        ("ministral3-3b", 3_429_006_336),
+        ("ministral3-8b", 8_489_553_920),
+        ("ministral3-14b", 13_506_073_600),
+        # Published counts, without the vision encoder and its projections.
+        ("llama4-scout-109b-a17b", 108_641_793_536 - 871_932_416),
+        ("llama4-maverick-400b-a17b", 401_583_781_376 - 871_932_416),
         ("granite3-2b", 2_533_531_648),
         ("granite3-8b", 8_170_848_256),
         ("gemma3-270m", 268_098_176),
@@ -158,6 +169,18 @@ WIDE = ModelConfig(
     vocab_size=512,
     compute_dtype="float32",
 )
+
+
+@pytest.mark.parametrize("tokens", [12, 20, 23])
+def test_flops_of_chunked_attention_count_visible_pairs(tokens: int) -> None:
+    """Half of the pair of a token with itself is counted, as for causal attention."""
+    own = Llama4Config(num_experts=2, attention_chunk_size=5, no_rope_layer_interval=2)
+    config = dataclasses.replace(WIDE, num_layers=2, family="llama4", own=own)
+    whole = dataclasses.replace(config, own=dataclasses.replace(own, attention_chunk_size=0))
+    chunked, full = (count.forward_flops_per_token(describe(c), tokens) for c in (config, whole))
+    seen = sum(t % 5 + 0.5 for t in range(tokens)) / tokens
+    pairs = 4 * config.num_heads * config.head_dim
+    assert full - chunked == pytest.approx(pairs * (tokens // 2 - seen), abs=1)
 
 
 def compiled_flops(config: ModelConfig, length: int) -> float:

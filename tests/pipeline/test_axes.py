@@ -17,6 +17,7 @@ from tests.pipeline.test_families import (
     GLM,
     GPT_OSS,
     GROUPED,
+    LLAMA4,
     MINIMAX,
     MISTRAL,
     MOE,
@@ -49,6 +50,9 @@ CONTEXT = [
     Case(2, 1, 3, context=3, own=PHI, layers=3, remat="chunk"),
     Case(2, 1, 3, context=2, own=GLM, layers=4, tensor=2),
     Case(2, 1, 3, context=2, own=MINIMAX, layers=4, fsdp=2),
+    Case(2, 1, 3, context=2, own=LLAMA4, layers=4, fsdp=2),
+    Case(2, 1, 3, context=2, attends="ring", own=LLAMA4, layers=4, idle="compute"),
+    Case(2, 1, 3, context=2, attends="ulysses", own=LLAMA4, layers=4, remat="none"),
 ]
 
 
@@ -74,6 +78,7 @@ EXPERT = [
     Case(2, 1, 3, expert=2, own=ALIKE, layers=3, context=2, remat="none"),
     Case(2, 2, 3, expert=2, own=replace(GROUPED, num_experts=6), layers=5, gather="window"),
     Case(4, 2, 5, expert=2, own=replace(GROUPED, num_experts=6), layers=9, schedule="zb_v"),
+    Case(2, 1, 3, expert=2, own=replace(LLAMA4, num_experts=4), layers=4, context=2),
 ]
 
 

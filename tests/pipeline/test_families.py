@@ -14,10 +14,13 @@ from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.glm4_moe import Glm4MoeConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.granite import GraniteConfig
+from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.minimax_m2 import MinimaxM2Config
+from maxpipe.models.ministral3 import Ministral3Config
 from maxpipe.models.mistral import MistralConfig
 from maxpipe.models.moe import MoeConfig, RoutedConfig
 from maxpipe.models.olmo2 import Olmo2Config
+from maxpipe.models.olmo3 import Olmo3Config
 from maxpipe.models.phi3 import Phi3Config
 from maxpipe.models.qwen2 import Qwen2Config
 from maxpipe.models.qwen3 import Qwen3Config
@@ -26,6 +29,7 @@ from maxpipe.models.qwen3_5_moe import Qwen35MoeConfig
 from maxpipe.models.qwen3_moe import Qwen3MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import FAMILIES
+from maxpipe.models.smollm3 import Smollm3Config
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients, matrix
 
@@ -123,6 +127,25 @@ GLM = Glm4MoeConfig(
     expert_bias=True,
 )
 MINIMAX = MinimaxM2Config(num_experts=5, d_expert=12, rotary_dim=2, rope_factor=4.0)
+OLMO3 = Olmo3Config(
+    sliding_window=3,
+    sliding_window_pattern=2,
+    local_rope_theta=50.0,
+    rope_factor=4.0,
+    original_max_position_embeddings=4,
+)
+SMOLLM3 = Smollm3Config(no_rope_layer_interval=2)
+MINISTRAL3 = Ministral3Config(rope_factor=4.0, original_max_position_embeddings=3)
+LLAMA4 = Llama4Config(
+    num_experts=5,
+    d_expert=12,
+    top_k=2,
+    moe_layer_interval=2,
+    no_rope_layer_interval=3,
+    attention_chunk_size=3,
+    floor_scale=2,
+    load_balance_loss_weight=0.3,
+)
 CASES = [
     Case(2, 2, 3, own=GEMMA, tied=True, layers=7, fsdp=2, tensor=2),
     Case(4, 1, 9, own=GEMMA, tied=True, layers=6, schedule="zb_h1", remat="names", data=2),
@@ -162,6 +185,11 @@ CASES = [
     Case(2, 1, 5, own=MINIMAX, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
+    Case(2, 2, 3, own=OLMO3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 1, 5, own=SMOLLM3, tied=True, layers=5, data=2, remat="none", schedule="zb_h1"),
+    Case(2, 2, 3, own=MINISTRAL3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 2, 3, own=LLAMA4, layers=6, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(4, 1, 7, own=LLAMA4, layers=9, schedule="zb_h1", remat="none", data=2),
 ]
 
 
@@ -219,6 +247,7 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     *({"own": own, "epsilon": 0.1} for own in (QWEN3_5, QWEN3_5_MOE)),
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
     *({"own": own} for own in (QWEN3_MOE, GPT_OSS, GLM, MINIMAX)),
+    *({"own": own} for own in (OLMO3, SMOLLM3, MINISTRAL3, LLAMA4)),
     {"own": GEMMA2, "tied": True},
     {"own": V3},
     {"own": V2},

@@ -109,6 +109,14 @@ BIASED: dict[str, Any] = {
     "family": "gpt_oss",
     "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
+LLAMA4: dict[str, Any] = {"num_layers": 6, "family": "llama4"}
+
+
+def llama4(**own: Any) -> dict[str, Any]:
+    own = {"moe_layer_interval": 2, "num_experts": 5, "d_expert": 28, **own}
+    return LLAMA4 | {"llama4": own | {"attention_chunk_size": 8, "no_rope_layer_interval": 2}}
+
+
 CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     (EXPERTS, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (
@@ -138,6 +146,11 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     (
         MINIMAX,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        llama4(),
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
     ),
@@ -362,7 +375,12 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
     unlike = {"d_model": 20, "num_heads": 6, "num_kv_heads": 2, "head_dim": 10, "d_mlp": 34}
     config = config_of(unlike | changes, {"ici_stage": 2}, pipeline, tokens)
     sizes, decoder = Sizes(config), Decoder(config.model, AxisRules.from_config(config.mesh))
-    (kind,) = sizes.model.layer_types
+    for kind in sizes.model.layer_types:
+        check_saved_bytes_of(kind, config, sizes, decoder)
+
+
+def check_saved_bytes_of(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> None:
+    tokens = config.train.sequence_length
     dtype, shape = jnp.dtype(config.model.compute_dtype), (sizes.batch.microbatch_size, tokens)
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
     inputs = {"segment_ids": ids, "positions": ids, "example_ids": jnp.zeros(shape[:1], jnp.int32)}
@@ -386,6 +404,14 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("attention", ["xla", "blockwise"])
+def test_llama4_saves_declared_activations(attention: str, remat: str) -> None:
+    changes = LLAMA4 | {"attention": attention, "num_layers": 3}
+    own = {"moe_layer_interval": 2, "num_experts": 5, "d_expert": 28}
+    check_saved_bytes(changes | {"llama4": own}, remat, 7)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize("tokens", keeping([7, 3 * QUERY_BLOCK], 0))
 @pytest.mark.parametrize(
     "changes",
@@ -396,6 +422,8 @@ def check_saved_bytes(changes: dict[str, Any], remat: str, tokens: int) -> None:
         {"family": "gemma3", "tied_embeddings": True},
         {"family": "gemma2", "tied_embeddings": True},
         {"family": "qwen2"},
+        {"family": "smollm3"},
+        {"family": "ministral3"},
         {"attention": "blockwise"},
         {"attention": "blockwise", "compute_dtype": "float32"},
         {"attention": "blockwise", "family": "gemma2", "tied_embeddings": True},

@@ -30,7 +30,15 @@ class ClampedSilu(NamedTuple):
     limit: float
 
 
-Gate = Literal["silu", "gelu"] | ClampedSilu
+class ScaledInput(NamedTuple):
+    """Gate of experts whose routing weight w multiplies the input, `f(w * g) * (w * u)`, as in
+    Llama 4.
+    """
+
+    function: Literal["silu", "gelu"]
+
+
+Gate = Literal["silu", "gelu"] | ClampedSilu | ScaledInput
 """Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a class
 that defines the complete formula."""
 
@@ -177,15 +185,21 @@ class RMSNorm(Norm):
     offset: float = 0.0
     """Constant added to the stored scale. If 1, a stored scale of 0 leaves the normalized input
     unchanged."""
+    scaled: bool = True
+    """Whether the normalized input is multiplied by a stored scale."""
 
     @property
     def params(self) -> Mapping[str, Param]:
+        if not self.scaled:
+            return {}
         return {"scale": Param(self._width, Constant(1.0 - self.offset), decays=False)}
 
     def _scaled(self, dims: Dims) -> Held:
         """Return the array that is multiplied by the scale, in the compute dtype unless an offset
         is set.
         """
+        if not self.scaled:
+            return NOTHING
         return super()._scaled(dims) if self.offset else Held(compute_dtype=((1.0, dims),))
 
 
