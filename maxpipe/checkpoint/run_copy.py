@@ -1,8 +1,9 @@
 """Local copy of a run folder in a bucket, for runs with `run.dir=s3://BUCKET/PATH`.
 
 Checkpoints are saved in the bucket directly. All other files of the run are written to a folder in
-the user's cache, which is uploaded every `UPLOAD_SECONDS` and at the end. The start of a run
-downloads the files, unless this copy was the last one that was uploaded.
+the user's cache, which is uploaded at the start, every `UPLOAD_SECONDS` and at the end. The start
+of a run downloads the files, unless this copy was the last one that was uploaded. Commands that
+read records download them to another folder, because a run may be writing to the copy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from maxpipe.checkpoint.storage import (
     copy_folder,
     in_bucket,
     root_cause_text,
+    to_epath,
     translate_bucket_errors,
     url_of_copy,
 )
@@ -53,6 +55,7 @@ class RunCopy:
         download(self._folder)
         if not (self._folder / _TOKEN).exists():
             (self._folder / _TOKEN).write_text(secrets.token_hex(16))
+        self.upload()
         self._thread.start()
         return self
 
@@ -96,23 +99,36 @@ def download(folder: Path) -> None:
         StorageError: the bucket cannot be read, or the copy cannot be written.
     """
     url = url_of_copy(folder)
+    with _translate_errors(url, folder):
+        token = _read(store_filesystem(url), f"{url}/{_TOKEN}")
+        own = (folder / _TOKEN).read_bytes() if (folder / _TOKEN).exists() else None
+        if token is not None and token != own:
+            _replace_records(url, folder)
+
+
+def folder_of_records(path: str) -> str:
+    """Return the folder with the records of a run, or of all runs in a folder. Records in a bucket
+    are downloaded.
+
+    Raises:
+        ConfigError: the scheme of the URL is not supported.
+        StorageError: the bucket cannot be read, or the folder cannot be written.
+    """
+    if not in_bucket(path):
+        return path
+    url = os.fspath(to_epath(path.rstrip("/")))
+    folder = copy_folder(url, "records")
+    with _translate_errors(url, folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace_records(url, folder)
+    return str(folder)
+
+
+@contextlib.contextmanager
+def _translate_errors(url: str, folder: Path) -> Iterator[None]:
     try:
         with translate_bucket_errors(url):
-            store = store_filesystem(url)
-            token = _read(store, f"{url}/{_TOKEN}")
-            own = (folder / _TOKEN).read_bytes() if (folder / _TOKEN).exists() else None
-            if token is None or token == own:
-                return
-            begin = len(strip_scheme(url)) + 1
-            names = [name[begin:] for name in store.find(url, withdirs=False)]
-            for name in _stamps(folder).keys() - {_TOKEN}:
-                (folder / name).unlink()
-            for name in names:
-                if name == _TOKEN or not _is_record(name):
-                    continue
-                target = folder / name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                store.get_file(f"{url}/{name}", str(target))
+            yield
     except OSError as error:
         raise StorageError(
             Code.CKPT_STORAGE,
@@ -123,18 +139,23 @@ def download(folder: Path) -> None:
         ) from error
 
 
-def folder_of_records(run_dir: str) -> str:
-    """Return the folder with the records of a run. The records of a run in a bucket are downloaded.
-
-    Raises:
-        StorageError: the bucket cannot be read, or the copy cannot be written.
-    """
-    if not in_bucket(run_dir):
-        return run_dir
-    folder = copy_folder(run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    download(folder)
-    return str(folder)
+def _replace_records(url: str, folder: Path) -> None:
+    """Replace the records in a folder by those in the bucket. Each file is replaced atomically."""
+    store = store_filesystem(url)
+    begin, names = len(strip_scheme(url)) + 1, []
+    for above, folders, files in store.walk(url):
+        if CHECKPOINTS_FOLDER in folders:
+            folders.remove(CHECKPOINTS_FOLDER)  # may contain many objects
+        names += [f"{above}/{name}"[begin:] for name in files]
+    names = [name for name in names if _is_record(name) and os.path.basename(name) != _TOKEN]
+    for name in _stamps(folder).keys() - {*names, _TOKEN}:
+        (folder / name).unlink()
+    for name in names:
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f"{target.name}.partial")
+        store.get_file(f"{url}/{name}", str(partial))
+        os.replace(partial, target)
 
 
 def _read(store: Any, path: str) -> bytes | None:
@@ -148,7 +169,7 @@ def _is_record(name: str) -> bool:
     parts = name.split("/")
     return (
         all(part not in ("", ".", "..") and "\\" not in part for part in parts)
-        and parts[0] != CHECKPOINTS_FOLDER
+        and CHECKPOINTS_FOLDER not in parts[:-1]
         and not parts[-1].startswith((LOCK_FILE, ".secret-"))
         and not parts[-1].endswith(".partial")
     )

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from etils import epath
 
@@ -106,11 +106,13 @@ def call_with_retries(call: Callable[[], T]) -> T:
 _OPEN_FILES = "/proc/self/fd"
 
 
-def copy_folder(url: epath.PathLike) -> Path:
-    """Return the folder on this machine that contains the copy of a folder in a bucket."""
+def copy_folder(url: epath.PathLike, kind: Literal["runs", "records"] = "runs") -> Path:
+    """Return the folder on this machine that contains the copy of a folder in a bucket: `runs` of
+    the runs that write to it, `records` of commands that read it.
+    """
     scheme, _, name = os.fspath(url).partition("://")
     parts = [part for part in name.split("/") if part not in ("", ".", "..")]
-    return Path(_copies(), scheme, *parts)
+    return Path(_copies(kind), scheme, *parts)
 
 
 def url_of_copy(folder: epath.PathLike) -> str:
@@ -122,9 +124,9 @@ def url_of_copy(folder: epath.PathLike) -> str:
     return f"{scheme}://{'/'.join(parts)}" if scheme in CHECKPOINT_STORES else ""
 
 
-def _copies() -> str:
+def _copies(kind: str = "runs") -> str:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(cache, "maxpipe", "runs")
+    return os.path.join(cache, "maxpipe", kind)
 
 
 def runs_folder(config: RunConfig) -> Path:

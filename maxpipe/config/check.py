@@ -23,8 +23,7 @@ from maxpipe.config.translation import infer_source
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io import redact
 from maxpipe.io.files import accelerators
-from maxpipe.io.formatting import pluralize
-from maxpipe.parallel.axes import MESH_AXES
+from maxpipe.parallel.axes import MESH_AXES, device_count_rule
 
 DEFAULT = "default"
 """Origin of a value that neither a file nor an override sets."""
@@ -86,8 +85,7 @@ def find_mesh_mismatch(config: Config, origins: Mapping[str, str]) -> Iterator[P
     if not is_cpu or config.launch.topology or min(total, devices) < 1 or total == devices:
         return
     wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1)
-    rule = f"must multiply to the number of devices: the run needs {total}, but there "
-    rule += f"{'is' if devices == 1 else 'are'} {pluralize(devices, 'cpu device')}."
+    rule = device_count_rule(total, devices, "cpu")
     action = f"Set axis sizes whose product is {devices}."
     yield Problem(Code.MESH_DEVICES, "mesh", wanted or "one device", rule, action)
 

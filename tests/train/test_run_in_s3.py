@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from maxpipe.checkpoint import run_copy
-from maxpipe.checkpoint.run_copy import RunCopy, download
+from maxpipe.checkpoint.run_copy import RunCopy, download, folder_of_records
 from maxpipe.checkpoint.storage import checkpoint_home, copy_folder, run_folder, url_of_copy
 from maxpipe.cli import main
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
-from maxpipe.errors import StorageError
+from maxpipe.errors import ConfigError, StorageError
 from tests.errors import raises
 from tests.s3 import KEY, SECRET, Store
 from tests.waiting import wait_until
@@ -42,7 +42,8 @@ def settings(*more: str) -> list[str]:
         str(ROOT / "configs/model/tiny.yml"),
         f"run.dir={RUNS}",
         "run.name=a",
-        *("data.source=synthetic", "train.sequence_length=16", "train.batch_size=2"),
+        *("data.source=synthetic", "train.sequence_length=16", "train.batch_size=8"),
+        *("mesh.cpu_devices=8", "mesh.ici_data=8"),
         *("checkpoint.every=2", "eval.every=0", "log.every=1", "runtime.platform=cpu"),
         *("runtime.compilation_cache=", "optim.warmup_steps=1"),
         *more,
@@ -114,6 +115,47 @@ def test_changed_files_are_uploaded_during_the_run(
     with RunCopy(folder, lambda: held[0]):
         (folder / "events.jsonl").write_text("the lock was lost")
     assert s3.filesystem.cat_file(f"{RUN}/events.jsonl") == b"one"
+
+
+def test_readers_never_change_the_copy_of_a_run(
+    s3: Store, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache.with_name("other")))
+    other = copy_folder(RUN)
+    other.mkdir(parents=True)
+    with RunCopy(other):
+        (other / "metrics.jsonl").write_text("one")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    folder = copy_folder(RUN)
+    folder.mkdir(parents=True)
+    s3.fault = lambda handler: handler.command == "PUT" and refuse(handler)
+    with RunCopy(folder):
+        (folder / "metrics.jsonl").write_text("one two")
+        read = Path(folder_of_records(RUN))
+        assert read != folder and (read / "metrics.jsonl").read_text() == "one"
+        assert (folder / "metrics.jsonl").read_text() == "one two"
+        s3.fault = lambda handler: False
+    assert Path(folder_of_records(f"{RUN}/"), "metrics.jsonl").read_text() == "one two"
+    s3.filesystem.pipe_file(f"{RUN}/checkpoints/2/x", b"large")
+    s3.filesystem.rm_file(f"{RUN}/metrics.jsonl")
+    s3.filesystem.pipe_file(f"{RUNS}/b/config.yml", b"b")
+    runs = Path(folder_of_records(RUNS))
+    assert {str(path.relative_to(runs)) for path in runs.rglob("*") if path.is_file()} == {
+        "b/config.yml"
+    }
+
+
+def test_start_of_a_run_claims_the_bucket(s3: Store) -> None:
+    folder = copy_folder(RUN)
+    folder.mkdir(parents=True)
+    with RunCopy(folder):
+        assert s3.names("bucket/runs/a") == {".copy"}
+
+
+@pytest.mark.parametrize("url", ["az://bucket/run", "http://host/run", "foo://x"])
+def test_records_of_other_stores_are_an_error(url: str) -> None:
+    with pytest.raises(ConfigError):
+        folder_of_records(url)
 
 
 def refuse(handler: Any) -> bool:

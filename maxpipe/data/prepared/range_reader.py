@@ -115,7 +115,7 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
             ) from error
         except Exception as error:  # stores raise various types of exceptions
             missing = isinstance(error, FileNotFoundError)
-            # Stores themselves already retries requests that time out.
+            # The library of the store already retries requests that time out.
             late = time.monotonic() - begin > _MAX_SECONDS
             if missing or late or attempt == _ATTEMPTS:
                 cause = error if isinstance(error, OSError) else OSError(str(error))
