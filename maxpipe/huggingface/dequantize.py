@@ -23,9 +23,9 @@ from maxpipe.huggingface.safetensors import (
     SafetensorsReader,
     TensorEntry,
     format_shape,
-    name_pattern,
     quote_name,
 )
+from maxpipe.huggingface.tensor_layouts import name_pattern
 from maxpipe.io.formatting import pluralize
 
 _COPY_WEIGHTS = "Copy the weight files again from the model's source."

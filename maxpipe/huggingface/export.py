@@ -37,17 +37,7 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping
 from maxpipe.huggingface.config_json import FILE, table_for, to_json
-from maxpipe.huggingface.folder import (
-    INDEX,
-    SINGLE,
-    ByteProgress,
-    HuggingFaceFolder,
-    MessageCallback,
-    ProgressCallback,
-    atomic_folder,
-    copy_tokenizer_files,
-    ignore_progress,
-)
+from maxpipe.huggingface.folder import INDEX, SINGLE, HuggingFaceFolder
 from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
 from maxpipe.huggingface.mapping import (
     TensorMapping,
@@ -55,6 +45,14 @@ from maxpipe.huggingface.mapping import (
     export_slab_shape,
     intersect,
     map_tensors,
+)
+from maxpipe.huggingface.output_folder import (
+    ByteProgress,
+    MessageCallback,
+    ProgressCallback,
+    atomic_folder,
+    copy_tokenizer_files,
+    ignore_progress,
 )
 from maxpipe.huggingface.peft import CheckpointAdapters, LazyArray, write_adapters
 from maxpipe.huggingface.peft import open_lazy_array as readable_array

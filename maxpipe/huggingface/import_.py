@@ -25,20 +25,22 @@ from maxpipe.errors import ConfigError
 from maxpipe.huggingface import config_json
 from maxpipe.huggingface.config_json import FILE
 from maxpipe.huggingface.folder import (
+    HuggingFaceFolder,
+    num_params,
+    open_folder,
+)
+from maxpipe.huggingface.mapping import import_slab_shape
+from maxpipe.huggingface.output_folder import (
     TOKENIZER_FILES,
     ByteProgress,
-    HuggingFaceFolder,
     MessageCallback,
     ProgressCallback,
     atomic_folder,
     copy_tokenizer_files,
     ignore_progress,
-    num_params,
-    open_folder,
     unwritable_error,
     vocabularies,
 )
-from maxpipe.huggingface.mapping import import_slab_shape
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.param_names import unflatten

@@ -13,13 +13,13 @@ from maxpipe.config.load import LoadedConfig, load
 from maxpipe.config.migration import maxtext
 from maxpipe.config.migration.maxtext_files import is_maxtext_file
 from maxpipe.errors import Code, ConfigError
-from maxpipe.huggingface.folder import (
+from maxpipe.huggingface.import_ import SLAB_BYTES, next_steps, write_import
+from maxpipe.huggingface.output_folder import (
     MessageCallback,
     ProgressCallback,
     atomic_folder,
     ignore_progress,
 )
-from maxpipe.huggingface.import_ import SLAB_BYTES, next_steps, write_import
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.maxtext.layout import ParamLayout, RopeLayout, is_interleaved, lay_out
 from maxpipe.maxtext.orbax_arrays import ParamArrays, open_arrays

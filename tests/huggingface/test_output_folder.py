@@ -34,7 +34,8 @@ from maxpipe.errors import ConfigError
 from maxpipe.huggingface import folder as folder_module
 from maxpipe.huggingface import import_
 from maxpipe.huggingface.export import export
-from maxpipe.huggingface.folder import atomic_folder, open_folder
+from maxpipe.huggingface.folder import open_folder
+from maxpipe.huggingface.output_folder import atomic_folder
 from tests.huggingface import maker
 
 Capture = pytest.CaptureFixture[str]

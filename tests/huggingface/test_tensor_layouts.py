@@ -18,7 +18,7 @@ from maxpipe.huggingface import folder as folder_module
 from maxpipe.huggingface import import_
 from maxpipe.huggingface.export import export
 from maxpipe.huggingface.folder import open_folder
-from maxpipe.huggingface.safetensors import canonical
+from maxpipe.huggingface.tensor_layouts import canonical
 from tests.huggingface import maker
 
 Change = Callable[[maker.Tensors], maker.Tensors]
