@@ -1,4 +1,4 @@
-"""Train with an own loss, data iterator, optimizer and loop: python examples/own_loop.py."""
+"""Train with a custom loss, data iterator, optimizer and loop: python examples/own_loop.py."""
 
 import os
 from itertools import islice

@@ -24,6 +24,7 @@ from maxpipe.commands import (
     doctor,
     eval,
     explain,
+    fetch,
     generate,
     huggingface,
     launch,
@@ -65,22 +66,16 @@ def _run_and_report(argv: list[str]) -> int:
         return int(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         return int(ExitCode.DONE)  # the reader, e.g. `head`, has closed the pipe
-    except SystemExit as leaving:
-        plugins = sys.modules.get("maxpipe.config.plugins")  # not imported for --help
-        problem = plugins and plugins.find_plugin_error(leaving)
-        if problem is None:
-            raise
-        _complain(redact.redact_for_terminal(str(problem)))
-        return int(problem.exit_code)
     except MemoryError as error:
         _complain(redact.redact_for_terminal(str(out_of_memory_error(error))))
         return int(ExitCode.CONFIG)
     except BaseException as error:  # Rust panics are not `Exception`s
-        from maxpipe.config.plugins import find_plugin_error
-
-        if problem := find_plugin_error(error):
+        plugins = sys.modules.get("maxpipe.config.plugins")  # not imported for --help
+        if problem := plugins and plugins.find_plugin_error(error):
             _complain(redact.redact_for_terminal(str(problem)))
             return int(problem.exit_code)
+        if isinstance(error, SystemExit):
+            raise
         if isinstance(error, OSError) and (trouble := _flush_error(sys.stdout, "\n")):
             return _report_write_error(trouble)
         _complain(redact.redact_text(traceback.format_exc()).rstrip("\n"))
@@ -151,8 +146,11 @@ def _discard(stream: TextIO) -> None:
 
 
 def _run(argv: list[str]) -> int:
+    from maxpipe.api.arguments import running_command
+
     options = parse(argv)
-    return options.command(options)
+    with running_command():
+        return options.command(options)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -227,6 +225,7 @@ def command_line_parser() -> Parser:
     checkpoints.add(commands)
     eval.add(commands)
     generate.add(commands)
+    fetch.add(commands)
     huggingface.add(commands)
     board.add_goodput(commands)
     board.add_curves(commands)

@@ -62,6 +62,7 @@ def schedules() -> Canvas:
         x = left + end * unit + 14
         canvas.write(x, top + 36, f"bubble {schedule.idle_fraction():.1%}", TEXT, bold=True)
         canvas.write(x, top + 58, f"saved {_saved_layers(schedule)}", TEXT)
+        canvas.write(x, top + 76, "microbatches", SMALL, GREY)
         y = top + 4 * pitch + 8
     for time in range(0, round(max(ends)) + 1, 3):
         x = left + time * unit
@@ -71,15 +72,17 @@ def schedules() -> Canvas:
     canvas.write(left, y + 38, axis, SMALL, GREY)
     y = _schedules_legend(canvas, left, y + 66)
     text = (
-        "Saved: buffers of one stage for activations and deferred weight gradients, in "
-        "microbatches through all layers of the stage. GPipe needs one for every microbatch of a "
-        "step; these schedules need no more buffers if a step has more microbatches."
+        "Saved: activations and inputs of deferred weight gradients that one stage stores, in "
+        "microbatches through all layers of the stage. With 2 repeats, a chunk holds half of these "
+        "layers, so 11 saved chunks are 5.5 microbatches. GPipe saves every microbatch of a step; "
+        "with these schedules, the number does not grow with the microbatches of a step."
     )
     y = canvas.write_lines(16, y, text, SMALL, GREY, width=width - 32)
     canvas.height = y
     canvas.title = "1F1B, interleaved and zero-bubble schedules on one time axis"
     canvas.description = "4 stages and 8 microbatches. " + ". ".join(
-        f"{title}: bubble {schedule.idle_fraction():.1%}, saved {_saved_layers(schedule)}"
+        f"{title}: bubble {schedule.idle_fraction():.1%}, "
+        f"saved microbatches {_saved_layers(schedule)}"
         for title, schedule in drawn
     )
     return canvas
@@ -104,8 +107,8 @@ def _draw_work(
 
 
 def _saved_layers(schedule: Schedule) -> str:
-    """Return the buffers for saved activations and deferred weight gradients of a stage, in units
-    of the layers of the stage.
+    """Return the buffers for saved activations and deferred weight gradients of a stage, in
+    microbatches through all layers of the stage.
     """
     saved = f"{schedule.num_stash / schedule.num_repeats:g}"
     if not schedule.mixed:

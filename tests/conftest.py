@@ -27,6 +27,8 @@ import tests.signatures
 import tests.times
 from tests.bucket import Bucket, served, variables
 from tests.fork_server import ForkServer, running_servers
+from tests.s3 import Store, served_s3
+from tests.s3 import variables as s3_variables
 
 # A shell starts background jobs with SIGINT ignored; tests of Ctrl-C would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -206,3 +208,29 @@ def bucket() -> Iterator[Bucket]:
             patch.setenv(name, value)
         patch.setitem(conf, "gcs", {"token": "anon"})
         yield bucket
+
+
+@pytest.fixture(scope="session")
+def s3_session() -> Iterator[Store]:
+    """S3 server for `s3://` in this process and in processes that are started later."""
+    for package in ("s3fs", "moto", "flask"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip("S3 needs the extra s3, and the tests need moto")
+    with served_s3() as store, pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_variables(store).items():
+            patch.setenv(name, value)
+        from maxpipe.io.stores import store_filesystem
+
+        store.filesystem = store_filesystem("s3://bucket")
+        store.filesystem.mkdir("bucket")
+        yield store
+
+
+@pytest.fixture
+def s3(s3_session: Store) -> Iterator[Store]:
+    """S3 server with an empty bucket `bucket`."""
+    s3_session.requests.clear()
+    yield s3_session
+    s3_session.fault = lambda handler: False
+    if found := s3_session.filesystem.find("bucket"):
+        s3_session.filesystem.rm(found)

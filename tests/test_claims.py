@@ -97,6 +97,8 @@ CLAIMS: Mapping[str, Callable[[], str]] = {
     ),
     "decode.70b": lambda: f"{number('decode_ahead_of_time', 'peak', 'stage 4 x tensor 8')} GiB",
     "exchange.import": lambda: cell("exchange", "relative to a copy", "maxpipe import"),
+    "gpu_checklist.mfu": lambda: cell("gpu_checklist", "MFU", "maxpipe, T 4096, names"),
+    "exchange.quantized": lambda: cell("exchange", "relative to a copy", "maxpipe import` (MXFP4)"),
     "gpu_checklist.plan": lambda: cell("gpu_checklist", "result", "memory, `maxpipe plan").split(
         " above"
     )[0],

@@ -139,6 +139,8 @@ def test_version_option_prints_version(capsys: Capture):
         ),
         ("plan quickstart --topology v5p:2x2x1 mesh.ici_data=-1", "product is 4, or use"),
         ("plan quickstart --topology cpu:2", "so that their product is 2, or use cpu:8."),
+        ("plan quickstart --foo", "Run the command with --help."),
+        ("plan quickstart --serch", "Write --search."),
         ("plan quickstart --topology cpu:2 --draw a.gif", "Write --draw a.gif.svg."),
         (
             "plan quickstart --topology cpu:2 --draw-timeline a.gif",
@@ -195,7 +197,7 @@ def test_version_option_prints_version(capsys: Capture):
         ("schedule --compare 1f1b,file:HAND --microbatches 3", "must be 2, as in HAND."),
         ("schedule --repeats x", "x is not an integer"),
         ("schedule --stages", "expected one argument"),
-        ("schedule --stages 0", "must be at least 1"),
+        ("schedule --stages 0", "--stages: 0 is below the minimum of 1"),
         ("schedule gpipe --repeats 2", "one chunk per stage"),
         ("schedule gpipe --group 4", "the schedule is gpipe"),
         ("schedule --group 3", "between the number of stages (4)"),

@@ -159,8 +159,8 @@ MISTAKES = [
         (
             "hf_path=c4",
             "hf_path = c4",
-            "not download",
-            "set data.source=huggingface data.path=saved.",
+            "only `maxpipe fetch` downloads",
+            "`maxpipe fetch hf:datasets/NAME --out DIR`, and set data.source and data.path=DIR.",
             "data.source=huggingface data.path=saved",
         ),
         (
@@ -250,8 +250,8 @@ MISTAKES = [
         (
             "!config print someone/Other-7B",
             "someone/Other-7B",
-            "not download",
-            "`hf download someone/Other-7B --local-dir base`",
+            "only `maxpipe fetch` downloads",
+            "`maxpipe fetch hf:someone/Other-7B --out base`",
             "",
         ),
         (
@@ -307,7 +307,7 @@ MISTAKES = [
             "!data show first/run.yml tokenizer.kind=auto tokenizer.path=meta-llama/Llama-3.1-8B",
             "tokenizer.path = meta-llama/Llama-3.1-8B",
             "must be a tokenizer file",
-            "run `hf download meta-llama/Llama-3.1-8B --include 'tokenizer*' --local-dir",
+            "run `maxpipe fetch hf:meta-llama/Llama-3.1-8B --include 'tokenizer*' --out",
             "",
         ),
     )

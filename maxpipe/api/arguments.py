@@ -2,15 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
+import functools
 import json
 import math
 import numbers
 import operator
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ParamSpec, TypeVar
 
 from maxpipe.errors import Code, ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_COMMAND_LINE = "command line: "
+_has_caller = contextvars.ContextVar("_has_caller", default=False)
+"""Whether a command or another function of the API is running."""
+
+
+@contextlib.contextmanager
+def running_command() -> Iterator[None]:
+    """Keep the location `command line` in errors of the API functions that a command calls."""
+    token = _has_caller.set(True)
+    try:
+        yield
+    finally:
+        _has_caller.reset(token)
+
+
+def locate_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate an API function, so that errors name the function in place of the command line."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _has_caller.get():
+            return function(*args, **kwargs)
+        try:
+            with running_command():
+                return function(*args, **kwargs)
+        except ConfigError as error:
+            problems = [
+                dataclasses.replace(each, where=_python_location(each.where, function.__qualname__))
+                for each in error.problems
+            ]
+            ConfigError.__init__(error, problems)
+            raise
+
+    return call
+
+
+def _python_location(where: str, function: str) -> str:
+    if not where.startswith(_COMMAND_LINE):
+        return where
+    name = where.removeprefix(_COMMAND_LINE)
+    if name.startswith("--"):
+        name = name.removeprefix("--").replace("-", "_")
+    return f"{function}: {name}"
 
 
 def argument_error(where: str, value: object, rule: str, action: str) -> ConfigError:
@@ -28,6 +79,18 @@ def check_instance(
     """
     if not isinstance(value, kinds):
         raise argument_error(where, value, rule, action)
+
+
+def check_unused(function: str, model: str, **are_set: bool) -> None:
+    """Check that no argument is set that has no effect with this kind of model.
+
+    Raises:
+        ConfigError: an argument is set.
+    """
+    for name, is_set in are_set.items():
+        if is_set:
+            where, rule = f"{function}: {name}", f"has no effect with {model}."
+            raise ConfigError.one(Code.API_ARGUMENT, where, None, rule, f"Leave out {name}.")
 
 
 def check_path(where: str, value: object, what: str, action: str) -> None:

@@ -19,11 +19,12 @@ from maxpipe.api.arguments import (
     check_json,
     check_metrics,
     check_path,
+    locate_errors,
 )
 from maxpipe.api.trainer import SavedState, Trainer
 from maxpipe.checkpoint import inspect
 from maxpipe.checkpoint.address import Address, parse_address, parse_run_address
-from maxpipe.checkpoint.folder import BASE, CheckpointFolder, CheckpointMetadata
+from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manager import (
     CheckpointManager,
     open_address_folder,
@@ -32,11 +33,11 @@ from maxpipe.checkpoint.manager import (
 from maxpipe.checkpoint.retention import BestMetric
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError
 from maxpipe.config.load import to_dict
+from maxpipe.config.plugins import check_plugins
 from maxpipe.config.sections.eval import best_mode_of
-from maxpipe.data.chat_spec import KEY as CONVERSATION
 from maxpipe.distributed.phases import RESTORE, SAVE
 from maxpipe.errors import Code, ConfigError, StorageError
-from maxpipe.io import files, redact
+from maxpipe.io import files
 from maxpipe.optim.guard import init_guard_state
 from maxpipe.optim.optax_update import OPTAX
 from maxpipe.restore.initial_weights import (
@@ -49,11 +50,19 @@ from maxpipe.step.state import TrainState
 from maxpipe.telemetry.writers import EventLog
 from maxpipe.train.memory_check import explain_allocation_errors
 from maxpipe.train.resume import FROZEN, check_frozen, check_optimizer
-from maxpipe.train.session import WRITTEN_FILES, lock_folders, ownership_check, write_config
+from maxpipe.train.session import (
+    WRITTEN_FILES,
+    lock_folders,
+    ownership_check,
+    saved_config,
+    saved_data,
+    write_config,
+)
 
 _EXTRA = "extra"
 RunLocation = str | os.PathLike[str] | Trainer
-"""A run: the name of a run in `runs/`, the path of a run folder, gs://BUCKET/PATH, or a trainer."""
+"""A run: the name of a run in `runs/`, the path of a run folder, gs://BUCKET/PATH, s3://BUCKET/PATH
+or a trainer."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +81,12 @@ class Checkpoint:
     config: dict[str, Any] = field(repr=False)
     """Config of the run when the checkpoint was saved, as nested dicts."""
     extra: dict[str, Any]
-    """JSON values that `save` received, such as the position of an own data iterator."""
+    """JSON values that `save` received, such as the position of a custom data iterator."""
     path: Path | str
     """Folder of the checkpoint."""
 
     @classmethod
+    @locate_errors
     def open(cls, address: str | os.PathLike[str]) -> Self:
         """Return the checkpoint with this address: RUN@STEP, RUN@newest, RUN@best, RUN (its newest)
         or the path of a checkpoint folder.
@@ -91,6 +101,7 @@ class Checkpoint:
         return cls._read(folder, parsed, resolve_step(folder, parsed))
 
     @classmethod
+    @locate_errors
     def list(cls, run: RunLocation) -> Sequence[Self]:
         """Return the checkpoints of a run, oldest first; empty if the run has none.
 
@@ -105,6 +116,7 @@ class Checkpoint:
         return tuple(cls._read(folder, address, step) for step in folder.steps())
 
     @classmethod
+    @locate_errors
     def newest(cls, run: RunLocation) -> Self | None:
         """Return the newest checkpoint of a run, or None if the run has no checkpoint.
 
@@ -119,6 +131,7 @@ class Checkpoint:
         return cls._read(folder, address, steps[-1]) if steps else None
 
     @classmethod
+    @locate_errors
     def best(cls, run: RunLocation, metric: str = "", mode: Literal["", "min", "max"] = "") -> Self:
         """Return the checkpoint with the best evaluation metric.
 
@@ -173,7 +186,8 @@ class Checkpoint:
         checkpoint. Continue with the batches `trainer.batches(int(state.step))`.
 
         Raises:
-            ConfigError: the model or the optimizer of the trainer is another one.
+            ConfigError: the model or the optimizer of the trainer is another one, or the code of a
+                plug-in has changed.
             StorageError: the checkpoint is damaged or cannot be reached.
         """
         _check_trainer("Checkpoint.restore", trainer)
@@ -193,6 +207,8 @@ class Checkpoint:
                 check_optimizer(facts, loaded, own=is_own, address=self.address)
             elif names != facts.data.get(OPTAX):
                 raise _optimizer_error(facts.data.get(OPTAX), names, self.address)
+            for warning in check_plugins(facts.data, loaded, facts.step):
+                trainer.reporter.warn(warning)
 
         with (
             trainer.phases.enter(RESTORE),
@@ -233,7 +249,7 @@ class Checkpoint:
             trainer: trainer of the state; `run.name` and `run.dir` select the folder.
             state: state to save. Its arrays may be used afterwards.
             metrics: evaluation metrics of the step, which `best` compares: finite numbers or NaN.
-            extra: JSON values to store, such as the position of an own data iterator.
+            extra: JSON values to store, such as the position of a custom data iterator.
 
         Raises:
             ConfigError: the step is already saved, `extra` contains other values than JSON, or a
@@ -246,12 +262,13 @@ class Checkpoint:
         _check_trainer("Checkpoint.save", trainer)
         trainer.check_state(state)
         config, step = trainer.config, int(state.step)
-        data = trainer.data_state(step) | {"guard": state.guard.to_json()}
-        data |= {BASE: trainer.adapter_base} if trainer.adapter_base is not None else {}
+        conversation = trainer.datasets.conversation if trainer.has_read_data else None
+        guard = state.guard.to_json()
+        data = saved_data(
+            config, trainer.data_state(step), guard, trainer.adapter_base, conversation
+        )
         data |= {OPTAX: names} if (names := _optax_names(trainer)) is not None else {}
         data |= {_EXTRA: more} if more else {}
-        if trainer.has_read_data and trainer.datasets.conversation is not None:
-            data[CONVERSATION] = trainer.datasets.conversation
         with contextlib.ExitStack() as stack:
             stack.enter_context(trainer.phases.enter(SAVE))
             files.check_regular_files(trainer.run_dir, WRITTEN_FILES)
@@ -268,9 +285,13 @@ class Checkpoint:
                 return cls._saved_before(trainer, state, values, more)
             if is_first:
                 write_config(config, locks)
-            saved = to_dict(redact.redact_value(config))
             manager.save(
-                step, lambda: trainer.steps.to_saved(state), saved, data, values, last=True
+                step,
+                lambda: trainer.steps.to_saved(state),
+                saved_config(config),
+                data,
+                values,
+                last=True,
             )
         trainer.saved_state = SavedState.of(state)
         return cls.open(f"{trainer.run_dir}@{step}")

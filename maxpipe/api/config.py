@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from maxpipe.api.arguments import argument_error
+from maxpipe.api.arguments import argument_error, locate_errors
 from maxpipe.config.check import is_override
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.schema import Config
@@ -19,6 +19,7 @@ ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | LoadedConfi
 _MAX_DEPTH = 32
 
 
+@locate_errors
 def load_config(*sources: ConfigSource, to_train: bool = False) -> LoadedConfig:
     """Load a config from one or several sources.
 

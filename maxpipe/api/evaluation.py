@@ -1,4 +1,4 @@
-"""Evaluate the state of an own loop, or a checkpoint or Hugging Face folder."""
+"""Evaluate the state of a custom loop, or a checkpoint or Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import overload
 
-from maxpipe.api.arguments import check_path
+from maxpipe.api.arguments import check_path, check_unused, locate_errors
 from maxpipe.api.checkpoint import Checkpoint
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.trainer import Batch, Trainer
@@ -39,6 +39,7 @@ def evaluate(
 ) -> EvalReport | None: ...
 
 
+@locate_errors
 def evaluate(
     model: Trainer | SavedModel,
     state: TrainState | None = None,
@@ -76,17 +77,23 @@ def evaluate(
         report of a saved model; the result in the other processes is None.
 
     Raises:
-        ConfigError: the model does not exist, or does not match the data or the devices.
+        ConfigError: the model does not exist, or does not match the data or the devices, or an
+            argument has no effect.
         StorageError: the checkpoint is damaged.
         DivergenceError: the loss of a saved model is not finite.
     """
     if isinstance(model, Trainer):
+        unused = {"overrides": bool(overrides), "data": data is not None}
+        unused |= {"split": split is not None, "average": average}
+        check_unused("evaluate", "a trainer", **unused)
         if state is None:
             rule = "is required with a trainer, which holds no state."
             action = "Pass the state: maxpipe.evaluate(trainer, state)."
             raise ConfigError.one(Code.API_STATE, "evaluate: state", None, rule, action)
         model.check_state(state)
         return model.evaluate(state, batches)
+    unused = {"state": state is not None, "batches": batches is not None}
+    check_unused("evaluate", "a saved model", **unused)
     inputs = config_inputs(overrides)
     if data is not None:
         check_path("evaluate: data", data, "the documents", "Pass the path of a file or folder.")

@@ -1,4 +1,4 @@
-"""Generate text with the state of an own loop, or with a checkpoint or Hugging Face folder."""
+"""Generate text with the state of a custom loop, or with a checkpoint or Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-from maxpipe.api.arguments import argument_error, check_instance, check_integer, is_number
+from maxpipe.api.arguments import (
+    argument_error,
+    check_instance,
+    check_integer,
+    check_unused,
+    is_number,
+    locate_errors,
+)
 from maxpipe.api.config import ConfigSource, config_inputs
 from maxpipe.api.evaluation import SavedModel, model_address
 from maxpipe.api.trainer import Trainer
+from maxpipe.checkpoint.address import Address
 from maxpipe.config.sections.source import parse_template_kwargs
 from maxpipe.data.chat_spec import add_end_of_turn_ids
 from maxpipe.data.prompts import user_chat
@@ -217,26 +226,26 @@ class TextGenerator:
 
 @contextlib.contextmanager
 def open_generator(
-    model: SavedModel,
-    overrides: Sequence[ConfigSource],
+    named: Address | Path,
+    inputs: Sequence[str | Mapping[str, Any]],
     options: GenerationOptions,
     *,
-    average: bool = False,
     say: MessageCallback = lambda text: None,
     where: Callable[[str], str] = lambda name: f"generate: {name}",
 ) -> Iterator[TextGenerator]:
-    """Open a checkpoint or a Hugging Face folder for generation.
+    """Open a checkpoint or a Hugging Face folder for generation. `inputs` are config files and
+    overrides.
 
     Raises:
         ConfigError: the model does not exist, or does not match the overrides or the tokenizer.
         StorageError: the checkpoint is damaged.
     """
-    named = resolve_model(model_address(model), average=average)
     with detect_interrupt():
-        opened = open_model(named, config_inputs(overrides))
+        opened = open_model(named, inputs)
         yield TextGenerator(opened, options, say, where)
 
 
+@locate_errors
 def generate(
     model: Trainer | SavedModel,
     prompts: str | Sequence[str] | Sequence[ChatInput],
@@ -283,7 +292,8 @@ def generate(
         Completions with the attributes `text`, `tokens`, `logprobs` (nats) and `finish_reason`.
 
     Raises:
-        ConfigError: an option or a prompt is not valid, or the model does not exist.
+        ConfigError: an option or a prompt is not valid or has no effect, or the model does not
+            exist.
         StorageError: the checkpoint is damaged.
         DivergenceError: a log-probability is not finite.
     """
@@ -300,6 +310,11 @@ def generate(
         chat=chat,
     )
     options.check(_location, lambda name: name)
+    if isinstance(model, Trainer):
+        unused = {"overrides": bool(overrides), "average": average}
+        check_unused("generate", "a trainer", **unused)
+    else:
+        check_unused("generate", "a saved model", state=state is not None)
     given = _listed("prompts", prompts, "prompts")
     kinds, rule = (str, ChatInput) if chat else str, "must be a string."
     for number, each in enumerate(given):
@@ -312,7 +327,8 @@ def generate(
         if isinstance(model, Trainer):
             generator = TextGenerator(_TrainedModel(model, state), options, say, _location)
         else:
-            opened = open_generator(model, overrides, options, average=average, say=say)
+            named = resolve_model(model_address(model), average=average)
+            opened = open_generator(named, config_inputs(overrides), options, say=say)
             generator = stack.enter_context(opened)
         encoded = generator.encode(given)
         stream = on_text if on_text is not None and len(encoded) == 1 else lambda text: None
@@ -340,7 +356,7 @@ def _location(name: str) -> str:
 
 
 class _TrainedModel:
-    """The state of an own loop as a model for generation."""
+    """The state of a custom loop as a model for generation."""
 
     def __init__(self, trainer: Trainer, state: TrainState | None):
         if state is None:

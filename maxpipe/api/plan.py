@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from maxpipe.api.arguments import check_instance, check_integer
+from maxpipe.api.arguments import check_instance, check_integer, locate_errors
 from maxpipe.api.config import ConfigSource, load_config
 from maxpipe.config.schema import Config
 from maxpipe.planner import draw, report
@@ -71,6 +71,7 @@ class Plan:
         return self.svg()
 
 
+@locate_errors
 def plan(
     *sources: ConfigSource,
     topology: str | None = None,

@@ -1,6 +1,6 @@
 """Build the mesh, the compiled steps and the state of a config, and train.
 
-`run_training` trains a run as `maxpipe train` does. `build` returns a `Trainer` for own loops.
+`run_training` trains a run as `maxpipe train` does. `build` returns a `Trainer` for custom loops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -21,7 +21,7 @@ import optax
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from maxpipe.api.arguments import argument_error, check_instance, check_integer
+from maxpipe.api.arguments import argument_error, check_instance, check_integer, locate_errors
 from maxpipe.api.batch import check_mapping, complete_batch
 from maxpipe.api.config import ConfigSource, load_config
 from maxpipe.api.schedule import Schedule
@@ -44,15 +44,14 @@ from maxpipe.generation.completions import DecodeEngineProtocol
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.pipeline_decoding import (
     build_decode_engine,
+    decode_param_converter,
     decode_param_layout,
-    decode_param_shardings,
-    to_decode_params,
 )
 from maxpipe.models.count import num_params
 from maxpipe.models.spec import Model
 from maxpipe.objectives import LossFunction, TokenLoss
-from maxpipe.optim.optax_update import check_transformation
-from maxpipe.parallel.sharding import local_sequences, make_global_batch, rebind_mesh
+from maxpipe.optim.optax_update import OptaxOptimizer, check_transformation
+from maxpipe.parallel.sharding import local_sequences, make_global_batch
 from maxpipe.pipeline.objective import Objective
 from maxpipe.restore.initial_weights import base_record, read_weights
 from maxpipe.step.build import (
@@ -62,7 +61,7 @@ from maxpipe.step.build import (
     shared_metadata,
     steps_on_all_devices,
 )
-from maxpipe.step.state import TrainState
+from maxpipe.step.state import ParamLayout, TrainState
 from maxpipe.step.step import Steps
 from maxpipe.train.loop import train
 from maxpipe.train.memory_check import check_forecast, check_program, explain_allocation_errors
@@ -74,6 +73,7 @@ Metrics = dict[str, Array]
 _log = logging.getLogger("maxpipe")
 
 
+@locate_errors
 def run_training(*sources: ConfigSource) -> Path:
     """Train or resume the run of a config, as `maxpipe train` does, and return the run folder.
 
@@ -93,13 +93,15 @@ def run_training(*sources: ConfigSource) -> Path:
         ReplicaError: replicas of an array differ between devices.
     """
     loaded = sources[0] if len(sources) == 1 else None
-    if not isinstance(loaded, LoadedConfig):
+    if isinstance(loaded, LoadedConfig):
+        _raise_problems(check_training(loaded.config, loaded.origins))
+    else:
         loaded = load_config(*sources, to_train=True)
-    _raise_problems(check_training(loaded.config, loaded.origins))
     train(loaded)
     return Path(run_folder(loaded.config.run))
 
 
+@locate_errors
 def build(
     *sources: ConfigSource,
     loss: Objective | LossFunction | None = None,
@@ -154,9 +156,7 @@ def build(
         steps = steps_on_all_devices(
             config, tokenizer.byte_lengths, objective=loss, transformation=optimizer
         )
-        return Trainer(
-            loaded, steps, tokenizer, phases, channel, stack.pop_all(), own_optimizer=optimizer
-        )
+        return Trainer(loaded, steps, tokenizer, phases, channel, stack.pop_all())
 
 
 def train_step(trainer: Trainer, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -199,8 +199,6 @@ class Trainer:
         phases: Phases,
         channel: ControlChannel | None,
         stack: contextlib.ExitStack,
-        *,
-        own_optimizer: object = None,
     ):
         self.loaded = loaded
         """Config with a resolved mesh, and the origin of each value."""
@@ -211,7 +209,6 @@ class Trainer:
         """Base model of the adapters, if the config trains adapters."""
         self.phases = phases
         self._channel, self._stack = channel, stack
-        self._has_own_optimizer = own_optimizer is not None
         self._train_steps: dict[int, Any] = {}
         self._eval_steps: dict[int, Any] = {}
         self._engines: dict[tuple[Sampling, int], DecodeEngineProtocol] = {}
@@ -282,7 +279,7 @@ class Trainer:
     @property
     def has_own_optimizer(self) -> bool:
         """Whether an optax transformation replaces the optimizer of the config."""
-        return self._has_own_optimizer
+        return isinstance(self.steps.optimizer, OptaxOptimizer)
 
     # State and batches.
 
@@ -364,7 +361,7 @@ class Trainer:
             except (TypeError, ValueError, RuntimeError) as error:
                 self.check_state(state, error)
                 raise
-        if self._has_own_optimizer:
+        if self.has_own_optimizer:
             metrics.pop("train/lr")  # unknown
         return state, metrics
 
@@ -426,15 +423,18 @@ class Trainer:
         """Return an engine that generates text on the devices of the trainer, and the parameters in
         the layout of the engine.
         """
-        layout = self.steps.param_layout
-        parts = decode_param_layout(layout)
         if (sampling, seed) not in self._engines:
-            self._engines[sampling, seed] = build_decode_engine(parts, sampling, seed)
-        convert = jax.jit(
-            lambda params: to_decode_params(parts, layout.unstack(params)),
-            out_shardings=decode_param_shardings(parts),
-        )
-        return self._engines[sampling, seed], convert(rebind_mesh(parts.mesh, state.params))
+            engine = build_decode_engine(self._decode_layout, sampling, seed)
+            self._engines[sampling, seed] = engine
+        return self._engines[sampling, seed], self._to_decode_params(state.params)
+
+    @functools.cached_property
+    def _decode_layout(self) -> ParamLayout:
+        return decode_param_layout(self.steps.param_layout)
+
+    @functools.cached_property
+    def _to_decode_params(self) -> Callable[[Any], Any]:
+        return decode_param_converter(self.steps.param_layout, self._decode_layout)
 
     def check_state(self, state: TrainState, cause: BaseException | None = None) -> None:
         """Check that a state has the layout of this trainer.

@@ -1,6 +1,6 @@
 """Parse run and checkpoint addresses, as used in commands and config keys.
 
-    RUN          the name of a run in `run.dir`, the path of its folder, or gs://BUCKET/PATH/NAME
+    RUN          the name of a run in `run.dir`, the path of its folder, or gs://BUCKET/PATH/NAME (s3://)
     RUN@STEP     one checkpoint of a run; STEP is a step number, `newest` or `best`
     PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
 
@@ -85,6 +85,8 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
     Raises:
         ConfigError: the run does not exist, or the checkpoint address is ambiguous.
     """
+    if in_bucket(runs) and re.fullmatch(r"[\w.-]+(@\w+)?", text):
+        text = f"{runs.rstrip('/')}/{text}"
     if in_bucket(text):
         return _in_bucket(text, where)
     finder = _Finder(text, where, runs or RunConfig().dir, begin)

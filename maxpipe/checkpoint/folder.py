@@ -39,6 +39,7 @@ from maxpipe.checkpoint.storage import (
     in_bucket,
     is_damage,
     read,
+    rename,
     root_cause_text,
     to_epath,
 )
@@ -250,7 +251,7 @@ class CheckpointFolder:
         while exists(self.path / name):
             number += 1
             name = f"{step}.{why}-{number}"
-        (self / step).rename(self.path / name)
+        rename(self / step, self.path / name)
         return name
 
     def remove(self, step: int) -> None:

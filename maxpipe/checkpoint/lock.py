@@ -43,7 +43,9 @@ from etils import epath
 
 from maxpipe.checkpoint.storage import (
     create,
+    create_folder,
     in_bucket,
+    modified_seconds,
     remedy,
     root_cause_text,
     to_epath,
@@ -140,7 +142,7 @@ class RunLock:
             ) from error
         except OSError as error:
             self._close_folder()
-            cause, action = OSError(root_cause_text(error)), remedy(self.path, self._key)
+            cause, action = OSError(root_cause_text(error)), remedy(self.path.parent, self._key)
             raise StorageError.unwritable(self.path, cause, action) from error
         except BaseException:
             self._close_folder()
@@ -180,7 +182,7 @@ class RunLock:
     def _open_folder(self) -> None:
         """Create the folder and record its identity. No other method creates the folder."""
         folder = self.path.parent
-        folder.mkdir(parents=True, exist_ok=True)
+        create_folder(folder)
         check_regular_files(folder, [FILE])
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._identity = _identity(os.fstat(self._folder))
@@ -395,8 +397,7 @@ def _touch(path: Path) -> None:
 def _heartbeat_stamp(path: Path) -> tuple[float, int]:
     """Return the modification time and size; every heartbeat changes at least one of them."""
     if in_bucket(path):
-        found = epath.Path(path).stat()
-        return found.mtime, found.length
+        return modified_seconds(path), epath.Path(path).stat().length
     stat = os.stat(path)
     return stat.st_mtime, stat.st_size
 

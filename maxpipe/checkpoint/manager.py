@@ -56,7 +56,7 @@ from maxpipe.checkpoint.writer import CheckpointWriter, SaveResult, ignore_orpha
 from maxpipe.config.config_files import EVENTS_FILE, METRICS_FILE
 from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.checkpoint import CheckpointConfig
-from maxpipe.errors import Code, ConfigError, StorageError
+from maxpipe.errors import Code, ConfigError, Problem, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
 
 
@@ -112,6 +112,24 @@ def check_saved(run_dir: epath.PathLike, folder: epath.Path) -> None:
         above = "''" if is_default else os.path.dirname(home)
         action = f"Set checkpoint.dir={above}, or copy that folder to {folder}."
         raise _lost_checkpoints_error(run_dir, folder, "contains no checkpoint", rule, action)
+
+
+def find_lost_step(
+    run_dir: epath.PathLike, folder: CheckpointFolder, restored: int
+) -> Problem | None:
+    """Return a warning if the run's records name a later checkpoint than the restored step, or
+    None. Quarantined checkpoints are reported when they are renamed.
+    """
+    if in_bucket(run_dir):
+        return None
+    events = Path(run_dir) / EVENTS_FILE
+    step = _last(events, _Saved)[0]
+    if step <= restored or any(name.startswith(f"{step}.") for name in folder.quarantined()):
+        return None
+    rule = f"contains no checkpoint of step {step}, although {events} records its save; the run "
+    rule += f"resumes after step {restored}."
+    action = f"If you did not delete step {step}, stop the run and restore its folder."
+    return Problem(Code.CKPT_LOST, str(folder.path), "", rule, action)
 
 
 def _last(path: Path, kind: type[_Step] | type[_Saved]) -> tuple[int, str]:

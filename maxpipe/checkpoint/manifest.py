@@ -47,6 +47,7 @@ from maxpipe.checkpoint.storage import (
     translate_read_errors,
 )
 from maxpipe.errors import Code, DivergenceError, MaxpipeError, StorageError
+from maxpipe.io.stores import array_store
 from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed, parse_json
 
 Tree = Any
@@ -471,7 +472,9 @@ def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
 def open_array(folder: epath.Path, name: str) -> Any:
     """Open one array on disk for partial reads: `array[...].read().result()`."""
     base: Any = f"{folder / STATE_ITEM}/"
-    if not in_bucket(folder):
+    if in_bucket(folder):
+        base = array_store(base)
+    else:
         _check_index(f"{folder / STATE_ITEM / _INDEX}")
         base = {"driver": "file", "path": base}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}

@@ -1,7 +1,8 @@
-"""Store runs and checkpoints in local folders and Google Cloud Storage buckets.
+"""Store runs and checkpoints in local folders and in buckets of object stores.
 
-A bucket path has the form `gs://BUCKET/PATH`. epath and orbax access objects through gcsfs; this
-module adds operations that they lack.
+A bucket path has the form `gs://BUCKET/PATH` or `s3://BUCKET/PATH`. epath and orbax access objects
+through fsspec; this module adds operations that they lack. orbax itself supports only `gs://`, so
+`to_epath` extends the functions with which orbax recognizes a bucket.
 
 The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
 its content was read and differs from the saved content, or is missing. All other failures are
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import re
 import secrets
@@ -21,16 +23,23 @@ from collections.abc import Callable, Iterator
 from copy import copy
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from etils import epath
 
-from maxpipe.config.config_files import CONFIG_FILE
+from maxpipe.config.config_files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
-from maxpipe.io.files import UnsafeFileError, expand_path, gcs_filesystem, open_regular, url_scheme
+from maxpipe.io.files import UnsafeFileError, expand_path, open_regular, url_scheme
+from maxpipe.io.stores import (
+    CHECKPOINT_STORES,
+    array_store,
+    missing_package,
+    store_filesystem,
+    strip_scheme,
+)
 
 T = TypeVar("T")
 
@@ -94,23 +103,48 @@ def call_with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
-CHECKPOINTS_FOLDER = "checkpoints"
-"""Name of the checkpoint folder inside the run folder, or inside the run's folder in
-`checkpoint.dir`."""
-
-_BUCKET = "gs://"
 _OPEN_FILES = "/proc/self/fd"
+
+
+def copy_folder(url: epath.PathLike, kind: Literal["runs", "records"] = "runs") -> Path:
+    """Return the folder on this machine that contains the copy of a folder in a bucket: `runs` of
+    the runs that write to it, `records` of commands that read it.
+    """
+    scheme, _, name = os.fspath(url).partition("://")
+    parts = [part for part in name.split("/") if part not in ("", ".", "..")]
+    return Path(_copies(kind), scheme, *parts)
+
+
+def url_of_copy(folder: epath.PathLike) -> str:
+    """Return the URL of the folder in a bucket if `folder` is its copy, or an empty string."""
+    path = Path(folder)
+    if in_bucket(folder) or not path.is_relative_to(_copies()):
+        return ""
+    scheme, *parts = path.relative_to(_copies()).parts or ("",)
+    return f"{scheme}://{'/'.join(parts)}" if scheme in CHECKPOINT_STORES else ""
+
+
+def _copies(kind: str = "runs") -> str:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(cache, "maxpipe", kind)
+
+
+def runs_folder(config: RunConfig) -> Path:
+    """Return the folder of all runs on this machine. For a bucket, this is its local copy."""
+    if in_bucket(config.dir):
+        return copy_folder(config.dir)
+    return expand_path(config.dir, "run.dir")
 
 
 def run_folder(config: RunConfig) -> Path:
     """Return a run's folder, which contains all run files except those in `checkpoint.dir`."""
-    return expand_path(config.dir, "run.dir") / config.name
+    return runs_folder(config) / config.name
 
 
 def checkpoint_home(run_dir: epath.PathLike, config: CheckpointConfig) -> str:
     """Return the parent of a run's checkpoint folder, according to a config."""
     if not config.dir:
-        return os.fspath(run_dir)
+        return url_of_copy(run_dir) or os.fspath(run_dir)
     above = config.dir if in_bucket(config.dir) else expand_path(config.dir, "checkpoint.dir")
     return os.path.join(above, os.path.basename(run_dir))
 
@@ -133,7 +167,7 @@ def find_checkpoint_home(run_dir: epath.PathLike, where: str = "path") -> str:
             return path
         raise
     if not config.checkpoint.dir:
-        return path
+        return url_of_copy(path) or path
     # Use the run name in the config, because the run folder may have been copied or renamed.
     return checkpoint_home(config.run.name, config.checkpoint)
 
@@ -152,21 +186,67 @@ def to_epath(path: epath.PathLike) -> epath.Path:
     """
     if not in_bucket(path):
         return epath.Path("/") / expand_path(os.fspath(path)).absolute()
-    if not os.fspath(path).startswith(_BUCKET):
-        rule = "must be a folder or a path in a Google Cloud Storage bucket."
-        raise ConfigError.one(
-            Code.IO_PATH, os.fspath(path), None, rule, "Give gs://BUCKET/PATH or a folder."
+    scheme = url_scheme(path)
+    if scheme not in CHECKPOINT_STORES:
+        rule = (
+            f"must be a folder or a path in a gs:// or s3:// bucket: {scheme}:// is not supported."
         )
+        action = "Give gs://BUCKET/PATH, s3://BUCKET/PATH or a folder, such as a mounted store."
+        raise ConfigError.one(Code.IO_PATH, os.fspath(path), None, rule, action)
     try:
-        gcs_filesystem()
+        store_filesystem(path)
     except ImportError as error:
+        rule, action = missing_package(path)
         raise StorageError(
-            Code.ENV_PACKAGE,
-            f"{path}: cannot be reached\n"
-            "  buckets require the package gcsfs, which is not installed.\n"
-            "  Run: pip install 'maxpipe[gcs]'",
+            Code.ENV_PACKAGE, f"{path}: cannot be reached\n  {rule}\n  {action}"
         ) from error
+    if scheme == "s3":
+        _extend_orbax()
     return epath.Path(path)
+
+
+def _array_store(path: str) -> dict[str, Any]:
+    """Return the tensorstore spec for a folder of arrays, or for orbax's file of shardings."""
+    path = path.rstrip("/")
+    return array_store(path if path.endswith("/_sharding") else f"{path}/")
+
+
+@functools.cache
+def _extend_orbax() -> None:
+    """Extend the functions with which orbax recognizes `gs://` to `s3://`.
+
+    orbax then commits a checkpoint by an object in place of a rename, and writes arrays with the
+    S3 driver of tensorstore.
+    """
+    from orbax.checkpoint._src.path import gcs_utils
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    is_hierarchical = gcs_utils.is_hierarchical_namespace_enabled
+    replaced = {
+        gcs_utils: {
+            "is_gcs_path": lambda path: in_bucket(path),
+            "is_hierarchical_namespace_enabled": lambda path: (
+                url_scheme(path) == "gs" and is_hierarchical(path)
+            ),
+            "get_kvstore_for_gcs": _array_store,
+        },
+        tensorstore_utils: {
+            "_use_gcs_driver": in_bucket,
+            "_normalize_path": lambda path: (
+                path.rstrip("/") if in_bucket(path) else os.path.normpath(path)
+            ),
+        },
+    }
+    for module, functions in replaced.items():
+        for name, function in functions.items():
+            if not callable(getattr(module, name, None)):
+                raise StorageError(
+                    Code.ENV_PACKAGE,
+                    "checkpoints: cannot be stored in S3\n"
+                    f"  the installed orbax-checkpoint has no function {name}.\n"
+                    "  Run: pip install 'orbax-checkpoint==0.12.8'",
+                )
+            setattr(module, name, function)
 
 
 @contextlib.contextmanager
@@ -213,7 +293,7 @@ def create(path: epath.PathLike, text: str) -> None:
     Raises:
         FileExistsError: the object exists.
     """
-    gcs_filesystem().pipe_file(os.fspath(path), text.encode(), mode="create")
+    store_filesystem(path).pipe_file(os.fspath(path), text.encode(), mode="create")
 
 
 class PinnedFolder:
@@ -251,6 +331,30 @@ class PinnedFolder:
             os.close(self._open)
 
 
+def create_folder(folder: epath.PathLike) -> None:
+    """Create a folder and its parents.
+
+    Raises:
+        NotADirectoryError: the path of the folder or of a parent is a file.
+        OSError: the folder cannot be created.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        if not (file := _file_in_place_of_folder(folder)):
+            raise
+        text = "must be a folder, but is a file"
+        raise NotADirectoryError(errno.ENOTDIR, text, file) from None
+
+
+def _file_in_place_of_folder(folder: epath.PathLike) -> str:
+    """Return the file that has the path of the folder or of a parent, or an empty string."""
+    if in_bucket(folder):
+        return ""
+    path = Path(os.path.abspath(folder))
+    return next((str(each) for each in (path, *path.parents) if os.path.isfile(each)), "")
+
+
 def probe_writable(folder: epath.Path) -> None:
     """Check that a folder is writable. A missing folder is created.
 
@@ -263,7 +367,7 @@ def probe_writable(folder: epath.Path) -> None:
             probe.write_text("checks whether the bucket is writable")
             probe.unlink()
         else:
-            folder.mkdir(parents=True, exist_ok=True)
+            create_folder(folder)
             tempfile.TemporaryFile(dir=folder).close()
 
 
@@ -277,7 +381,7 @@ def exists(path: epath.Path) -> bool:
         return call_with_retries(lambda: _exists(path))
     with translate_read_errors(path):
         try:
-            gcs_filesystem().info(os.fspath(path))
+            store_filesystem(path).info(os.fspath(path))
         except FileNotFoundError:
             return False
     return True
@@ -297,10 +401,36 @@ def entries(folder: epath.Path) -> list[epath.Path]:
         return [folder / name for name in sorted(names)]
     with translate_read_errors(folder):
         try:
-            names = gcs_filesystem().ls(os.fspath(folder), detail=False)
+            names = store_filesystem(folder).ls(os.fspath(folder), detail=False)
         except FileNotFoundError:
             return []
     return [folder / os.path.basename(name) for name in names]
+
+
+def rename(path: epath.Path, target: epath.Path) -> None:
+    """Rename a folder. In a bucket, all objects are copied, then deleted.
+
+    Raises:
+        OSError: the folder cannot be renamed.
+    """
+    if url_scheme(path) in ("", "gs"):
+        path.rename(target)
+        return
+    store = store_filesystem(path)
+    for name in files(path):
+        store.cp_file(os.fspath(path / name), os.fspath(target / name))
+    store.rm(os.fspath(path), recursive=True)
+
+
+def modified_seconds(path: epath.PathLike) -> float:
+    """Return the Unix time of the last write to a file, folder or object."""
+    if not in_bucket(path):
+        return os.stat(path).st_mtime
+    store = store_filesystem(path)
+    # epath returns 0 for objects in S3. Folders of a bucket have no time.
+    with contextlib.suppress(KeyError, TypeError):
+        return store.modified(os.fspath(path)).timestamp()
+    return 0.0
 
 
 def open_file(path: epath.Path) -> BufferedIOBase:
@@ -333,8 +463,8 @@ def files(folder: epath.Path) -> dict[str, int]:
     if not in_bucket(folder):
         return call_with_retries(lambda: dict(_walk(folder)))
     with translate_read_errors(folder):
-        objects = gcs_filesystem().find(os.fspath(folder), detail=True)
-    begin = len(os.fspath(folder)) - len(_BUCKET) + 1
+        objects = store_filesystem(folder).find(os.fspath(folder), detail=True)
+    begin = len(strip_scheme(folder)) + 1
     return {name[begin:]: info["size"] for name, info in objects.items() if name[-1] != "/"}
 
 
@@ -378,10 +508,15 @@ def remedy(path: epath.PathLike, key: str) -> str:
     if link := _lost_link(path):
         return f"Create the target of {link}, or remove the link."
     if in_bucket(path):
+        role = "the Storage Object User role"
+        if url_scheme(path) != "gs":
+            role = "permission to list, read, write and delete its objects"
         return (
-            "Check that this machine can reach the bucket, and grant its account the Storage "
-            f"Object User role; or set {key} to another path."
+            f"Check that this machine can reach the bucket, and grant its account {role}; or set "
+            f"{key} to another path."
         )
+    if file := _file_in_place_of_folder(path):
+        return f"Move {file} to another path, or set {key} to another folder."
     return f"Free disk space, or set {key} to a writable folder."
 
 

@@ -72,6 +72,8 @@ class LazySlabArray:
     slab: tuple[int, ...]
     """Shape of a region. Regions at the array boundary may be smaller."""
     read: Callable[[Region], np.ndarray]
+    is_finite: bool = False
+    """Whether `read` raises an error for NaN and infinity."""
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +198,8 @@ class _Handler(ocp.type_handlers.TypeHandler):
                     self.error = error
                     raise
                 part = ArrayDigest(str(array.dtype), array.shape)
-                part.add(values, [indices.start for indices in region])
+                begin = [indices.start for indices in region]
+                part.add(values, begin, is_finite=array.is_finite)
                 with lock:
                     sums[name].merge(part)
                 with ahead.writing():

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,9 +44,10 @@ def link(folder: Path, links: Path) -> int:
 
 def _board(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import run_names
+    from maxpipe.checkpoint.run_copy import folder_of_records
     from maxpipe.config.sections.run import RunConfig
 
-    folder, runs = Path(options.folder), RunConfig().dir
+    folder, runs = Path(folder_of_records(options.folder)), RunConfig().dir
     if not folder.is_dir() and options.folder in run_names(runs):
         folder = Path(runs, options.folder)
     if not folder.is_dir():
@@ -134,7 +136,7 @@ def add(commands: Commands) -> None:
 
 def _curves(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse_run_address
-    from maxpipe.io import files
+    from maxpipe.checkpoint.run_copy import folder_of_records
     from maxpipe.telemetry import curves
 
     paths = _paths(options, curves.FORMS)
@@ -146,16 +148,13 @@ def _curves(options: argparse.Namespace) -> int:
         )
     runs, units = {}, {}
     for run in options.run:
-        run_dir = parse_run_address(run).run_dir
+        run_dir = folder_of_records(parse_run_address(run).run_dir)
         runs[Path(run_dir).absolute().name] = curves.read(run_dir, tags)
         units |= curves.loss_units(run_dir)
     style = curves.Style(smooth=options.smooth, band=options.band, units=units)
     drawn = curves.draw_curves(runs, style)
-    for option, kind, path in paths:
-        if kind == ".png":
-            write_file(path, option, drawn.png)
-        else:
-            write_file(path, option, lambda target: files.write(target, drawn.svg()))
+    for option, suffix, path in paths:
+        write_file(path, option, partial(drawn.save, suffix=suffix))
         print(f"wrote {path}")
     return ExitCode.DONE
 
@@ -233,9 +232,10 @@ def add_goodput(commands: Commands) -> None:
 
 def _goodput(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse_run_address
+    from maxpipe.checkpoint.run_copy import folder_of_records
     from maxpipe.telemetry import goodput
 
-    found = goodput.read_goodput(parse_run_address(options.run).run_dir)
+    found = goodput.read_goodput(folder_of_records(parse_run_address(options.run).run_dir))
     if options.json:
         import json
 

@@ -195,8 +195,9 @@ def add(commands: Commands) -> None:
         "checkpoints",
         help=about,
         description=f"{capitalize_first(about)}. RUN is a run folder,\n"
-        "the name of a run in runs/, or gs://BUCKET/PATH. A checkpoint is RUN@STEP,\n"
-        "RUN@newest, RUN@best (by checkpoint.best_metric), or the path of a checkpoint folder.",
+        "the name of a run in runs/, gs://BUCKET/PATH or s3://BUCKET/PATH. A checkpoint is\n"
+        "RUN@STEP, RUN@newest, RUN@best (by checkpoint.best_metric), or the path of a checkpoint\n"
+        "folder.",
     )
     actions = subcommands(parser)
 

@@ -366,6 +366,7 @@ def _assignments(current: str) -> list[str]:
 
 def _runs(current: str, *, with_step: bool) -> list[str]:
     """Return completions for runs by name or path, and for steps after `@`."""
+    from maxpipe.config.config_files import CHECKPOINTS_FOLDER
     from maxpipe.config.sections.run import RunConfig
 
     run, sign, _ = current.rpartition("@")
@@ -375,7 +376,7 @@ def _runs(current: str, *, with_step: bool) -> list[str]:
     if with_step and sign and any(map(os.path.isdir, folders)):
         steps: list[str] = []
         for folder in folders:
-            names = _visible_folders(folder / "checkpoints")
+            names = _visible_folders(folder / CHECKPOINTS_FOLDER)
             numbers = [name for name in names if name.isascii() and name.isdigit()]
             steps += sorted(numbers, key=int)[-_MOST_STEPS:]
         addresses = _filter_prefix(

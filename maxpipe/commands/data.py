@@ -153,6 +153,7 @@ _OUT = "command line: --out"
 
 
 def _prepare(options: argparse.Namespace) -> int:
+    from maxpipe.checkpoint.storage import runs_folder
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.prepared.prepare import PrepareJob, prepare
@@ -172,7 +173,7 @@ def _prepare(options: argparse.Namespace) -> int:
         tokenizer=config.tokenizer,
         seed=seed_of(name, config.run.seed),
         folder=expand_path(options.out, _OUT),
-        cache_dir=str(expand_path(config.run.dir, "run.dir") / ".index"),
+        cache_dir=str(runs_folder(config.run) / ".index"),
         workers=options.workers,
         shard_tokens=options.shard_tokens,
     )
@@ -281,5 +282,6 @@ def _add_verify(actions: Commands) -> None:
         "its checksums. The exit code is 74 if a file is damaged.",
         epilog="example: maxpipe data verify tokens",
     )
-    verify.add_argument("folder", metavar="DIR", help="prepared folder, or gs://BUCKET/PATH")
+    about = "prepared folder, or a path in a store such as s3://BUCKET/PATH"
+    verify.add_argument("folder", metavar="DIR", help=about)
     verify.set_defaults(command=_verify)

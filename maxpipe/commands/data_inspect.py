@@ -31,7 +31,7 @@ from maxpipe.commands.parser import (
 )
 from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.io import redact
-from maxpipe.io.files import expand_path, url_scheme
+from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import pluralize
 from maxpipe.telemetry.console import ProgressBar
 
@@ -469,6 +469,7 @@ def _compute_statistics(config: Config) -> Iterator[Statistics]:
 def _source_statistics(
     config: Config, source: SourceConfig, seed: int, tokenizer: Tokenizer, progress: ProgressBar
 ) -> Statistics:
+    from maxpipe.checkpoint.storage import runs_folder
     from maxpipe.data import statistics, unread_keys
     from maxpipe.data.chat import expand_trained_messages
     from maxpipe.data.corpus import build_chat_encoder, packing_of
@@ -496,7 +497,7 @@ def _source_statistics(
     packer = Packer(
         packing_of(source, has_conversations=source.chat != "off"), tokens, max_pairs=most_pairs
     )
-    cache_dir = str(expand_path(config.run.dir, "run.dir") / ".index")
+    cache_dir = str(runs_folder(config.run) / ".index")
     opened = open_source(
         dataclasses.replace(source, bad_records="stop"),  # count every bad record
         seed,

@@ -27,18 +27,13 @@ def _eval(options: argparse.Namespace) -> int:
     _check(options)
     if options.choices is not None:
         return _eval_choices(options, model)
-    from maxpipe.api.evaluation import evaluate, select_documents
+    from maxpipe.api.evaluation import select_documents
+    from maxpipe.evals.evaluate import evaluate_model
 
     inputs = list(options.inputs)
     if options.data is not None:
         inputs += select_documents(options.data, inputs, "command line: --data")
-    found = evaluate(
-        options.checkpoint,
-        overrides=inputs,
-        split=options.split,
-        average=options.average,
-        on_status=_print_status,
-    )
+    found = evaluate_model(model, inputs, options.split, _print_status)
     if found is not None:
         print(json.dumps(found, indent=2) if options.json else _page(found))
     return ExitCode.DONE

@@ -71,11 +71,23 @@ def code_entries() -> dict[Code, CodeEntry]:
 
 
 def _find(text: str) -> CodeEntry:
-    """Return the entry of a code, which may be lower-case, lack `MP-` or have brackets."""
+    """Return the entry of a code, which may be lower-case, lack `MP-` or have brackets.
+
+    Raises:
+        ConfigError: the text is not a code.
+    """
     name = text.strip("[]").upper()
     for candidate in (name, f"MP-{name}"):
         if candidate in list(Code):
             return code_entries()[Code(candidate)]
+    if name.isdecimal() and (same := [code for code in Code if code.endswith(f"-{name:0>3}")]):
+        raise ConfigError.one(
+            Code.CLI_VALUE,
+            f"command line: {text}",
+            None,
+            f"is the number of {len(same)} codes: {', '.join(same)}.",
+            f"Add the area: `maxpipe explain {same[0]}`.",
+        )
     from maxpipe.config.rules import did_you_mean
 
     guess = did_you_mean(name if name.startswith("MP-") else f"MP-{name}", Code)

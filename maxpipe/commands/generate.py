@@ -34,18 +34,13 @@ def _generate(options: argparse.Namespace) -> int:
     from maxpipe.api.generation import GenerationOptions, open_generator
     from maxpipe.huggingface.folder import resolve_model
 
-    resolve_model(options.checkpoint, average=options.average)  # report a missing model first
+    model = resolve_model(options.checkpoint, average=options.average)
     names = [field.name for field in dataclasses.fields(GenerationOptions)]
     chosen = GenerationOptions(**{name: getattr(options, name) for name in names})
     chosen.check(_location, _option)
     texts: Any = _conversations(options) if options.chat else _prompts(options)
     with open_generator(
-        options.checkpoint,
-        options.inputs,
-        chosen,
-        average=options.average,
-        say=_print_status,
-        where=_location,
+        model, options.inputs, chosen, say=_print_status, where=_location
     ) as generator:
         prompts = generator.encode(texts)
         generator.load()

@@ -50,6 +50,10 @@ def _export(options: argparse.Namespace) -> int:
     runtime.use_cpu_only()
     from maxpipe.huggingface.export import export, export_adapters
 
+    if options.adapter and options.quantize:
+        rule = "cannot be combined with --adapter: PEFT adapters are not quantized."
+        where = "command line: --quantize"
+        raise ConfigError.one(Code.CLI_CONFLICT, where, options.quantize, rule, "Omit --quantize.")
     if options.adapter:
         export_adapters(address, options.out, options.dtype, print_line, options.inputs)
         return ExitCode.DONE
@@ -61,6 +65,7 @@ def _export(options: argparse.Namespace) -> int:
             print_line,
             report=progress.report,
             overrides=options.inputs,
+            quantize=options.quantize is not None,
         )
     return ExitCode.DONE
 
@@ -72,9 +77,9 @@ def add(commands: Commands) -> None:
         help="convert a Hugging Face folder, or a checkpoint of MaxText, to a checkpoint",
         description="Convert a Hugging Face folder (config.json and safetensors files) to a\n"
         "checkpoint. Also write config.yml, the config of a run that starts from the imported\n"
-        "weights, and copy the tokenizer and generation files. The command downloads no files and\n"
-        "reads no pickle files. To start a run without conversion, set\n"
-        "checkpoint.restore_from=hf:DIR.\n\n"
+        "weights, and copy the tokenizer and generation files. The command reads no pickle\n"
+        "files and downloads no files (see `maxpipe fetch`). To start a run without conversion,\n"
+        "set checkpoint.restore_from=hf:DIR.\n\n"
         "maxtext:DIR converts a checkpoint of MaxText (Orbax) with a Llama, Mistral, Mixtral,\n"
         "Qwen2, Qwen3, Gemma 2 or Gemma 3 model, with scanned or unscanned layers.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"
@@ -133,5 +138,11 @@ def add(commands: Commands) -> None:
         choices=_TYPES,
         help="dtype of the exported tensors (default: their dtype when imported, or the dtype of "
         "the run's parameters)",
+    )
+    outgoing.add_argument(
+        "--quantize",
+        choices=("fp8",),
+        help="write the weight matrices of all layers in FP8 with a scale per 128 x 128 block; "
+        "--dtype applies to the other tensors (default: not quantized)",
     )
     outgoing.set_defaults(command=_export)

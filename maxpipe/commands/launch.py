@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,12 +62,15 @@ def _cluster(options: argparse.Namespace) -> int:
     else:
         print(submission.render(job.folder), end="")
     if options.submit:
-        return submission.run()
-    again = "" if options.write else " --submit, or write the files with --write FOLDER and run"
-    print(
-        f"not submitted; submit with{again}: {' '.join(submission.submit_command)}",
-        file=sys.stderr,
-    )
+        code = submission.run()
+        if code == ExitCode.DONE and submission.follow_command:
+            print(f"submitted; follow the run: {submission.follow_command}", file=sys.stderr)
+        return code
+    submit = shlex.join(submission.submit_command)
+    hint = f"submit with: {submit}"
+    if not options.write:
+        hint = f"add --submit to write these files to {job.folder} and run `{submit}`"
+    print(f"not submitted; {hint}", file=sys.stderr)
     return ExitCode.DONE
 
 

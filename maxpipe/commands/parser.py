@@ -62,7 +62,9 @@ class Parser(argparse.ArgumentParser):
         for option in unknown:
             name, _, value = option.partition("=")
             kind = f"--{Path(value).suffix.removeprefix('.')}"
-            guess = "" if self._is_key(name) else did_you_mean(name, known)
+            # The common prefix "--" would make short names appear similar.
+            close = did_you_mean(name.lstrip("-"), [each.lstrip("-") for each in known])
+            guess = f"--{close}" if close and not self._is_key(name) else ""
             guess = next(
                 (each for each in known if _normalize_option(each) == _normalize_option(name)),
                 guess,
@@ -211,7 +213,7 @@ def add_address(
     parser.add_argument(
         name or ("checkpoint" if step else "run"),
         metavar=STEP if needed else shown,
-        help=about or "run folder, name of a run in runs/, or gs://BUCKET/PATH",
+        help=about or "run folder, name of a run in runs/, gs://BUCKET/PATH or s3://BUCKET/PATH",
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from functools import partial
 from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import (
@@ -222,8 +221,7 @@ def _draw(options: argparse.Namespace, candidate: Candidate, target: Topology) -
         from maxpipe.planner import draw
 
         drawing = draw.draw_memory if option == "--draw" else draw.draw_timeline
-        save = partial(draw.write, drawing(candidate, target.hardware))
-        write_file(path, option, save)
+        write_file(path, option, drawing(candidate, target.hardware).save)
 
 
 def _search(options: argparse.Namespace, loaded: LoadedConfig, target: Topology) -> int:

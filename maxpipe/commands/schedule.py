@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from maxpipe.commands.parser import Commands, add_inputs, integer, read_config, write_file
+from maxpipe.commands.parser import Commands, add_inputs, count, integer, read_config, write_file
 from maxpipe.errors import Code, ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -99,10 +99,8 @@ def _write_drawings(
 
     schedule = schedules[0]
     writers: dict[str, Callable[[Path], object]] = {
-        "svg": lambda path: path.write_text(
-            pictures.draw_schedules(schedules, costs).svg(), encoding="utf-8"
-        ),
-        "png": lambda path: pictures.draw_schedules(schedules, costs).png(path),
+        "svg": lambda path: pictures.draw_schedules(schedules, costs).save(path, ".svg"),
+        "png": lambda path: pictures.draw_schedules(schedules, costs).save(path, ".png"),
         "csv": lambda path: path.write_text(schedule.csv(), encoding="utf-8"),
         "perfetto": lambda path: path.write_text(
             pictures.perfetto_trace(schedule, costs), encoding="utf-8"
@@ -217,8 +215,8 @@ def _example_sizes(names: list[str]) -> dict[str, Any]:
     for name in names:
         if name.startswith(FILE_PREFIX):
             ring, orders = read_orders(Path(name.removeprefix(FILE_PREFIX)))
-            count = 1 + max(action.microbatch for order in orders for action in order)
-            sizes |= {"stages": ring.num_stages, "microbatches": count}
+            microbatches = 1 + max(action.microbatch for order in orders for action in order)
+            sizes |= {"stages": ring.num_stages, "microbatches": microbatches}
             break
     return sizes
 
@@ -266,7 +264,8 @@ def add(commands: Commands) -> None:
         ("microbatches", "number of microbatches per step"),
         ("group", "microbatches per group of the interleaved schedule; 0: the number of stages"),
     ):
-        parser.add_argument(f"--{option}", type=integer, metavar="NUMBER", help=about)
+        kind = integer if option == "group" else count
+        parser.add_argument(f"--{option}", type=kind, metavar="NUMBER", help=about)
     parser.add_argument(
         "--delayed",
         action="store_true",

@@ -73,6 +73,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
     """Open the sources selected by data files, or by the `data.*` keys of a config and its
     overrides.
     """
+    from maxpipe.checkpoint.storage import runs_folder
     from maxpipe.config.sections.data import all_sources
     from maxpipe.data.mixture import seed_of
     from maxpipe.data.sources import open_source, wrap_section_errors
@@ -87,7 +88,7 @@ def _sources(options: argparse.Namespace) -> list[Source]:
         return open_training_files(inputs, options.field or "text")
     given = [f"data.text_field={options.field}"] if options.field else []
     config = read_data_config([*expand_data_files(inputs), *given]).config
-    index = str(expand_path(config.run.dir, "run.dir") / ".index")
+    index = str(runs_folder(config.run) / ".index")
     sources = []
     for name, source in all_sources(config.data).items():
         with wrap_section_errors(name):

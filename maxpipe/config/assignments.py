@@ -39,6 +39,7 @@ from maxpipe.config.yaml_values import (
     raw_of,
     read_file,
     syntax_problem,
+    to_raw,
     to_yaml_line,
 )
 from maxpipe.errors import Code, Problem
@@ -113,7 +114,7 @@ def from_values(values: Mapping[str, Any], origin: str) -> Iterator[Assignment]:
     for key, content in values.items():
         section, rest = split_key(str(key).split("."))
         path = (*section.split("."), *_key_path(section, rest)) if rest else (str(key),)
-        yield from _from_value(path, _as_raw(content), origin)
+        yield from _from_value(path, to_raw(content), origin)
 
 
 def repeated_keys(assignments: Iterable[Assignment]) -> Iterator[Problem]:
@@ -134,17 +135,6 @@ def _from_value(path: tuple[str, ...], raw: Raw, origin: str) -> Iterator[Assign
             yield from _from_value((*path, name), value, origin)
     else:
         yield from _split(path, raw, origin, origin)
-
-
-def _as_raw(value: Any) -> Raw:
-    """Convert a Python value to unparsed strings, lists and dicts, as if read from a config
-    file.
-    """
-    if isinstance(value, Mapping):
-        return {str(key): _as_raw(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_raw(item) for item in value]
-    return None if value is None else str(value)
 
 
 def from_override(arg: str, problems: list[Problem]) -> Iterator[Assignment]:
@@ -271,9 +261,8 @@ def rename_former_key(assignment: Assignment) -> Assignment:
     """Return the assignment with its key replaced by the key's current name."""
     key = ".".join(assignment.path)
     new, value = upgrade_setting(key, assignment.raw)
-    raw = str(value).lower() if isinstance(value, bool) else _as_raw(value)
     path = assignment.path if new == key else tuple(new.split("."))
-    return dataclasses.replace(assignment, path=path, raw=raw)
+    return dataclasses.replace(assignment, path=path, raw=to_raw(value))
 
 
 def is_alias(key: str) -> bool:
@@ -388,16 +377,12 @@ def shape_override_notes(assignments: Sequence[Assignment]) -> Iterator[str]:
             if not is_later or each.origin == model or not each.is_in_file or key not in shape:
                 continue
             default = default_of(key)
-            before = values.get(key, None if default is dataclasses.MISSING else _text(default))
+            before = values.get(key, None if default is dataclasses.MISSING else to_raw(default))
             if before != each.raw:
                 changed.setdefault(each.origin, []).append(key)
         for origin, keys in changed.items():
             count = pluralize(len(dict.fromkeys(keys)), "key")
             yield f"model: {_short(model)}, {count} overridden by {_short(origin)}"
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _short(origin: str) -> str:

@@ -8,9 +8,10 @@ not to memory forecasts or ahead-of-time compilation.
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Collection, Iterator, Mapping
 
-from maxpipe.config.rules import format_value, value_of, violations
+from maxpipe.config.rules import axis_size, format_value, value_of, violations
 from maxpipe.config.schema import KEYS, Config
 from maxpipe.config.sections.data import is_synthetic, named_sources, section_of, train_sources
 from maxpipe.config.sections.eval import check_eval_during_training
@@ -21,6 +22,8 @@ from maxpipe.config.sections.tokenizer import BYTES_VOCABULARY
 from maxpipe.config.translation import infer_source
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io import redact
+from maxpipe.io.files import accelerators
+from maxpipe.parallel.axes import MESH_AXES, device_count_rule
 
 DEFAULT = "default"
 """Origin of a value that neither a file nor an override sets."""
@@ -67,6 +70,24 @@ def check_training(
     if {"train.steps", "train.tokens"}.isdisjoint(skip):
         problems += find_missing_length(config, origins)
     return problems + _check_vocabulary(config, origins, skip)
+
+
+def find_mesh_mismatch(config: Config, origins: Mapping[str, str]) -> Iterator[Problem]:
+    """Yield an error if the mesh does not match the CPU devices that the config sets. Other devices
+    are counted only when the mesh is built.
+    """
+    runtime, mesh = config.runtime, config.mesh
+    is_cpu = runtime.platform == "cpu" or (runtime.platform == "auto" and not accelerators())
+    is_cpu = is_cpu and origins["mesh.cpu_devices"] != DEFAULT
+    sizes = {axis: axis_size(mesh, axis) for axis in MESH_AXES}
+    total = math.prod(size or 0 for size in sizes.values())
+    devices = mesh.cpu_devices * runtime.num_processes - config.distill.teacher_devices
+    if not is_cpu or config.launch.topology or min(total, devices) < 1 or total == devices:
+        return
+    wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size != 1)
+    rule = device_count_rule(total, devices, "cpu")
+    action = f"Set axis sizes whose product is {devices}."
+    yield Problem(Code.MESH_DEVICES, "mesh", wanted or "one device", rule, action)
 
 
 def find_missing_length(config: Config, origins: Mapping[str, str]) -> list[Problem]:

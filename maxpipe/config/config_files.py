@@ -116,7 +116,7 @@ def is_hub_id(text: str) -> bool:
 def hub_download_action(text: str) -> str:
     """Return a message that explains how to download this model from the Hugging Face Hub."""
     folder = text.rpartition("/")[2]
-    return f"Run `hf download {text} --local-dir {folder}`, and use the folder {folder}."
+    return f"Run `maxpipe fetch hf:{text} --out {folder}`, and use the folder {folder}."
 
 
 def _normalize_model_name(text: str) -> str:
@@ -157,7 +157,9 @@ SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 REFERENCE_FILE = "references.npz"
 TENSORBOARD_FOLDER = "tensorboard"
-
+CHECKPOINTS_FOLDER = "checkpoints"
+"""Name of the checkpoint folder inside the run folder, or inside the run's folder in
+`checkpoint.dir`."""
 
 SUFFIXES = (".yml", ".yaml")
 _PROGRAMS = (".py", ".sh", ".ipynb")
@@ -247,7 +249,7 @@ def _missing_config_problem(argument: str, keys: Collection[str]) -> Problem:
         return Problem(Code.CFG_FILE, where, "", f"{rule} It is a Hugging Face folder.", action)
     if is_hub_id(argument) and not os.path.lexists(argument):
         rule += (
-            " It looks like the ID of a Hugging Face Hub model, but maxpipe does not download "
+            " It looks like the ID of a Hugging Face Hub model, and only `maxpipe fetch` downloads "
             "models."
         )
         return Problem(Code.CFG_FILE, where, "", rule, _hub_model_action(argument))
@@ -261,7 +263,7 @@ def _hub_model_action(argument: str) -> str:
     guess = did_you_mean(os.path.basename(argument).lower(), bundled_configs())
     similar = f"Write {guess} for a model of similar shape, or run" if guess else "Run"
     return (
-        f"{similar} `hf download {argument} --local-dir base` and `maxpipe import base --out "
+        f"{similar} `maxpipe fetch hf:{argument} --out base` and `maxpipe import base --out "
         f"runs/base`, and use runs/base/{CONFIG_FILE}."
     )
 

@@ -24,7 +24,7 @@ from maxpipe.config.translation import (
     translate,
     yaml_line_of_text,
 )
-from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, compose, to_yaml_line
+from maxpipe.config.yaml_values import MAX_FILE_BYTES, Raw, compose, to_raw, to_yaml_line
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.files import read
 from maxpipe.io.formatting import pluralize
@@ -47,7 +47,7 @@ def read_foreign(path: Path, origin: str) -> list[Assignment]:
     """
     try:
         text = read(path, MAX_FILE_BYTES).decode("utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        values = to_raw(tomllib.loads(text) if path.suffix == ".toml" else json.loads(text))
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}."
         action = "Use an existing YAML file; `maxpipe init DIR` writes an example."

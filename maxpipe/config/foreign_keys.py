@@ -61,6 +61,12 @@ def match_exact_key(path: Sequence[str], keys: Collection[str]) -> NameMatch | N
     return _match_pattern(path[-1:])
 
 
+def is_foreign_key(path: Sequence[str]) -> bool:
+    """Return whether a table lists the name as a key of another trainer."""
+    names = (normalize_name("".join(path)), normalize_name(path[-1]))
+    return any(name in _foreign_keys() for name in names)
+
+
 def _match_pattern(path: Sequence[str]) -> NameMatch | None:
     word = re.sub(r"[^a-z0-9]+", "_", ".".join(path).lower())
     return next(

@@ -34,7 +34,7 @@ from maxpipe.config.assignments import (
     resolve_model,
     shape_override_notes,
 )
-from maxpipe.config.check import DEFAULT, check, check_training, is_override
+from maxpipe.config.check import DEFAULT, check, check_training, find_mesh_mismatch, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.key_problems import type_problem, unknown_problem
 from maxpipe.config.rules import did_you_mean, plain_value
@@ -152,10 +152,15 @@ def _load_translated(
     problems += (
         each for source in sources if isinstance(source, list) for each in repeated_keys(source)
     )
-    plugin_notes = _load_plugins(saved, origin, sources, overrides)
+    documents = {
+        file: read_file(file, problems) for file in located if file and not _is_foreign(file)
+    }
+    plugin_notes = _load_plugins(saved, origin, sources, documents, overrides)
     assignments = [*_saved_assignments(saved, origin)]
     read = [
-        source if isinstance(source, list) else source and _read(source, translated, problems)
+        source
+        if isinstance(source, list)
+        else source and _read(source, documents, translated, problems)
         for source in sources
     ]
     in_files = [assignment for each in read if each for assignment in each]
@@ -224,19 +229,20 @@ def _load_plugins(
     saved: Mapping[str, Any] | None,
     origin: str,
     sources: Sequence[ConfigFile | list[Assignment] | None],
+    documents: _Documents,
     overrides: Sequence[str],
 ) -> list[str]:
     """Load the plug-ins that the config names, and return one note for each.
 
-    Plug-ins add keys and values. The files are therefore read once in advance, without reporting
-    errors.
+    Plug-ins add keys and values. The documents are therefore converted to assignments once in
+    advance, without reporting errors.
     """
     ignored: list[Problem] = []
     assignments = [*_saved_assignments(saved, origin)]
     for source in sources:
         if isinstance(source, list):
             assignments += source
-        elif source and not _is_foreign(source) and (document := read_file(source, ignored)):
+        elif source and (document := documents.get(source)):
             assignments += _assignments_in(document, source, ignored)
     assignments += [each for arg in overrides for each in from_override(arg, ignored)]
     nodes, last = {"plugins": _unset()["plugins"]}, ""
@@ -311,6 +317,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 # The functions below convert assignments to config values.
 
+_Documents = Mapping[ConfigFile, yaml.MappingNode | None]
+"""Parsed YAML files; None for a file that is not valid YAML."""
+
 
 def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
     """Return the file that an argument refers to. If no such file exists, record an error and
@@ -325,11 +334,12 @@ def _locate_or_report(arg: str, problems: list[Problem]) -> ConfigFile | None:
 
 def _read(
     file: ConfigFile,
+    documents: _Documents,
     translated: Mapping[str, foreign_files.TranslationReport],
     problems: list[Problem],
 ) -> list[Assignment] | None:
-    """Return the assignments in a file. If the file cannot be read, record an error and return
-    None.
+    """Return the assignments in a file, or None if the file cannot be read. `documents` contains
+    the parsed YAML files; errors in files of other formats are recorded.
     """
     if report := translated.get(file.origin):
         return report.assignments(problems)
@@ -339,7 +349,7 @@ def _read(
         except ConfigError as error:
             problems += error.problems
             return None
-    document = read_file(file, problems)
+    document = documents[file]
     return list(_assignments_in(document, file, problems)) if document else None
 
 
@@ -359,7 +369,11 @@ def _assignments_in(
             yield each
 
 
-_RECORDS = (config_files.EVENTS_FILE, config_files.METRICS_FILE, "checkpoints")
+_RECORDS = (
+    config_files.EVENTS_FILE,
+    config_files.METRICS_FILE,
+    config_files.CHECKPOINTS_FOLDER,
+)
 """Files and folders that exist only in run folders."""
 
 
@@ -450,6 +464,9 @@ def _build(
     broken = check(config, origins, skip=wrong.union(missing, unchecked))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))
+    if to_train and broken:
+        # A wrong mesh causes further errors, for example of sizes that it does not divide.
+        broken = [*find_mesh_mismatch(config, origins), *broken]
     # If a file could not be read, ignore errors about default values that the file might override.
     problems += [p for p in broken if is_complete or not p.where.startswith(f"{DEFAULT}: ")]
     if problems:

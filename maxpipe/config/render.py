@@ -39,7 +39,7 @@ from maxpipe.config.schema import (
     section_of,
     without_none,
 )
-from maxpipe.config.translation import MODEL
+from maxpipe.config.translation import MODEL, match_foreign_key
 from maxpipe.config.yaml_values import NAME_FORM, to_yaml_line
 from maxpipe.errors import Code, ConfigError
 from maxpipe.parallel.axes import ALLOWED_AXIS_RULES, DEFAULT_AXIS_RULES
@@ -99,6 +99,17 @@ def explain(key: str) -> str:
         return _explain_section(known)
     if known in ALL_KEYS:
         return _explain_key(known)
+    if foreign := match_foreign_key(key.split(".")):
+        rule = "is a key of other trainers"
+        rule += f"; the maxpipe key is {foreign.name}" if foreign.name else ""
+        explained = f"Run `maxpipe config explain {foreign.name}`."
+        raise ConfigError.one(
+            Code.CFG_UNKNOWN_KEY,
+            f"command line: {key}",
+            None,
+            f"{rule}: {foreign.why}" if foreign.why else f"{rule}.",
+            foreign.action or explained,
+        )
     match = match_key(key.split("."), KEYS)
     guess = "" if "." in key else did_you_mean(key, SECTIONS)
     guess = guess or match.name

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import format_nested
+from maxpipe.io.stores import CHECKPOINT_STORES
 from maxpipe.models.config import Bound
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
@@ -107,6 +108,26 @@ def add_nonempty_rule(key: str) -> None:
             yield RuleViolation(
                 Code.CFG_MISSING, key, "must not be empty.", f"Set {key}={schema[name]}."
             )
+
+
+def add_folder_or_bucket_rule(key: str) -> None:
+    """Add a rule that a folder must be a local path, or in a store that can hold checkpoints."""
+
+    @rule(key)
+    def find(config: Config) -> Iterator[RuleViolation]:
+        scheme = url_scheme(value_of(config, key))
+        if scheme and scheme not in CHECKPOINT_STORES:
+            yield RuleViolation(
+                Code.IO_PATH,
+                key,
+                f"must be a folder, gs://BUCKET/PATH or s3://BUCKET/PATH: {scheme}:// is not "
+                "supported.",
+                f"Set {key}=gs://my-bucket/runs or s3://my-bucket/runs, or mount the storage and "
+                f"set {key} to its folder.",
+            )
+        elif scheme and not re.match(r"\w+://[a-z0-9]", value_of(config, key)):
+            action = f"Set {key}={scheme}://my-bucket/runs."
+            yield RuleViolation(Code.IO_PATH, key, "must contain a bucket name.", action)
 
 
 def add_local_folder_rule(key: str, action: str) -> None:

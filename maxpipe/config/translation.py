@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from maxpipe.config import config_files
 from maxpipe.config.foreign_keys import (
     NameMatch,
+    is_foreign_key,
     list_action,
     match_exact_key,
     match_exact_value,
@@ -150,6 +151,17 @@ def translate(path: Sequence[str], raw: Raw, context: TranslationContext) -> Tra
         action = answer.action.replace("{value}", text or "VALUE")
         return Translation((), answer.why, action, answer.is_exact and bool(action))
     return _translate_value(answer.name, raw, context)._replace(is_exact=answer.is_exact)
+
+
+def match_foreign_key(path: Sequence[str]) -> NameMatch | None:
+    """Return the maxpipe equivalent of another trainer's key, or None if no table lists the key."""
+    for name in (normalize_name("".join(path)), normalize_name(path[-1])):
+        if name in _COMPUTED:
+            defaults = {key: None if key == FAMILY else default_of(key) for key in CONTEXT_KEYS}
+            translation = _COMPUTED[name]("VALUE", TranslationContext(defaults))
+            action = "" if translation.key else translation.action
+            return NameMatch(translation.key, translation.why, action)
+    return match_exact_key(path, KEYS) if is_foreign_key(path) else None
 
 
 def _match_family_key(path: Sequence[str], family: str) -> NameMatch:
@@ -355,7 +367,7 @@ def _switch(
 
 def _eval_steps(raw: Raw, context: TranslationContext) -> Translation:
     number = _number(raw)
-    why = "this key has two meanings in other trainers."
+    why = "in other trainers, it sets the steps between evaluations, or eval.batches."
     if number is None or number < 1:
         return Translation((), why, _leave_out("eval.every"), key="eval.every")
     every, batches = f"eval.every={number:g}", f"eval.batches={number:g}"
@@ -424,9 +436,9 @@ def _unsaved_dataset_problem(name: str) -> tuple[str, str]:
     path.
     """
     return (
-        "maxpipe does not download datasets: data must be in files.",
-        f"Save the dataset with load_dataset('{name}', split='train').save_to_disk('saved') of "
-        "`datasets`, and set data.source=huggingface data.path=saved.",
+        "data must be in files; only `maxpipe fetch` downloads datasets.",
+        f"Run `maxpipe fetch hf:datasets/{name} --out data`, and set data.source=parquet (or "
+        "jsonl) data.path=data.",
     )
 
 
@@ -497,7 +509,7 @@ def _model_name(raw: Raw, context: TranslationContext) -> Translation:
         return Translation(((MODEL, model.name),), key=MODEL)
     if isinstance(raw, str) and config_files.is_hub_id(raw):
         action = config_files.hub_download_action(raw)
-        return Translation((), "maxpipe does not download models.", action)
+        return Translation((), "only `maxpipe fetch` downloads models.", action)
     answer = match_exact_key(["model_name"], ())
     assert answer is not None
     return Translation((), answer.why, answer.action)

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -311,6 +311,25 @@ def raw_of(node: yaml.Node) -> Raw:
             for key, value in node.value
         }
     return None if node.tag == "tag:yaml.org,2002:null" else node.value
+
+
+def to_raw(value: Any, depth: int = 32) -> Raw:
+    """Convert a Python value to nested lists, dicts and strings, as if read from a config file.
+
+    Raises:
+        ValueError: the value is nested deeper than `depth`.
+    """
+    if isinstance(value, Mapping | list | tuple):
+        if not depth:
+            raise ValueError("nested too deeply")
+        if isinstance(value, Mapping):
+            return {str(key): to_raw(item, depth - 1) for key, item in value.items()}
+        return [to_raw(item, depth - 1) for item in value]
+    try:
+        text = str(value)
+    except ValueError:  # an integer with thousands of digits
+        return "an integer that is too large"
+    return None if value is None else text.lower() if isinstance(value, bool) else text
 
 
 def find_duplicates(

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from maxpipe.checkpoint.storage import runs_folder
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.data import section_of
 from maxpipe.config.sections.train import BatchRamp
@@ -24,7 +25,6 @@ from maxpipe.data.prompts import build_prompts
 from maxpipe.data.tokenizer import Tokenizer, fit_tokenizer, open_tokenizer
 from maxpipe.data.tokenizers.chat import ChatTemplate
 from maxpipe.errors import Code, ConfigError, Problem
-from maxpipe.io.files import expand_path
 from maxpipe.rewards.process import RewardFunction, check
 
 Heartbeat = Callable[[], object]
@@ -207,14 +207,12 @@ def load_run_chat_template(config: Config, tokenizer: Tokenizer) -> ChatTemplate
     if template is None or not template.reads_date:
         return template
     return template.with_date(
-        load_start_date(
-            str(expand_path(config.run.dir, "run.dir") / config.run.name), _index_folder(config)
-        )
+        load_start_date(str(runs_folder(config.run) / config.run.name), _index_folder(config))
     )
 
 
 def _index_folder(config: Config) -> str:
-    return str(expand_path(config.run.dir, "run.dir") / ".index")
+    return str(runs_folder(config.run) / ".index")
 
 
 def check_overlap(

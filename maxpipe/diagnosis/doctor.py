@@ -30,6 +30,7 @@ from maxpipe.checkpoint.storage import (
     remedy,
     root_cause_text,
     run_folder,
+    runs_folder,
     to_epath,
 )
 from maxpipe.config.check import check_training, find_warnings
@@ -202,7 +203,7 @@ def _config_error_checks(name: str, error: ConfigError) -> Iterator[CheckResult]
 def check_folders(target: CheckTarget) -> Iterator[CheckResult]:
     """Check that the folders of a run are writable and have free space."""
     run_dir, config = run_folder(target.run), target.config
-    if config is None or not config.checkpoint.dir:
+    if config is None or not (config.checkpoint.dir or in_bucket(config.run.dir)):
         yield _folder("run folder", run_dir, config)
     else:
         yield _folder("run folder", run_dir)
@@ -335,7 +336,7 @@ def _size(count: float) -> str:
 def check_data(config: Config) -> Iterator[CheckResult]:
     """Check that documents can be read and that all token IDs are within the model's vocabulary."""
     document, sources = "text", all_sources(config.data)
-    kept = str(expand_path(config.run.dir, "run.dir") / ".index")
+    kept = str(runs_folder(config.run) / ".index")
     for name, source_config in sources.items():
         if source_config.source in IDS or source_config.chat != "off":
             continue  # checked below, together with the tokenizer

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.storage import run_folder
+from maxpipe.checkpoint.storage import run_folder, runs_folder
 from maxpipe.config.check import check, find_unused_path
 from maxpipe.config.rules import batch_shards
 from maxpipe.config.schema import Config
@@ -39,7 +39,6 @@ from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
 from maxpipe.errors import Code, ConfigError, DivergenceError, Preemption
 from maxpipe.evals.multiple_choice import Task, task_metrics
-from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MeshConfig
 from maxpipe.parallel.mesh import build_mesh, describe_mesh
@@ -573,7 +572,7 @@ def _documents(
         batch_size=config.train.batch_size,
         sequence_length=config.train.sequence_length,
         eval_batch_size=config.eval.batch_size,
-        cache_dir=str(expand_path(config.run.dir, "run.dir") / ".index"),
+        cache_dir=str(runs_folder(config.run) / ".index"),
         moved=phases.progress,
         fit=chosen.fit_tokenizer,
     )

@@ -99,8 +99,8 @@ class StopStringMatcher:
 
     def flush(self) -> str:
         """Return the text held back as a possible stop string; called after the last token."""
-        waited, self._waiting = self._pending, ""
-        return waited
+        text, self._pending = self._pending, ""
+        return text
 
 
 def _stop_prefix_length(text: str, stop: str) -> int:

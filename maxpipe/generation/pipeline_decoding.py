@@ -52,7 +52,7 @@ from maxpipe.parallel.collectives import (
     ring_shift,
 )
 from maxpipe.parallel.mesh import STAGE, TOKEN_AXES
-from maxpipe.parallel.sharding import auto_mesh, restrict_spec
+from maxpipe.parallel.sharding import auto_mesh, rebind_mesh, restrict_spec
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.pipeline.prologue import Embedding
 from maxpipe.pipeline.weights import WeightSharding, gather_weight
@@ -466,6 +466,18 @@ def to_decode_params(parts: ParamLayout, params: Tree) -> Tree:
     """Convert stacked parameters in model order to the layout of `build_decode_engine`."""
     staged = parts.mesh.shape[STAGE] > 1
     return parts.stack(params) if staged else parts.decoder.by_layer(params)
+
+
+def decode_param_converter(training: ParamLayout, parts: ParamLayout) -> Callable[[Tree], Tree]:
+    """Return a function that converts training parameters to the layout of `build_decode_engine`.
+
+    The conversion is compiled at the first call.
+    """
+    convert = jax.jit(
+        lambda params: to_decode_params(parts, training.unstack(params)),
+        out_shardings=decode_param_shardings(parts),
+    )
+    return lambda params: convert(rebind_mesh(parts.mesh, params))
 
 
 def decode_param_shardings(parts: ParamLayout) -> Tree:

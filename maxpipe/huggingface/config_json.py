@@ -17,6 +17,8 @@ from maxpipe.config.rules import did_you_mean
 from maxpipe.config.schema import KEYS, names_in
 from maxpipe.config.sections.model import family_section
 from maxpipe.errors import Code, ConfigError
+from maxpipe.huggingface import quantization
+from maxpipe.huggingface.quantization import Quantization
 from maxpipe.io.files import read
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
@@ -24,8 +26,8 @@ from maxpipe.models.huggingface import (
     PER_LAYER,
     HuggingFace,
     Kept,
+    LayerList,
     Ours,
-    Period,
     Rotary,
     Theirs,
     Twice,
@@ -93,8 +95,10 @@ def normalize(content: Theirs, table: HuggingFace, whole: Whole | None = None) -
     for twice in (_TYPES, *table.duplicate_keys):
         _merge_duplicate(found, twice)
     for row in table.keys:
-        if isinstance(row, Period) and (other := row.restated(found.content)) is not None:
-            found.note_unread("layer_types", found.content["layer_types"], *other)
+        if not isinstance(row, LayerList):
+            continue
+        if (other := row.restated(found.content)) is not None:
+            found.note_unread(row.names[0], found.content[row.names[0]], *other)
     rows = [row for row in table.keys if isinstance(row, Rotary)]
     settings = [_rotary(found, row) for row in rows]
     for row in rows:
@@ -331,6 +335,7 @@ _IGNORED_KEYS = frozenset(
     | {"return_dict", "output_hidden_states", "output_attentions", "chunk_size_feed_forward"}
     | {"id2label", "label2id", "problem_type", "is_encoder_decoder", "torchscript", "is_decoder"}
     | {"original_max_position_embeddings"}  # handled with the rotary parameters
+    | {quantization.KEY}  # handled separately
     | {"cache_implementation", "unsloth_fixed", "unsloth_version", "cross_attention_hidden_size"}
 )
 
@@ -350,6 +355,8 @@ class ModelDescription:
     """Composite model that contains this language model, if any."""
     differences: tuple[str, ...] = ()
     """Messages about duplicate keys with different values."""
+    quantization: Quantization | None = None
+    """Format of quantized weights, or None if all weights are plain."""
 
     @property
     def config(self) -> ModelConfig:
@@ -383,8 +390,13 @@ def read_description(folder: Path) -> ModelDescription:
             raise ConfigError.one(
                 Code.HF_FOLDER, f"{path}: {whole.section}", json.dumps(inner), rule, _COPY
             )
+        _check_inner_type(path, whole, inner.get("model_type"))
     try:
         found = normalize(content, table, whole)
+        said = {**content, **{key: each for key, each in found.content.items() if each is not None}}
+        quantized = quantization.parse_quantization(
+            said, said.get("dtype") or said.get("torch_dtype")
+        )
     except UnsupportedError as error:
         raise _conversion_error(str(path), table, error) from error
     content = found.content
@@ -406,7 +418,21 @@ def read_description(folder: Path) -> ModelDescription:
     }
     unknown = (*(name for name in content if name not in known), *found.unread)
     model_of(section, str(path))  # raises ConfigError if the section violates a rule
-    return ModelDescription(table, section, kept, unknown, whole, tuple(found.differences))
+    return ModelDescription(
+        table, section, kept, unknown, whole, tuple(found.differences), quantized
+    )
+
+
+def _check_inner_type(path: Path, whole: Whole, kind: Any) -> None:
+    if whole.inner_type and kind != whole.inner_type:
+        raise ConfigError.one(
+            Code.HF_UNSUPPORTED,
+            f"{path}: {whole.section}.model_type",
+            json.dumps(kind)[:200],
+            f"must be {whole.inner_type!r} in a {whole.architecture}.",
+            "Use a model whose language model has this type, or a folder with the language model "
+            "only.",
+        )
 
 
 def model_of(section: Mapping[str, Any], where: str) -> ModelConfig:

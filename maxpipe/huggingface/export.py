@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import shlex
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from etils import epath
 from maxpipe.checkpoint import digests, manifest, writer
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
-from maxpipe.checkpoint.manager import open_run, resolve_step
+from maxpipe.checkpoint.manager import open_address_folder, resolve_step
 from maxpipe.checkpoint.reader import translate_storage_errors
-from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.storage import DamagedError, in_bucket
 from maxpipe.config.load import load
 from maxpipe.config.plugins import check_plugins, with_needed_plugins
@@ -38,21 +37,26 @@ from maxpipe.data.tokenizer import Tokenizer, open_tokenizer
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface import mapping
 from maxpipe.huggingface.config_json import FILE, table_for, to_json
-from maxpipe.huggingface.folder import (
-    INDEX,
-    SINGLE,
+from maxpipe.huggingface.folder import INDEX, SINGLE, HuggingFaceFolder
+from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
+from maxpipe.huggingface.mapping import (
+    TensorMapping,
+    TensorSlice,
+    export_slab_shape,
+    intersect,
+    map_tensors,
+)
+from maxpipe.huggingface.output_folder import (
     ByteProgress,
-    HuggingFaceFolder,
     MessageCallback,
     ProgressCallback,
     atomic_folder,
     copy_tokenizer_files,
     ignore_progress,
 )
-from maxpipe.huggingface.import_ import FOLDER, ORIGIN, WEIGHTS_ONLY, Origin, hub_id
-from maxpipe.huggingface.mapping import TensorMapping, export_slab_shape, intersect, map_tensors
 from maxpipe.huggingface.peft import CheckpointAdapters, LazyArray, write_adapters
 from maxpipe.huggingface.peft import open_lazy_array as readable_array
+from maxpipe.huggingface.quantize import BlockScales
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
 from maxpipe.io.files import expand_path, read, write
 from maxpipe.io.formatting import pluralize
@@ -107,11 +111,13 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     report: ProgressCallback = ignore_progress,
     overrides: Sequence[str] = (),
+    quantize: bool = False,
 ) -> None:
     """Write config.json, the safetensors files, and the tokenizer files if they exist.
 
     `dtype` is a key of `TYPES`. If `dtype` is None, tensors have the dtypes of the imported
-    weights, or the stored dtype if the weights were not imported. `overrides` are settings of the
+    weights, or the stored dtype if the weights were not imported. If `quantize` is set, the
+    matrices of all layers are written in FP8; see `BlockScales`. `overrides` are settings of the
     section `plugins`.
 
     Raises:
@@ -125,13 +131,16 @@ def export(
     if model.mtp_heads and not any(name.startswith("ahead.") for name in both.slices):
         say("omitted: the multi-token prediction heads, which are used only in training")
     types = _types(chosen, both, dtype)
+    scales = BlockScales(both) if quantize else None
     say(f"{chosen.name}: {table.architecture}, verifying the checkpoint files")
     target = expand_path(out, _OUT).absolute()
     with atomic_folder(out, _OUT) as here, _verify_files_in_background(chosen):
-        names = _write_tensors(chosen, both, shard_tensors(both, types, shard_bytes), here, report)
+        files = shard_tensors(both, types, shard_bytes, scales)
+        names = _write_tensors(chosen, both, files, here, report, scales)
         kept, trained = _imported_config(chosen.tokenizer_folders), _trained_tokenizer(chosen, say)
         most = next(name for name, short in TYPES.items() if short == _most_common_dtype(types))
         kept |= trained.in_config(kept) if EOS_KEY in kept else {}
+        said |= scales.config if scales else {}
         text = to_json(table, said, kept, most, _defaults(chosen.config, kept, trained))
         (here / FILE).write_text(text, encoding="utf-8")
         copied: list[str] = []
@@ -140,7 +149,8 @@ def export(
         trained.write(here, copied, say)
     if not copied:
         say("no tokenizer files: the run's tokenizer is either built in or not on this machine")
-    say(f"wrote {target}: {pluralize(len(names), 'file')} of weights in {most}")
+    fp8 = "FP8 and " if scales else ""
+    say(f"wrote {target}: {pluralize(len(names), 'file')} of weights in {fp8}{most}")
 
 
 def export_adapters(
@@ -197,9 +207,7 @@ _OUT = "command line: OUT"
 
 
 def _open_checkpoint(address: Address, overrides: Sequence[str]) -> _ExportedCheckpoint:
-    folder = CheckpointFolder(os.path.join(address.home, CHECKPOINTS))
-    if not folder.steps():
-        open_run(address.run_dir, address.where, address.parent)  # raises an error
+    folder = open_address_folder(address)
     step = resolve_step(folder, address)
     path = folder / step
     try:
@@ -295,20 +303,25 @@ def _most_common_dtype(types: Mapping[str, str]) -> str:
 
 
 def shard_tensors(
-    both: TensorMapping, types: Mapping[str, str], shard_bytes: int
+    both: TensorMapping,
+    types: Mapping[str, str],
+    shard_bytes: int,
+    scales: BlockScales | None = None,
 ) -> dict[str, _Tensors]:
     """Assign tensors, in layer order, to files of at most `shard_bytes`; a larger tensor has its
-    own file.
+    own file. The scales of a quantized tensor follow it.
     """
     groups: list[_Tensors] = [{}]
     size = 0
     for name, shape in both.tensors.items():
-        dtype = DTYPES[types[name]]
-        more = math.prod(shape) * dtype.itemsize
+        tensors: _Tensors = {name: (DTYPES[types[name]], shape)}
+        if scales is not None and name in scales:
+            tensors = scales.tensors(name, shape)
+        more = _num_bytes(tensors)
         if groups[-1] and size + more > shard_bytes:
             groups.append({})
             size = 0
-        groups[-1][name] = (dtype, shape)
+        groups[-1] |= tensors
         size += more
     if len(groups) == 1:
         return {SINGLE: groups[0]}
@@ -319,20 +332,20 @@ def shard_tensors(
     }
 
 
+def _num_bytes(tensors: _Tensors) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in tensors.values())
+
+
 def _write_tensors(
     chosen: _ExportedCheckpoint,
     both: TensorMapping,
     files: Mapping[str, _Tensors],
     here: Path,
     report: ProgressCallback,
+    scales: BlockScales | None,
 ) -> list[str]:
     """Write all weight files (and an index if there are several), and return their names."""
-    total = sum(
-        math.prod(shape) * dtype.itemsize
-        for group in files.values()
-        for dtype, shape in group.values()
-    )
-    written = ByteProgress("writing", total, report)
+    total = sum(map(_num_bytes, files.values()))
     place = {tensor: name for name, group in files.items() for tensor in group}
     with contextlib.ExitStack() as stack:
         writers = {
@@ -345,8 +358,40 @@ def _write_tensors(
         except DamagedError as damage:
             raise _damaged(chosen.path, str(damage)) from damage
         expected = recorded.arrays if recorded else {}
+
+        def put(written: ByteProgress, piece: TensorSlice, tensor: np.ndarray, first: int) -> None:
+            writer = writers[place[piece.tensor]]
+            if scales is not None and piece.tensor in scales:
+                cast = scales.quantize(piece.tensor, tensor, first)
+            else:
+                cast = _cast(tensor, writer, piece.tensor)
+            writer.write(
+                piece.tensor, cast, first, *piece.interleave[:2], piece.interleave.is_block
+            )
+            written.add(cast.nbytes)
+
+        def add(read: ByteProgress, piece: TensorSlice, tensor: np.ndarray, first: int) -> None:
+            if scales is not None and piece.tensor in scales:
+                scales.add(piece.tensor, tensor, first)
+            read.add(tensor.nbytes)
+
+        if scales is not None:
+            matrices = {
+                name: shape
+                for name, shape in both.shapes.items()
+                if any(piece.tensor in scales for piece in both.slices[name])
+            }
+            size = sum(map(math.prod, matrices.values()))
+            itemsize = np.dtype(chosen.config.model.param_dtype).itemsize
+            read = ByteProgress("computing scales", size * itemsize, report)
+            for name, shape in matrices.items():
+                _read_param(chosen, both, name, shape, expected, partial(add, read))
+        written = ByteProgress("writing", total, report)
         for name, shape in both.shapes.items():
-            _write_param(chosen, both, name, shape, expected, place, writers, written)
+            _read_param(chosen, both, name, shape, expected, partial(put, written))
+        for name, values in (scales.scales if scales else {}).items():
+            writers[place[name]].write(name, values)
+            written.add(values.nbytes)
     if chosen.adapters is not None:
         chosen.adapters.check()
     if len(files) > 1:
@@ -355,17 +400,21 @@ def _write_tensors(
     return list(files)
 
 
-def _write_param(
+_PutRows = Callable[[TensorSlice, np.ndarray, int], None]
+"""Function that receives rows of a tensor slice and the index of the first row in the tensor."""
+
+
+def _read_param(
     chosen: _ExportedCheckpoint,
     both: TensorMapping,
     name: str,
     shape: tuple[int, ...],
     expected: Mapping[str, digests.ArrayDigest],
-    place: Mapping[str, str],
-    writers: Mapping[str, SafetensorsWriter],
-    written: ByteProgress,
+    put_rows: _PutRows,
 ) -> None:
-    """Write a parameter to the files of its tensors, and check the parameter against its digest."""
+    """Pass a parameter to `put_rows` in the layout of its tensors, and check the parameter against
+    its digest. Several threads call `put_rows`.
+    """
     averaged = chosen.average and both.params[name].trainable
     full_name = f"{_EMA_PREFIX if averaged else _PARAMS}{name}"
     try:
@@ -385,11 +434,8 @@ def _write_param(
                 if (parts := intersect(piece, wanted)) is not None:
                     inside, taken = parts
                     tensor = piece.axis_mapping.to_hf(values[inside])
-                    writer = writers[place[piece.tensor]]
                     first, _ = piece.rows(taken[piece.outer_remaining_dim])
-                    cast = _cast(tensor, writer, piece.tensor)
-                    writer.write(piece.tensor, cast, first, *piece.interleave)
-                    written.add(cast.nbytes)
+                    put_rows(piece, tensor, first)
 
         writer.run_in_threads(
             put, writer.regions(shape, export_slab_shape(both, name, array.chunk_shape))

@@ -1,26 +1,19 @@
-"""Look up tensors in Hugging Face folders, read parameter regions and write folders atomically.
+"""Look up tensors in Hugging Face folders and read parameter regions.
 
 Only the headers of weight files are kept in memory. A parameter region is assembled from the tensor
 rows that overlap it, one block at a time. jax is not imported.
 
-The module also copies tokenizer files, counts bytes for progress callbacks, and resolves the
-addresses of models (runs, checkpoints and Hugging Face folders).
+The module also resolves the addresses of models (runs, checkpoints and Hugging Face folders).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 import re
-import shutil
-import signal
-import tempfile
-import threading
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -29,13 +22,21 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from maxpipe.checkpoint.address import Address, check_outside_checkpoints, parse_address
-from maxpipe.errors import Code, ConfigError, StorageError
-from maxpipe.huggingface import mapping, safetensors
+from maxpipe.checkpoint.address import Address, parse_address
+from maxpipe.config.config_files import hub_download_action, is_hub_id
+from maxpipe.errors import Code, ConfigError
+from maxpipe.huggingface import mapping, safetensors, tensor_layouts
 from maxpipe.huggingface.config_json import FILE, ModelDescription, read_description
-from maxpipe.huggingface.mapping import TensorMapping, TensorSlice, intersect, map_tensors
+from maxpipe.huggingface.dequantize import TensorReader, check_layouts, dequantized, is_transposed
+from maxpipe.huggingface.mapping import (
+    ColumnRange,
+    TensorMapping,
+    TensorSlice,
+    intersect,
+    map_tensors,
+)
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader, quote_name
-from maxpipe.io.files import expand_path, lock, read, url_scheme, write
+from maxpipe.io.files import expand_path, read
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
 from maxpipe.models.config import ModelConfig
@@ -55,6 +56,8 @@ _MAX_MISSING_TENSORS = 1000
 """Maximum number of missing tensors. If more tensors are missing, mapping the model is aborted."""
 _UNKNOWN_LENGTH = 2048
 """Default sequence length in tokens, used if config.json has none."""
+_SEPARATE_MTP = "mtp."
+"""Prefix of the names of multi-token prediction tensors that are not numbered as layers."""
 _VOCAB = "vocab"
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -80,8 +83,8 @@ class HuggingFaceFolder:
     """Names of recognized tensors that the model does not use."""
     num_missing_mtp_layers: int
     """Number of multi-token prediction layers that config.json declares but the folder lacks."""
-    _files: Mapping[str, SafetensorsReader]
-    """File readers, keyed by tensor name in the conversion table."""
+    _files: Mapping[str, TensorReader]
+    """Readers, keyed by tensor name in the conversion table."""
     _names: Mapping[str, str]
     """Tensor names in the files, keyed by tensor name in the conversion table."""
 
@@ -170,15 +173,19 @@ class HuggingFaceFolder:
     def _read_into(self, target: np.ndarray, piece: TensorSlice, taken: tuple[slice, ...]) -> None:
         """Read part of a tensor slice, a few rows at a time, into `target` in parameter layout."""
         dim = piece.outer_remaining_dim
-        wanted = taken[dim]
-        for part, ours in self._blocks(piece, wanted):
+        wanted, columns = taken[dim], piece.columns(taken)
+        for part, ours in self._blocks(piece, wanted, columns):
             first, end = max(part.start, wanted.start), min(part.stop, wanted.stop)
             there, here = [slice(None)] * target.ndim, [*taken]
             there[dim] = slice(first - wanted.start, end - wanted.start)
             here[dim] = slice(first - part.start, end - part.start)
+            if columns is not None:
+                here[columns.remaining_dim] = slice(None)
             mapping.copy(target[tuple(there)], ours[tuple(here)])
 
-    def _blocks(self, piece: TensorSlice, part: slice) -> Iterator[tuple[slice, np.ndarray]]:
+    def _blocks(
+        self, piece: TensorSlice, part: slice, columns: ColumnRange | None = None
+    ) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield blocks of limited size as (slice of the outer dim, array in parameter layout)."""
         width = math.prod(piece.shape) // piece.sizes[piece.outer_dim]
         step = max(1, _BLOCK_ELEMENTS // width)
@@ -187,9 +194,15 @@ class HuggingFaceFolder:
         for first in range(part.start, part.stop, step):
             here = slice(first, min(first + step, part.stop))
             reader, name = self._files[piece.tensor], self._names[piece.tensor]
-            rows = reader.read(name, piece.rows(here), piece.row_shape, piece.columns)
+            rows = reader.read(
+                name,
+                piece.rows(here),
+                piece.row_shape,
+                columns and columns.columns,
+                piece.interleave.lines,
+            )
             self._check_finite(piece.tensor, rows)
-            yield here, piece.to_param(rows, here)
+            yield here, piece.to_param(rows, here, columns)
 
     def _mean(self, name: str, dim: int) -> np.ndarray:
         if name not in self._means:
@@ -277,13 +290,18 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             where,
             folder or "''",
             "must be a folder on this machine with config.json and safetensors files.",
-            "Download the model, and use the path of the downloaded folder.",
+            hub_download_action(folder)
+            if is_hub_id(folder)
+            else "Download the model with `maxpipe fetch`, and use the path of its folder.",
         )
     if not (path / FILE).exists() and (error := safetensors.adapter_error(path)) is not None:
         raise error
     said = read_description(path)
-    present = _tensors(path)
-    known = {name: safetensors.canonical(name) for name in present}
+    files_of = _tensors(path)
+    present: Mapping[str, TensorReader] = files_of
+    if said.quantization is not None:
+        present = dequantized(path, files_of, said.quantization)
+    known = {name: tensor_layouts.canonical(name) for name in present}
     said, lacking = _without_mtp(said, known.values())
     names: dict[str, str] = {}
     others: list[str] = []
@@ -300,7 +318,8 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
             raise safetensors.duplicate_tensor_error(path, names[table_name], name)
         names[table_name] = name
     files = {table_name: present[name] for table_name, name in names.items()}
-    table = safetensors.adapt_table(said.table, names)
+    transposed = [name for name, reader in files.items() if is_transposed(reader)]
+    table = tensor_layouts.adapt_table(said.table, names, transposed)
     try:
         model = map_tensors(describe(said.config), table, len(present) + _MAX_MISSING_TENSORS)
     except ValueError as error:
@@ -319,6 +338,7 @@ def open_folder(folder: str, where: str = "command line: DIR") -> HuggingFaceFol
     if missing or surplus:
         raise safetensors.tensor_mismatch_error(path, said, missing, surplus)
     _check_entries(path, wanted, files, names)
+    check_layouts(files, names, transposed)
     source = HuggingFaceFolder(path, said, said.config, model, tuple(others), lacking, files, names)
     source.check_copies()
     return source
@@ -332,6 +352,8 @@ def _without_mtp(said: ModelDescription, present: Iterable[str]) -> tuple[ModelD
     """
     count, layers = said.config.mtp_heads, said.config.num_layers
     prefixes = tuple(f"model.layers.{layers + number}." for number in range(count))
+    if said.table.mtp_layer_tensors:
+        prefixes = (_SEPARATE_MTP,)
     if not count or any(name.startswith(prefixes) for name in present):
         return said, 0
     return replace(said, section={**said.section, **WITHOUT_MTP}), count
@@ -343,6 +365,8 @@ def _undeclared_mtp_patterns(said: ModelDescription, present: Iterable[str]) -> 
     Only layers with tensors specific to multi-token prediction match. A wrong layer count in
     config.json is therefore still detected.
     """
+    if said.table.mtp_layer_tensors:
+        return frozenset([] if said.config.mtp_heads else [f"{_SEPARATE_MTP}*"])
     first = said.config.num_layers + said.config.mtp_heads
     found = set[str]()
     for row in said.table.mtp_tensors:
@@ -402,7 +426,7 @@ def _tensors(folder: Path) -> dict[str, SafetensorsReader]:
 def _check_entries(
     folder: Path,
     wanted: Mapping[str, tuple[int, ...]],
-    files: Mapping[str, SafetensorsReader],
+    files: Mapping[str, TensorReader],
     names: Mapping[str, str],
 ) -> None:
     for name, shape in wanted.items():
@@ -410,7 +434,10 @@ def _check_entries(
         where = f"{reader.path}: {names[name]}"
         if entry.dtype not in DTYPES:
             rule = f"must have dtype {' or '.join(DTYPES)}."
-            action = "Use unquantized weights."
+            action = (
+                "Use unquantized weights, or the config.json that was published with these "
+                "weights, whose quantization_config describes them."
+            )
             raise ConfigError.one(Code.HF_TENSORS, where, entry.dtype, rule, action)
         if entry.shape != shape:
             raise safetensors.wrong_shape(folder, where, name, entry.shape, shape)
@@ -419,232 +446,6 @@ def _check_entries(
 def num_params(source: HuggingFaceFolder) -> int:
     """Return the model's parameter count, in which a tied embedding table is counted once."""
     return sum(math.prod(shape) for shape in source.mapping.shapes.values())
-
-
-# --- output folders -----------------------------------------------------------
-
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
-    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
-"""Names of the tokenizer and generation files that are copied, in addition to vocabulary files."""
-
-_VOCABULARY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\.(model|tiktoken)")
-"""Pattern for the names of SentencePiece and tiktoken vocabulary files."""
-
-_MAX_VOCABULARIES = 8
-_MAX_BYTES = 1 << 28
-_SUFFIX = ".partial"
-_REMOVE_TIMEOUT_SECONDS = 3.0
-
-
-@contextlib.contextmanager
-def atomic_folder(path: str, option: str) -> Iterator[Path]:
-    """Create a temporary folder next to `path`, and rename it to `path` when the body succeeds.
-
-    On an error or Ctrl-C, the temporary folder is removed. If the process is killed, the next
-    command for the same path removes the temporary folder.
-
-    Raises:
-        ConfigError: the path already exists.
-        StorageError: the folder cannot be written.
-    """
-    given = expand_path(path, option)
-    if not path.strip() or "\0" in path or url_scheme(path):
-        rule = "must be a new folder on this machine."
-        raise ConfigError.one(
-            Code.CLI_OUTPUT, option, path or "''", rule, "Use a path such as ./model."
-        )
-    where = given.absolute()
-    check_outside_checkpoints(where, option)
-    if os.path.lexists(where):
-        rule = "must not exist, because existing folders are never overwritten."
-        raise ConfigError.one(
-            Code.CLI_OUTPUT, option, path, rule, "Use another name, or delete the folder."
-        )
-    prefix = f".{where.name}."
-    try:
-        where.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(where.parent, prefix)
-        partial, held = _new_partial(where.parent, prefix)
-    except OSError as error:
-        raise unwritable_error(where, error) from error
-    try:
-        yield partial
-        umask = os.umask(0)
-        os.umask(umask)
-        partial.chmod(0o777 & ~umask)
-        os.fsync(held)
-        if os.path.lexists(where):
-            rule = "was created by another process, and existing folders are never overwritten."
-            raise ConfigError.one(
-                Code.CLI_OUTPUT, option, path, rule, "Use another name, or delete the folder."
-            )
-        partial.rename(where)
-    except OSError as error:
-        raise unwritable_error(where, error) from error
-    finally:
-        os.close(held)
-        _remove(partial)
-
-
-def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:
-    """Return a new temporary folder and its file descriptor, which holds this process's lock."""
-    while True:
-        partial = Path(tempfile.mkdtemp(_SUFFIX, prefix, parent))
-        with contextlib.suppress(FileNotFoundError):
-            held = os.open(partial, os.O_RDONLY)
-            lock(held, wait=True)
-            # Another process could have removed the folder as a leftover before this process locked
-            # it.
-            if os.path.lexists(partial):
-                return partial, held
-            os.close(held)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder, even if library threads keep writing to it shortly after Ctrl-C.
-
-    A second Ctrl-C does not interrupt the removal.
-    """
-    end = time.monotonic() + _REMOVE_TIMEOUT_SECONDS
-    with _ignore_interrupts():
-        shutil.rmtree(folder, ignore_errors=True)
-        while os.path.lexists(folder) and time.monotonic() < end:
-            time.sleep(0.02)
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _ignore_interrupts() -> Iterator[None]:
-    """Ignore Ctrl-C in the `with` body. Only the main thread receives interrupts."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def unwritable_error(where: Path, error: OSError) -> StorageError:
-    """Return the error to raise if a folder cannot be written; its message states that all partial
-    files were removed.
-    """
-    return StorageError.unwritable(
-        where,
-        error,
-        "Free up disk space, or use a writable folder. All partial files were removed.",
-    )
-
-
-def _remove_leftovers(folder: Path, prefix: str) -> None:
-    with os.scandir(folder) as entries:
-        leftovers = [
-            entry.path
-            for entry in entries
-            if entry.name.startswith(prefix)
-            and entry.name.endswith(_SUFFIX)
-            and entry.is_dir(follow_symlinks=False)
-        ]
-    for path in leftovers:
-        with contextlib.suppress(OSError):
-            held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-            try:
-                if lock(held):
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(held)
-
-
-def copy_tokenizer_files(
-    source: Path, target: Path, names: tuple[str, ...] = TOKENIZER_FILES
-) -> list[str]:
-    """Copy vocabulary files and any existing files in `names`, and return the copied names.
-
-    Files that already exist in `target` are not overwritten.
-
-    Raises:
-        ConfigError: a file cannot be read, or is a symlink to a file outside the folder.
-        OSError: a file cannot be written.
-    """
-    copied = []
-    for name in dict.fromkeys((*names, *vocabularies(source))):
-        if (target / name).exists():
-            continue
-        _check_inside(source, source / name)
-        try:
-            content = read(source / name, _MAX_BYTES)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            rule = f"cannot be copied: {error.strerror or error}."
-            action = "Copy the file again from its source, or move it out of the folder."
-            raise ConfigError.one(
-                Code.HF_DAMAGED, str(source / name), None, rule, action
-            ) from error
-        write(target / name, content)
-        copied.append(name)
-    return copied
-
-
-def _check_inside(folder: Path, path: Path) -> None:
-    """Check that a file is not a symlink to a file outside the folder, which would be published.
-
-    Symlinks to `blobs` in the Hugging Face cache, next to the folder's `snapshots`, are allowed.
-
-    Raises:
-        ConfigError: the symlink target is outside the folder.
-    """
-    if not path.is_symlink():
-        return
-    real, whole = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    blobs = whole.parent.parent / "blobs"
-    if not real.is_relative_to(whole) and not real.is_relative_to(blobs):
-        rule = f"must not link to {real} outside the folder: that file would be copied."
-        raise ConfigError.one(
-            Code.IO_UNSAFE,
-            str(path),
-            None,
-            rule,
-            "To copy that file anyway, replace the link with the file.",
-        )
-
-
-def vocabularies(folder: Path) -> list[str]:
-    """Return the names of up to `_MAX_VOCABULARIES` vocabulary files in a folder."""
-    names = sorted(name for name in os.listdir(folder) if _VOCABULARY.fullmatch(name))
-    return names[:_MAX_VOCABULARIES]
-
-
-MessageCallback = Callable[[str], None]
-"""Function that receives a message for the user."""
-
-ProgressCallback = Callable[[str, int, int], None]
-"""Function that receives the name of a task, the megabytes completed and the total megabytes."""
-
-_MEGABYTE = 10**6
-
-
-def ignore_progress(task: str, done: int, total: int) -> None:
-    """Ignore a progress report."""
-
-
-class ByteProgress:
-    """Thread-safe byte counter that reports progress."""
-
-    def __init__(self, task: str, total: int, report: ProgressCallback):
-        self._task, self._total, self._report = task, total, report
-        self._done, self._lock = 0, threading.Lock()
-        self.add(0)
-
-    def add(self, count: int) -> None:
-        """Add completed bytes and report progress."""
-        with self._lock:
-            self._done += count
-            self._report(self._task, self._done // _MEGABYTE, -(-self._total // _MEGABYTE))
 
 
 def resolve_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -13,9 +14,8 @@ from maxpipe.checkpoint import writer
 from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manifest import SaveVerificationError
-from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
-from maxpipe.config.config_files import CONFIG_FILE
-from maxpipe.config.load import load, to_dict
+from maxpipe.config.config_files import CHECKPOINTS_FOLDER, CONFIG_FILE
+from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.rules import folder_name
 from maxpipe.config.sections.tokenizer import TokenizerConfig
 from maxpipe.config.sections.train import TrainConfig
@@ -25,20 +25,22 @@ from maxpipe.errors import ConfigError
 from maxpipe.huggingface import config_json
 from maxpipe.huggingface.config_json import FILE
 from maxpipe.huggingface.folder import (
+    HuggingFaceFolder,
+    num_params,
+    open_folder,
+)
+from maxpipe.huggingface.mapping import import_slab_shape
+from maxpipe.huggingface.output_folder import (
     TOKENIZER_FILES,
     ByteProgress,
-    HuggingFaceFolder,
     MessageCallback,
     ProgressCallback,
     atomic_folder,
     copy_tokenizer_files,
     ignore_progress,
-    num_params,
-    open_folder,
     unwritable_error,
     vocabularies,
 )
-from maxpipe.huggingface.mapping import import_slab_shape
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.param_names import unflatten
@@ -106,29 +108,16 @@ def import_folder(
                 "tokenizer": tokenizer,
             },
             str(source.folder / FILE),
-        ).config
+        )
         origin: Origin = {
             "dtype": source.dtype,
             "dtypes": {n: dtype for n, dtype in source.dtypes.items() if dtype != source.dtype},
             "folder": hub_id(source.folder) or str(source.folder.absolute()),
         }
-        data: dict[str, Any] = {
-            "step": 0,
-            "fingerprint": fingerprint,
-            WEIGHTS_ONLY: True,
-            ORIGIN: origin,
-        }
-        facts = CheckpointMetadata(0, to_dict(saved), data, time.time())
-        write_weights(_state(source), here / CHECKPOINTS, facts, target, report)
-        section = to_dict(saved)["model"]
-        del section["param_dtype"]  # new runs use the default parameter dtype
-        (here / CONFIG_FILE).write_text(
-            starter_config(section, tokenizer, target), encoding="utf-8"
-        )
-    say(f"wrote {target}")
-    config = shlex.quote(str(target / CONFIG_FILE))
-    rows = f"train.sequence_length={length}"
-    say(f"next: maxpipe train {config} data.source=text data.path=... {rows} train.steps=...")
+        data = {"fingerprint": fingerprint, ORIGIN: origin}
+        write_import(here, target, saved, _params(source), data, tokenizer, report)
+    for line in next_steps(target, f"train.sequence_length={length}"):
+        say(line)
 
 
 _OUT = "command line: --out"
@@ -138,6 +127,8 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
     """Return lines for the user that describe a Hugging Face folder."""
     table = source.description.table
     types = ", ".join(sorted(set(source.dtypes.values())))
+    if (quantized := source.description.quantization) is not None:
+        types += f" (dequantized from {quantized.encoding.name})"
     lines = [
         f"{source.folder}: {table.architecture}, {num_params(source):,} parameters in {types}, "
         f"{pluralize(source.num_files, 'file')}"
@@ -162,34 +153,62 @@ def describe_source(source: HuggingFaceFolder) -> list[str]:
     return lines
 
 
-def write_weights(
-    state: dict[str, Any],
+def write_import(
     folder: Path,
-    facts: CheckpointMetadata,
     target: Path,
+    loaded: LoadedConfig,
+    params: Mapping[str, writer.LazySlabArray],
+    data: Mapping[str, Any],
+    tokenizer: Mapping[str, str],
     report: ProgressCallback,
 ) -> None:
-    """Write a checkpoint of lazily read arrays to `folder`. Error messages name `target`, its final
-    location.
+    """Write a weights-only checkpoint, and a config for runs that start from it.
+
+    Args:
+        folder: folder to write.
+        target: final location of the folder.
+        loaded: config of the imported model.
+        params: lazily read parameters in checkpoint layout, keyed by name.
+        data: entries of the data section of the checkpoint.
+        tokenizer: section `tokenizer` of the config for runs.
+        report: function that receives the progress in megabytes.
+
+    Raises:
+        StorageError: the checkpoint cannot be written.
     """
-    folder.mkdir()
+    facts = CheckpointMetadata(
+        0, to_dict(loaded.config), {"step": 0, WEIGHTS_ONLY: True, **data}, time.time()
+    )
+    state = {"params": unflatten({tuple(name.split(".")): each for name, each in params.items()})}
+    (checkpoints := folder / CHECKPOINTS_FOLDER).mkdir()
     total = sum(array.nbytes for array in leaves_by_name(state).values())
     written = ByteProgress("writing", total, report)
     try:
-        writer.save(CheckpointFolder(folder), facts, state, written.add)
+        writer.save(CheckpointFolder(checkpoints), facts, state, written.add)
     except SaveVerificationError as error:
         raise unwritable_error(target, OSError(f"{error} during verification")) from error
+    section = to_dict(loaded.config)["model"]
+    del section["param_dtype"]  # new runs use the default parameter dtype
+    text = _starter_config(section, tokenizer, target)
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
 
 
-def _state(source: HuggingFaceFolder) -> dict[str, Any]:
+def next_steps(target: Path, *settings: str) -> list[str]:
+    """Return lines that name the written folder and the command that trains from it."""
+    config = shlex.quote(str(target / CONFIG_FILE))
+    more = " ".join(["data.source=text", "data.path=...", *settings, "train.steps=..."])
+    return [f"wrote {target}", f"next: maxpipe train {config} {more}"]
+
+
+def _params(source: HuggingFaceFolder) -> dict[str, writer.LazySlabArray]:
     """Return lazily read parameters in checkpoint layout, in the dtypes of the weight files."""
-    arrays: dict[tuple[str, ...], writer.LazySlabArray] = {}
+    arrays: dict[str, writer.LazySlabArray] = {}
     for name, shape in source.mapping.shapes.items():
         dtype = source.stored_dtype(name)
         slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
         read = partial(source.read_region, name, dtype)
-        arrays[tuple(name.split("."))] = writer.LazySlabArray(shape, dtype, slab, read)
-    return {"params": unflatten(arrays)}
+        arrays[name] = writer.LazySlabArray(shape, dtype, slab, read, is_finite=True)
+    return arrays
 
 
 def _tokenizer(
@@ -214,7 +233,7 @@ def _tokenizer(
 _TOKENIZER = "tokenizer.json"
 
 
-def starter_config(section: dict[str, Any], tokenizer: dict[str, str], target: Path) -> str:
+def _starter_config(section: dict[str, Any], tokenizer: Mapping[str, str], target: Path) -> str:
     """Return a config for `maxpipe train` that lacks only the data source and the number of
     steps.
     """

@@ -71,21 +71,47 @@ def parse_axis_mapping(text: str) -> AxisMapping:
 
 
 class InterleavedSlice(NamedTuple):
-    """Every `every`-th entry of a tensor's last dim, starting at index `number`.
+    """Every `every`-th entry of one dim of a tensor, starting at index `number`.
 
-    If `is_block` is set, the slice is instead the block with index `number` of `every` equal
-    blocks.
+    If `is_block` is set, the slice is instead the block with index `number` of `every` equal blocks
+    of the last dim.
     """
 
     number: int = 0
     every: int = 1
+    dim: int = -1
+    """Index of the dim, counted from the last dim."""
     is_block: bool = False
 
+    @property
+    def lines(self) -> slice:
+        """Entries of the second-to-last dim that a reader selects."""
+        return slice(self.number, None, self.every) if self.dim == -2 else slice(None)
+
     def take(self, tensor: np.ndarray) -> np.ndarray:
-        """Return a view of the entries that this slice selects. Blocks have already been
-        selected.
-        """
-        return tensor if self.is_block else tensor[..., self.number :: self.every]
+        """Return a view of the entries of the last dim that this slice selects."""
+        if self.is_block:
+            width = tensor.shape[-1] // self.every
+            return tensor[..., self.number * width : (self.number + 1) * width]
+        return tensor[..., self.number :: self.every] if self.dim == -1 else tensor
+
+    def whole(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the tensor, given the shape of this slice."""
+        sizes = list(shape)
+        sizes[self.dim] *= self.every
+        return tuple(sizes)
+
+
+class ColumnRange(NamedTuple):
+    """A range of a tensor's last dim, and the part of a parameter that it stores."""
+
+    dim: int
+    """Index of the parameter dim that is outermost in the tensor's last dim."""
+    remaining_dim: int
+    """Index of that dim in `AxisMapping.remaining_dims`."""
+    part: slice
+    """Range of that dim."""
+    columns: tuple[int, int]
 
 
 class TensorSlice(NamedTuple):
@@ -109,15 +135,7 @@ class TensorSlice(NamedTuple):
     @property
     def row_shape(self) -> tuple[int, ...]:
         """Return the shape of one row of the tensor."""
-        return (*self.shape[1:-1], self.shape[-1] * self.interleave.every) if self.shape[1:] else ()
-
-    @property
-    def columns(self) -> range | None:
-        """Return the entries of each row that the slice contains, or None for all entries."""
-        if not self.interleave.is_block:
-            return None
-        first = self.interleave.number * self.shape[-1]
-        return range(first, first + self.shape[-1])
+        return self.interleave.whole(self.shape)[1:]
 
     @property
     def outer_dim(self) -> int:
@@ -145,11 +163,42 @@ class TensorSlice(NamedTuple):
         each = self.shape[0] // self.sizes[self.outer_dim]
         return self.first + part.start * each, self.first + part.stop * each
 
-    def to_param(self, rows: np.ndarray, part: slice) -> np.ndarray:
-        """Convert the tensor rows for a slice of `outer_dim` to the parameter's layout."""
+    def columns(self, taken: Sequence[slice]) -> ColumnRange | None:
+        """Return the range of the tensor's last dim that stores a part of this slice, or None if
+        the part covers the last dim.
+
+        `taken` contains the part's range of each of `axis_mapping.remaining_dims`.
+        """
+        group = self.axis_mapping.hf_dims[-1]
+        if len(self.axis_mapping.hf_dims) == 1 or not self.is_divisible or not group:
+            return None
+        dim = self.axis_mapping.param_dims.index(group[0])
+        remaining = self.axis_mapping.remaining_dims.index(group[0])
+        part = taken[remaining]
+        if part == slice(0, self.sizes[dim]) and not self.interleave.is_block:
+            return None
+        each = self.shape[-1] // self.sizes[dim]
+        if self.interleave.is_block:
+            first = self.interleave.number * self.shape[-1]
+            columns = (first + part.start * each, first + part.stop * each)
+            return ColumnRange(dim, remaining, part, columns)
+        each *= self.interleave.every if self.interleave.dim == -1 else 1
+        return ColumnRange(dim, remaining, part, (part.start * each, part.stop * each))
+
+    def to_param(
+        self, rows: np.ndarray, part: slice, columns: ColumnRange | None = None
+    ) -> np.ndarray:
+        """Convert the tensor rows for a slice of `outer_dim` to the parameter's layout.
+
+        If `columns` is set, `rows` contains only these columns.
+        """
         sizes = list(self.sizes)
         sizes[self.outer_dim] = part.stop - part.start
-        return self.axis_mapping.to_param(self.interleave.take(rows), tuple(sizes))
+        if columns is not None:
+            sizes[columns.dim] = columns.part.stop - columns.part.start
+        if columns is None or not self.interleave.is_block:
+            rows = self.interleave.take(rows)
+        return self.axis_mapping.to_param(rows, tuple(sizes))
 
     def tensor_shape(self, rows: int) -> tuple[int, ...]:
         """Return the tensor's shape, given its number of rows.
@@ -159,7 +208,7 @@ class TensorSlice(NamedTuple):
         if self.stacked:
             return (self.stacked, rows, *self.shape[1:])
         if self.interleave.every > 1:
-            return (*self.shape[:-1], self.shape[-1] * self.interleave.every)
+            return self.interleave.whole(self.shape)
         return (rows, *self.shape[1:])
 
 
@@ -203,8 +252,7 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     assert len(names) == len(table.tensors), f"{table.architecture} maps a parameter twice"
     pieces: dict[str, list[TensorSlice]] = {}
     params: dict[str, Param] = {}
-    lanes = Counter(row.theirs for row in table.tensors if row.interleaved)
-    lanes += _column_blocks(model, table)
+    lanes = _interleaved_slices(model, table)
     sizes: dict[str, int] = {}  # rows or interleaved slices assigned so far, per tensor
     blocks = _blocks(model, table)
     found: dict[str, tuple[int, ...]] = {}
@@ -230,21 +278,25 @@ def map_tensors(model: Model, table: HuggingFace, most: int | None = None) -> Te
     return TensorMapping(pieces_of, shapes, params, found, copies)
 
 
-def _column_blocks(model: Model, table: HuggingFace) -> Counter[str]:
-    """Return the number of layers in each tensor whose last dim concatenates layers."""
-    return Counter(
-        row.theirs
-        for row in table.tensors
-        for layer_type in model.layers
-        if row.is_column_block
-        and tuple(row.ours.split(".")) in model.layer_types[layer_type].params
-    )
+def _interleaved_slices(model: Model, table: HuggingFace) -> Counter[str]:
+    """Return the number of interleaved slices or column blocks of each tensor. A tensor without a
+    layer index in its name has one column block per layer.
+    """
+    found: Counter[str] = Counter()
+    for row in table.tensors:
+        if row.is_column_block and "{layer}" not in row.theirs:
+            name = tuple(row.ours.split("."))
+            layer_types = (model.layer_types[each] for each in model.layers)
+            found[row.theirs] += sum(name in each.params for each in layer_types)
+        elif row.interleaved or row.is_column_block:
+            found[row.theirs] += 1
+    return found
 
 
 def _blocks(model: Model, table: HuggingFace) -> Counter[str]:
     """Return the rows per block of each tensor that stacks blocks along a leading dim."""
     found: Counter[str] = Counter()
-    if any(_is_stacked(row) for row in table.tensors):
+    if any(map(_is_stacked, (*table.tensors, *table.mtp_layer_tensors))):
         for _, param, row, layer, _ in _params_in_layer_order(model, table):
             if _is_stacked(row):
                 found[row.theirs.format(layer=layer)] += parse_axis_mapping(row.dims).shape(
@@ -302,8 +354,10 @@ def _params_in_layer_order(
         for name, param, row in _of_layer(model.layer_types[layer_type], rows):
             yield f"{prefix}{name}", param, row, layer, place
     if (heads := _mtp_layers(model, table)) is not None:
+        rows_of_heads = {row.ours: row for row in table.mtp_layer_tensors} or rows
+        first = 0 if table.mtp_layer_tensors else len(model.layers)
         for place in range(heads.num_heads):
-            layer = len(model.layers) + place
+            layer = first + place
             for row in table.mtp_tensors:
                 yield (
                     f"{_MTP_PREFIX}{row.ours}",
@@ -312,7 +366,7 @@ def _params_in_layer_order(
                     layer,
                     place,
                 )
-            for name, param, row in _of_layer(heads.layer_type, rows):
+            for name, param, row in _of_layer(heads.layer_type, rows_of_heads):
                 yield f"{_MTP_PREFIX}layer.{name}", param, row, layer, place
     for name, param in ends.items():
         if not name.startswith(_MTP_PREFIX):
@@ -359,10 +413,13 @@ def _iter_slices(
             yield TensorSlice(name, first, shape, whole, form, param.shape, stacked=count)
             continue
         first = taken.get(name, 0)
-        taken[name] = first + (1 if lanes else shape[0])
+        taken[name] = first + (1 if lanes > 1 else shape[0])
         start, lane = first, InterleavedSlice()
-        if lanes:
-            start, lane = 0, InterleavedSlice(first, lanes, row.is_column_block)
+        if lanes > 1:
+            dim = -1
+            if row.interleaved:
+                dim = form.hf_dims.index((row.interleaved,)) - len(form.hf_dims)
+            start, lane = 0, InterleavedSlice(first, lanes, dim, row.is_column_block)
         yield TensorSlice(name, start, shape, whole, form, param.shape, lane)
 
 
@@ -426,7 +483,7 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-_BLOCK = 256
+_BLOCK = 128
 """Side length, in elements, of the square blocks in which arrays are transposed."""
 
 

@@ -1,14 +1,10 @@
-"""Safetensors files: validated reading, incremental writing, and alternative tensor layouts.
+"""Safetensors files: validated reading, incremental writing, and errors about their tensors.
 
 The numpy interface of the `safetensors` package does not support bfloat16, so this module has its
 own reader, which reads each tensor into a single array. Because model folders come from untrusted
 sources, the reader rejects headers with duplicate names or gaps between tensors.
 
-A family's conversion table describes the tensor layout of published Hugging Face checkpoints.
-Training and serving tools save the same weights with other prefixes, with fused projections, or
-with all experts in one tensor (`save_original_format=False` in transformers 5). `adapt_table`
-detects the layout from the tensor names. If a folder does not match its config.json, the error
-names the detected layout.
+If a folder does not match its config.json, the error names the detected layout.
 
 Source of the format: https://huggingface.co/docs/safetensors.
 """
@@ -21,8 +17,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +29,6 @@ from maxpipe.huggingface.config_json import FILE, ModelDescription
 from maxpipe.io.files import open_regular
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
-from maxpipe.models.huggingface import HuggingFace, Tensor
 
 DTYPES: Mapping[str, np.dtype] = {
     "F32": np.dtype(np.float32),
@@ -43,7 +37,16 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 """Supported weight dtypes, keyed by their name in safetensors files."""
 
+_STORED: Mapping[str, np.dtype] = {
+    **DTYPES,
+    **dict.fromkeys(("U8", "F8_E4M3", "F8_E8M0"), np.dtype(np.uint8)),
+    **{"I32": np.dtype(np.int32), "I64": np.dtype(np.int64)},
+}
+"""Dtypes in which tensors are read. Codes of 8-bit floats are read as bytes."""
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES[np.dtype(ml_dtypes.float8_e4m3fn)] = "F8_E4M3"
+_WRITTEN = {name: dtype for dtype, name in _NAMES.items()}
 _BITS = {
     **{"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64},
     **{"I64": 64, "F64": 64, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "C64": 64},
@@ -94,43 +97,46 @@ class SafetensorsReader:
         name: str,
         rows: tuple[int, int] | None = None,
         row_shape: tuple[int, ...] | None = None,
-        columns: range | None = None,
+        columns: tuple[int, int] | None = None,
+        lines: slice = slice(None),
     ) -> np.ndarray:
         """Read a tensor or a range of its rows.
 
         A row is an entry along the first dim. If `row_shape` is set, all dims before it are merged
-        into one row dim. If `columns` is set, only these entries of each row are read.
+        into one row dim. If `columns` is set, only this range of the last dim is read. `lines`
+        selects entries of the second-to-last dim.
 
         Raises:
             ConfigError: the file ends too early or cannot be read.
         """
         entry = self.entries[name]
-        dtype, shape, begin = DTYPES[entry.dtype], entry.shape, entry.begin
+        dtype, shape, begin = _STORED[entry.dtype], entry.shape, entry.begin
         if rows is not None:
             row_shape = shape[1:] if row_shape is None else row_shape
             begin += rows[0] * math.prod(row_shape) * dtype.itemsize
             shape = (rows[1] - rows[0], *row_shape)
-        if columns is None:
-            array, stride = np.empty(shape, dtype), 0
-            parts = [_bytes(array)]
-        else:
-            assert len(shape) == 2
-            array, stride = np.empty((shape[0], len(columns)), dtype), shape[1] * dtype.itemsize
-            parts = [_bytes(row) for row in array]
-            begin += columns.start * dtype.itemsize
+        step, count = 0, 1  # distance and number of the parts to read
+        if columns is not None:
+            step, count = shape[-1] * dtype.itemsize, math.prod(shape[:-1])
+            begin += columns[0] * dtype.itemsize
+            shape = (*shape[:-1], columns[1] - columns[0])
+        array = np.empty(shape, dtype)
+        buffer = _bytes(array)
+        size = len(buffer) // max(count, 1)
         try:
             with open(open_regular(self.path), "rb", buffering=0) as stream:
-                for number, part in enumerate(parts):
-                    stream.seek(self._start + begin + number * stride)
-                    done = 0
-                    while done < len(part) and (count := stream.readinto(part[done:])):
-                        done += count
-                    if done < len(part):
-                        reason = f"ends inside the tensor {quote_name(name)}"
-                        raise damaged_file_error(self.path, reason)
+                for part in range(count):
+                    _read(
+                        stream.fileno(),
+                        buffer[part * size : (part + 1) * size],
+                        self._start + begin + part * step,
+                    )
+        except EOFError as error:
+            reason = f"ends inside the tensor {quote_name(name)}"
+            raise damaged_file_error(self.path, reason) from error
         except OSError as error:
             raise damaged_file_error(self.path, error.strerror or str(error)) from error
-        return array
+        return array if lines == slice(None) else array[..., lines, :]
 
 
 def damaged_file_error(path: Path, reason: str) -> ConfigError:
@@ -262,7 +268,7 @@ class SafetensorsWriter:
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor."""
-        return DTYPES[self._entries[name].dtype]
+        return _WRITTEN[self._entries[name].dtype]
 
     def write(
         self,
@@ -283,21 +289,24 @@ class SafetensorsWriter:
             OSError: the rows cannot be written.
         """
         entry = self._entries[name]
-        dtype = DTYPES[entry.dtype]
+        dtype = _WRITTEN[entry.dtype]
         *most, last = values.shape
         shape = (*most, last * every)
         row_shape = entry.shape[len(entry.shape) - len(most) :]
         assert values.dtype == dtype and shape[1:] == row_shape
         place = self._start + entry.begin + row * math.prod(shape[1:]) * dtype.itemsize
         if is_block:
-            for index, part in enumerate(np.ascontiguousarray(values)):
+            for index, part in enumerate(np.ascontiguousarray(values).reshape(-1, last)):
                 _write(self._file, _bytes(part), place + (index * every + number) * part.nbytes)
             return
         if every > 1:
             # Keep the entries of the other interleaved parameters, which may already have been
             # written.
             rows = np.empty(shape, dtype)
-            _read(self._file, _bytes(rows), place)
+            try:
+                _read(self._file, _bytes(rows), place)
+            except EOFError as error:
+                raise OSError(errno.EIO, str(error)) from error
             rows[..., number::every] = values
             values = rows
         data = _bytes(np.ascontiguousarray(values))
@@ -320,12 +329,16 @@ def _bytes(array: np.ndarray) -> memoryview:
 
 
 def _read(file: int, view: memoryview, place: int) -> None:
+    """Fill `view` with the bytes at `place`.
+
+    Raises:
+        EOFError: the file ends too early.
+        OSError: the file cannot be read.
+    """
     while view:
-        data = os.pread(file, len(view), place)
-        if not data:
-            raise OSError(errno.EIO, "the file was truncated")
-        view[: len(data)] = data
-        view, place = view[len(data) :], place + len(data)
+        if not (count := os.preadv(file, [view], place)):
+            raise EOFError("the file was truncated")
+        view, place = view[count:], place + count
 
 
 def _write(file: int, data: bytes | memoryview, place: int) -> None:
@@ -333,124 +346,6 @@ def _write(file: int, data: bytes | memoryview, place: int) -> None:
     while view:
         count = os.pwrite(file, view, place)
         view, place = view[count:], place + count
-
-
-# --- tensor layouts -----------------------------------------------------------
-
-_WRAPPERS = re.compile(
-    r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-"""Names of PyTorch wrapper modules, which may occur anywhere in a tensor name."""
-
-_ROOTS = r"(?:(?:base_model|module|model|language_model|text_model)\.)*"
-_PARTS = "embed_tokens|layers|norm|rotary_emb"
-_PARTS += "|embed_tokens_per_layer|per_layer_model_projection|per_layer_projection_norm"
-_BODY = re.compile(rf"{_ROOTS}((?:{_PARTS})\..*)", re.DOTALL)
-_HEAD = re.compile(rf"{_ROOTS}(lm_head\..*)", re.DOTALL)
-
-_FUSED = (
-    (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.qkv_proj"),
-    (("gate_proj", "up_proj"), "gate_up_proj"),
-    (("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), "self_attn.fused_qkv_a_proj_with_mqa"),
-)
-"""Names of separate modules, and the name of the fused module that concatenates their rows."""
-
-_STACKED = (
-    (("gate", "up"), ("gate_up_proj", "gate_up_proj.weight", "w13_weight")),
-    (("down",), ("down_proj", "down_proj.weight", "w2_weight")),
-    (("gate",), ("gate_proj", "gate_proj.weight")),
-    (("up",), ("up_proj", "up_proj.weight")),
-)
-"""Expert parameters, and the names of tensors that stack them over all experts, with the shape
-`[E, 2F, D]` or `[E, D, F]`."""
-
-_RENAMED_MODULES = ((".block_sparse_moe.", ".mlp."),)
-"""Old and new names of modules that transformers 5 renamed."""
-
-
-def canonical(name: str) -> str:
-    """Return a tensor name without the prefixes that training tools add."""
-    name = _WRAPPERS.sub("", name)
-    if body := _BODY.fullmatch(name):
-        return f"model.{body[1]}"
-    if head := _HEAD.fullmatch(name):
-        return head[1]
-    return name
-
-
-def adapt_table(table: HuggingFace, names: Iterable[str]) -> HuggingFace:
-    """Return the conversion table with rows adapted to the layout of the tensors in `names`."""
-    present = {_pattern(name) for name in names}
-    rows = {row.ours: row for row in table.tensors}
-    rows |= _renamed_rows(rows, present)
-    for other in (*_stacked(rows), *_fused(rows)):
-        rows |= _if_present(rows, other, present)
-    return replace(table, tensors=tuple(rows.values()))
-
-
-_Rows = dict[str, Tensor]
-
-
-def _pattern(name: str) -> str:
-    """Return a tensor name or name template with `#` in place of layer and expert indices."""
-    return re.sub(r"(?<=\.)(?:\d+|\{layer\}|\{expert\})(?=\.)", "#", name)
-
-
-def _if_present(rows: _Rows, other: _Rows, present: set[str]) -> _Rows:
-    """Return the rows `other` if the files contain all tensors of these rows; otherwise, no rows.
-
-    The result is also empty if the files contain a tensor that `other` would replace.
-    """
-    wanted = {_pattern(row.theirs) for row in other.values()}
-    replaced = {_pattern(rows[name].theirs) for name in other} - wanted
-    return other if wanted <= present and not replaced & present else {}
-
-
-def _renamed_rows(rows: _Rows, present: set[str]) -> _Rows:
-    for old, new in _RENAMED_MODULES:
-        if any(old in name for name in present):
-            continue
-        if any(f"{new}experts." in name for name in present):
-            return {
-                name: replace(row, theirs=row.theirs.replace(old, new))
-                for name, row in rows.items()
-            }
-    return {}
-
-
-def _stacked(rows: _Rows) -> Iterator[_Rows]:
-    for parts, targets in _STACKED:
-        mine = {f"experts.{part}": rows.get(f"experts.{part}") for part in parts}
-        found = {name: row for name, row in mine.items() if row and "{expert}" in row.theirs}
-        if len(found) < len(parts):
-            continue
-        for target in targets:
-            yield {
-                name: replace(row, theirs=row.theirs.partition("{expert}")[0] + target)
-                for name, row in found.items()
-            }
-
-
-def _fused(rows: _Rows) -> Iterator[_Rows]:
-    by_tensor: dict[str, list[Tensor]] = {}
-    for row in rows.values():
-        by_tensor.setdefault(row.theirs, []).append(row)
-    for parts, joined in _FUSED:
-        for first in by_tensor:
-            for part in (parts[0], joined):
-                stem, found, ending = first.partition(f"{part}.")
-                if not found or (stem and not stem.endswith(".")):
-                    continue
-                apart = [by_tensor.get(f"{stem}{each}.{ending}", []) for each in parts]
-                together = by_tensor[first]
-                whole = f"{stem}{joined}.{ending}"
-                if part == parts[0] and all(apart):
-                    yield {row.ours: replace(row, theirs=whole) for each in apart for row in each}
-                if part == joined and len(together) == len(parts):
-                    yield {
-                        row.ours: replace(row, theirs=f"{stem}{each}.{ending}")
-                        for row, each in zip(together, parts, strict=True)
-                    }
 
 
 _SHOWN = 5
@@ -474,9 +369,8 @@ _KNOWN_MISMATCHES: Sequence[tuple[str, str, str]] = (
     (
         r"\.(weight_scale(_inv)?|weight_packed|absmax|quant_map|SCB"
         r"|\w+_blocks|\w+_scales)$|\.quant_state\.",
-        f"has quantized weights, but its {FILE} has no quantization_config",
-        f"Restore the {FILE} that was published with these weights: maxpipe then prints a command "
-        "that dequantizes them.",
+        f"has quantized weights that quantization_config in {FILE} does not describe",
+        f"Restore the {FILE} that was published with these weights.",
     ),
     (
         r"(^|\.)(tok_embeddings\.|attention\.w[qkvo]\.|feed_forward\.w[123]\.)",
@@ -653,11 +547,12 @@ def wrong_shape(
         )
     if len(shape) == len(wanted) > 1 and shape == (*wanted[:-2], wanted[-1], wanted[-2]):
         action = "Transpose the last two dims of the tensor, as in the transformers layout."
-    rule = f"must have the shape {_shape(wanted)} from {FILE}."
-    return ConfigError.one(Code.HF_TENSORS, where, _shape(shape), rule, action)
+    rule = f"must have the shape {format_shape(wanted)} from {FILE}."
+    return ConfigError.one(Code.HF_TENSORS, where, format_shape(shape), rule, action)
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def format_shape(shape: tuple[int, ...]) -> str:
+    """Return a shape for messages."""
     return " x ".join(map(str, shape)) or "scalar"
 
 

@@ -1,7 +1,6 @@
-"""File access: size-limited reads, writes that never follow symbolic links, and remote storage.
+"""File access: size-limited reads, and writes that never follow symbolic links.
 
-This module also detects accelerators from their device files, without jax, and opens buckets of
-Google Cloud Storage (`gs://BUCKET/PATH`) through fsspec.
+This module also detects accelerators from their device files, without jax.
 """
 
 from __future__ import annotations
@@ -9,14 +8,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
-import logging
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TypeVar
 
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.typed_json import parse_json
@@ -259,20 +256,3 @@ def gpus() -> list[Path]:
 
 def _files(patterns: tuple[str, ...]) -> list[Path]:
     return [path for pattern in patterns for path in sorted(Path("/dev").glob(pattern))]
-
-
-@functools.cache
-def gcs_filesystem() -> Any:
-    """Return the fsspec file system of Google Cloud Storage. Paths may begin with `gs://`.
-
-    Raises:
-        ImportError: gcsfs is not installed.
-    """
-    import fsspec
-    from fsspec.config import conf
-
-    # gcsfs logs tracebacks even for errors that it raises or handles.
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
-    # Cached listings would miss files that tensorstore and other hosts write.
-    conf.setdefault("gcs", {})["use_listings_cache"] = False
-    return fsspec.filesystem("gcs")

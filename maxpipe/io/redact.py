@@ -45,7 +45,8 @@ _SECRET_FORMS = re.compile(
 one of the two slashes may be missing."""
 
 _SECRET_NAME = (
-    r"pass(?:word|wd|phrase)|secret|api[_-]?key|access[_-]?key|private[_-]?key|credential"
+    r"pass(?:word|wd|phrase)|secret|(?:api|access|account|private)[_-]?key|credential"
+    r"|connection[_-]?string"
     r"|authorization|signature|(?:access|api|auth|bearer|id|refresh|session)-?token"
     r"|(?<![A-Za-z])(?<!bos_|eos_|pad_|unk_|sep_|cls_|per_)(?<!mask_)token(?![A-Za-z])"
 )
@@ -163,6 +164,13 @@ def register_secrets(argv: Sequence[str]) -> None:
             )
     values = {value.strip("\"'") for value in secrets}
     _registered_secrets = tuple(value for value in values if len(value) >= _MIN_ARGUMENT_CHARS)
+
+
+def register_secret(secret: str) -> None:
+    """Register a secret that a library has read, such as a token of its login."""
+    global _registered_secrets
+    if secret not in _registered_secrets:
+        _registered_secrets = (*_registered_secrets, secret)
 
 
 def redact_variable_names(names: Any) -> Any:

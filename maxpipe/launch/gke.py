@@ -146,7 +146,9 @@ def create_submission(job: Job) -> Submission:
     }
     script = _SUBMIT_SCRIPT.format(**words)
     files = {_SUBMIT: script, _MANIFEST: header + manifests, CONFIG_FILE: job.host_config()}
-    return Submission(files, ["bash", str(job.folder / _SUBMIT)], "kubectl")
+    pods = f"jobset.sigs.k8s.io/jobset-name={job.name},batch.kubernetes.io/job-completion-index=0"
+    follow = shlex.join([*kubectl, "logs", "--follow", f"--selector={pods}"])
+    return Submission(files, ["bash", str(job.folder / _SUBMIT)], "kubectl", follow)
 
 
 def _check(job: Job) -> None:

@@ -170,6 +170,8 @@ class Submission:
     submit_command: Sequence[str]
     tool: str
     """Program that must be installed on this machine to submit the job."""
+    follow_command: str = ""
+    """Command that follows the output of a submitted job; empty if the submission prints it."""
 
     def render(self, folder: Path) -> str:
         """Return the contents of all files, each preceded by its path."""
@@ -365,6 +367,7 @@ def check_local(loaded: LoadedConfig, processes: int) -> str:
         ConfigError: the run cannot start. The error lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
+    check_run_folder(loaded)
     total = config.mesh.cpu_devices
     if processes < 1:
         rule, action = "must be at least 1.", "Leave out --processes to use one process."
@@ -421,6 +424,7 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
         ConfigError: the run cannot start. The error lists every reason.
     """
     config, found = loaded.config, Preflight(loaded.origins)
+    check_run_folder(loaded)
     _refuse_secrets(loaded)
     if not config.launch.topology:
         rule = "must name the device type and the size of one slice."
@@ -464,6 +468,19 @@ def check_hosts(loaded: LoadedConfig, workdir: Path, *, shared: bool) -> tuple[C
         f"{config.launch.image or config.launch.program}: all hosts must use this version"
     )
     return config, hosts, found.report()
+
+
+def check_run_folder(loaded: LoadedConfig) -> None:
+    """Check that `run.dir` is a folder. A launcher writes the logs of all processes to it.
+
+    Raises:
+        ConfigError: `run.dir` is in a bucket.
+    """
+    if is_remote(loaded.config.run.dir):
+        where = error_location("run.dir", loaded.origins)
+        rule = "must be a folder for `maxpipe launch`, which writes logs to it."
+        action = f"Set run.dir=runs, and checkpoint.dir={loaded.config.run.dir} for checkpoints."
+        raise ConfigError.one(Code.LAUNCH_SETTING, where, loaded.config.run.dir, rule, action)
 
 
 def _refuse_secrets(loaded: LoadedConfig) -> None:

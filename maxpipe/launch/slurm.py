@@ -146,7 +146,8 @@ def create_submission(job: Job) -> Submission:
         _TASK: _TASK_SCRIPT.format(**words),
         CONFIG_FILE: job.host_config(**devices),
     }
-    return Submission(files, ["sbatch", str(job.folder / _JOB)], "sbatch")
+    follow = f"tail -F {shlex.quote(str(job.folder))}/slurm-*.log"
+    return Submission(files, ["sbatch", str(job.folder / _JOB)], "sbatch", follow)
 
 
 def _directives(job: Job, per_host: int) -> list[str]:

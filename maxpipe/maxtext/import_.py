@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import math
-import shlex
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from maxpipe.checkpoint import writer
-from maxpipe.checkpoint.folder import CheckpointMetadata
-from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER
-from maxpipe.config.config_files import CONFIG_FILE, SUFFIXES
-from maxpipe.config.load import LoadedConfig, load, to_dict
+from maxpipe.config.config_files import SUFFIXES
+from maxpipe.config.load import LoadedConfig, load
 from maxpipe.config.migration import maxtext
 from maxpipe.config.migration.maxtext_files import is_maxtext_file
 from maxpipe.errors import Code, ConfigError
-from maxpipe.huggingface.folder import (
+from maxpipe.huggingface.import_ import SLAB_BYTES, next_steps, write_import
+from maxpipe.huggingface.output_folder import (
     MessageCallback,
     ProgressCallback,
     atomic_folder,
     ignore_progress,
 )
-from maxpipe.huggingface.import_ import SLAB_BYTES, WEIGHTS_ONLY, starter_config, write_weights
 from maxpipe.io.files import expand_path, url_scheme
 from maxpipe.maxtext.layout import ParamLayout, RopeLayout, is_interleaved, lay_out
 from maxpipe.maxtext.orbax_arrays import ParamArrays, open_arrays
-from maxpipe.models.param_names import unflatten
 
 PREFIX = "maxtext:"
 """Prefix that denotes a checkpoint of MaxText on the command line."""
@@ -71,18 +65,13 @@ def import_checkpoint(
     if (stored := arrays.shape("token_embedder.embedding")[0]) > full.model.vocab_size:
         say(f"the last {stored - full.model.vocab_size} of {stored} token embeddings are left out")
     target = expand_path(out, _OUT).absolute()
-    section = to_dict(full)["model"]
-    data: dict[str, Any] = {"step": 0, "fingerprint": {}, WEIGHTS_ONLY: True}
+    tokenizer = {"kind": full.tokenizer.kind, "path": full.tokenizer.path}
+    tokenizer = tokenizer if full.tokenizer.path else {}
     with atomic_folder(out, _OUT) as here:
-        facts = CheckpointMetadata(0, to_dict(full), data, time.time())
-        write_weights(_state(arrays, layouts), here / CHECKPOINTS_FOLDER, facts, target, report)
-        del section["param_dtype"]  # new runs use the default parameter dtype
-        tokenizer = {"kind": full.tokenizer.kind, "path": full.tokenizer.path}
-        text = starter_config(section, tokenizer if tokenizer["path"] else {}, target)
-        (here / CONFIG_FILE).write_text(text, encoding="utf-8")
-    say(f"wrote {target}")
-    command = shlex.quote(str(target / CONFIG_FILE))
-    say(f"next: maxpipe train {command} data.source=text data.path=... train.steps=...")
+        params = _params(arrays, layouts)
+        write_import(here, target, loaded, params, {"fingerprint": {}}, tokenizer, report)
+    for line in next_steps(target):
+        say(line)
 
 
 def _read_config(config: str, arrays: ParamArrays) -> tuple[Path, LoadedConfig]:
@@ -112,15 +101,17 @@ def _describe(arrays: ParamArrays, layouts: Mapping[str, ParamLayout], config: P
     return f"{arrays.folder}: {count:,} parameters in {', '.join(types)}; model: {config}"
 
 
-def _state(arrays: ParamArrays, layouts: Mapping[str, ParamLayout]) -> dict[str, Any]:
+def _params(
+    arrays: ParamArrays, layouts: Mapping[str, ParamLayout]
+) -> dict[str, writer.LazySlabArray]:
     """Return lazily read parameters in checkpoint layout."""
-    lazy: dict[tuple[str, ...], writer.LazySlabArray] = {}
+    lazy: dict[str, writer.LazySlabArray] = {}
     for name, layout in layouts.items():
         dtype = arrays.dtype(layout.slices[0].array)
         slab = _slab(layout, SLAB_BYTES // dtype.itemsize)
         read = partial(layout.read, arrays)
-        lazy[tuple(name.split("."))] = writer.LazySlabArray(layout.shape, dtype, slab, read)
-    return {"params": unflatten(lazy)}
+        lazy[name] = writer.LazySlabArray(layout.shape, dtype, slab, read)
+    return lazy
 
 
 def _slab(layout: ParamLayout, most: int) -> tuple[int, ...]:

@@ -197,7 +197,10 @@ def _attention(model: Model, layer: int, tokens: int) -> float:
     """Return the multiply-adds per token in the attention matmuls of a layer."""
     layer_type = model.layer_types[model.all_layers[layer]]
     return sum(
-        2 * scores.heads * scores.head_dim * _visible(tokens, _window(model, scores, layer))
+        2
+        * scores.heads
+        * scores.head_dim
+        * _visible(tokens, _window(model, scores, layer), scores.chunked)
         for part in layer_type.parts.values()
         for scores in part.operations
         if isinstance(scores, Scores)
@@ -208,10 +211,13 @@ def _window(model: Model, scores: Scores, layer: int) -> float:
     return model.values[scores.window][layer] if scores.window else 0
 
 
-def _visible(tokens: int, window: float) -> float:
+def _visible(tokens: int, window: float, chunked: bool) -> float:
     """Return the mean number of keys that a query token attends to."""
     if not 0 < window < tokens:
         return tokens // 2
+    if chunked:
+        chunks, last = divmod(tokens, window)
+        return (chunks * window**2 + last**2) / (2 * tokens)
     return window - window**2 / (2 * tokens)
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
-from maxpipe.models import family, huggingface, moe
-from maxpipe.models.config import Bound, ModelConfig
+from maxpipe.models import family, huggingface, moe, rope_config
+from maxpipe.models.config import LARGEST, Bound, ModelConfig
 from maxpipe.models.family import Family, own_keys
 from maxpipe.models.huggingface import (
     Fixed,
@@ -24,6 +24,7 @@ from maxpipe.models.huggingface import (
     Theirs,
     Twice,
     UnsupportedError,
+    Whole,
 )
 from maxpipe.models.layers.attention import Rope
 from maxpipe.models.layers.experts import Experts
@@ -62,6 +63,10 @@ class DeepseekConfig(RoutedConfig):
     )
     """Original context length in tokens. Ignored unless `model.deepseek.rope_factor` is above
     1."""
+    rope_beta_fast: float = 0.0
+    """Dims that complete at least this many rotations within the original context are not scaled by
+    YaRN (`beta_fast`). Must be at least 1. If 0, the published value of DeepSeek is used, which is
+    32."""
     mscale: float = 0.0
     """YaRN scale of the RoPE dims. The RoPE dims are multiplied by `1 + 0.1 mscale
     log(rope_factor)` and divided by `1 + 0.1 mscale_all_dim log(rope_factor)`. If `mscale` or
@@ -86,6 +91,7 @@ def describe(config: ModelConfig) -> Model:
         own.original_max_position_embeddings,
         rotary_dims=own.qk_rope_head_dim,
         attention_factor=longer(own.mscale) / longer(own.mscale_all_dim) if both else longer(1.0),
+        fast=own.rope_beta_fast,
     )
     attention = LatentAttention(
         config.d_model,
@@ -123,6 +129,15 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
             f"must be even and less than model.head_dim ({config.head_dim}), because only the "
             "last dims of a head are rotated, in pairs.",
             f"Set model.deepseek.qk_rope_head_dim={valid}, or use a larger model.head_dim.",
+        )
+
+    if 0 < own.rope_beta_fast < 1:
+        yield RuleViolation(
+            Code.MODEL_SIZES,
+            "model.deepseek.rope_beta_fast",
+            "must be 0 or at least 1, because dims that complete fewer than 1 rotation are scaled "
+            "by the full factor.",
+            "Set model.deepseek.rope_beta_fast=0 to use the value of DeepSeek.",
         )
 
 
@@ -187,7 +202,7 @@ class _GroupsOfV2:
 
 
 @dataclass(frozen=True)
-class _Shared(Key):
+class SharedExperts(Key):
     """Key-table row for the number of shared experts; transformers requires at least one."""
 
     def write(self, ours: Ours) -> Theirs:
@@ -197,7 +212,7 @@ class _Shared(Key):
 
 
 @dataclass(frozen=True)
-class _LayersAhead:
+class MtpLayers:
     """Key-table row for the number of multi-token prediction layers."""
 
     @property
@@ -222,8 +237,39 @@ _YARN = (
     Key("original_max_position_embeddings", "deepseek.original_max_position_embeddings"),
     Key("mscale", "deepseek.mscale", 0.0),
     Key("mscale_all_dim", "deepseek.mscale_all_dim", 0.0),
-    *huggingface.YARN,
+    Fixed("attention_factor", (None,)),
+    rope_config.Turns("beta_fast", "deepseek.rope_beta_fast", 32.0),
+    Fixed("beta_slow", (1, 1.0), 1),
 )
+
+
+def layer_keys(section: str, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
+    """Return the key-table rows for dense layers and experts; the numbers are the defaults of a
+    transformers class. `section` is the name of the family's config section.
+    """
+    return (
+        Key("first_k_dense_replace", f"{section}.num_dense_layers", dense),
+        Key("moe_intermediate_size", f"{section}.d_expert", width, zero_means="d_mlp"),
+        SharedExperts("n_shared_experts", f"{section}.num_shared_experts", shared),
+        Key("routed_scaling_factor", f"{section}.routed_scaling_factor", scale),
+        Fixed("hidden_act", ("silu",), "silu"),
+    )
+
+
+def router_keys(section: str, experts: int, groups: int, groups_per_token: int) -> tuple[Row, ...]:
+    """Return the key-table rows for the router of DeepSeek V3, with sigmoid scores and biases."""
+    return (
+        Key("n_routed_experts", f"{section}.num_experts", experts, also="num_local_experts"),
+        Key("num_experts_per_tok", f"{section}.top_k", 8),
+        Key("n_group", f"{section}.num_expert_groups", groups),
+        Key("topk_group", f"{section}.expert_groups_per_token", groups_per_token),
+        Only(f"{section}.group_scores", "top2"),
+        Fixed("topk_method", ("noaux_tc",), "noaux_tc"),
+        Fixed("scoring_func", ("sigmoid",), "sigmoid"),
+        Only(f"{section}.score_func", "sigmoid"),
+        Key("norm_topk_prob", f"{section}.norm_topk_prob", True),
+        Only(f"{section}.expert_bias", True),
+    )
 
 
 def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tuple[Row, ...]:
@@ -240,15 +286,11 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
             "rope_theta",
             10000.0,
             {"yarn": _YARN},
-            unscaled={"deepseek.rope_factor": 1.0},
+            unscaled={"deepseek.rope_factor": 1.0, "deepseek.rope_beta_fast": 0.0},
             select_type=lambda ours: "default" if ours["deepseek.rope_factor"] == 1 else "yarn",
         ),
-        Key("first_k_dense_replace", "deepseek.num_dense_layers", dense),
+        *layer_keys("deepseek", dense, shared, width, scale),
         Fixed("moe_layer_freq", (1,), 1),
-        Key("moe_intermediate_size", "deepseek.d_expert", width, zero_means="d_mlp"),
-        _Shared("n_shared_experts", "deepseek.num_shared_experts", shared),
-        Key("routed_scaling_factor", "deepseek.routed_scaling_factor", scale),
-        Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
         *map(Kept, ("ep_size", "aux_loss_alpha", "seq_aux", "output_router_logits")),
     )
@@ -256,10 +298,42 @@ def _keys(*sizes: Row, dense: int, shared: int, width: int, scale: float) -> tup
 
 _LAYER = "model.layers.{layer}."
 _ATTENTION, _SHARED = f"{_LAYER}self_attn.", f"{_LAYER}mlp.shared_experts."
-_TENSORS = (
+
+LAYER_TENSORS = (
     *huggingface.ENDS,
     *huggingface.NORMED,
     *huggingface.norms(experts_norm="post_attention_layernorm"),
+    *huggingface.MLP,
+    *huggingface.experts("mlp", router="gate", gate="gate_proj", up="up_proj", down="down_proj"),
+    Tensor("experts.router_bias", f"{_LAYER}mlp.gate.e_score_correction_bias", "e -> e"),
+    Tensor("experts.shared_gate", f"{_SHARED}gate_proj.weight", "d f -> f d"),
+    Tensor("experts.shared_up", f"{_SHARED}up_proj.weight", "d f -> f d"),
+    Tensor("experts.shared_down", f"{_SHARED}down_proj.weight", "f d -> d f"),
+)
+"""Tensor-table rows for everything except attention."""
+
+MTP_TENSORS = (
+    Tensor("embedding_norm.scale", f"{_LAYER}enorm.weight", "d -> d"),
+    Tensor("hidden_norm.scale", f"{_LAYER}hnorm.weight", "d -> d"),
+    Tensor("projection", f"{_LAYER}eh_proj.weight", "e d -> d e"),
+    Tensor("norm.scale", f"{_LAYER}shared_head.norm.weight", "d -> d"),
+)
+"""Tensor-table rows for multi-token prediction layers."""
+
+MTP_COPIES = (
+    ("embedding", f"{_LAYER}embed_tokens.weight"),
+    ("head", f"{_LAYER}shared_head.head.weight"),
+)
+"""Parameters and tensors that each multi-token prediction layer duplicates."""
+
+DUPLICATE_KEYS = (
+    Twice("num_local_experts", "n_routed_experts"),
+    Twice("num_nextn_predict_layers", "num_mtp_layers"),
+)
+"""Pairs of `config.json` keys with the same meaning."""
+
+_TENSORS = (
+    *LAYER_TENSORS,
     Tensor("attention.query", f"{_ATTENTION}q_proj.weight", "d n h -> (n h) d"),
     Tensor("attention.query_down", f"{_ATTENTION}q_a_proj.weight", "d r -> r d"),
     Tensor("attention.query_norm", f"{_ATTENTION}q_a_layernorm.weight", "r -> r"),
@@ -269,13 +343,13 @@ _TENSORS = (
     Tensor("attention.key_value_norm", f"{_ATTENTION}kv_a_layernorm.weight", "r -> r"),
     Tensor("attention.key_value_up", f"{_ATTENTION}kv_b_proj.weight", "r n h -> (n h) r"),
     huggingface.ATTENTION[-1],
-    *huggingface.MLP,
-    *huggingface.experts("mlp", router="gate", gate="gate_proj", up="up_proj", down="down_proj"),
-    Tensor("experts.router_bias", f"{_LAYER}mlp.gate.e_score_correction_bias", "e -> e"),
-    Tensor("experts.shared_gate", f"{_SHARED}gate_proj.weight", "d f -> f d"),
-    Tensor("experts.shared_up", f"{_SHARED}up_proj.weight", "d f -> f d"),
-    Tensor("experts.shared_down", f"{_SHARED}down_proj.weight", "f d -> d f"),
 )
+
+_KIMI_VISION = (
+    *("vision_tower.*", "model.vision_tower.*"),
+    *("mm_projector.*", "multi_modal_projector.*", "model.multi_modal_projector.*"),
+)
+"""Name patterns of the tensors in Kimi K2.5 and K2.6 that do not belong to the language model."""
 
 _V2 = HuggingFace(
     "DeepseekV2ForCausalLM",
@@ -317,33 +391,17 @@ _V3 = HuggingFace(
             width=2048,
             scale=2.5,
         ),
-        Key("n_routed_experts", "deepseek.num_experts", 256, also="num_local_experts"),
-        Key("num_experts_per_tok", "deepseek.top_k", 8),
-        Key("n_group", "deepseek.num_expert_groups", 8),
-        Key("topk_group", "deepseek.expert_groups_per_token", 4),
-        Only("deepseek.group_scores", "top2"),
-        Fixed("topk_method", ("noaux_tc",), "noaux_tc"),
-        Fixed("scoring_func", ("sigmoid",), "sigmoid"),
-        Only("deepseek.score_func", "sigmoid"),
-        Key("norm_topk_prob", "deepseek.norm_topk_prob", True),
-        Only("deepseek.expert_bias", True),
+        *router_keys("deepseek", 256, 8, 4),
         Fixed("rope_interleave", (True,), True),
-        _LayersAhead(),
+        MtpLayers(),
     ),
-    duplicate_keys=(
-        Twice("num_local_experts", "n_routed_experts"),
-        Twice("num_nextn_predict_layers", "num_mtp_layers"),
-    ),
+    duplicate_keys=DUPLICATE_KEYS,
     tensors=_TENSORS,
-    mtp_tensors=(
-        Tensor("embedding_norm.scale", f"{_LAYER}enorm.weight", "d -> d"),
-        Tensor("hidden_norm.scale", f"{_LAYER}hnorm.weight", "d -> d"),
-        Tensor("projection", f"{_LAYER}eh_proj.weight", "e d -> d e"),
-        Tensor("norm.scale", f"{_LAYER}shared_head.norm.weight", "d -> d"),
-    ),
-    copies=(
-        ("embedding", f"{_LAYER}embed_tokens.weight"),
-        ("head", f"{_LAYER}shared_head.head.weight"),
+    mtp_tensors=MTP_TENSORS,
+    copies=MTP_COPIES,
+    containers=tuple(
+        Whole(name, "text_config", "kimi_k25", other_tensors=_KIMI_VISION)
+        for name in ("Kimi_K25ForConditionalGeneration", "KimiK25ForConditionalGeneration")
     ),
 )
 
@@ -359,6 +417,7 @@ FAMILY = Family(
         Bound("v_head_dim", 128, 1, axis="head_dim"),
         Bound("rope_factor", 1.0, 1, 1e6, "1 disables the scaling"),
         Bound("original_max_position_embeddings", 4096, 1),
+        Bound("rope_beta_fast", 0.0, 0, LARGEST, "0 uses 32"),
         Bound("mscale", 1.0, 0, 1e6, "0 uses 1"),
         Bound("mscale_all_dim", 0.0, 0, 1e6, "0 disables score scaling"),
     ),

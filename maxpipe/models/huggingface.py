@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Theirs = Mapping[str, Any]
 """Content of `config.json`."""
@@ -288,11 +288,12 @@ class Tensor:
     dims: str
     """Einops pattern from maxpipe's dims to Hugging Face's dims: `d n h -> (n h) d`. A dim that is
     missing on the right is `{expert}`."""
-    interleaved: bool = False
-    """Whether the rows alternate along the tensor's last dim, instead of being concatenated along
-    its first dim."""
+    interleaved: str = ""
+    """Name of the dim along which the rows alternate, instead of being concatenated along the
+    tensor's first dim."""
     is_column_block: bool = False
-    """Whether layers are concatenated along the tensor's last dim, instead of its first dim."""
+    """Whether the rows are concatenated along the tensor's last dim, instead of its first dim. If
+    the name has no `{layer}`, these are the rows of all layers."""
 
 
 @dataclass(frozen=True)
@@ -305,6 +306,9 @@ class Whole:
     model_type: str
     other_tensors: tuple[str, ...]
     """Tensor name patterns of the other components."""
+    inner_type: str = ""
+    """`model_type` of the component's config, if the composite model can have components of other
+    types."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +327,9 @@ class HuggingFace:
     mtp_tensors: tuple[Tensor, ...] = ()
     """Tensors of multi-token prediction layers, in addition to those of ordinary layers. `{layer}`
     numbering continues after the decoder layers. Empty if the class has no such layers."""
+    mtp_layer_tensors: tuple[Tensor, ...] = ()
+    """Tensors of the transformer layer in a multi-token prediction layer, numbered from 0. Empty if
+    these tensors have the names of ordinary layers."""
     copies: tuple[tuple[str, str], ...] = ()
     """(parameter, tensor) pairs for tensors duplicated in each multi-token prediction layer."""
     duplicate_keys: tuple[Twice, ...] = ()
@@ -361,12 +368,13 @@ def sizes(
     vocab: int = 32000,
     epsilon: float = 1e-6,
     tied: bool = False,
+    mlp_key: str = "intermediate_size",
 ) -> tuple[Row, ...]:
     """Return rows for the keys that almost all models have, with the defaults of one transformers
     class.
 
     If `kv_heads` is None, the default is the number of heads. If `head_dim` is None, the default is
-    the width divided by the number of heads.
+    the width divided by the number of heads. `mlp_key` is the key for `d_mlp`.
     """
     return (
         Key("num_hidden_layers", "num_layers", layers),
@@ -378,11 +386,10 @@ def sizes(
             "head_dim",
             head_dim or (lambda ours: ours["d_model"] // max(ours["num_heads"], 1)),
         ),
-        Key("intermediate_size", "d_mlp", mlp),
+        Key(mlp_key, "d_mlp", mlp),
         Key("vocab_size", "vocab_size", vocab),
         Key("rms_norm_eps", "norm_epsilon", epsilon),
         Key("tie_word_embeddings", "tied_embeddings", tied),
-        Unquantised(),
         *KEPT,
     )
 
@@ -420,63 +427,6 @@ class OrNone:
     def write(self, ours: Ours) -> Theirs:
         """Return the value of the key for `config.json`: null instead of 0."""
         return {self.theirs: ours[self.ours] or None}
-
-
-@dataclass(frozen=True)
-class Unquantised:
-    """Key-table row for `quantization_config`, which must be absent."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return ("quantization_config",)
-
-    def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        """Check that the weights are not quantized."""
-        quantization = theirs.get("quantization_config")
-        if quantization is None:
-            return {}
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        action = "Use a folder with unquantized weights."
-        if isinstance(method, str) and method in _DEQUANTISED:
-            packages, code = _DEQUANTISED[method]
-            action = (
-                f"Dequantize the weights with transformers, torch{packages}: python -c 'from "
-                f"transformers import AutoModelForCausalLM as M{code}, "
-                "save_original_format=False)', then import NEW."
-            )
-        by = f" by {method}" if isinstance(method, str) else ""
-        rule = f"must be null, because the folder's weights are quantized{by}."
-        raise UnsupportedError("quantization_config", quantization, rule, action)
-
-    def write(self, ours: Ours) -> Theirs:
-        """Omit `quantization_config`, because the key has an effect even if it is null."""
-        return {}
-
-
-_LOADED = '; M.from_pretrained("DIR", dtype="bfloat16"'
-
-
-def _loaded_by(config: str) -> str:
-    """Return Python code that loads a model and dequantizes its weights."""
-    return (
-        f', {config} as C{_LOADED}, quantization_config=C(dequantize=True)).save_pretrained("NEW"'
-    )
-
-
-_DEQUANTISED = {
-    "mxfp4": (" and accelerate", _loaded_by("Mxfp4Config")),
-    "fp8": (" and accelerate", _loaded_by("FineGrainedFP8Config")),
-    "compressed-tensors": (
-        ", accelerate and compressed-tensors",
-        _loaded_by("CompressedTensorsConfig"),
-    ),
-    "bitsandbytes": (
-        ", accelerate and bitsandbytes",
-        f'{_LOADED}).dequantize().save_pretrained("NEW"',
-    ),
-}
-"""Packages and Python code that convert a folder to bfloat16, keyed by quantization method. No such
-code exists for GPTQ and AWQ."""
 
 
 FULL, WINDOWED = "full_attention", "sliding_attention"
@@ -548,11 +498,13 @@ class NoWindow:
         return {"use_sliding_window": False}
 
 
-RAMP = (
-    Fixed("beta_fast", (32, 32.0), 32),
-    Fixed("beta_slow", (1, 1.0), 1),
-)
-"""Key-table rows for the boundaries of the YaRN interpolation ramp."""
+@runtime_checkable
+class LayerList(Row, Protocol):
+    """A row for a list with one entry per layer, and for a key with the interval of the list."""
+
+    def restated(self, theirs: Theirs) -> tuple[str, Any] | None:
+        """Return the key and value of an interval that contradicts the list, or None."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -608,7 +560,11 @@ class Period:
         return [self.others if number % period else FULL for number in range(1, count + 1)]
 
 
-YARN = (Fixed("attention_factor", (None,)), *RAMP)
+YARN = (
+    Fixed("attention_factor", (None,)),
+    Fixed("beta_fast", (32, 32.0), 32),
+    Fixed("beta_slow", (1, 1.0), 1),
+)
 """Key-table rows for YaRN parameters other than the factor and the original context length."""
 
 ENDS = (
@@ -680,10 +636,10 @@ def experts(prefix: str, router: str, gate: str, up: str, down: str) -> tuple[Te
 JOINED_EXPERTS = (
     Tensor("experts.router", _LAYER + "mlp.router.weight", "d e -> e d"),
     Tensor("experts.logit_bias", _LAYER + "mlp.router.bias", "e -> e"),
-    Tensor("experts.gate", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
-    Tensor("experts.up", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", True),
-    Tensor("experts.gate_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
-    Tensor("experts.up_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", True),
+    Tensor("experts.gate", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", "f"),
+    Tensor("experts.up", _LAYER + "mlp.experts.gate_up_proj", "d e f -> e d f", "f"),
+    Tensor("experts.gate_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", "f"),
+    Tensor("experts.up_bias", _LAYER + "mlp.experts.gate_up_proj_bias", "e f -> e f", "f"),
     Tensor("experts.down", _LAYER + "mlp.experts.down_proj", "e f d -> e f d"),
     Tensor("experts.down_bias", _LAYER + "mlp.experts.down_proj_bias", "e d -> e d"),
 )

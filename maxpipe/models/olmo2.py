@@ -32,6 +32,18 @@ def _rules(config: ModelConfig) -> Iterator[RuleViolation]:
     return rope_config.rules(config, own_keys(config, Olmo2Config))
 
 
+TENSORS = (
+    *huggingface.ENDS,
+    *huggingface.norms(
+        attention_after_norm="post_attention_layernorm",
+        mlp_after_norm="post_feedforward_layernorm",
+    ),
+    *huggingface.ATTENTION,
+    *huggingface.JOINT_NORMS,
+    *huggingface.MLP,
+)
+"""Tensor table of OLMo 2, which OLMo 3 shares."""
+
 _HUGGINGFACE = HuggingFace(
     "Olmo2ForCausalLM",
     "olmo2",
@@ -41,16 +53,7 @@ _HUGGINGFACE = HuggingFace(
         Fixed("hidden_act", ("silu",), "silu"),
         Fixed("attention_bias", (False,), False),
     ),
-    tensors=(
-        *huggingface.ENDS,
-        *huggingface.norms(
-            attention_after_norm="post_attention_layernorm",
-            mlp_after_norm="post_feedforward_layernorm",
-        ),
-        *huggingface.ATTENTION,
-        *huggingface.JOINT_NORMS,
-        *huggingface.MLP,
-    ),
+    tensors=TENSORS,
 )
 
 

@@ -16,17 +16,25 @@ from maxpipe.models import (
     gemma2,
     gemma3,
     gemma4,
+    glm4_moe,
     gpt_oss,
     granite,
     llama,
+    llama4,
+    minimax_m2,
+    ministral3,
     mistral,
     moe,
     olmo2,
+    olmo3,
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    smollm3,
 )
 from maxpipe.models.adapters import with_adapters
 from maxpipe.models.config import ModelConfig
@@ -37,8 +45,9 @@ from maxpipe.models.spec import Ahead, LayersAhead, Model, Part, Summary
 FAMILIES: dict[str, Family] = {
     family.FAMILY.name: family.FAMILY
     for family in (
-        *(llama, mistral, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, granite),
-        *(moe, qwen3_moe, qwen3_next, gpt_oss, deepseek),
+        *(llama, mistral, ministral3, qwen2, qwen3, gemma2, gemma3, gemma4, phi3, olmo2, olmo3),
+        *(granite, smollm3, moe, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, gpt_oss),
+        *(deepseek, glm4_moe, minimax_m2, llama4),
     )
 }
 

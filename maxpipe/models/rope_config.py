@@ -127,11 +127,12 @@ def rules(config: ModelConfig, own: RopeConfig) -> Iterator[RuleViolation]:
     """Yield violations of the rules for the RoPE keys."""
     section = f"model.{config.family}"
     fast = own.rope_beta_fast or {"llama3": 4.0, "yarn": 32.0}.get(own.rope_type, 32.0)
-    if (own.rope_beta_slow or 1.0) >= fast:
+    slow, is_step = own.rope_beta_slow or 1.0, own.rope_type == "llama3"
+    if slow > fast or (slow == fast and not is_step):
         yield RuleViolation(
             Code.MODEL_SIZES,
             f"{section}.rope_beta_slow",
-            f"must be less than {section}.rope_beta_fast ({fast:g}).",
+            f"must be {'at most' if is_step else 'less than'} {section}.rope_beta_fast ({fast:g}).",
             f"Set {section}.rope_beta_slow=0 and {section}.rope_beta_fast=0 to use the values "
             "from the paper.",
         )
@@ -330,12 +331,28 @@ class Turns:
         return {self.theirs: ours[self.ours] or self.paper}
 
 
-def row(family: str, longest: int, theta: float = 10000.0) -> Row:
+def row(
+    family: str,
+    longest: int,
+    theta: float = 10000.0,
+    *,
+    layers: str = "",
+    types: Sequence[str] = ("linear", "dynamic", "llama3", "yarn", "longrope"),
+    more: tuple[Row, ...] = (),
+    defaults: Theirs | None = None,
+) -> Row:
     """Return the rotary-position row of the table for model families that support every
     `RopeConfig` key.
 
-    `longest` and `theta` are the default values of `max_position_embeddings` and `rope_theta` in
-    transformers.
+    Args:
+        family: name of the model family.
+        longest: default of `max_position_embeddings` in transformers.
+        theta: default of `rope_theta` in transformers.
+        layers: layer type of the row, if `rope_parameters` has one entry per layer type.
+        types: supported scaling types.
+        more: rows for additional keys in `rope_parameters`, which all scaling types have. Exports
+            then write a scaling type even if the factor is 1.
+        defaults: rotary parameters that transformers uses if `config.json` has none.
     """
     kind, factor, length = (
         f"{family}.rope_{name}" for name in ("type", "factor", "attention_factor")
@@ -376,17 +393,23 @@ def row(family: str, longest: int, theta: float = 10000.0) -> Row:
     return Rotary(
         "rope_theta",
         theta,
-        {name: (Only(kind, name), *rows) for name, rows in scalings.items()},
+        {name: (Only(kind, name), *scalings[name], *more) for name in types},
         unscaled={factor: 1.0, length: 0.0, short: [], long: []}
         | {fast: 0.0, slow: 0.0, whole: True},
         default_max_positions=longest,
         select_type=lambda ours: (
             ours[kind]
-            if ours[kind] == "longrope" or ours[factor] != 1 or ours[length]
+            if more or ours[kind] == "longrope" or ours[factor] != 1 or ours[length]
             else "default"
         ),
         top_level_keys={
-            "dynamic": (Key("max_position_embeddings", original, longest),),
-            "longrope": (Longest(factor, original),),
+            name: rows
+            for name, rows in {
+                "dynamic": (Key("max_position_embeddings", original, longest),),
+                "longrope": (Longest(factor, original),),
+            }.items()
+            if name in types
         },
+        layers=layers,
+        defaults=defaults or {},
     )

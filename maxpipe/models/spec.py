@@ -145,6 +145,8 @@ class Scores(NamedTuple):
     """Dims of the keys and of the values."""
     mixed: Dims = ()
     """Dims of the attention output."""
+    chunked: bool = False
+    """Whether a query token attends only to tokens of its chunk of `window` tokens."""
 
 
 class Products(NamedTuple):

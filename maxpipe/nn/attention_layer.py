@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +22,12 @@ from maxpipe.nn.attention.context_parallel import attend
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.module import LayerContext, Output, SpecModule, rms_norm
 from maxpipe.parallel import scopes
-from maxpipe.parallel.collectives import full_sequence_length, mark_varying
+from maxpipe.parallel.collectives import (
+    FULL_SEGMENT_IDS,
+    full_sequence_length,
+    gather_sequences,
+    mark_varying,
+)
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain
 
@@ -39,6 +45,32 @@ def rotary_frequencies(
     rope: attention.Rope, head_dim: int, context: LayerContext
 ) -> Float[Array, " half"]:
     """Return the rotation angle per position for each pair of dims, as a float32 array `[H / 2]`.
+
+    The angles are 0 in layers without rotary positions.
+    """
+    frequencies = _scaled_frequencies(rope, head_dim, context)
+    if rope.scaled:
+        plain = attention.Rope(rope.theta, rotary_dims=rope.rotary_dims)
+        unscaled = _scaled_frequencies(plain, head_dim, context)
+        frequencies = jnp.where(context.number(rope.scaled) > 0, frequencies, unscaled)
+    return frequencies * context.number(rope.enabled) if rope.enabled else frequencies
+
+
+def rotary_length(rope: attention.Rope, context: LayerContext) -> float | Float[Array, ""]:
+    """Return the factor by which the rotated dims of this layer are multiplied."""
+    length = rope.attention_factor
+    if length == 1.0:
+        return length
+    for name in (rope.scaled, rope.enabled):
+        if name:
+            length = jnp.where(context.number(name) > 0, length, 1.0)
+    return length
+
+
+def _scaled_frequencies(
+    rope: attention.Rope, head_dim: int, context: LayerContext
+) -> Float[Array, " half"]:
+    """Return the rotation angles of layers with rotary positions and scaling.
 
     Source: arXiv:2104.09864; `llama3` follows the released Llama 3.1 models.
     """
@@ -65,9 +97,18 @@ def rotary_frequencies(
         return _yarn(rope, frequencies, context)
     turns = rope.original_tokens * frequencies / (2 * math.pi)
     low, high = rope.slow or _LOW_FREQUENCY_FACTOR, rope.fast or _HIGH_FREQUENCY_FACTOR
-    blend = (turns - low) / (high - low)
+    blend = (turns - low) / (high - low) if low < high else (turns > low).astype(jnp.float32)
     blend = jnp.clip(blend, 0.0, 1.0)
     return frequencies * (blend + (1.0 - blend) / factor)
+
+
+def scale_queries(
+    query: Float[Array, "B T N H"], scaling: attention.QueryScaling, context: LayerContext
+) -> Float[Array, "B T N H"]:
+    """Multiply each query by a factor that grows with the logarithm of its position."""
+    periods = (context.inputs["positions"] + scaling.offset) // scaling.tokens
+    factor = 1.0 + context.number(scaling.beta) * jnp.log1p(periods.astype(jnp.float32))
+    return (query.astype(jnp.float32) * factor[..., None, None]).astype(query.dtype)
 
 
 def _ntk_base_factor(
@@ -115,31 +156,43 @@ def rotate(
     x: Float[Array, "B T N H"],
     positions: Int[Array, "B T"],
     frequencies: Float[Array, " half"],
-    length: float = 1.0,
+    length: float | Float[Array, ""] = 1.0,
     backend: str = "xla",
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Rotate each pair of dims (i, i + half) by its token's angle; leave all other dims unchanged.
 
-    The rotated dims are scaled by `length`. On TPU, a matmul with a permutation matrix swaps the
-    halves, which is five times faster than moving data between lanes.
+    If `interleaved` is set, the pairs are (2i, 2i + 1). The rotated dims are scaled by `length`. On
+    TPU, a matmul with a permutation matrix swaps the dims of each pair, which is five times faster
+    than moving data between lanes.
     """
     angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
-    if length != 1.0:
+    if not isinstance(length, float) or length != 1.0:
         cos, sin = cos * length, sin * length
     if backend == "splash":
-        return _rotate_by_matmul(*mark_varying((x, cos, sin)))
+        return _rotate_by_matmul(interleaved, *mark_varying((x, cos, sin)))
     half = len(frequencies)
-    first, second, unrotated = jnp.split(x.astype(jnp.float32), (half, 2 * half), axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate([*turned, *([unrotated] if unrotated.size else [])], axis=-1).astype(
+    turned, unrotated = jnp.split(x.astype(jnp.float32), (2 * half,), axis=-1)
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+        pairs = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=-1)
+        parts = [pairs.reshape(turned.shape)]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+        parts = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate([*parts, *([unrotated] if unrotated.size else [])], axis=-1).astype(
         x.dtype
     )
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rotate_by_matmul(
-    x: Float[Array, "B T N H"], cos: Float[Array, "B T 1 half"], sin: Float[Array, "B T 1 half"]
+    interleaved: bool,
+    x: Float[Array, "B T N H"],
+    cos: Float[Array, "B T 1 half"],
+    sin: Float[Array, "B T 1 half"],
 ) -> Float[Array, "B T N H"]:
     """Rotate with a matmul, which is exact because each sum has only one nonzero term.
 
@@ -148,9 +201,18 @@ def _rotate_by_matmul(
     """
     half, size = cos.shape[-1], x.shape[-1]
     padding = [(0, 0)] * 3 + [(0, size - 2 * half)]
-    cos = jnp.pad(jnp.concatenate([cos, cos], axis=-1), padding, constant_values=1.0)
-    sin = jnp.pad(jnp.concatenate([-sin, sin], axis=-1), padding)
-    order = np.concatenate([np.roll(np.arange(2 * half), half), np.arange(2 * half, size)])
+    pairs, order = [cos, cos, -sin, sin], np.arange(2 * half).reshape(2, half)
+    if interleaved:
+        pairs, order = [jnp.repeat(each, 2, axis=-1) for each in (cos, sin)], order.reshape(half, 2)
+        pairs[1] *= jnp.tile(jnp.asarray([-1.0, 1.0]), half)
+        order = order[:, ::-1]
+    else:
+        pairs, order = (
+            [jnp.concatenate(each, axis=-1) for each in (pairs[:2], pairs[2:])],
+            order[::-1],
+        )
+    cos, sin = jnp.pad(pairs[0], padding, constant_values=1.0), jnp.pad(pairs[1], padding)
+    order = np.concatenate([order.reshape(-1), np.arange(2 * half, size)])
     swapped = jnp.einsum(
         "btnh,hk->btnk",
         x,
@@ -161,14 +223,18 @@ def _rotate_by_matmul(
     return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
 
 
-def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rotate_by_matmul(x, cos, sin), (cos, sin)
+def _rotate_forward(
+    interleaved: bool, x: Array, cos: Array, sin: Array
+) -> tuple[Array, tuple[Array, Array]]:
+    return _rotate_by_matmul(interleaved, x, cos, sin), (cos, sin)
 
 
-def _rotate_backward(angles: tuple[Array, Array], grad: Array) -> tuple[Array, None, None]:
+def _rotate_backward(
+    interleaved: bool, angles: tuple[Array, Array], grad: Array
+) -> tuple[Array, None, None]:
     """Rotate the cotangent by the negative angles. This avoids summing low-precision gradients."""
     cos, sin = angles
-    return _rotate_by_matmul(grad, cos, -sin), None, None
+    return _rotate_by_matmul(interleaved, grad, cos, -sin), None, None
 
 
 _rotate_by_matmul.defvjp(_rotate_forward, _rotate_backward)
@@ -216,20 +282,29 @@ class Attention(SpecModule):
             rotate,
             positions=positions,
             frequencies=frequencies,
-            length=part.rope.attention_factor,
+            length=rotary_length(part.rope, context),
             backend=part.backend,
+            interleaved=part.rope.interleaved,
         )
+        query = rotate_heads(query)
         key = key if part.shared_from else rotate_heads(key)
-        query = constrain(rotate_heads(query), heads, rules)
-        key, value = constrain(key, kv_heads, rules), constrain(value, kv_heads, rules)
+        if part.rotary_norm is not None:
+            query, key = (self._rotary_normed(each, context) for each in (query, key))
+        if part.query_scaling is not None:
+            query = scale_queries(query, part.query_scaling, context)
+        query, key = constrain(query, heads, rules), constrain(key, kv_heads, rules)
+        value = constrain(value, kv_heads, rules)
         query, key = checkpoint_name(query, "query"), checkpoint_name(key, "key")
         value = checkpoint_name(value, "value")
         carried: dict[str, Array] = {}
         if part.stored_as:
             flat = (each.reshape(*each.shape[:2], -1) for each in (key, value))
             carried = dict(zip(part.carried, map(split.split_tokens, flat), strict=True))
+        inputs = context.inputs
+        if part.chunked:
+            inputs = self._with_chunks(inputs, context)
         mask = Mask(
-            segments,
+            inputs["segment_ids"],
             window=context.count(part.window) if part.window else 0,
             windows=context.counts(part.window) if part.window else (),
             scale=part.scale,
@@ -246,12 +321,55 @@ class Attention(SpecModule):
                 key_segments=cache.segments,
                 key_positions=cache.positions,
             )
-        mixed = attend(BACKENDS[part.backend], query, key, value, mask, context.inputs, rules)
+            if part.chunked:
+                chunks = self._chunk_ids(cache.segments, cache.positions, context)
+                mask = replace(mask, key_segments=chunks)
+        mixed = attend(BACKENDS[part.backend], query, key, value, mask, inputs, rules)
         if gate is not None:
             mixed = mixed * jax.nn.sigmoid(gate)
         out = split.row_parallel(mixed, self.out[...].astype(dtype), part.params["out"].axes)
         out = self._with_bias("out", out)
         return Output(checkpoint_name(out, "attention_out"), cache=cache, carried=carried)
+
+    def _rotary_normed(
+        self, x: Float[Array, "B T N H"], context: LayerContext
+    ) -> Float[Array, "B T N H"]:
+        """Return the normalized queries or keys, unchanged in layers without rotary positions."""
+        rope, norm = self.part.rope, self.part.rotary_norm
+        assert norm is not None
+        normed = rms_norm(x, None, norm)
+        if not rope.enabled:
+            return normed
+        # Products with 0 and 1 are exact.
+        enabled = jnp.asarray(context.number(rope.enabled), x.dtype)
+        return enabled * normed + (1 - enabled) * x
+
+    def _with_chunks(self, inputs: Mapping[str, Any], context: LayerContext) -> Mapping[str, Any]:
+        """Return the inputs with one segment per chunk of a document, so that no backend needs to
+        know about chunks.
+        """
+        segments, positions = inputs["segment_ids"], inputs["positions"]
+        changed = {"segment_ids": self._chunk_ids(segments, positions, context)}
+        if FULL_SEGMENT_IDS in inputs:
+            positions = gather_sequences(positions, 1)
+            full = self._chunk_ids(inputs[FULL_SEGMENT_IDS], positions, context)
+            changed[FULL_SEGMENT_IDS] = full
+        return {**inputs, **changed}
+
+    def _chunk_ids(
+        self, segments: Int[Array, "B S"], positions: Int[Array, "B S"], context: LayerContext
+    ) -> Int[Array, "B S"]:
+        """Return a segment ID for each chunk. Padding and empty cache slots keep their IDs.
+
+        IDs increase along a sequence. If a document has more than `count` chunks before its first
+        token in the sequence, IDs can wrap around. Chunks with equal IDs are then further apart
+        than the window.
+        """
+        window = context.count(self.part.window)
+        smallest = min(filter(None, context.counts(self.part.window)), default=1)
+        count = full_sequence_length(context.inputs) // smallest + 2
+        chunks = segments * count + positions // jnp.maximum(window, 1) % count
+        return jnp.where((window > 0) & (segments > 0), chunks, segments)
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:

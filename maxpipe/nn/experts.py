@@ -172,7 +172,9 @@ def route_tokens(
     if logit_bias is not None:
         logits += logit_bias.astype(jnp.float32)
     shares = jax.nn.softmax(logits) if part.scores == "softmax" else jax.nn.sigmoid(logits)
-    ranks = lax.stop_gradient(shares)
+    # Large logits have equal sigmoids, which would not rank the experts.
+    plain = part.scores == "sigmoid" and bias is None and part.groups is None
+    ranks = lax.stop_gradient(logits if plain else shares)
     if bias is not None:
         ranks += lax.stop_gradient(bias.astype(jnp.float32))
     if part.groups is not None:

@@ -88,8 +88,6 @@ class Chunk(NamedTuple):
 class GatedDelta(SpecModule):
     """Linear attention with a state of constant size (arXiv:2412.06464)."""
 
-    qkvz: nnx.Param
-    ba: nnx.Param
     conv_query: nnx.Param
     conv_key: nnx.Param
     conv_value: nnx.Param
@@ -127,11 +125,13 @@ class GatedDelta(SpecModule):
         self, name: str, x: Float[Array, "B T D"], split: SequenceParallel
     ) -> Float[Array, "B T K E"]:
         """Return a projection, split into key heads."""
-        weight = getattr(self, name)[...].astype(x.dtype)
-        projected = split.unsharded_matmul(x, weight)
-        return checkpoint_name(
-            constrain(projected, (None, None, "kv_heads", None), self.rules), name
-        )
+        by_key = (*x.shape[:2], self.part.num_key_heads, -1)
+        projected = [
+            split.unsharded_matmul(x, getattr(self, source)[...].astype(x.dtype)).reshape(by_key)
+            for source in self.part.sources[name]
+        ]
+        joined = projected[0] if len(projected) == 1 else jnp.concatenate(projected, axis=-1)
+        return checkpoint_name(constrain(joined, (None, None, "kv_heads", None), self.rules), name)
 
     @staticmethod
     def empty_cache(part: Any, rows: int, tokens: int, dtype: jnp.dtype) -> Any:

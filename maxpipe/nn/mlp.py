@@ -56,6 +56,10 @@ def _gated_activation(function: mlp.Gate, in_8_bits: bool, *arrays: Array) -> Ar
 def _compute_gate(
     function: mlp.Gate, gate: Array, up: Array, weights: Array | None = None
 ) -> Array:
+    if isinstance(function, mlp.ScaledInput):
+        assert weights is not None, "only experts have routing weights"
+        gate, up = gate * weights[..., None], up * weights[..., None]
+        return _FUNCTIONS[function.function](gate) * up
     if isinstance(function, mlp.ClampedSilu):
         gate = jnp.minimum(gate, function.limit)
         up = jnp.clip(up, -function.limit, function.limit)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import renamed_from
 
 LOGICAL_AXES = (
@@ -200,3 +201,12 @@ class MeshConfig:
 QUANTIZATION_BLOCK = 128
 """Number of elements along a dim that share one scale if `model.matmul_scales=block`. If this
 number does not divide the size of the dim, the largest power of two that divides both is used."""
+
+
+def device_count_rule(needed: int, devices: int, kind: str) -> str:
+    """Return the rule of the error for a mesh that does not match the number of devices."""
+    verb = "is" if devices == 1 else "are"
+    return (
+        f"must multiply to the number of devices: the run needs {needed}, but there {verb} "
+        f"{pluralize(devices, f'{kind} device')}."
+    )

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 
 from maxpipe.errors import Code, ConfigError
 from maxpipe.io.formatting import format_divisors, pluralize, round_up
-from maxpipe.parallel.axes import MESH_AXES, MeshConfig, infer_axis_sizes
+from maxpipe.parallel.axes import MESH_AXES, MeshConfig, device_count_rule, infer_axis_sizes
 
 STAGE, DATA, FSDP = "stage", "data", "fsdp"
 EXPERT, CONTEXT, TENSOR = "expert", "context", "tensor"
@@ -80,8 +80,7 @@ def resolve_mesh_config(config: MeshConfig, devices: Sequence[Device]) -> MeshCo
             Code.MESH_DEVICES,
             "mesh",
             wanted,
-            f"must multiply to the number of devices: the run needs {total}, but there "
-            f"{'is' if len(devices) == 1 else 'are'} {pluralize(len(devices), f'{kind} device')}.",
+            device_count_rule(total, len(devices), kind),
             action,
         )
     return config

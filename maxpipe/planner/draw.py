@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from maxpipe.hardware import Hardware
@@ -59,14 +58,6 @@ _DARK_COLOURS = frozenset(
 _LEFT, _BAR, _BAR_WIDTH, _LINE = 16.0, 40.0, WIDTH - 32.0, 23.0
 _MAX_TICKS = 160
 """Maximum number of ticks in a timeline. Longer steps are drawn with fewer microbatches."""
-
-
-def write(canvas: Canvas, path: Path) -> None:
-    """Save a drawing as PNG or SVG, depending on the suffix of `path`."""
-    if path.suffix == ".png":
-        canvas.png(path)
-    else:
-        path.write_text(canvas.svg(), encoding="utf-8")
 
 
 def draw_memory(candidate: Candidate, hardware: Hardware) -> Canvas:

@@ -37,12 +37,11 @@ from maxpipe.generation.completions import (
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.pipeline_decoding import (
     build_decode_engine,
+    decode_param_converter,
     decode_param_layout,
-    decode_param_shardings,
-    to_decode_params,
 )
 from maxpipe.objectives import ON_POLICY, advantages
-from maxpipe.parallel.sharding import local_sequences, make_global_batch, rebind_mesh
+from maxpipe.parallel.sharding import local_sequences, make_global_batch
 from maxpipe.pipeline.loss_head import LossHead
 from maxpipe.pipeline.weights import replace_subtree
 from maxpipe.rewards.process import RewardFunction
@@ -135,14 +134,10 @@ class Rollouts:
             longest_prompt=longest,
         )
         parts = decode_param_layout(steps.param_layout)
-        self._mesh = parts.mesh
         sampling = Sampling(temperature=grpo_config.temperature)
         seed = seed_of(_STREAM, steps.seed) % (1 << 32)
         self._decoding = build_decode_engine(parts, sampling, seed)
-        self._convert = jax.jit(
-            lambda params: to_decode_params(parts, steps.param_layout.unstack(params)),
-            out_shardings=decode_param_shardings(parts),
-        )
+        self._convert = decode_param_converter(steps.param_layout, parts)
         self._scores = None
         self._first_position = -1
         """Position of the first batch of the latest rollout."""
@@ -167,7 +162,7 @@ class Rollouts:
         self._batches.clear()
         self._completions.clear()
         try:
-            converted = self._convert(rebind_mesh(self._mesh, params))
+            converted = self._convert(params)
             for each in range(position, position + self._config.updates_per_rollout):
                 self._completions.append(
                     self._compute_rewards(self._complete_prompts(converted, each, stops))

@@ -41,7 +41,12 @@ from maxpipe.config.schema import (
 )
 from maxpipe.config.sections.model import FAMILY
 from maxpipe.errors import Code, ConfigError, Problem, StorageError
-from maxpipe.huggingface.folder import PREFIX, WITHOUT_MTP, HuggingFaceFolder, folder_of
+from maxpipe.huggingface.folder import (
+    PREFIX,
+    WITHOUT_MTP,
+    HuggingFaceFolder,
+    folder_of,
+)
 from maxpipe.huggingface.folder import open_folder as open_folder
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
 from maxpipe.io.typed_json import check_type

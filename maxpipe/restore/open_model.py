@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,9 @@ from typing import Any
 import jax
 
 from maxpipe.checkpoint.address import Address
-from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
-from maxpipe.checkpoint.manager import CheckpointManager, open_run, resolve_step
-from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER, DamagedError, root_cause_text
+from maxpipe.checkpoint.folder import CheckpointMetadata
+from maxpipe.checkpoint.manager import CheckpointManager, open_address_folder, resolve_step
+from maxpipe.checkpoint.storage import DamagedError, root_cause_text
 from maxpipe.config.check import DEFAULT, error_location
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.plugins import check_plugins, with_needed_plugins
@@ -153,10 +152,7 @@ def _open_checkpoint(
     inputs: Sequence[str | Mapping[str, Any]],
     saved_of: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> OpenedModel:
-    home = address.home
-    folder = CheckpointFolder(os.path.join(home, CHECKPOINTS_FOLDER))
-    if not folder.steps():
-        open_run(address.run_dir, address.where, address.parent)  # raises an error
+    folder = open_address_folder(address)
     step = resolve_step(folder, address)
     try:
         facts = folder.read_metadata(step)
@@ -194,7 +190,7 @@ def _open_checkpoint(
             is_all = jax.tree.structure(averages) == jax.tree.structure(params)
             wanted = {} if is_all else wanted
             wanted["optimizer"] = {EMA: averages}
-        with CheckpointManager(home, write=False) as checkpoints:
+        with CheckpointManager(address.home, write=False) as checkpoints:
             found = checkpoints.restore(step, wanted, accept).state
         if loaded.config.adapter.rank:
             base, _ = read_base(facts, loaded, steps, _SilentNotifier())

@@ -273,6 +273,13 @@ class Canvas:
                 f'pointer-events="none">{escape(label.text)}</text>'
             )
 
+    def save(self, path: Path, suffix: str = "") -> None:
+        """Write a PNG or an SVG. `suffix` is `.png` or `.svg` (default: the suffix of `path`)."""
+        if (suffix or path.suffix) == ".png":
+            self.png(path)
+        else:
+            path.write_text(self.svg(), encoding="utf-8")
+
     def png(self, path: Path | IO[bytes], scale: int = 2) -> None:
         """Write a PNG at `scale` times the SVG size; large drawings are written at scale 1."""
         from PIL import Image, ImageDraw, ImageFont

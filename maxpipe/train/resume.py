@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from maxpipe.checkpoint.folder import AdapterBase, CheckpointFolder, CheckpointMetadata
-from maxpipe.checkpoint.manager import CheckpointManager, check_saved
+from maxpipe.checkpoint.manager import CheckpointManager, check_saved, find_lost_step
 from maxpipe.checkpoint.manifest import METADATA_ITEM
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
@@ -180,6 +180,8 @@ def restore_or_init(
             words += f", from {found.folder}"
         if config.checkpoint.restore_from:
             words += ": the run's own checkpoints take precedence over checkpoint.restore_from"
+        if lost := find_lost_step(run_folder(config.run), checkpoints.durable, found.step):
+            console.warn(lost.line)
     else:
         _check_new_run(loaded, checkpoints)
         if not (text := config.checkpoint.restore_from):

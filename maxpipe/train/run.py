@@ -9,19 +9,15 @@ from typing import Any
 
 import jax
 
-from maxpipe.checkpoint.folder import BASE, AdapterBase
+from maxpipe.checkpoint.folder import AdapterBase
 from maxpipe.checkpoint.manager import CheckpointManager
-from maxpipe.config.load import to_dict
-from maxpipe.config.plugins import PLUGINS, plugin_digests
-from maxpipe.config.schema import Config, without_permissions
+from maxpipe.config.schema import Config
 from maxpipe.config.sections.train import total_steps
-from maxpipe.data.chat_spec import KEY as CONVERSATION
 from maxpipe.data.loader import Batches, Datasets, Loader
 from maxpipe.distributed.phases import RESTORE
 from maxpipe.errors import Code, ReplicaError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
-from maxpipe.io import redact
 from maxpipe.posttrain.distill import TeacherSource
 from maxpipe.posttrain.rollouts import ReferenceParams, Rollouts
 from maxpipe.step.build import load_batches
@@ -33,7 +29,7 @@ from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
 from maxpipe.train.resume import restore_or_init
 from maxpipe.train.samples import SampleGenerator
-from maxpipe.train.session import Session
+from maxpipe.train.session import Session, saved_config, saved_data
 
 
 @dataclass
@@ -143,23 +139,22 @@ class Run:
         self.bad_step_monitor.flush()
         if self.config.guard.replica_check_every:
             self.compare_replicas(step)
-        data = self.datasets.train.state(step + self.bad_step_monitor.offset)
-        data["guard"] = self.state.guard.to_json() | self.bad_step_monitor.state_dict()
-        if digests := plugin_digests(self.config.plugins.modules):
-            data[PLUGINS] = digests
+        data = saved_data(
+            self.config,
+            self.datasets.train.state(step + self.bad_step_monitor.offset),
+            self.state.guard.to_json() | self.bad_step_monitor.state_dict(),
+            self.post_training.base,
+            self.datasets.conversation,
+        )
         data |= self.post_training.teacher_source.state_dict
         if self.post_training.reference is not None:
             data["reference"] = self.post_training.reference.digest
-        if self.post_training.base is not None:
-            data[BASE] = self.post_training.base
-        if self.datasets.conversation is not None:
-            data[CONVERSATION] = self.datasets.conversation
         data |= self.validation.early_stopping.state_dict()
         evaluated_step, metrics = self.validation.latest
         self.checkpoints.save(
             step,
             lambda: self.steps.to_saved(self.state),
-            to_dict(redact.redact_value(without_permissions(self.config))),
+            saved_config(self.config),
             data,
             metrics if evaluated_step == step else {},
             last=last,

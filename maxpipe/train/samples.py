@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from maxpipe.config.sections.eval import EvalConfig
@@ -32,11 +31,9 @@ from maxpipe.generation.completions import (
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.pipeline_decoding import (
     build_decode_engine,
+    decode_param_converter,
     decode_param_layout,
-    decode_param_shardings,
-    to_decode_params,
 )
-from maxpipe.parallel.sharding import rebind_mesh
 from maxpipe.step.state import ParamLayout
 
 
@@ -138,13 +135,9 @@ class SampleGenerator:
         tokens = min(eval_config.sample_max_tokens, sequence_length)
         self._limits = GenerationLimits(tokens, sequence_length, batch_size=len(prompts))
         parts = decode_param_layout(partition)
-        self._mesh = parts.mesh
         sampling = Sampling(temperature=eval_config.sample_temperature)
         self._decoding = build_decode_engine(parts, sampling, seed)
-        self._convert = jax.jit(
-            lambda params: to_decode_params(parts, partition.unstack(params)),
-            out_shardings=decode_param_shardings(parts),
-        )
+        self._convert = decode_param_converter(partition, parts)
 
     def generate(self, params: Any) -> list[Mapping[str, object]]:
         """Return `prompt`, `text`, `tokens` and `finish_reason` for each prompt.
@@ -158,7 +151,7 @@ class SampleGenerator:
         completions: list[Completion] = []
         complete(
             self._decoding,
-            self._convert(rebind_mesh(self._mesh, params)),
+            self._convert(params),
             self._tokenizer,
             self._prompts,
             self._limits,

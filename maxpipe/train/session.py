@@ -17,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import maxpipe
+from maxpipe.checkpoint.folder import BASE, AdapterBase
 from maxpipe.checkpoint.lock import RunLock
 from maxpipe.checkpoint.manager import local_folder
+from maxpipe.checkpoint.run_copy import RunCopy
 from maxpipe.checkpoint.storage import (
     CHECKPOINTS_FOLDER,
     checkpoint_home,
     entries,
     run_folder,
     to_epath,
+    url_of_copy,
 )
 from maxpipe.config import config_files
 from maxpipe.config.check import error_location
@@ -35,11 +38,13 @@ from maxpipe.config.config_files import (
     REFERENCE_FILE,
     SAMPLES_FILE,
 )
-from maxpipe.config.load import LoadedConfig, to_yaml
+from maxpipe.config.load import LoadedConfig, to_dict, to_yaml
 from maxpipe.config.plugins import PLUGINS, plugin_digests
 from maxpipe.config.schema import Config, without_permissions
 from maxpipe.config.sections.data import named_sources
 from maxpipe.config.sections.source import FILES, SOURCES, paths_of
+from maxpipe.data.chat_spec import KEY as CONVERSATION
+from maxpipe.data.chat_spec import ChatSpec
 from maxpipe.distributed import protocol, runtime
 from maxpipe.distributed.control_channel import ControlChannel
 from maxpipe.distributed.phases import Phases
@@ -125,8 +130,10 @@ def _model_problem(key: str, folder: str, config: Config, origins: Mapping[str, 
     if config.tokenizer.kind != "bytes" and _is_inside(config.tokenizer.path, folder):
         rule += f" {_TOKENIZER}={config.tokenizer.path} is also read from that folder."
         settings += f" and {_TOKENIZER}=DIR"
-    action = f"Download the model to this folder (`hf download NAME --local-dir {folder}`), or set "
-    action += f"{settings} to the folder of a local model."
+    name = folder if config_files.is_hub_id(folder) else "NAME"
+    out = folder.rpartition("/")[2] if name == folder else folder
+    action = f"Download the model: run `maxpipe fetch hf:{name} --out {out}`, and set "
+    action += f"{settings}, where DIR is {out} or the folder of another model."
     return Problem(Code.HF_FOLDER, error_location(key, origins), f"{_MODEL}{folder}", rule, action)
 
 
@@ -157,7 +164,7 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
         rule = f"must name an existing file or folder; none exists relative to {os.getcwd()}."
         action = f"Set {key} to an existing path."
         if key == "tokenizer.path" and config_files.is_hub_id(path):
-            rule += " Nothing is downloaded."
+            rule += " Only `maxpipe fetch` downloads files."
             action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."
         yield Problem(Code.DATA_MISSING, error_location(key, origins), path, rule, action)
 
@@ -234,9 +241,43 @@ def write_config(config: Config, locks: Sequence[RunLock]) -> None:
         lock.check()
     path = run_folder(config.run) / CONFIG_FILE
     try:
-        files.write(path, to_yaml(redact.redact_value(without_permissions(config))))
+        files.write(path, to_yaml(_shareable(config)))
     except OSError as error:
         raise StorageError.unwritable(path, error) from error
+
+
+def saved_config(config: Config) -> dict[str, dict[str, Any]]:
+    """Return the config that a checkpoint contains, without secrets and without permissions."""
+    return to_dict(_shareable(config))
+
+
+def saved_data(
+    config: Config,
+    position: Mapping[str, Any],
+    guard: Mapping[str, Any],
+    base: AdapterBase | None,
+    conversation: ChatSpec | None,
+) -> dict[str, Any]:
+    """Return the entries that the data section of every checkpoint contains.
+
+    Args:
+        config: config of the run.
+        position: position and fingerprint of the data.
+        guard: counts of the guard.
+        base: base model of the adapters, if any.
+        conversation: chat format of the data, if the data contains conversations.
+    """
+    data = {**position, "guard": guard}
+    optional = {
+        PLUGINS: plugin_digests(config.plugins.modules) or None,
+        BASE: base,
+        CONVERSATION: conversation,
+    }
+    return data | {key: value for key, value in optional.items() if value is not None}
+
+
+def _shareable(config: Config) -> Config:
+    return redact.redact_value(without_permissions(config))
 
 
 @contextlib.contextmanager
@@ -263,6 +304,8 @@ def open_session(loaded: LoadedConfig) -> Iterator[Session]:
             check_forecast(loaded.config, console.warn)
         files.check_regular_files(run_dir, WRITTEN_FILES)
         locks = lock_folders(config, stack, console.warn) if channel.index == 0 else []
+        if locks and url_of_copy(run_dir):
+            stack.enter_context(RunCopy(run_dir, lambda: all(lock.check_held() for lock in locks)))
         events = EventLog(run_dir, channel.index, phases.begun, ownership_check(locks))
         _record_attempt(config, events, channel, phases, stack)
         yield Session(loaded, console, channel, phases, events, locks, stack)

@@ -16,7 +16,14 @@ from maxpipe.schedule.table import Costs
 
 _SECTIONS = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises", "Source": "Source"}
 _WIDTH = 88
-_INTERNAL = {"adapter_base", "data_state", "decode_engine", "has_own_optimizer", "has_read_data"}
+_INTERNAL = {
+    "adapter_base",
+    "data_state",
+    "decode_engine",
+    "has_own_optimizer",
+    "has_read_data",
+    "saved_state",
+}
 """Members that only other modules of maxpipe.api use."""
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints of own loops: lists, metrics, and use by the commands."""
+"""Checkpoints of custom loops: lists, metrics, and use by the commands."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 
 import maxpipe
+from maxpipe.checkpoint.folder import CheckpointFolder
 from maxpipe.cli import main
+from maxpipe.config import plugins
 from maxpipe.errors import Code
 from tests.api.conftest import Settings
-from tests.errors import assert_error, without_codes
+from tests.errors import assert_error, raises, without_codes
 
 SAVED = Code.API_SAVED
 pytestmark = pytest.mark.usefixtures("devices")
@@ -244,6 +247,27 @@ def test_trainer_without_state_is_config_error(trainer: maxpipe.Trainer) -> None
         maxpipe.generate(trainer, "the")
 
 
+def test_argument_without_effect_is_config_error(
+    trainer: maxpipe.Trainer, checkpoints: list[maxpipe.Checkpoint]
+) -> None:
+    evaluate: Any = maxpipe.evaluate
+    state = trainer.init()
+    calls: list[tuple[str, Any]] = [
+        ("overrides", lambda: evaluate(trainer, state, overrides=["eval.batches=1"])),
+        ("data", lambda: evaluate(trainer, state, data="a.txt")),
+        ("split", lambda: evaluate(trainer, state, split="train")),
+        ("average", lambda: evaluate(trainer, state, average=True)),
+        ("state", lambda: evaluate(checkpoints[0], state)),
+        ("batches", lambda: evaluate(checkpoints[0], batches=[])),
+        ("average", lambda: maxpipe.generate(trainer, "a", state=state, average=True)),
+        ("overrides", lambda: maxpipe.generate(trainer, "a", state=state, overrides=["a.b=1"])),
+        ("state", lambda: maxpipe.generate(checkpoints[0], "a", state=state)),
+    ]
+    for name, call in calls:
+        with raises(maxpipe.ConfigError, name, suggests=name, code=Code.API_ARGUMENT):
+            call()
+
+
 def test_evaluate_reads_other_documents(
     checkpoints: list[maxpipe.Checkpoint], tmp_path: Path
 ) -> None:
@@ -275,3 +299,54 @@ def test_command_rejects_checkpoint_of_other_data(settings: Settings, tmp_path: 
         maxpipe.Checkpoint.save(own, state)
     with pytest.raises(maxpipe.ConfigError, match=r"must be unchanged since step 1.*source was"):
         maxpipe.run_training(own.run_dir / "config.yml")
+
+
+def test_checkpoint_gives_no_permission_and_changed_plugin_is_config_error(
+    settings: Settings, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "plugin.py"
+    lines = [
+        "from maxpipe.config.plugins import register_objective",
+        "from maxpipe import Objective",
+    ]
+    plugin.write_text("\n".join([*lines, "register_objective('mine', Objective)", ""]))
+    permission = {"modules": [str(plugin)], "allow_code": True}
+    try:
+        with maxpipe.build(settings("plugin", plugins=permission)) as trainer:
+            saved = maxpipe.Checkpoint.save(trainer, trainer.init())
+        assert saved.config["plugins"]["allow_code"] is False
+        folder = CheckpointFolder(str(Path(saved.path).parent))
+        digest = hashlib.sha256(plugin.read_bytes()).hexdigest()
+        assert folder.read_metadata(0).data["plugins"] == {"plugin.py": digest}
+        plugin.write_text(f"{plugin.read_text()}# changed\n")
+        expected = {"names": ["plugin.py", digest[:12]], "code": Code.PLUG_CHANGED}
+        with maxpipe.build(settings("plugin", plugins=permission)) as trainer:
+            error = raises(
+                maxpipe.ConfigError,
+                "plugins.modules",
+                suggests="plugins.allow_change=true",
+                **expected,
+            )
+            with error:
+                saved.restore(trainer)
+        allowed = permission | {"allow_change": True}  # the suggested action
+        with maxpipe.build(settings("plugin", plugins=allowed)) as trainer:
+            saved.restore(trainer)
+    finally:
+        plugins.unload_plugins()
+
+
+def test_second_generation_with_state_compiles_nothing(
+    trainer: maxpipe.Trainer,
+    checkpoints: list[maxpipe.Checkpoint],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    state = checkpoints[0].restore(trainer)
+    compiled: list[int] = []
+    for temperature in (1.0, 1.0, 0.5):
+        caplog.clear()
+        with jax.log_compiles():
+            maxpipe.generate(trainer, ["the "], state=state, max_tokens=3, temperature=temperature)
+        compiled.append(sum("Compiling" in each.message for each in caplog.records))
+    first, second, other = compiled
+    assert first and other and not second, caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -54,11 +55,11 @@ def test_model_name_in_dict_selects_bundled_model() -> None:
 @pytest.mark.parametrize(
     ("source", "where", "action"),
     [
-        ("train.stepz=4", "command line: train.stepz", "train.steps"),
+        ("train.stepz=4", "load_config: train.stepz", "train.steps"),
         ({"train": {"stepz": 4}}, "dict: train.stepz", "train.steps"),
         ({"train.steps": "many"}, "dict: train.steps", "train.steps=100"),
         ({"trian.steps": 4}, "dict: trian.steps", "below `train:`"),
-        ("quickstrat", "command line: quickstrat", "quickstart"),
+        ("quickstrat", "load_config: quickstrat", "quickstart"),
     ],
 )
 def test_bad_source_is_config_error_with_action(source: object, where: str, action: str) -> None:
@@ -67,6 +68,23 @@ def test_bad_source_is_config_error_with_action(source: object, where: str, acti
     assert isinstance(caught.value, maxpipe.MaxpipeError)
     problem = caught.value.problems[0]
     assert problem.where == where and action in problem.action
+
+
+def test_errors_name_the_function_in_place_of_the_command_line() -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "load_config: train.steps": lambda: load_config("quickstart", "train.steps=-1"),
+        "plan: train.steps": lambda: maxpipe.plan("quickstart", "train.steps=-1"),
+        "plan: topology": lambda: maxpipe.plan("quickstart", topology="h100x8"),
+        "build: model.d_model": lambda: maxpipe.build("quickstart", "model.d_model=127"),
+        "evaluate: nowhere": lambda: maxpipe.evaluate("nowhere"),
+        "generate: nowhere": lambda: maxpipe.generate("nowhere", "text"),
+        "Checkpoint.open: nowhere": lambda: maxpipe.Checkpoint.open("nowhere"),
+    }
+    for where, call in calls.items():
+        with pytest.raises(maxpipe.ConfigError) as caught:
+            call()
+        assert caught.value.problems[0].where == where
+        assert "command line" not in str(caught.value)
 
 
 @pytest.mark.parametrize("source", [5, None, b"tiny", ["train.steps=1"], object()])

@@ -128,6 +128,65 @@ def test_own_loss_and_optimizer_lower_own_loss(settings: Settings) -> None:
     assert main(["train", str(path), "train.steps=15"]) == 2
 
 
+def recording(transformation: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Return the same transformation, whose state also contains the latest gradients."""
+
+    def init(params: Any) -> Any:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), params)
+        return {"gradients": zeros, "inner": transformation.init(params)}
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        changes, inner = transformation.update(updates, state["inner"], params)
+        return changes, {"gradients": updates, "inner": inner}
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_optimizer_equals_plain_optax(settings: Settings, dtype: str) -> None:
+    base = settings("optax")
+    values = settings(
+        "optax",
+        model=base["model"] | {"param_dtype": dtype, "num_heads": 2, "num_kv_heads": 2},
+        mesh={"cpu_devices": 8, "ici_data": 4, "ici_fsdp": 2},
+        pipeline={"microbatches": 2},
+        train=base["train"] | {"batch_size": 16},
+    )
+    plain = optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(optax.linear_schedule(1e-2, 2e-2, 4), b2=0.999, weight_decay=0.1),
+    )
+    rounding = 1e-5 if dtype == "float32" else 2.0**-7
+    with maxpipe.build(values, optimizer=recording(plain)) as own:
+        state = own.init()
+        assert any(not leaf.is_fully_replicated for leaf in jax.tree.leaves(state.optimizer.trees))
+        plain_state = plain.init(jax.device_get(state.params))
+        for step in range(4):
+            before, trees = jax.device_get((state.params, state.optimizer.trees))
+            trees = {name.rpartition("_")[2]: tree for name, tree in trees.items()}
+            moments = {name: trees[name] for name in ("mu", "nu")}
+            plain_state = optax.tree_utils.tree_set(plain_state, **moments)
+            state, _ = maxpipe.train_step(own, state, own.datasets.train.batch(step))
+            trees = {name.rpartition("_")[2]: tree for name, tree in state.optimizer.trees.items()}
+            gradients = jax.device_get(trees["gradients"])
+            changes, new = plain.update(gradients, plain_state, before)
+            # The trainer keeps the dtypes of the initial state; optax alone would widen `mu`.
+            plain_state = jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), new, plain_state)
+            moved = optax.apply_updates(before, changes)
+            mu, nu = (optax.tree_utils.tree_get(plain_state, name) for name in ("mu", "nu"))
+            assert_close(trees["mu"], mu, rounding, 1e-3 * rounding)
+            assert_close(trees["nu"], nu, rounding, 0)
+            assert_close(state.params, moved, rounding, 2e-2 * rounding)  # learning rate 2e-2
+            assert max(np.abs(leaf).max() for leaf in jax.tree.leaves(changes)) > 5e-3
+        assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(state.params))
+
+
+def assert_close(tree: Any, expected: Any, rtol: float, atol: float) -> None:
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for leaf, wanted in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.float32(leaf), np.float32(wanted), rtol, atol)
+
+
 class Reporting(maxpipe.Objective):
     report_names = ("share",)
 

@@ -9,7 +9,7 @@ import pytest
 from maxpipe.checkpoint.address import Address, Step, parse_address, parse_run_address, run_names
 from maxpipe.cli import main
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.folder import atomic_folder
+from maxpipe.huggingface.output_folder import atomic_folder
 
 
 @pytest.fixture(autouse=True)

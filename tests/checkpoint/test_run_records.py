@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from etils import epath
 
-from maxpipe.checkpoint.manager import check_saved
+from maxpipe.checkpoint.folder import CheckpointFolder
+from maxpipe.checkpoint.lock import RunLock
+from maxpipe.checkpoint.manager import CheckpointManager, check_saved, find_lost_step
 from maxpipe.errors import StorageError
 
 
@@ -58,3 +61,34 @@ def test_checkpoints_on_a_local_disk_are_not_required(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     events(run_dir, (8, "/local/run-0123abcd"))
     check_saved(run_dir, epath.Path(run_dir / "checkpoints"))
+
+
+def warning_text(run_dir: Path, restored: int) -> str:
+    folder = CheckpointFolder(run_dir / "checkpoints")
+    problem = find_lost_step(run_dir, folder, restored)
+    return problem.line if problem else ""
+
+
+def test_missing_newest_checkpoint_is_named_with_the_restored_step(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    events(run_dir, (30, str(run_dir / "checkpoints")), (40, str(run_dir / "checkpoints")))
+    text = warning_text(run_dir, 30)
+    assert "no checkpoint of step 40" in text and "resumes after step 30" in text
+    assert text.endswith("[MP-CKPT-005]")
+    assert not warning_text(run_dir, 40) and not warning_text(run_dir, 50)
+    (run_dir / "checkpoints" / "40.corrupt").mkdir(parents=True)
+    assert not warning_text(run_dir, 30)
+
+
+@pytest.mark.parametrize("file", ["run", "run/checkpoints"])
+def test_file_in_place_of_folder_is_named(file: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    path = tmp_path / file
+    shutil.rmtree(path, ignore_errors=True)
+    path.write_text("text")
+    with pytest.raises(StorageError) as error, RunLock(tmp_path / "run"):
+        CheckpointManager(tmp_path / "run")
+    rule, action = str(error.value).splitlines()[1:]
+    assert rule == f"  must be a folder, but is a file: {path}."
+    assert action.startswith(f"  Move {path} to another path, or set run.dir to another folder.")
+    assert path.read_text() == "text"

@@ -80,18 +80,19 @@ def test_checkpoint_home():
 
 
 def test_unsupported_or_unreachable_storage_is_reported(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="Google Cloud Storage"):
-        to_epath("s3://bucket/run")
+    with pytest.raises(ConfigError, match="az:// is "):
+        to_epath("az://bucket/run")
 
-    def without_gcsfs() -> None:
+    def without_package(path: str) -> None:
         raise ImportError
 
-    monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
-    with pytest.raises(StorageError) as caught:
-        to_epath("gs://bucket/run")
-    where, rule, action = str(caught.value).splitlines()
-    assert where == "gs://bucket/run: cannot be reached  [MP-ENV-001]" and "gcsfs" in rule
-    assert action == "  Run: pip install 'maxpipe[gcs]'"
+    monkeypatch.setattr(storage, "store_filesystem", without_package)
+    for scheme, package, extra in (("gs", "gcsfs", "gcs"), ("s3", "s3fs", "s3")):
+        with pytest.raises(StorageError) as caught:
+            to_epath(f"{scheme}://bucket/run")
+        where, rule, action = str(caught.value).splitlines()
+        assert where == f"{scheme}://bucket/run: cannot be reached  [MP-ENV-001]"
+        assert package in rule and action == f"  Run: pip install 'maxpipe[{extra}]'"
 
 
 def test_local_paths_resembling_bucket_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -53,6 +53,14 @@ def test_unknown_code_is_rejected_with_suggestion(
     assert suggestion in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["003", "3"])
+def test_number_without_area_lists_the_codes(text: str, capsys: Capture) -> None:
+    assert main(["explain", text]) == 2
+    err = capsys.readouterr().err
+    assert_error(err, code=Code.CLI_VALUE)
+    assert all((code in err) == code.endswith("-003") for code in Code if code != "MP-CLI-002")
+
+
 def test_explain_loads_no_heavy_modules() -> None:
     code = (
         "import sys; from maxpipe.cli import main; main(['explain', 'MP-MEM-001']); "

@@ -16,7 +16,7 @@ from maxpipe.config.load import load
 from maxpipe.config.rules import BOUNDS, ITEM
 from maxpipe.config.schema import ITEM_KEYS, KEYS, Config, section_of, without_none
 from maxpipe.config.sections.train import TrainConfig, total_steps
-from maxpipe.errors import ConfigError, Problem
+from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.models.param_names import declared
 from maxpipe.models.registry import describe
 from maxpipe.parallel import axes
@@ -50,14 +50,14 @@ BROKEN: list[tuple[str, str, str]] = [
     ("run.name=..", "run.name", "letters, digits"),
     ("run.name=", "run.name", "letters, digits"),
     ("run.dir=", "run.dir", "must not be empty"),
-    ("run.dir=gs://b/c", "run.dir", "must be a folder"),
+    ("run.dir=az://b/c", "run.dir", "must be a folder"),
     ("data.text_field=", "data.text_field", "must not be empty"),
     (
         "checkpoint.local_dir=gs://b checkpoint.local_every=1",
         "checkpoint.local_dir",
         "must be a folder",
     ),
-    ("checkpoint.dir=s3://b/c", "checkpoint.dir", "s3://"),
+    ("checkpoint.dir=az://b/c", "checkpoint.dir", "az://"),
     ("checkpoint.dir=gs:///c", "checkpoint.dir", "bucket"),
     ("checkpoint.restore_from=file:///c", "checkpoint.restore_from", "file://"),
     ("model.num_heads=6", "model.num_heads", "multiple of model.num_kv_heads (4)"),
@@ -664,3 +664,17 @@ def test_launch_values_beyond_limits_are_rejected(key: str, value: str, rule: st
 def test_launch_values_at_limits_are_accepted() -> None:
     name = "x" * 255
     assert not problems([f"launch.workdir=/{name}/{name}", f"launch.environment=[{name}]"])
+
+
+def test_mesh_mismatch_is_reported_before_errors_that_follow_from_it():
+    arguments = ["quickstart", "runtime.platform=cpu", "mesh.ici_fsdp=3"]
+    with pytest.raises(ConfigError) as error:
+        load(arguments, to_train=True)
+    first, *others = error.value.problems
+    assert (first.code, first.where, first.value) == (Code.MESH_DEVICES, "mesh", "stage 4 x fsdp 3")
+    assert "the run needs 12, but there are 8 cpu devices" in first.rule
+    assert {each.code for each in others} == {Code.CFG_SIZES}
+    for other in ("mesh.cpu_devices=12", "launch.topology=cpu:12", "runtime.num_processes=0"):
+        with pytest.raises(ConfigError) as error:
+            load([*arguments, other], to_train=True)
+        assert Code.MESH_DEVICES not in {each.code for each in error.value.problems}

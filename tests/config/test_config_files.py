@@ -116,7 +116,7 @@ def test_python_file_is_rejected_as_config(
     monkeypatch.chdir(tmp_path)
     text = error_text(name)
     assert "Programs" in text and "maxpipe init DIR" in text
-    assert "hf download" not in text and "Rename" not in text
+    assert "maxpipe fetch" not in text and "Rename" not in text
 
 
 # --- names of runs -----------------------------------------------------------------------

@@ -357,7 +357,7 @@ def test_from_dict_reports_errors_by_key():
     with pytest.raises(ConfigError) as caught:
         from_dict({"model": 3, "trian": {}, "train": {"steps": None}, "run": {"seed": True}})
     text = str(caught.value)
-    for where in ("model = 3", "trian", "train.steps = null", "run.seed = True"):
+    for where in ("model = 3", "trian", "train.steps = null", "run.seed = true"):
         assert f"from_dict: {where}" in text
 
 

@@ -94,6 +94,11 @@ MODELS: dict[str, dict[str, Any]] = {
         **{"model.deepseek.routed_scaling_factor": 2.5, "model.deepseek.expert_bias": True},
         **{"model.deepseek.num_expert_groups": 1, "model.deepseek.expert_bias_update_rate": 0.0},
     },
+    "models/kimi-k2-1t": {
+        **{"model.family": "deepseek", "model.num_layers": 61, "model.num_heads": 64},
+        **{"model.deepseek.rope_factor": 32.0, "model.deepseek.rope_beta_fast": 1.0},
+        **{"model.deepseek.num_experts": 384, "model.deepseek.routed_scaling_factor": 2.827},
+    },
     "gpu/models/llama3_8b": {
         **{"train.batch_size": 96, "train.sequence_length": 8192, "train.steps": 30},
         **{"model.attention": "cudnn", "runtime.platform": "cuda", "data.source": "synthetic"},

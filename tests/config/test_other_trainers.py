@@ -112,7 +112,7 @@ def test_axolotl_file_is_translated_completely(tmp_path: Path):
     }
     assert lines["tokenizer"] == {"kind": "auto", "path": "Llama-3.2-1B"}
     assert lines["checkpoint"] == {"restore_from": "hf:Llama-3.2-1B"}
-    assert "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B" in only.action
+    assert "maxpipe fetch hf:meta-llama/Llama-3.2-1B --out Llama-3.2-1B" in only.action
     assert "unknown names" not in only.action
     ours = tmp_path / "ours.yml"
     ours.write_text(lines_of(only))
@@ -159,7 +159,7 @@ def test_errors_after_translation_refer_to_translated_settings(tmp_path: Path):
         'dataset = "c4"\n[optimizer]\nlr = 1e-3\n[parallelism]\ntensor_parallel_degree = 3\n'
     )
     first, *others = problems_of([str(path)], to_train=False)
-    assert "model: llama3-8b" in first.action and "load_dataset('c4'" in first.action
+    assert "model: llama3-8b" in first.action and "hf:datasets/c4" in first.action
     # The translated model has 32 query heads and 8 KV heads, which are not divisible by 3.
     assert others and all("the tensor size" in each.rule for each in others)
     assert all(each.where.startswith("shipped config llama3-8b") for each in others)
@@ -174,6 +174,14 @@ def test_file_and_command_line_translate_to_same_batch_size(tmp_path: Path):
     answers = problems_of([*base, *(f"{k}={v}" for k, v in given.items())], to_train=False)
     assert "batch_size: 16 " in in_file.action
     assert any(each.action == "Write train.batch_size=16." for each in answers)
+
+
+@pytest.mark.parametrize("levels", [40, 500])
+def test_deeply_nested_json_is_config_error(levels: int, tmp_path: Path):
+    path = tmp_path / "args.json"
+    path.write_text('{"model": ' + "[" * levels + "]" * levels + "}")
+    (problem,) = problems_of(["tiny", str(path)], to_train=False)
+    assert problem.where == str(path) and "nested" in problem.rule
 
 
 def test_translation_keeps_errors_of_other_arguments(tmp_path: Path):

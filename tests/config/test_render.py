@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from maxpipe.config import render, schema
+from maxpipe.config.foreign_keys import foreign_tables
 from maxpipe.config.load import load, to_dict
 from maxpipe.config.schema import ALL_KEYS, ALL_SECTIONS, SECTIONS
 from maxpipe.errors import ConfigError
@@ -70,6 +71,41 @@ def test_explain_of_unknown_key_suggests_similar_key(key: str, guess: str):
     ) as error:
         render.explain(key)
     assert str(error.value).count("\n") == 2
+
+
+@pytest.mark.parametrize(
+    ("key", "rule", "action"),
+    [
+        (
+            "per_device_batch_size",
+            "the maxpipe key is train.batch_size: train.batch_size is the total",
+            "explain train.batch_size`",
+        ),
+        (
+            "activation_checkpoint.mode",
+            "the maxpipe key is pipeline.remat.",
+            "explain pipeline.remat`",
+        ),
+        ("max_steps", "the maxpipe key is train.steps.", "explain train.steps`"),
+        ("training.seq_len", "the maxpipe key is train.sequence_length.", "train.sequence_length`"),
+        ("loss_scale", "is a key of other trainers: bfloat16", "guard.bad_steps"),
+    ],
+)
+def test_explain_of_foreign_key_names_maxpipe_key(key: str, rule: str, action: str):
+    with pytest.raises(ConfigError) as error:
+        render.explain(key)
+    [problem] = error.value.problems
+    assert problem.where == f"command line: {key}"
+    assert rule in problem.rule and action in problem.action
+
+
+@pytest.mark.parametrize("name", sorted({*foreign_tables()["keys"]}))
+def test_explain_names_key_for_every_foreign_name(name: str):
+    for foreign in foreign_tables()["keys"][name].split():
+        if foreign not in ALL_SECTIONS and foreign not in ALL_KEYS:
+            with pytest.raises(ConfigError) as error:
+                render.explain(foreign)
+            assert "is a key of other trainers" in str(error.value), foreign
 
 
 def test_explain_of_unrecognizable_key_points_to_sections():

@@ -87,7 +87,7 @@ def test_foreign_keys_on_command_line_are_translated(trainer: str):
                 if problem is None:
                     pytest.fail(f"{written} has no answer")
                 assert problem.action.startswith(
-                    ("Write ", "Set ", "Leave it out", "Save the", "Specify a model")
+                    ("Write ", "Set ", "Leave it out", "Run `maxpipe", "Specify a model")
                 ), problem
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import bz2
 import gzip
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.registry import _registry
 
 from maxpipe.config.sections.data import DataConfig
+from maxpipe.data.prepared.range_reader import open_range_reader
 from maxpipe.data.sources import Source, find_files, infer_source, open_source
-from maxpipe.errors import ConfigError
-from maxpipe.io import files as files_io
+from maxpipe.errors import Code, ConfigError, StorageError
+from maxpipe.io import stores
 from tests.bucket import Bucket
+from tests.errors import raises
 
 
 def lines(*texts: str) -> bytes:
@@ -109,13 +113,13 @@ def test_bucket_reads_fetch_only_needed_ranges(
     filled.put("large.jsonl", lines(*(f"{i:04}" * 250 for i in range(1000))))
     found = opened("gs://bucket/large.jsonl")
     asked: list[tuple[int, int]] = []
-    whole = files_io.gcs_filesystem().cat_file
+    whole = stores.store_filesystem("gs://bucket").cat_file
 
     def noted(path: str, start: int, end: int) -> bytes:
         asked.append((start, end))
         return whole(path, start=start, end=end)
 
-    monkeypatch.setattr(files_io.gcs_filesystem(), "cat_file", noted)
+    monkeypatch.setattr(stores.store_filesystem("gs://bucket"), "cat_file", noted)
     assert found[999] == "0999" * 250 and found[3] == "0003" * 250
     assert [end - start for start, end in asked] == [1013, 1013]
 
@@ -139,18 +143,35 @@ def test_missing_or_forbidden_bucket_objects_are_rejected(filled: Bucket) -> Non
     finally:
         filled.refused.clear()
     assert "gs://bucket/data/a.jsonl" in message and "must be readable" in message
-    assert "Google Cloud Storage" in refusal("s3://bucket/a.jsonl")
+    for path in ("https://host/a.jsonl", "hf://datasets/a", "file:///a.jsonl", "none://a"):
+        assert "must be in a file system or an object store" in refusal(path)
     for kind in ("arrayrecord", "huggingface"):
         assert "must be in a file system" in refusal("gs://bucket/data/a.jsonl", source=kind)
 
 
-def test_missing_gcsfs_suggests_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without() -> None:
-        raise ImportError("No module named 'gcsfs'")
-
-    monkeypatch.setattr(files_io, "gcs_filesystem", without)
-    with pytest.raises(ConfigError, match="maxpipe\\[gcs\\]"):
-        find_files("gs://bucket/a", ())
+@pytest.mark.parametrize(
+    ("scheme", "package", "action"),
+    [
+        ("gs", "gcsfs", "maxpipe[gcs]"),
+        ("s3", "s3fs", "maxpipe[s3]"),
+        ("az", "adlfs", "maxpipe[azure]"),
+        ("abfss", "adlfs", "maxpipe[azure]"),
+        ("oss", "ossfs", "pip"),
+    ],
+)
+def test_missing_package_suggests_install(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, action: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    stores._filesystem.cache_clear()
+    for name, known in _registry.copy().items():
+        if known.__module__.startswith(package):
+            monkeypatch.delitem(_registry, name)
+    with raises(ConfigError, "data.path", suggests=action, code=Code.ENV_PACKAGE) as caught:
+        find_files(f"{scheme}://bucket/a", ())
+    assert package in str(caught.value)
+    with raises(StorageError, f"{scheme}://bucket/a", suggests=action, code=Code.ENV_PACKAGE):
+        open_range_reader(f"{scheme}://bucket/a")
 
 
 def test_run_and_prepared_folders_are_not_read(tmp_path: Path) -> None:

@@ -374,7 +374,7 @@ def test_invalid_saved_datasets_are_rejected(tmp_path: Path) -> None:
         message = refusal(lambda: source(tmp_path / "saved", "huggingface"))
         assert all(word in message for word in words), message
 
-    refused("must be a folder written by save_to_disk", "no data is downloaded")
+    refused("must be a folder written by save_to_disk", "maxpipe fetch")
     folder = save(tmp_path / "saved", [ROWS])
     [file] = folder.glob("*.arrow")
     state, content = (folder / "state.json").read_text(), file.read_bytes()

@@ -166,14 +166,14 @@ def test_checkpoint_folder_is_checked(
         loaded = load([*config, f"checkpoint.dir={value}"])
         return by_name(list(doctor.check_folders(CheckTarget.of(loaded))))
 
-    def without_gcsfs() -> None:
+    def without_gcsfs(path: str) -> None:
         raise ImportError
 
     assert "a checkpoint needs" in folders(tmp_path / "saved")["checkpoint folder"].text
     assert "a checkpoint needs" not in folders(tmp_path / "saved")["run folder"].text
     (tmp_path / "saved").write_text("not a folder")
     assert_failed(folders(tmp_path / "saved")["checkpoint folder"], "Set checkpoint.dir")
-    monkeypatch.setattr(storage, "gcs_filesystem", without_gcsfs)
+    monkeypatch.setattr(storage, "store_filesystem", without_gcsfs)
     found = folders("gs://bucket/runs")["checkpoint folder"]
     assert found.status == "FAILED" and found.action == "Run: pip install 'maxpipe[gcs]'"
 

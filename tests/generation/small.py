@@ -17,6 +17,7 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.gemma4 import Gemma4Config
+from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.moe import MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.nn.decoder import Decoder
@@ -66,6 +67,18 @@ GEMMA4_SMALL = dataclasses.replace(
 )
 MOE = dataclasses.replace(
     LLAMA, family="moe", own=MoeConfig(num_dense_layers=1, num_experts=3, top_k=2, d_expert=12)
+)
+LLAMA4 = dataclasses.replace(
+    LLAMA,
+    family="llama4",
+    own=Llama4Config(
+        num_experts=3,
+        d_expert=12,
+        moe_layer_interval=2,
+        no_rope_layer_interval=3,
+        attention_chunk_size=5,
+        floor_scale=4,
+    ),
 )
 DEEPSEEK = dataclasses.replace(
     LLAMA,

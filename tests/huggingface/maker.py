@@ -11,6 +11,11 @@ import ml_dtypes
 import numpy as np
 
 TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+CODES = {
+    **{"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64},
+    **{"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu},
+}
+"""Types of the tensors of quantized weights, in addition to `TYPES`."""
 LAYERS, WIDTH, HEADS, KV_HEADS, HEAD, MLP, VOCAB, EXPERTS = 3, 10, 4, 2, 6, 14, 263, 3
 
 Tensors = dict[str, np.ndarray]
@@ -111,14 +116,69 @@ def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensor
 
 def qwen3_next(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
     """Return a Qwen3-Next config.json and its tensors, with a multi-token prediction layer."""
-    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 6}
-    sizes = {"linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3}
-    routed = {"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 7}
     config = {
         **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", **SIZES},
-        **{**heads, **sizes, **routed, "shared_expert_intermediate_size": 9},
-        **{"full_attention_interval": 2, "partial_rotary_factor": 0.67, **changes},
+        **{**_HYBRID, **_HYBRID_MOE, **changes},
     }
+    delta = {
+        "linear_attn.in_proj_qkvz": (2 * (3 + 3 + 15 + 15), WIDTH),
+        "linear_attn.in_proj_ba": (2 * (3 + 3), WIDTH),
+    }
+    found = _hybrid(delta, _gated_experts())
+    return config, _drawn(found | {"mtp.fc.weight": (WIDTH, 2 * WIDTH)}, dtype)
+
+
+def qwen3_5(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Qwen3.5 config.json and its tensors, with a multi-token prediction layer."""
+    config = {
+        **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", **SIZES},
+        **{**_HYBRID, "num_hidden_layers": 2, "mtp_num_hidden_layers": 1, **changes},
+    }
+    return config, _drawn(_qwen3_5(_MLP), dtype)
+
+
+def qwen3_5_moe(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return the config.json and tensors of a Qwen3.5 model with experts."""
+    config = {
+        **{"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", **SIZES},
+        **{**_HYBRID, **_HYBRID_MOE, "num_hidden_layers": 2, "mtp_num_hidden_layers": 1, **changes},
+    }
+    return config, _drawn(_qwen3_5(_gated_experts()), dtype)
+
+
+def _qwen3_5(mlp: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the tensor shapes of two layers and a multi-token prediction layer."""
+    delta: dict[str, tuple[int, ...]] = {
+        "linear_attn.in_proj_qkv": (6 + 6 + 30, WIDTH),
+        "linear_attn.in_proj_z": (30, WIDTH),
+        "linear_attn.in_proj_b": (6, WIDTH),
+        "linear_attn.in_proj_a": (6, WIDTH),
+    }
+    found = _hybrid(delta, mlp)
+    found = {name: shape for name, shape in found.items() if "layers.2." not in name}
+    ahead = {name: shape for name, shape in found.items() if name.startswith("model.layers.1.")}
+    norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    return {
+        **found,
+        **{name.replace("model.layers.1.", "mtp.layers.0."): each for name, each in ahead.items()},
+        **{f"{name}.weight": (WIDTH,) for name in norms},
+        "mtp.fc.weight": (WIDTH, 2 * WIDTH),
+    }
+
+
+_HYBRID: dict[str, Any] = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "full_attention_interval": 2},
+    **{"linear_key_head_dim": 3, "linear_value_head_dim": 5, "linear_conv_kernel_dim": 3},
+    "partial_rotary_factor": 0.67,
+}
+_HYBRID_MOE = {
+    **{"num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 7},
+    "shared_expert_intermediate_size": 9,
+}
+
+
+def _gated_experts() -> dict[str, tuple[int, ...]]:
+    """Return the tensor shapes of experts with a gated shared expert."""
     hidden = {"gate_proj": (7, WIDTH), "up_proj": (7, WIDTH), "down_proj": (WIDTH, 7)}
     shared = {"gate_proj": (9, WIDTH), "up_proj": (9, WIDTH), "down_proj": (WIDTH, 9)}
     mlp = {
@@ -127,15 +187,20 @@ def qwen3_next(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Ten
         for name, shape in hidden.items()
     }
     mlp |= {f"mlp.shared_expert.{name}": shape for name, shape in shared.items()}
-    mlp |= {"mlp.gate": (EXPERTS, WIDTH), "mlp.shared_expert_gate": (1, WIDTH)}
+    return mlp | {"mlp.gate": (EXPERTS, WIDTH), "mlp.shared_expert_gate": (1, WIDTH)}
+
+
+def _hybrid(
+    projections: dict[str, tuple[int, ...]], mlp: dict[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the tensor shapes of a model whose odd layers have full attention."""
     full: dict[str, tuple[int, ...]] = {
         **_ATTENTION,
         "self_attn.q_proj": (2 * HEADS * HEAD, WIDTH),
         **dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (HEAD,)),
     }
     delta: dict[str, tuple[int, ...]] = {
-        "linear_attn.in_proj_qkvz": (2 * (3 + 3 + 15 + 15), WIDTH),
-        "linear_attn.in_proj_ba": (2 * (3 + 3), WIDTH),
+        **projections,
         "linear_attn.conv1d": (6 + 6 + 30, 1, 3),
         "linear_attn.norm": (5,),
         "linear_attn.out_proj": (WIDTH, 30),
@@ -147,7 +212,62 @@ def qwen3_next(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Ten
         found |= {name: shape for name, shape in each.items() if f".{layer}." in name[:16]}
         if not layer % 2:
             found |= {f"model.layers.{layer}.linear_attn.{x}": (6,) for x in ("A_log", "dt_bias")}
-    return config, _drawn(found | {"mtp.fc.weight": (WIDTH, 2 * WIDTH)}, dtype)
+    return found
+
+
+def glm4_moe(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a GLM-4.5 config.json and its tensors, with a multi-token prediction layer."""
+    config = {
+        **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", **SIZES},
+        **{"attention_bias": True, "use_qk_norm": True, "partial_rotary_factor": 0.67},
+        **{"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 7},
+        **{"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, **changes},
+    }
+    hidden = {"gate_proj": (7, WIDTH), "up_proj": (7, WIDTH), "down_proj": (WIDTH, 7)}
+    places = ("shared_experts", *(f"experts.{number}" for number in range(EXPERTS)))
+    routed: dict[str, tuple[int, ...]] = {
+        f"mlp.{place}.{name}": shape for place in places for name, shape in hidden.items()
+    }
+    attention: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": shape for name, shape in _ATTENTION.items()
+    }
+    attention |= {f"self_attn.{x}_proj.bias": (HEADS * HEAD,) for x in "q"}
+    attention |= {f"self_attn.{x}_proj.bias": (KV_HEADS * HEAD,) for x in "kv"}
+    attention |= {f"self_attn.{x}_norm.weight": (HEAD,) for x in "qk"}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    attention |= {f"{name}.weight": (WIDTH,) for name in norms}
+    dense = {f"{name}.weight": shape for name, shape in _MLP.items()}
+    experts = {f"{name}.weight": shape for name, shape in routed.items()}
+    experts |= {
+        "mlp.gate.weight": (EXPERTS, WIDTH),
+        "mlp.gate.e_score_correction_bias": (EXPERTS,),
+    }
+    ends = _ends(tied=False)
+    found = {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(LAYERS + 1)
+        for name, shape in (attention | (experts if layer else dense)).items()
+    }
+    ahead = f"model.layers.{LAYERS}."
+    found |= {f"{ahead}{x}.weight": (WIDTH,) for x in ("enorm", "hnorm", "shared_head.norm")}
+    found |= {f"{ahead}eh_proj.weight": (WIDTH, 2 * WIDTH)}
+    tensors = _drawn(ends | found, dtype)
+    tensors[f"{ahead}embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+    tensors[f"{ahead}shared_head.head.weight"] = tensors["lm_head.weight"]
+    return config, tensors
+
+
+def minimax_m2(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a MiniMax M2 config.json and its tensors."""
+    config, tensors = mixtral(dtype, **{"rotary_dim": 4, "num_experts_per_tok": 2, **changes})
+    config |= {"architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2"}
+    more: dict[str, tuple[int, ...]] = {}
+    for layer in range(LAYERS):
+        first = f"model.layers.{layer}."
+        more[f"{first}self_attn.q_norm.weight"] = (HEADS * HEAD,)
+        more[f"{first}self_attn.k_norm.weight"] = (KV_HEADS * HEAD,)
+        more[f"{first}block_sparse_moe.e_score_correction_bias"] = (EXPERTS,)
+    return config, tensors | _drawn(more, dtype)
 
 
 def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
@@ -175,6 +295,39 @@ def gpt_oss(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensor
         for name, shape in inside.items()
     }
     return config, _drawn({**_ends(tied=False), **layers}, dtype)
+
+
+def ministral3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Ministral 3 config.json and its tensors, which have the names of Llama."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    config, tensors = llama(dtype)
+    about = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    about |= {"rope_parameters": rope | {"original_max_position_embeddings": 16}}
+    return {**config, **about, **changes}, tensors
+
+
+def llama4(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Llama 4 config.json and its tensors; every second layer has experts."""
+    own = {"intermediate_size_mlp": MLP, "intermediate_size": 7, "num_local_experts": EXPERTS}
+    own |= {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 2, "attention_chunk_size": 5}
+    config = {
+        **{"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", **SIZES},
+        **{**own, **changes},
+    }
+    hidden = {"gate_proj": (7, WIDTH), "up_proj": (7, WIDTH), "down_proj": (WIDTH, 7)}
+    routed = {f"feed_forward.shared_expert.{name}": shape for name, shape in hidden.items()}
+    routed["feed_forward.router"] = (EXPERTS, WIDTH)
+    dense = {name.replace("mlp", "feed_forward"): shape for name, shape in _MLP.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    found = _ends(tied=False)
+    for layer in range(LAYERS):
+        each = _layers(_ATTENTION, routed if layer % 2 else dense, norms)
+        found |= {name: shape for name, shape in each.items() if f".{layer}." in name[:16]}
+        if layer % 2:
+            experts = f"model.layers.{layer}.feed_forward.experts."
+            found[experts + "gate_up_proj"] = (EXPERTS, WIDTH, 2 * 7)
+            found[experts + "down_proj"] = (EXPERTS, 7, WIDTH)
+    return config, _drawn(found, dtype)
 
 
 _ATTENTION = {
@@ -217,8 +370,7 @@ def _drawn(shapes: dict[str, tuple[int, ...]], dtype: str) -> Tensors:
 
 def encoded(tensors: Tensors, **changes: Any) -> bytes:
     """Return a safetensors file; `changes` replace entries of its header."""
-    names = {np.dtype(kind): name for name, kind in TYPES.items()}
-    names |= {np.dtype(np.int8): "I8"}
+    names = {np.dtype(kind): name for name, kind in {**TYPES, **CODES}.items()}
     header: dict[str, Any] = {}
     data = b""
     for name, array in tensors.items():
@@ -263,7 +415,8 @@ def read(folder: Path) -> Tensors:
                 begin, end = entry["data_offsets"]
                 data = raw[8 + length :][begin:end]
                 assert name not in found
-                found[name] = np.frombuffer(data, TYPES[entry["dtype"]]).reshape(entry["shape"])
+                dtype = {**TYPES, **CODES}[entry["dtype"]]
+                found[name] = np.frombuffer(data, dtype).reshape(entry["shape"])
     return found
 
 

@@ -1,6 +1,6 @@
 """Reference results of transformers: makes folders and computes their logits.
 
-Usage: oracle.py COMMAND JOBS, where COMMAND is make, logits, adapted, quantise, add_ahead, ahead,
+Usage: oracle.py COMMAND JOBS, where COMMAND is make, logits, adapted, add_ahead, ahead,
 train, losses, greedy or sft. JOBS is a JSON list of objects; `folder` is the Hugging Face
 folder, `tokens` a file of token IDs `[rows, tokens]` and `logits` the file to write. For `adapted`,
 which requires PEFT, `adapter` is an adapter folder. The last four read `documents`, a JSON
@@ -32,9 +32,6 @@ def main() -> None:
         if action in AHEAD:
             AHEAD[action](job)
             continue
-        if action == "quantise":
-            quantise(made(job), Path(job["folder"]))
-            continue
         if action in DOCUMENTS:
             DOCUMENTS[action](job, json.loads(Path(job["documents"]).read_text()))
             continue
@@ -49,7 +46,7 @@ def main() -> None:
 
             model = PeftModel.from_pretrained(model, job["adapter"])
         with torch.no_grad():
-            np.save(job["logits"], model.eval()(tokens).logits.numpy())
+            np.save(job["logits"], model.eval()(tokens, use_cache=False).logits.numpy())
 
 
 def made(job: dict[str, Any]) -> Any:
@@ -65,23 +62,73 @@ def made(job: dict[str, Any]) -> Any:
     return model.to(getattr(torch, job["dtype"]))
 
 
-def quantise(model: Any, folder: Path) -> None:
-    """Save a folder as GPT-OSS is published: experts in blocks of 32 4-bit values."""
-    model.save_pretrained(folder)
+def add_mtp(job: dict[str, Any]) -> None:
+    """Add a multi-token prediction layer to a folder, as in the published Qwen3.5."""
+    folder, width = Path(job["folder"]), job["config"]["hidden_size"]
     tensors = load_file(folder / "model.safetensors")
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inside, out = tensors.pop(name).shape
-        shape = (experts, out, inside // 32)
-        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-        tensors[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
+    last = f"model.layers.{job['config']['num_hidden_layers'] - 1}."
+    shapes = {
+        name.replace(last, "mtp.layers.0."): each.shape
+        for name, each in tensors.items()
+        if name.startswith(last)
+    }
+    norms = ("mtp.norm", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden")
+    shapes |= {f"{name}.weight": (width,) for name in norms}
+    shapes["mtp.fc.weight"] = (width, 2 * width)
+    dtype = tensors["model.embed_tokens.weight"].dtype
+    for name, shape in shapes.items():
+        tensors[name] = torch.normal(0.0, 0.2, tuple(shape)).to(dtype)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    left = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
-    config["quantization_config"] = {
-        "quant_method": "mxfp4",
-        "modules_to_not_convert": [*left, "lm_head"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"mtp_num_hidden_layers": 1}))
+
+
+def mtp(job: dict[str, Any]) -> None:
+    """Save the logits of Qwen3.5's multi-token prediction layer, which transformers ignores.
+
+    The layer is one of transformers, with the weights of `mtp.layers.0`.
+    """
+    folder = Path(job["folder"])
+    model, tensors = loaded(job).eval(), load_file(folder / "model.safetensors")
+    config, inner = model.config, model.model
+    weights = {name: each.float() for name, each in tensors.items() if name.startswith("mtp.")}
+
+    def norm(name: str, x: Any) -> Any:
+        own = type(inner.norm)(config.hidden_size, eps=config.rms_norm_eps)
+        own.weight.data = weights[f"mtp.{name}.weight"]
+        return own(x)
+
+    prefix = "mtp.layers.0."
+    layer = inner.layers[-1]
+    assert layer.block_type == "full_attention"
+    own = {n.removeprefix(prefix): x for n, x in weights.items() if n.startswith(prefix)}
+    tokens = torch.from_numpy(np.load(job["tokens"]))
+    with torch.no_grad():
+        last, later = inner(tokens, use_cache=False).last_hidden_state[:, :-1], tokens[:, 1:]
+        layer.load_state_dict(fused(own, layer))
+        both = norm("pre_fc_norm_embedding", inner.embed_tokens(later))
+        both = torch.cat([both, norm("pre_fc_norm_hidden", last)], -1)
+        x = both @ weights["mtp.fc.weight"].T
+        places = torch.arange(1, tokens.shape[1])[None].expand(tokens.shape[0], -1)
+        mask = torch.full((x.shape[1], x.shape[1]), -torch.inf).triu(1)[None, None]
+        rotary = inner.rotary_emb(x, places[None].expand(3, -1, -1))
+        x = layer(x, position_embeddings=rotary, attention_mask=mask)
+        np.savez(job["logits"], model.lm_head(norm("norm", x)).numpy())
+
+
+def fused(tensors: dict[str, Any], layer: Any) -> dict[str, Any]:
+    """Stack experts that are stored separately, as the layer expects them."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    if "mlp.experts.0.gate_proj.weight" not in tensors:
+        return tensors
+    found = {name: each for name, each in tensors.items() if ".experts." not in name}
+    count = layer.mlp.experts.down_proj.shape[0]
+    gate, up, down = (
+        torch.stack([tensors[f"mlp.experts.{e}.{name}.weight"] for e in range(count)])
+        for name in names
+    )
+    both = {"mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "mlp.experts.down_proj": down}
+    return found | both
 
 
 def add_ahead(job: dict[str, Any]) -> None:
@@ -89,6 +136,9 @@ def add_ahead(job: dict[str, Any]) -> None:
 
     They have the last layer's tensor names, and copies of the embedding and the head.
     """
+    if "linear_num_key_heads" in job["config"]:
+        add_mtp(job)
+        return
     folder, count = Path(job["folder"]), job["config"]["num_nextn_predict_layers"]
     layers = job["config"]["num_hidden_layers"]
     tensors = load_file(folder / "model.safetensors")
@@ -109,11 +159,15 @@ def add_ahead(job: dict[str, Any]) -> None:
 
 def ahead(job: dict[str, Any]) -> None:
     """Save the logits of the multi-token prediction layers for all tokens of each sequence."""
+    if "linear_num_key_heads" in job["config"]:
+        mtp(job)
+        return
     layers, count = (job["config"][n] for n in ("num_hidden_layers", "num_nextn_predict_layers"))
     # By default, the ignored keys contain the layer numbers of the published model.
-    transformers.DeepseekV3PreTrainedModel._keys_to_ignore_on_load_unexpected = [
-        rf"model\.layers\.{number}\..*" for number in range(layers, layers + count)
-    ]
+    for base in (transformers.DeepseekV3PreTrainedModel, transformers.Glm4MoePreTrainedModel):
+        base._keys_to_ignore_on_load_unexpected = [
+            rf"model\.layers\.{number}\..*" for number in range(layers, layers + count)
+        ]
     model, info = transformers.AutoModelForCausalLM.from_pretrained(
         job["folder"], dtype=torch.float32, output_loading_info=True, **EAGER
     )

@@ -29,8 +29,8 @@ def main() -> None:
 def found(content: dict[str, Any], length: int) -> dict[str, Any]:
     """Return the frequencies and attention factor for sequences of this length."""
     config = transformers.AutoConfig.for_model(content["model_type"]).__class__.from_dict(content)
-    by_layers = {"layer_type": "full_attention"} if "gemma" in content["model_type"] else {}
-    by_layers = {} if content["model_type"] == "gemma2" else by_layers
+    is_by_layers = content["model_type"] in ("gemma3_text", "gemma4_text", "olmo3")
+    by_layers = {"layer_type": "full_attention"} if is_by_layers else {}
     said = config.rope_parameters
     said = said["full_attention"] if by_layers else said
     if said["rope_type"] == "default":

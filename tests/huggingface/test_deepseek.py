@@ -49,7 +49,6 @@ V2 = ["DeepseekV2ForCausalLM"]
         ({"n_group": 6, "topk_group": 3}, "must be max"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "original_max_position_embeddings"),
         ({"rope_interleave": False}, "rope_interleave"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_invalid_deepseek_config_is_rejected(

@@ -44,8 +44,21 @@ CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "gemma4": lambda: maker.gemma4()[0],
     "mixtral": lambda: maker.mixtral()[0],
     "qwen3_next": lambda: maker.qwen3_next()[0] | {"rope_theta": 1e6},
+    "qwen3_5_moe": lambda: maker.qwen3_5_moe()[0] | {"rope_theta": 1e6},
+    "glm4_moe": lambda: maker.glm4_moe()[0],
+    "minimax_m2": lambda: maker.minimax_m2()[0],
     "gpt_oss": lambda: maker.gpt_oss()[0],
+    "ministral3": lambda: maker.ministral3()[0],
+    "llama4": lambda: maker.llama4()[0],
+    "llama4 lists": lambda: without(
+        maker.llama4(no_rope_layers=[1, 0, 1], moe_layers=[1])[0],
+        *("no_rope_layer_interval", "interleave_moe_layer_step"),
+    ),
 }
+
+
+def without(content: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name not in names}
 
 
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

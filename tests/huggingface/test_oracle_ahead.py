@@ -25,6 +25,24 @@ from tests.huggingface.test_oracle import PYTHON, close, job_of, reason, run_ora
 pytestmark = pytest.mark.oracle
 
 
+def count(number: int, tied: bool = False) -> dict[str, Any]:
+    """Return the number of layers, as DeepSeek-V3 and GLM-4.5 state it."""
+    return {"num_nextn_predict_layers": number, "tie_word_embeddings": tied}
+
+
+# The first case of a class is in float32.
+WHOLE = {"num_hidden_layers": 4, "full_attention_interval": 2, "num_experts_per_tok": 2}
+JOBS: list[tuple[str, dict[str, Any], int]] = [
+    ("deepseek_v3", count(1), 0),
+    ("deepseek_v3", count(2), 3),
+    ("deepseek_v3", count(2, tied=True), 6),
+    ("glm4_moe", count(1) | {"attention_bias": True, "use_qk_norm": True}, 0),
+    ("qwen3_5", WHOLE, 0),
+    ("qwen3_5_moe", WHOLE, 0),
+]
+CASES = range(len(JOBS))
+
+
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Folders with one or two multi-token prediction layers, tied and untied."""
@@ -32,21 +50,15 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         pytest.skip(f"no transformers in {PYTHON}: {why}")
     base = tmp_path_factory.mktemp("ahead")
     found = []
-    for count, tied, number in ((1, False, 0), (2, False, 3), (2, True, 6)):
-        job = job_of(
-            "deepseek_v3",
-            number,
-            base,
-            num_nextn_predict_layers=count,
-            tie_word_embeddings=tied,
-        )
-        found.append(job | {"logits": str(base / f"{number}.npz"), "max_shard_size": "1GB"})
+    for kind, changes, number in JOBS:
+        job = job_of(kind, number, base, **changes)
+        found.append(job | {"logits": str(base / f"{kind}-{number}.npz"), "max_shard_size": "1GB"})
     for action in ("make", "add_ahead", "ahead"):
         run_oracle(action, [each | {"logits": each["logits"]} for each in found], base)
     return found
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", CASES)
 def test_mtp_logits_and_losses_equal_transformers(number: int, jobs: list[dict[str, Any]]) -> None:
     job = jobs[number]
     source = open_folder(job["folder"])
@@ -82,7 +94,7 @@ def test_mtp_logits_and_losses_equal_transformers(number: int, jobs: list[dict[s
             np.testing.assert_allclose(losses[f"ahead_{head + 1}"], nats, rtol=1e-4)
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", CASES)
 def test_exported_mtp_weights_and_logits_are_unchanged(
     number: int, jobs: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from maxpipe.huggingface.config_json import read_description
 from maxpipe.models.registry import FAMILIES
-from maxpipe.nn.attention_layer import rotary_frequencies
+from maxpipe.nn.attention_layer import rotary_frequencies, rotary_length
 from maxpipe.nn.module import LayerContext
 from tests.huggingface.test_oracle import PYTHON, oracle_answers, reason
 
@@ -26,16 +26,18 @@ LENGTHS = [24, 3000]
 ALL = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 TYPES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"), ALL),
-    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral"), ALL),
+    **dict.fromkeys(("gemma2", "granite", "olmo2", "mixtral", "smollm3", "llama4_text"), ALL),
+    "olmo3": ("default", "linear", "yarn"),
+    "ministral3": ("yarn", "llama3"),
     "gemma3_text": ("default", "linear"),
     "gemma4_text": ("default", "proportional"),
     "phi3": ("default", "longrope"),
     "gpt_oss": ("default", "yarn"),
-    "qwen3_next": ("default", "yarn"),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "glm4_moe", "minimax_m2"), ("default", "yarn")),
     "deepseek_v3": ("default", "yarn"),
 }
 """Types of scaling by `model_type`."""
-BY_LAYER_TYPE = ("gemma3_text", "gemma4_text")
+BY_LAYER_TYPE = ("gemma3_text", "gemma4_text", "olmo3")
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 6,
     "hidden_size": 64,
@@ -56,10 +58,15 @@ OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
     },
     "gpt_oss": {"sliding_window": 8},
+    "olmo3": {"num_hidden_layers": 8, "sliding_window": 8},
+    "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 4},
     "phi3": {"pad_token_id": 0},
     "qwen3": {"head_dim": 24},
     "llama": {"head_dim": 24},
     "qwen3_next": {"head_dim": 32},
+    "qwen3_5_text": {"head_dim": 32},
+    "glm4_moe": {"head_dim": 32},
+    "minimax_m2": {"head_dim": 32},
     "deepseek_v3": {
         "head_dim": 16,
         "num_key_value_heads": 4,
@@ -104,6 +111,8 @@ def scaling(kind: str, family: str, config: dict[str, Any], draw: random.Random)
         if is_generic:
             rope |= maybe(beta_fast=draw.choice((16, 40.0)), beta_slow=draw.choice((2, 1.5)))
             rope |= maybe(attention_factor=1.375, truncate=False, finetuned=True)
+        if family == "deepseek_v3":
+            rope |= maybe(beta_fast=draw.choice((1.0, 8)), beta_slow=1.0)
         if is_generic or family == "deepseek_v3":
             rope |= draw.choice(({}, {"mscale": 0.707, "mscale_all_dim": 1.25}, {"mscale": 0.9}))
         if family == "gpt_oss":
@@ -136,10 +145,12 @@ def configs() -> Iterator[tuple[str, dict[str, Any]]]:
 def config_of(family: str, kind: str, draw: random.Random) -> dict[str, Any]:
     config = {**SIZES, **OWN.get(family, {}), "model_type": family}
     config["max_position_embeddings"] = draw.choice((2048, 4096, 8192))
-    if family in ("phi3", "qwen3_next"):
+    if family in ("phi3", "qwen3_next", "qwen3_5_text", "glm4_moe", "minimax_m2"):
         config["partial_rotary_factor"] = draw.choice((0.5, 0.75))
     rope = scaling(kind, family, config, draw)
     theta = draw.choice((10000.0, 5e5, 1e6))
+    if family == "ministral3":
+        rope["llama_4_scaling_beta"] = 0.1
     if family in BY_LAYER_TYPE:
         local = {"rope_type": "default", "rope_theta": 1e4}
         of_all = {**rope, "rope_theta": theta}
@@ -187,7 +198,7 @@ def test_rotary_frequencies_equal_golden_transformers_values(
             context = LayerContext(inputs, jnp.asarray(layer), model.values)
             found = np.asarray(rotary_frequencies(part.rope, size, context))
             np.testing.assert_allclose(found, wanted["frequencies"], 1e-5, err_msg=name)
-            assert part.rope.attention_factor == pytest.approx(wanted["factor"], 1e-6), name
+            assert rotary_length(part.rope, context) == pytest.approx(wanted["factor"], 1e-6), name
 
 
 @pytest.mark.oracle

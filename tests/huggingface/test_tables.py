@@ -36,6 +36,221 @@ from maxpipe.models.registry import FAMILIES, describe
 from tests.errors import without_codes
 from tests.huggingface import maker
 
+QWEN3_5: dict[str, Any] = {
+    "attention_bias": False,
+    "attn_output_gate": True,
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_act": "silu",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_value_head_dim": 128,
+    "mamba_ssm_dtype": "float32",
+    "max_position_embeddings": 262144,
+    "mtp_num_hidden_layers": 1,
+    "mtp_use_dedicated_embeddings": False,
+    "rms_norm_eps": 1e-06,
+    "vocab_size": 248320,
+    "rope_parameters": {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_type": "default",
+    },
+}
+
+
+def qwen3_5(
+    width: int, layers: int, heads: int, kv_heads: int, value_heads: int, mlp: int, tied: bool
+) -> dict[str, Any]:
+    """Return the config.json of a dense Qwen3.5 model."""
+    inner = {
+        **QWEN3_5,
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_num_value_heads": value_heads,
+        "model_type": "qwen3_5_text",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "output_gate_type": "swish",
+        "tie_word_embeddings": tied,
+    }
+    return {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "text_config": inner,
+        "tie_word_embeddings": tied,
+    }
+
+
+def qwen3_5_moe(
+    width: int, layers: int, heads: int, value_heads: int, mlp: int, experts: int, top_k: int
+) -> dict[str, Any]:
+    """Return the config.json of a Qwen3.5 model with experts."""
+    inner = {
+        **QWEN3_5,
+        "hidden_size": width,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * (layers // 4),
+        "linear_num_value_heads": value_heads,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_5_moe_text",
+        "moe_intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 2,
+        "router_aux_loss_coef": 0.001,
+        "shared_expert_intermediate_size": mlp,
+    }
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": inner,
+        "tie_word_embeddings": False,
+    }
+
+
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "model_type": "glm4_moe",
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "vocab_size": 151552,
+}
+
+LOCAL, WHOLE = "sliding_attention", "full_attention"
+
+
+def olmo3(layers: int, width: int, heads: int, kv_heads: int, mlp: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Olmo3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "layer_types": [*[LOCAL] * 3, WHOLE] * (layers // 4),
+        "max_position_embeddings": 65536,
+        "model_type": "olmo3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    }
+
+
+def ministral3(layers: int, width: int, mlp: int, theta: float, tied: bool) -> dict[str, Any]:
+    inner = {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 262144,
+        "model_type": "ministral3",
+        "num_attention_heads": 32,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 16.0,
+            "llama_4_scaling_beta": 0.1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16384,
+            "rope_theta": theta,
+            "rope_type": "yarn",
+            "type": "yarn",
+        },
+        "sliding_window": None,
+        "tie_word_embeddings": tied,
+        "vocab_size": 131072,
+    }
+    return {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "text_config": inner,
+        "tie_word_embeddings": tied,
+    }
+
+
+def llama4(experts: int, interval: int, *, is_scout: bool) -> dict[str, Any]:
+    scaling = {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    inner = {
+        "attention_bias": False,
+        "attention_chunk_size": 8192,
+        "attn_scale": 0.1,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "for_llm_compressor": False,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "interleave_moe_layer_step": interval,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "layer_types": [*["chunked_attention"] * 3, WHOLE] * 12,
+        "max_position_embeddings": 10485760 if is_scout else 1048576,
+        "model_type": "llama4_text",
+        "moe_layers": [*range(interval - 1, 48, interval)],
+        "no_rope_layers": [1, 1, 1, 0] * 12,
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 1,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "num_local_experts": experts,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": scaling if is_scout else None,
+        "rope_theta": 500000.0,
+        "use_qk_norm": is_scout,
+        "vocab_size": 202048,
+    }
+    return {
+        "architectures": ["Llama4ForConditionalGeneration"],
+        "model_type": "llama4",
+        "text_config": inner,
+        "tie_word_embeddings": False,
+    }
+
+
 _GEMMA4: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -71,6 +286,36 @@ _GEMMA4: dict[str, Any] = {
 
 # As published on the Hugging Face Hub, without irrelevant keys.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "olmo3-7b": olmo3(32, 4096, 32, 32, 11008),
+    "olmo3-32b": olmo3(64, 5120, 40, 8, 27648),
+    "smollm3-3b": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "attention_bias": False,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": [WHOLE] * 36,
+        "max_position_embeddings": 65536,
+        "max_window_layers": 28,
+        "mlp_bias": False,
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": [1, 1, 1, 0] * 9,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    "ministral3-3b": ministral3(26, 3072, 9216, 1e6, True),
+    "ministral3-8b": ministral3(34, 4096, 14336, 1e6, False),
+    "ministral3-14b": ministral3(40, 5120, 16384, 1e9, False),
+    "llama4-scout-109b-a17b": llama4(16, 1, is_scout=True),
+    "llama4-maverick-400b-a17b": llama4(128, 2, is_scout=False),
     "llama3-1b": {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -404,6 +649,112 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "vocab_size": 129280,
     },
+    **{
+        f"qwen3.5-{name}": qwen3_5(*sizes)
+        for name, sizes in {
+            "0.8b": (1024, 24, 8, 2, 16, 3584, True),
+            "2b": (2048, 24, 8, 2, 16, 6144, True),
+            "4b": (2560, 32, 16, 4, 32, 9216, True),
+            "9b": (4096, 32, 16, 4, 32, 12288, False),
+            "27b": (5120, 64, 24, 4, 48, 17408, False),
+        }.items()
+    },
+    "qwen3.5-35b-a3b": qwen3_5_moe(2048, 40, 16, 32, 512, 256, 8),
+    "qwen3.5-122b-a10b": qwen3_5_moe(3072, 48, 32, 64, 1024, 256, 8),
+    "qwen3.5-397b-a17b": qwen3_5_moe(4096, 60, 32, 64, 1024, 512, 10),
+    "glm4.5-355b-a32b": {
+        **GLM,
+        "first_k_dense_replace": 3,
+        "hidden_size": 5120,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "num_hidden_layers": 92,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
+    "glm4.5-air-106b-a12b": {
+        **GLM,
+        "first_k_dense_replace": 1,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "num_hidden_layers": 46,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+    "minimax-m2-230b-a10b": {
+        "architectures": ["MiniMaxM2ForCausalLM"],
+        "attn_type_list": [1] * 62,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "max_position_embeddings": 196608,
+        "model_type": "minimax_m2",
+        "mtp_transformer_layers": 1,
+        "num_attention_heads": 48,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 8,
+        "num_local_experts": 256,
+        "num_mtp_modules": 3,
+        "qk_norm_type": "per_layer",
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 5000000,
+        "rotary_dim": 64,
+        "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0,
+        "tie_word_embeddings": False,
+        "use_mtp": True,
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "vocab_size": 200064,
+    },
+    "kimi-k2-1t-a32b": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "first_k_dense_replace": 1,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "kv_lora_rank": 512,
+        "model_type": "kimi_k2",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 64,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 64,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "beta_fast": 1.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 50000.0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "v_head_dim": 128,
+        "vocab_size": 163840,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "hidden_act": "silu",
@@ -571,24 +922,6 @@ def test_config_defaults_equal_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "action"),
-    [
-        ("mxfp4", "Mxfp4Config as C"),
-        ("fp8", "FineGrainedFP8Config as C"),
-        ("compressed-tensors", "CompressedTensorsConfig as C"),
-        ("bitsandbytes", ".dequantize().save_pretrained"),
-        ("awq", "unquantized weights"),
-        ("gptq", "unquantized weights"),
-    ],
-)
-def test_quantized_weights_are_rejected(method: str, action: str, tmp_path: Path) -> None:
-    config, _ = maker.gpt_oss(quantization_config={"quant_method": method})
-    with pytest.raises(ConfigError, match=f"weights are quantized by {method}") as caught:
-        config_values(tmp_path / "x", config)
-    assert action in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"mlp_only_layers": "0"}, "qwen3_moe.dense_layers"),
@@ -611,6 +944,131 @@ def test_invalid_expert_layers_are_rejected(
     assert found["qwen3_moe.num_experts"] == 11 and found["qwen3_moe.dense_layers"] == [1]
     with pytest.raises(ConfigError, match=re.escape(reason)):
         config_values(tmp_path / "x", config | changes)
+
+
+UNSUPPORTED: list[tuple[Any, dict[str, Any], str]] = [
+    (maker.qwen3_5, {"attn_output_gate": False}, "attn_output_gate"),
+    (maker.qwen3_5, {"output_gate_type": "sigmoid"}, "output_gate_type"),
+    (maker.qwen3_5, {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers"),
+    (maker.qwen3_5, {"full_attention_interval": 3}, "mtp_num_hidden_layers"),
+    (maker.qwen3_5, {"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings"),
+    (maker.qwen3_5, {"attention_bias": True}, "attention_bias"),
+    (maker.qwen3_5_moe, {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    (maker.qwen3_5_moe, {"norm_topk_prob": False}, "norm_topk_prob"),
+    (maker.glm4_moe, {"n_shared_experts": None, "num_nextn_predict_layers": "1"}, "mtp_heads"),
+    (maker.glm4_moe, {"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
+    (maker.minimax_m2, {"rotary_dim": 7}, "rotary_dim"),
+    (maker.minimax_m2, {"rotary_dim": 3}, "rotary_dim"),
+    (maker.minimax_m2, {"attn_type_list": [1, 0, 1]}, "attn_type_list"),
+    (maker.minimax_m2, {"scoring_func": "softmax"}, "scoring_func"),
+    (maker.minimax_m2, {"use_routing_bias": False}, "use_routing_bias"),
+    (maker.minimax_m2, {"use_qk_norm": False}, "use_qk_norm"),
+    (maker.minimax_m2, {"qk_norm_type": "per_head"}, "qk_norm_type"),
+    (maker.minimax_m2, {"shared_intermediate_size": 8}, "shared_intermediate_size"),
+]
+
+
+@pytest.mark.parametrize(("make", "changes", "key"), UNSUPPORTED)
+def test_unsupported_variants_of_families_are_rejected(
+    make: Any, changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    config, _ = make()
+    config_values(tmp_path / "x", config)
+    with pytest.raises(ConfigError, match=key):
+        config_values(tmp_path / "x", config | changes)
+
+
+def test_kimi_k2_5_is_read_as_deepseek(tmp_path: Path) -> None:
+    inner = PUBLISHED["kimi-k2-1t-a32b"]
+    wanted = config_values(tmp_path / "x", inner)
+    for name in ("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"):
+        whole = {"architectures": [name], "model_type": "kimi_k25", "text_config": inner}
+        assert config_values(tmp_path / "x", whole) == wanted
+
+
+@pytest.mark.parametrize("share", [{"rotary_dim": 4}, {"partial_rotary_factor": 0.67}])
+def test_minimax_rotary_dim_is_read_and_written(share: dict[str, Any], tmp_path: Path) -> None:
+    config, _ = maker.minimax_m2()
+    del config["rotary_dim"]
+    found = config_values(tmp_path / "x", config | share)
+    assert found["minimax_m2.rotary_dim"] == 4
+    _, written = table_for(read_description(tmp_path / "x").config)
+    assert written["rotary_dim"] == int(maker.HEAD * written["partial_rotary_factor"]) == 4
+
+
+def test_contradictions_of_llama4_layer_lists_are_reported(tmp_path: Path) -> None:
+    content = PUBLISHED["llama4-scout-109b-a17b"]
+    changes = {"no_rope_layer_interval": 3, "interleave_moe_layer_step": 2}
+    content = content | {"text_config": content["text_config"] | changes}
+    assert config_values(tmp_path / "x", content)["llama4.no_rope_layer_interval"] == 4
+    found = read_description(tmp_path / "x").differences
+    assert len(found) == 2
+    assert "no_rope_layer_interval = 3 differ: no_rope_layers is used" in found[1]
+    assert "interleave_moe_layer_step = 2 differ: moe_layers is used" in found[0]
+
+
+CHUNKED = "chunked_attention"
+UNSUPPORTED_VARIANTS: list[tuple[str, dict[str, Any], str]] = [
+    ("olmo3-7b", {"layer_types": [WHOLE] + [LOCAL] * 31}, "layer_types"),
+    ("olmo3-7b", {"attention_bias": True}, "attention_bias"),
+    ("olmo3-7b", {"sliding_window": 0}, "sliding_window"),
+    ("smollm3-3b", {"no_rope_layers": [0, *[1] * 35]}, "no_rope_layers"),
+    ("smollm3-3b", {"no_rope_layers": [1, 0] * 8}, "no_rope_layers"),
+    ("smollm3-3b", {"no_rope_layers": "x"}, "no_rope_layers"),
+    ("smollm3-3b", {"layer_types": [LOCAL] * 36}, "layer_types"),
+    ("smollm3-3b", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
+    ("ministral3-3b", {"sliding_window": 8}, "sliding_window"),
+    ("ministral3-3b", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "scaling_beta"),
+    ("ministral3-3b", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type"),
+    ("ministral3-3b", {"model_type": "mistral"}, "text_config.model_type"),
+    ("llama4-scout-109b-a17b", {"layer_types": [CHUNKED] * 48}, "layer_types"),
+    ("llama4-scout-109b-a17b", {"moe_layers": [0, 2]}, "moe_layers"),
+    ("llama4-scout-109b-a17b", {"moe_layers": []}, "moe_layers"),
+    ("llama4-scout-109b-a17b", {"no_rope_layers": [0] + [1] * 47}, "no_rope_layers"),
+    ("llama4-scout-109b-a17b", {"attn_temperature_tuning": 4}, "attn_temperature_tuning"),
+    ("llama4-scout-109b-a17b", {"attention_bias": True}, "attention_bias"),
+    ("llama4-scout-109b-a17b", {"hidden_act": "gelu"}, "hidden_act"),
+]
+
+
+@pytest.mark.parametrize(("name", "changes", "key"), UNSUPPORTED_VARIANTS)
+def test_unsupported_variants_of_published_configs_are_rejected(
+    name: str, changes: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    content = PUBLISHED[name]
+    inner = content.get("text_config", content) | changes
+    content = content | ({"text_config": inner} if "text_config" in content else inner)
+    with pytest.raises(ConfigError, match=key):
+        config_values(tmp_path / "x", content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"no_rope_layers": None, "layer_types": None}, {"no_rope_layer_interval": 4}),
+        ({"no_rope_layers": [], "layer_types": None}, {"no_rope_layer_interval": 4}),
+        ({"no_rope_layers": [1] * 48, "layer_types": None}, {"no_rope_layer_interval": 0}),
+        ({"no_rope_layers": [1, 0] * 25, "layer_types": None}, {"no_rope_layer_interval": 2}),
+        ({"moe_layers": None, "interleave_moe_layer_step": 3}, {"moe_layer_interval": 3}),
+        ({"moe_layers": [3, 7, *range(11, 48, 4)]}, {"moe_layer_interval": 4}),
+        ({"attn_temperature_tuning": False}, {"attn_scale": 0.0}),
+        ({"attention_chunk_size": None, "layer_types": [WHOLE] * 48}, {"attention_chunk_size": 0}),
+    ],
+)
+def test_llama4_layers_round_trip(
+    changes: dict[str, Any], found: dict[str, Any], tmp_path: Path
+) -> None:
+    content = PUBLISHED["llama4-scout-109b-a17b"]
+    content = content | {"text_config": content["text_config"] | changes}
+    read = config_values(tmp_path / "x", content)
+    for key, value in found.items():
+        assert read[f"llama4.{key}"] == value
+    table, written = table_for(read_description(tmp_path / "x").config)
+    text = to_json(table, written, {}, "bfloat16", {})
+    again = config_values(tmp_path / "x", json.loads(text))
+    assert {key: again[key] for key in read if key.startswith("llama4.")} == {
+        key: read[key] for key in read if key.startswith("llama4.")
+    }
 
 
 LINEAR = ["linear_attention", "linear_attention", "full_attention"]
@@ -650,7 +1108,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "architecture as a list": ({"architectures": [["x"]]}, "must be a list with one of"),
     "biases": ({"attention_bias": True}, "attention_bias"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
-    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config"),
+    "quantized": ({"quantization_config": {"bits": 4}}, "quantization_config"),
     "another scaling": ({"rope_scaling": {"type": "axial", "factor": 4}}, "'llama3'"),
     "a ramp that rises": (
         {"rope_scaling": {"type": "yarn", "factor": 4, "beta_fast": 16, "beta_slow": 17}},

@@ -205,6 +205,8 @@ def test_run_secret_is_new_for_each_submission_and_in_no_file(
     calls: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
     assert submit(tmp_path / "job") == 0
+    hint = capfd.readouterr().err.splitlines()[-1]
+    assert "logs --follow --selector=jobset.sigs.k8s.io/jobset-name=quickstart," in hint
     first = (tmp_path / "secret").read_text()
     assert re.fullmatch("[0-9a-f]{64}", first)
     (tmp_path / "state").write_text("quickstart Failed")

@@ -222,6 +222,25 @@ def test_submit_calls_sbatch(
     assert f"wrote job.sh, task.sh, config.yml to {folder}" in capfd.readouterr().err
 
 
+def test_launch_prints_the_next_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho Submitted batch job 7\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    folder = tmp_path / "runs/quickstart/launch"
+    arguments = ["launch", "slurm", QUICKSTART, *GPUS]
+    assert main(arguments) == 0
+    hint = f"not submitted; add --submit to write these files to {folder} and run"
+    assert hint in capfd.readouterr().err and not folder.exists()
+    assert main([*arguments, "--write", "job"]) == 0
+    assert f"not submitted; submit with: sbatch {tmp_path}/job/job.sh" in capfd.readouterr().err
+    assert main([*arguments, "--submit"]) == 0
+    hint = f"submitted; follow the run: tail -F {folder}/slurm-*.log"
+    assert capfd.readouterr().err.splitlines()[-1] == hint
+
+
 # --- errors ------------------------------------------------------------------------------------
 
 

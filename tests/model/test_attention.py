@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from maxpipe.config.schema import KEYS
-from maxpipe.models.layers.attention import CANNOT, Rope
+from maxpipe.models.layers.attention import CANNOT, QueryScaling, Rope
 from maxpipe.models.layers.attention import Attention as Part
 from maxpipe.models.layers.mlp import RMSNorm
-from maxpipe.nn.attention import BACKENDS
+from maxpipe.nn.attention import BACKENDS, blockwise, cudnn, splash
 from maxpipe.nn.attention.interface import KVCache, Mask
 from maxpipe.nn.attention.xla import attend
 from maxpipe.nn.attention_layer import Attention, rotary_frequencies, rotate
@@ -58,6 +58,12 @@ def turned(vector: np.ndarray, position: int, angles: np.ndarray) -> np.ndarray:
     return np.concatenate([pairs.real, pairs.imag])
 
 
+def turned_adjacent(vector: np.ndarray, position: int, angles: np.ndarray) -> np.ndarray:
+    """Rotate one head's vector; pairs (2i, 2i + 1) are complex numbers."""
+    pairs = (vector[::2] + 1j * vector[1::2]) * np.exp(1j * position * angles)
+    return np.stack([pairs.real, pairs.imag], -1).reshape(-1)
+
+
 def reference(
     weights: dict[str, np.ndarray],
     x: np.ndarray,
@@ -70,6 +76,8 @@ def reference(
     rope = part.rope
     theta, factor = (numbers.get(str(each), each) for each in (rope.theta, rope.factor))
     angles = angles_of(rope, rope.rotary_dims or part.head_dim, float(theta), float(factor))
+    has_rope = bool(numbers.get(rope.enabled, 1.0))
+    turn = turned_adjacent if rope.interleaved else turned
     window = numbers.get(part.window, 0)
     scale = part.head_dim**-0.5 if part.scale is None else part.scale
 
@@ -80,8 +88,17 @@ def reference(
             vector = vector / math.sqrt((vector**2).mean() + norm.epsilon)
             vector = vector * (norm.offset + weights[f"{name}_norm"])
         end = rope.rotary_dims or part.head_dim
-        first = turned(vector[:end], int(positions[b, t]), angles)
-        return np.concatenate([first, vector[end:]])
+        if has_rope:
+            first = turn(vector[:end], int(positions[b, t]), angles)
+            vector = np.concatenate([first, vector[end:]])
+        if part.rotary_norm is not None and has_rope:
+            vector = vector / math.sqrt((vector**2).mean() + part.rotary_norm.epsilon)
+        if part.query_scaling is not None and name == "query":
+            scaling, place = part.query_scaling, int(positions[b, t])
+            beta = float(numbers.get(str(scaling.beta), scaling.beta))
+            periods = (place + scaling.offset) // scaling.tokens
+            vector = vector * (1 + beta * math.log(1 + periods))
+        return vector
 
     share = part.num_heads // part.num_kv_heads
     out = np.zeros_like(x)
@@ -89,7 +106,10 @@ def reference(
         g = n // share
         query = head(b, t, "query", n)
         seen = [s for s in range(t + 1) if segments[b, s] == segments[b, t]]
-        seen = [s for s in seen if not window or t - s < window]
+        if window and part.chunked:
+            seen = [s for s in seen if positions[b, s] // window == positions[b, t] // window]
+        elif window:
+            seen = [s for s in seen if t - s < window]
         scores = np.array([query @ head(b, s, "key", g) for s in seen]) * scale
         if part.soft_cap:
             scores = part.soft_cap * np.tanh(scores / part.soft_cap)
@@ -106,8 +126,10 @@ def reference(
 
 
 VALUES = {"window": (0.0, 3.0), "theta": (50.0, 7.0), "factor": (8.0, 1.0)}
+VALUES |= {"has_rope": (0.0, 1.0), "scaling": (0.7, 0.0)}
 """Values of two layers."""
 NORM = RMSNorm(8, 1e-3, offset=1.0)
+L2 = RMSNorm(8, 1e-3, scaled=False)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +143,28 @@ NORM = RMSNorm(8, 1e-3, offset=1.0)
         (part_with(6, 2, window="window", rope=Rope("theta", "factor"), scale=0.2), [0, 1]),
         (part_with(soft_cap=0.7, head_norm=NORM, window="window"), [1]),
         (part_with(6, 2, gated=True, head_norm=NORM, rope=Rope(50.0, rotary_dims=2)), [0]),
+        (part_with(rope=Rope(50.0, enabled="has_rope")), [0, 1]),
+        (part_with(rope=Rope(50.0, interleaved=True)), [0]),
+        (part_with(query_scaling=QueryScaling(0.7, 3)), [0]),
+        (part_with(query_scaling=QueryScaling("scaling", 3, 1)), [0, 1]),
+        (part_with(rotary_norm=L2), [0]),
+        (part_with(rotary_norm=L2, rope=Rope(50.0, enabled="has_rope")), [0, 1]),
+        (part_with(window="window", chunked=True), [0, 1]),
+        (
+            part_with(
+                *(6, 2),
+                **{"rope": Rope(50.0, enabled="has_rope", interleaved=True), "rotary_norm": L2},
+                **{"query_scaling": QueryScaling("scaling", 3, 1)},
+                **{"window": "window", "chunked": True},
+            ),
+            [0, 1],
+        ),
     ],
     ids=[
         *("full heads", "grouped", "one kv head", "stretched", "linear"),
         *("by layer", "soft cap", "gated"),
+        *("layers without rope", "adjacent pairs", "scaled queries", "scaled queries by layer"),
+        *("rotary norm", "rotary norm by layer", "chunks", "llama 4"),
     ],
 )
 def test_attention_equals_numpy_reference(part: Part, layers: list[int]) -> None:
@@ -144,6 +184,48 @@ def test_attention_equals_numpy_reference(part: Part, layers: list[int]) -> None
         numbers = {name: values[layer] for name, values in VALUES.items()}
         wide = x.astype(np.float64)
         assert_close(got, reference(weights, wide, segments, positions, part, numbers))
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "splash"])
+def test_chunks_are_equal_for_all_backends(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks span blocks of tokens; one of the two layers has no chunks."""
+    monkeypatch.setitem(BACKENDS, "splash", partial(splash.attend, interpret=True))
+    monkeypatch.setattr(blockwise, "unrolled_blocks", lambda *_: ())
+    values = {"window": (0.0, 90.0)}
+    segments, positions = packed([[256], [60, 196]])
+    x = jax.random.normal(jax.random.key(1), (2, 256, D))
+
+    def run_with(backend: str) -> Any:
+        part = dataclasses.replace(part_with(window="window", chunked=True), backend=backend)
+        module = Attention(part, RULES)
+        with_values(module)
+
+        def both(x: jax.Array, layer: int) -> tuple[jax.Array, jax.Array]:
+            here = context(segments, positions, layer, values)
+            out, pullback = jax.vjp(lambda x: module(x, here).x, x)
+            return out, pullback(x)[0]
+
+        return jax.jit(both)
+
+    own, plain, found = run_with(backend), run_with("xla"), []
+    for layer in (0, 1):
+        with jax.default_matmul_precision("highest"):
+            found.append(own(x, layer))
+            for pair in zip(found[-1], plain(x, layer), strict=True):
+                assert_close(*pair)
+    assert np.abs(found[0][0] - found[1][0])[:, 90:].max() > 0.01
+
+
+def test_chunks_are_contiguous_documents_for_cudnn() -> None:
+    module = Attention(part_with(window="window", chunked=True), RULES)
+    segments, positions = packed([[10, 3, 7], [4, 16, 0]])
+    segments[1, -5:] = positions[1, -5:] = 0
+    for layer, wanted in ((0, (3, 3)), (1, (4 + 1 + 3, 2 + 4 + 1))):
+        inputs = context(segments, positions, layer, {"window": (0.0, 3.0)})
+        ids = module._with_chunks(inputs.inputs, inputs)["segment_ids"]
+        assert cudnn._documents_are_contiguous(ids)
+        assert tuple(cudnn._document_starts(ids).sum(1)) == wanted
+        np.testing.assert_array_equal(ids == 0, segments == 0)
 
 
 def test_token_attends_only_to_past_of_own_document() -> None:
@@ -211,14 +293,14 @@ def test_rotation_preserves_norms_and_depends_only_on_distance() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("turned", [0, 6])
-def test_rotation_by_matmul_equals_elementwise(dtype: Any, turned: int) -> None:
+@pytest.mark.parametrize(("turned", "interleaved"), [(0, False), (6, False), (0, True), (6, True)])
+def test_rotation_by_matmul_equals_elementwise(dtype: Any, turned: int, interleaved: bool) -> None:
     """The TPU backend gives equal values and gradients up to rounding of sums."""
     x, grad = jax.random.normal(jax.random.key(0), (2, 2, 5, 3, 8)).astype(dtype)
     positions = jnp.arange(5)[None] + jnp.asarray([[0], [700]])
     angles = rotary_frequencies(Rope(10000.0, rotary_dims=turned), 8, NO_CONTEXT)
     (wanted, back), (found, own) = (
-        jax.vjp(lambda x, backend=backend: rotate(x, positions, angles, 1.25, backend), x)
+        jax.vjp(partial(rotate_with, backend, positions, angles, interleaved), x)
         for backend in ("xla", "splash")
     )
     assert found.dtype == dtype
@@ -226,6 +308,12 @@ def test_rotation_by_matmul_equals_elementwise(dtype: Any, turned: int) -> None:
     for pair in ((found, wanted), (own(grad)[0], back(grad)[0])):
         ours, plain = (np.asarray(each, np.float32) for each in pair)
         np.testing.assert_allclose(ours, plain, rtol=rtol, atol=atol)
+
+
+def rotate_with(
+    backend: str, positions: jax.Array, angles: jax.Array, interleaved: bool, x: jax.Array
+) -> jax.Array:
+    return rotate(x, positions, angles, 1.25, backend, interleaved=interleaved)
 
 
 def test_bfloat16_rotation_is_computed_in_float32() -> None:

@@ -138,6 +138,40 @@ def test_chunked_rule_equals_token_recurrence(chunk: int) -> None:
         assert error < 1e-5, f"{jax.tree_util.keystr(path)}: {error:.1e}"
 
 
+def separate(params: Params, part: gated_delta.GatedDelta = PART) -> Params:
+    """Split the fused projections into the matrices of Qwen3.5."""
+    found = {name: each for name, each in params.items() if name not in ("qkvz", "ba")}
+    sizes = (part.key_size, part.key_size, part.group * part.value_size)
+    query, key, value, gate = jnp.split(params["qkvz"], np.cumsum(sizes), axis=-1)
+    write, forget = jnp.split(params["ba"], 2, axis=-1)
+    by_value = (part.d_model, part.num_value_heads)
+    found |= {"query": query, "key": key, "write": write.reshape(by_value)}
+    found |= {
+        name: each.reshape(*by_value, -1) for name, each in (("value", value), ("gate", gate))
+    }
+    return found | {"forget": forget.reshape(by_value)}
+
+
+def test_separate_projections_equal_fused_projections() -> None:
+    part = replace(PART, fused=False)
+    drawn, x = drawn_for()
+    apart = separate(drawn)
+    assert {name: each.shape for name, each in apart.items()} == {
+        name: param.shape for name, param in part.params.items()
+    }
+
+    def loss(params: Params, part: gated_delta.GatedDelta) -> Any:
+        out = run(params, x, SEGMENTS, part=part)[0]
+        return (out**2).sum(), out
+
+    grad = jax.value_and_grad(loss, has_aux=True)
+    (_, found), found_grads = grad(apart, part)
+    (_, wanted), wanted_grads = grad(drawn, PART)
+    assert_close(found, wanted)
+    for name, each in separate(wanted_grads).items():
+        assert_close(found_grads[name], each)
+
+
 def test_document_does_not_affect_other_documents() -> None:
     drawn, x = drawn_for()
     wanted, _ = run(drawn, x, SEGMENTS)

@@ -14,15 +14,20 @@ from maxpipe.config.load import load
 from maxpipe.errors import ConfigError
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.glm4_moe import Glm4MoeConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.layers import experts
-from maxpipe.models.layers.mlp import ClampedSilu
+from maxpipe.models.layers.mlp import ClampedSilu, GatedMLP, ScaledInput
+from maxpipe.models.llama4 import Llama4Config
+from maxpipe.models.minimax_m2 import MinimaxM2Config
+from maxpipe.models.qwen3_5 import Qwen35Config
+from maxpipe.models.qwen3_5_moe import Qwen35MoeConfig
 from maxpipe.models.qwen3_moe import Qwen3MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Products
 from maxpipe.nn.decoder import Decoder
-from maxpipe.nn.experts import Experts
+from maxpipe.nn.experts import Experts, route_tokens
 from tests.cases import keeping
 from tests.nn.parts import RULES, assert_close, context, packed, with_values
 
@@ -36,24 +41,44 @@ CONFIG = ModelConfig(
     vocab_size=37,
     compute_dtype="float32",
 )
-NEXT = Qwen3NextConfig(
-    num_experts=5,
-    d_expert=14,
-    d_shared_expert=11,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    linear_key_head_dim=5,
-    linear_value_head_dim=7,
-    gdn_chunk_size=4,
-    rotary_dim=4,
-)
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "gdn_chunk_size": 4,
+    "rotary_dim": 4,
+}
+HYBRID_MOE: dict[str, Any] = {**HYBRID, "num_experts": 5, "d_expert": 14, "d_shared_expert": 11}
+NEXT = Qwen3NextConfig(**HYBRID_MOE)
 FAMILY = {"tiny-moe": "moe", "qwen3-30b-a3b": "qwen3_moe"}
 OWN: dict[str, Any] = {
     "qwen3_moe": Qwen3MoeConfig(
         num_experts=5, d_expert=14, moe_layer_interval=2, dense_layers=[1], norm_topk_prob=False
     ),
     "qwen3_next": NEXT,
+    "qwen3_5": Qwen35Config(**HYBRID),
+    "qwen3_5_moe": Qwen35MoeConfig(**HYBRID_MOE),
+    "glm4_moe": Glm4MoeConfig(
+        num_experts=5,
+        d_expert=14,
+        num_shared_experts=1,
+        rotary_dim=4,
+        attention_bias=True,
+        use_qk_norm=True,
+        score_func="sigmoid",
+        expert_bias=True,
+    ),
+    "minimax_m2": MinimaxM2Config(num_experts=5, d_expert=14, rotary_dim=4, rope_factor=4.0),
     "gpt_oss": GptOssConfig(num_experts=5, d_expert=14, sliding_window=3, rope_factor=4.0),
+    "llama4": Llama4Config(
+        num_experts=5,
+        d_expert=14,
+        moe_layer_interval=2,
+        no_rope_layer_interval=3,
+        attention_chunk_size=3,
+        floor_scale=2,
+    ),
 }
 
 
@@ -106,6 +131,48 @@ def test_biased_experts_with_clamped_gates_equal_numpy_reference(
     here = context([[1] * 5] * 2, [range(5)] * 2)
     found = jax.jit(lambda x: module(x, here).x)(jnp.asarray(x, jnp.float32))
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("capacity", "per_token"), [(0.0, 2), (0.0, 4), (9.0, 2)])
+def test_routing_weights_that_scale_inputs_equal_numpy_reference(
+    capacity: float, per_token: int
+) -> None:
+    """The reference loops over tokens and experts, as in Llama 4."""
+    shared = GatedMLP(6, 7, 1.0)
+    part = experts.Experts(
+        *(6, 7, 5, per_token, 1.0, 0.1),
+        **{"capacity": capacity, "function": ScaledInput("silu"), "scores": "sigmoid"},
+        **{"normalised": False, "shared": shared},
+    )
+    module = Experts(part, RULES)
+    generator = np.random.default_rng(4)
+    w = with_values(
+        module, **{name: generator.normal(size=p.shape) for name, p in part.params.items()}
+    )
+    x = generator.normal(size=(2, 5, 6))
+
+    def mlp(x: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+        gates = x @ gate
+        return (gates / (1 + np.exp(-gates)) * (x @ up)) @ down
+
+    wanted = mlp(x, *(w[f"shared_{name}"] for name in ("gate", "up", "down")))
+    for row, token in np.ndindex(2, 5):
+        logits = x[row, token] @ w["router"]
+        for expert in np.argsort(-logits)[:per_token]:
+            scaled = x[row, token] / (1 + np.exp(-logits[expert]))
+            weights = (w["gate"][:, expert], w["up"][:, expert], w["down"][expert])
+            wanted[row, token] += mlp(scaled, *weights)
+    here = context([[1] * 5] * 2, [range(5)] * 2)
+    found = jax.jit(lambda x: module(x, here).x)(jnp.asarray(x, jnp.float32))
+    assert_close(found, wanted)
+
+
+def test_experts_with_large_logits_are_ranked_by_logits() -> None:
+    """The sigmoids of large logits are all 1."""
+    part = experts.Experts(1, 7, 3, 1, 1.0, 0.1, scores="sigmoid", normalised=False)
+    routes = route_tokens(jnp.ones((1, 1, 1)), jnp.asarray([[30.0, 50.0, 40.0]]), part)
+    assert routes.expert_ids.tolist() == [[[1]]]
+    np.testing.assert_array_equal(routes.weights, [[[0.0, 1.0, 0.0]]])
 
 
 def noisy(params: Any) -> Any:

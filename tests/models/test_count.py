@@ -15,6 +15,7 @@ import pytest
 from maxpipe.config.load import load
 from maxpipe.models import count
 from maxpipe.models.config import ModelConfig
+from maxpipe.models.llama4 import Llama4Config
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
 from maxpipe.nn.decoder import Decoder
@@ -58,6 +59,14 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
     assert num_layers * count.layer_params(model.layer_types[model.layers[0]]) == stacked
 
 
+def _vision(width: int, mlp: int, depth: int, out: int) -> int:
+    """Return the parameter count of Qwen3.5's vision encoder and its projection to `out` dims."""
+    layer = 4 * width * (width + 1) + 2 * mlp * width + mlp + width + 4 * width
+    embeddings = (2 * 3 * 16 * 16 + 1 + 2_304) * width
+    merged = 4 * width
+    return embeddings + depth * layer + 2 * width + (merged + 1) * (merged + out)
+
+
 @pytest.mark.parametrize(
     ("name", "params"),
     [
@@ -96,6 +105,21 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("qwen3-30b-a3b", 30_532_122_624),
         ("qwen3-235b-a22b", 235_093_634_560),
         ("qwen3-next-80b-a3b", 79_674_391_296),
+        # Published counts, without the vision encoder.
+        ("qwen3.5-0.8b", 873_438_784 - _vision(768, 3_072, 12, 1_024)),
+        ("qwen3.5-2b", 2_274_069_824 - _vision(1_024, 4_096, 24, 2_048)),
+        ("qwen3.5-4b", 4_659_865_088 - _vision(1_024, 4_096, 24, 2_560)),
+        ("qwen3.5-9b", 9_653_104_368 - _vision(1_152, 4_304, 27, 4_096)),
+        ("qwen3.5-27b", 27_781_427_952 - _vision(1_152, 4_304, 27, 5_120)),
+        ("qwen3.5-35b-a3b", 35_951_822_704 - _vision(1_152, 4_304, 27, 2_048)),
+        ("qwen3.5-122b-a10b", 125_086_497_008 - _vision(1_152, 4_304, 27, 3_072)),
+        ("qwen3.5-397b-a17b", 403_397_928_944 - _vision(1_152, 4_304, 27, 4_096)),
+        # Published counts, without the copies of both tables in the last layer.
+        ("glm4.5-355b-a32b", 358_337_791_296 - 2 * 151_552 * 5_120),
+        ("glm4.5-air-106b-a12b", 110_468_824_832 - 2 * 151_552 * 4_096),
+        ("minimax-m2-230b-a10b", 228_689_764_864),
+        ("kimi-k2-1t-a32b", 1_026_408_232_448),
+        ("llama3.3-70b", 70_553_706_496),
         ("gpt-oss-20b", 20_914_757_184),
         ("gpt-oss-120b", 116_829_156_672),
         ("gemma2-2b", 2_614_341_888),
@@ -107,6 +131,16 @@ def test_counted_params_equal_parameter_tree(tied: bool, num_layers: int, heads:
         ("olmo2-7b", 7_298_617_344),
         ("olmo2-13b", 13_716_198_400),
         ("olmo2-32b", 32_234_279_936),
+        ("olmo3-7b", 7_298_011_136),
+        ("olmo3-32b", 32_233_522_176),
+        ("smollm3-3b", 3_075_098_624),
+        # Published as 3.4B, 8.4B and 13.5B parameters, without the vision encoder of 0.4B.
+        ("ministral3-3b", 3_429_006_336),
+        ("ministral3-8b", 8_489_553_920),
+        ("ministral3-14b", 13_506_073_600),
+        # Published counts, without the vision encoder and its projections.
+        ("llama4-scout-109b-a17b", 108_641_793_536 - 871_932_416),
+        ("llama4-maverick-400b-a17b", 401_583_781_376 - 871_932_416),
         ("granite3-2b", 2_533_531_648),
         ("granite3-8b", 8_170_848_256),
         # Published as 30.7B and 25.2B parameters.
@@ -141,6 +175,18 @@ WIDE = ModelConfig(
     vocab_size=512,
     compute_dtype="float32",
 )
+
+
+@pytest.mark.parametrize("tokens", [12, 20, 23])
+def test_flops_of_chunked_attention_count_visible_pairs(tokens: int) -> None:
+    """Half of the pair of a token with itself is counted, as for causal attention."""
+    own = Llama4Config(num_experts=2, attention_chunk_size=5, no_rope_layer_interval=2)
+    config = dataclasses.replace(WIDE, num_layers=2, family="llama4", own=own)
+    whole = dataclasses.replace(config, own=dataclasses.replace(own, attention_chunk_size=0))
+    chunked, full = (count.forward_flops_per_token(describe(c), tokens) for c in (config, whole))
+    seen = sum(t % 5 + 0.5 for t in range(tokens)) / tokens
+    pairs = 4 * config.num_heads * config.head_dim
+    assert full - chunked == pytest.approx(pairs * (tokens // 2 - seen), abs=1)
 
 
 def compiled_flops(config: ModelConfig, length: int) -> float:

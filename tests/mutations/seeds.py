@@ -121,6 +121,7 @@ def _folders(root: Path) -> list[Seed]:
         "gemma3": (maker.gemma3(), 2),
         "gemma4": (maker.gemma4(), 1),
         "mixtral": (maker.mixtral("F16"), 1),
+        "llama4": (maker.llama4(), 1),
         "qwen3-next": (maker.qwen3_next(), 1),
         "gpt-oss": (maker.gpt_oss(), 2),
     }

@@ -12,25 +12,33 @@ from maxpipe.models.deepseek import DeepseekConfig
 from maxpipe.models.gemma2 import Gemma2Config
 from maxpipe.models.gemma3 import Gemma3Config
 from maxpipe.models.gemma4 import Gemma4Config
+from maxpipe.models.glm4_moe import Glm4MoeConfig
 from maxpipe.models.gpt_oss import GptOssConfig
 from maxpipe.models.granite import GraniteConfig
+from maxpipe.models.llama4 import Llama4Config
+from maxpipe.models.minimax_m2 import MinimaxM2Config
+from maxpipe.models.ministral3 import Ministral3Config
 from maxpipe.models.mistral import MistralConfig
 from maxpipe.models.moe import MoeConfig, RoutedConfig
 from maxpipe.models.olmo2 import Olmo2Config
+from maxpipe.models.olmo3 import Olmo3Config
 from maxpipe.models.phi3 import Phi3Config
 from maxpipe.models.qwen2 import Qwen2Config
 from maxpipe.models.qwen3 import Qwen3Config
+from maxpipe.models.qwen3_5 import Qwen35Config
+from maxpipe.models.qwen3_5_moe import Qwen35MoeConfig
 from maxpipe.models.qwen3_moe import Qwen3MoeConfig
 from maxpipe.models.qwen3_next import Qwen3NextConfig
 from maxpipe.models.registry import FAMILIES
+from maxpipe.models.smollm3 import Smollm3Config
 from tests.cases import Case, keeping
 from tests.pipeline.test_engine import check_gradients, matrix
 
 GEMMA = Gemma3Config(
     sliding_window=3, sliding_window_pattern=3, rope_factor=2.0, query_pre_attn_scalar=7.0
 )
-# Gemma 4 does not scale scores, so that rounding of a parameter changes gradients by up to 1e-4 at a
-# small norm epsilon. All cases therefore have an epsilon of 1.
+# Gemma 4 does not scale scores, so that rounding of a parameter changes gradients by up to 1e-4 if
+# the norm epsilon is small. All cases therefore have an epsilon of 1.
 GEMMA4 = Gemma4Config(
     sliding_window=3,
     sliding_window_pattern=3,
@@ -105,17 +113,57 @@ PHI = Phi3Config(
 GRANITE = GraniteConfig(
     embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.3, logit_divisor=1.6
 )
-NEXT = Qwen3NextConfig(
+HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+    "gdn_chunk_size": 4,
+    "rotary_dim": 2,
+}
+HYBRID_MOE: dict[str, Any] = {
+    **HYBRID,
+    **{"num_experts": 5, "d_expert": 12, "d_shared_expert": 6, "load_balance_loss_weight": 0.3},
+}
+NEXT = Qwen3NextConfig(**HYBRID_MOE)
+# With 3 dims, normalized queries and keys amplify rounding of their parameters to more than 1e-5.
+WIDE: dict[str, Any] = {"linear_key_head_dim": 8}
+QWEN3_5 = Qwen35Config(**HYBRID | WIDE)
+QWEN3_5_MOE = Qwen35MoeConfig(**HYBRID_MOE | WIDE)
+GLM = Glm4MoeConfig(
+    num_experts=6,
+    num_dense_layers=2,
+    d_expert=12,
+    num_shared_experts=1,
+    rotary_dim=2,
+    attention_bias=True,
+    use_qk_norm=True,
+    score_func="sigmoid",
+    num_expert_groups=3,
+    expert_groups_per_token=2,
+    group_scores="top2",
+    routed_scaling_factor=2.5,
+    expert_bias=True,
+)
+MINIMAX = MinimaxM2Config(num_experts=5, d_expert=12, rotary_dim=2, rope_factor=4.0)
+OLMO3 = Olmo3Config(
+    sliding_window=3,
+    sliding_window_pattern=2,
+    local_rope_theta=50.0,
+    rope_factor=4.0,
+    original_max_position_embeddings=4,
+)
+SMOLLM3 = Smollm3Config(no_rope_layer_interval=2)
+MINISTRAL3 = Ministral3Config(rope_factor=4.0, original_max_position_embeddings=3)
+LLAMA4 = Llama4Config(
     num_experts=5,
     d_expert=12,
-    d_shared_expert=6,
-    linear_num_key_heads=2,
-    linear_num_value_heads=6,
-    linear_key_head_dim=3,
-    linear_value_head_dim=5,
-    linear_conv_kernel_dim=3,
-    gdn_chunk_size=4,
-    rotary_dim=2,
+    top_k=2,
+    moe_layer_interval=2,
+    no_rope_layer_interval=3,
+    attention_chunk_size=3,
+    floor_scale=2,
     load_balance_loss_weight=0.3,
 )
 CASES = [
@@ -223,8 +271,28 @@ CASES = [
     Case(
         2, 2, 3, own=NEXT, epsilon=0.01, layers=5, schedule="zb_v", remat="none", fsdp=2, tensor=2
     ),
+    Case(4, 1, 7, own=QWEN3_5, epsilon=0.1, layers=9, schedule="zb_h1", remat="names", data=2),
+    Case(
+        2,
+        2,
+        3,
+        own=QWEN3_5_MOE,
+        epsilon=0.1,
+        layers=5,
+        schedule="zb_v",
+        remat="none",
+        fsdp=2,
+        tensor=2,
+    ),
+    Case(2, 2, 3, own=GLM, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 1, 5, own=MINIMAX, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 1, 5, own=GPT_OSS, layers=5, fsdp=2, tensor=2, remat="none", schedule="zb_h1"),
     Case(2, 2, 5, own=NO_DENSE, layers=5, schedule="v_half", tensor=2, idle="compute"),
+    Case(2, 2, 3, own=OLMO3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 1, 5, own=SMOLLM3, tied=True, layers=5, data=2, remat="none", schedule="zb_h1"),
+    Case(2, 2, 3, own=MINISTRAL3, layers=5, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(2, 2, 3, own=LLAMA4, layers=6, fsdp=2, tensor=2, remat="names", schedule="zb_v"),
+    Case(4, 1, 7, own=LLAMA4, layers=9, schedule="zb_h1", remat="none", data=2),
 ]
 
 
@@ -282,8 +350,10 @@ FAMILIES_IN_MATRIX: tuple[dict[str, Any], ...] = (
     {"own": GROUPED},
     {"own": ROOM},
     {"own": NEXT, "epsilon": 0.01},
+    *({"own": own, "epsilon": 0.1} for own in (QWEN3_5, QWEN3_5_MOE)),
     *({"own": own} for own in (MISTRAL, QWEN2, QWEN3, PHI, Olmo2Config(), GRANITE)),
-    *({"own": own} for own in (QWEN3_MOE, GPT_OSS)),
+    *({"own": own} for own in (QWEN3_MOE, GPT_OSS, GLM, MINIMAX)),
+    *({"own": own} for own in (OLMO3, SMOLLM3, MINISTRAL3, LLAMA4)),
     {"own": GEMMA2, "tied": True},
     {"own": V3},
     {"own": V2},

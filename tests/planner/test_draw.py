@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maxpipe.hardware import Hardware, published_hardware
-from maxpipe.planner.draw import COLOURS, draw_memory, draw_memory_bars, draw_timeline, write
+from maxpipe.planner.draw import COLOURS, draw_memory, draw_memory_bars, draw_timeline
 from maxpipe.planner.memory_terms import TERMS
 from maxpipe.planner.report import plan_values
 from maxpipe.planner.search import Candidate, evaluate
@@ -71,5 +71,5 @@ def test_long_steps_are_drawn_with_fewer_microbatches() -> None:
 def test_write_svg_and_png(
     draw: Callable[[Candidate, Hardware], Canvas], name: str, start: bytes, tmp_path: Path
 ) -> None:
-    write(draw(candidate(schedule="zb_v", remat="names"), V5P), tmp_path / name)
+    draw(candidate(schedule="zb_v", remat="names"), V5P).save(tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(start)

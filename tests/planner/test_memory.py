@@ -81,11 +81,42 @@ STATES = {
         "rope_size": 4,
     },
 }
+DENSE_STATES = {
+    "num_layers": 7,
+    "family": "qwen3_5",
+    "qwen3_5": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "linear_key_head_dim": 7,
+        "linear_value_head_dim": 11,
+        "gdn_chunk_size": 16,
+        "rotary_dim": 4,
+    },
+}
+GLM: dict[str, Any] = {
+    "num_layers": 6,
+    "family": "glm4_moe",
+    "glm4_moe": {"num_experts": 6, "d_expert": 28, "num_shared_experts": 1, "rotary_dim": 4}
+    | {"attention_bias": True, "use_qk_norm": True, "score_func": "sigmoid", "expert_bias": True},
+}
+MINIMAX: dict[str, Any] = {
+    "num_layers": 6,
+    "family": "minimax_m2",
+    "minimax_m2": {"num_experts": 5, "d_expert": 28, "rotary_dim": 4},
+}
 BIASED: dict[str, Any] = {
     "num_layers": 6,
     "family": "gpt_oss",
     "gpt_oss": {"num_experts": 5, "d_expert": 28},
 }
+LLAMA4: dict[str, Any] = {"num_layers": 6, "family": "llama4"}
+
+
+def llama4(**own: Any) -> dict[str, Any]:
+    own = {"moe_layer_interval": 2, "num_experts": 5, "d_expert": 28, **own}
+    return LLAMA4 | {"llama4": own | {"attention_chunk_size": 8, "no_rope_layer_interval": 2}}
+
+
 GEMMA4: dict[str, Any] = {"num_layers": 7, "family": "gemma4", "tied_embeddings": True}
 
 
@@ -118,6 +149,26 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ),
     (
         STATES,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        DENSE_STATES,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        GLM,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        MINIMAX,
+        {"ici_stage": 2, "ici_fsdp": 2},
+        {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
+    ),
+    (
+        llama4(),
         {"ici_stage": 2, "ici_fsdp": 2},
         {"microbatches": 6, "schedule": "zb_h1", "remat": "names"},
     ),
@@ -375,6 +426,14 @@ def measured(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> tuple
 
 
 @pytest.mark.parametrize("remat", ["full", "names", "none"])
+@pytest.mark.parametrize("attention", ["xla", "blockwise"])
+def test_llama4_saves_declared_activations(attention: str, remat: str) -> None:
+    changes = LLAMA4 | {"attention": attention, "num_layers": 3}
+    own = {"moe_layer_interval": 2, "num_experts": 5, "d_expert": 28}
+    check_saved_bytes(changes | {"llama4": own}, remat, 7)
+
+
+@pytest.mark.parametrize("remat", ["full", "names", "none"])
 @pytest.mark.parametrize("tokens", keeping([7, 3 * QUERY_BLOCK], 0))
 @pytest.mark.parametrize(
     "changes",
@@ -389,6 +448,8 @@ def measured(kind: str, config: Config, sizes: Sizes, decoder: Decoder) -> tuple
         GEMMA4 | gemma4(num_kv_shared_layers=3),
         GEMMA4 | gemma4(hidden_size_per_layer_input=6),
         {"family": "qwen2"},
+        {"family": "smollm3"},
+        {"family": "ministral3"},
         {"attention": "blockwise"},
         {"attention": "blockwise", "compute_dtype": "float32"},
         {"attention": "blockwise", "family": "gemma2", "tied_embeddings": True},

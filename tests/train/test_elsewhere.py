@@ -152,6 +152,10 @@ def test_missing_checkpoints_do_not_start_new_run(tiny: Path, run: Run, tmp_path
     (run_dir / "checkpoints").rmdir()
     (tmp_path / "away").rename(run_dir / "checkpoints")
     assert "nothing is left to train" in run(*arguments)
+    shutil.rmtree(run_dir / "checkpoints" / str(STEPS))
+    output = run(*arguments)
+    assert f"contains no checkpoint of step {STEPS}, although" in output
+    assert f"the run resumes after step {STEPS - 4}." in output
 
 
 @pytest.mark.long

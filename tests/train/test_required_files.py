@@ -32,7 +32,7 @@ def test_bundled_sft_configs_report_missing_base_model_and_data(name: str, worki
         f"{working_dir}/base does not exist. tokenizer.path=base is also read from that folder"
         in found[0].rule
     )
-    assert "hf download NAME --local-dir base" in found[0].action
+    assert "maxpipe fetch hf:NAME --out base" in found[0].action
     (working_dir / "base").mkdir()
     (working_dir / "chats.jsonl").touch()
     assert not missing_files(load([name], to_train=True))

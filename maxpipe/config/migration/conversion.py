@@ -12,7 +12,7 @@ from maxpipe.config.load import LoadedConfig, load
 from maxpipe.config.rules import did_you_mean, plain_value, value_of
 from maxpipe.config.schema import KEYS, default_of, split_key, upgrade_setting
 from maxpipe.config.translation import CONTEXT_KEYS, TranslationContext, translate
-from maxpipe.config.yaml_values import READERS, Raw, to_yaml_line
+from maxpipe.config.yaml_values import READERS, to_raw, to_yaml_line
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.formatting import pluralize
 
@@ -167,7 +167,7 @@ class Conversion:
             return
         values = {key: default_of(key) for key in CONTEXT_KEYS}
         values |= {key: self.settings[key].value for key in CONTEXT_KEYS if key in self.settings}
-        path, raw = theirs.split("."), _as_raw(self[theirs])
+        path, raw = theirs.split("."), to_raw(self[theirs])
         exact = match_exact_key(path, KEYS)
         found = translate(path, raw, TranslationContext(values)) if exact else None
         if found is None or not found.is_exact:
@@ -308,13 +308,3 @@ def _wrapped(text: str) -> list[str]:
 
 def _printable(text: str) -> str:
     return "".join(each for each in text if each.isprintable())
-
-
-def _as_raw(value: Any) -> Raw:
-    if isinstance(value, list):
-        return [_as_raw(each) for each in value]
-    if isinstance(value, dict):
-        return {str(name): _as_raw(each) for name, each in value.items()}
-    if isinstance(value, bool):
-        return str(value).lower()
-    return None if value is None else str(value)

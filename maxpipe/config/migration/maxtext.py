@@ -353,8 +353,8 @@ def _adapter(c: Conversion) -> None:
 
 
 _NO_DOWNLOAD = (
-    "maxpipe does not download datasets. Save the dataset with load_dataset(...).save_to_disk(DIR) "
-    "of `datasets`, and set data.source=huggingface data.path=DIR."
+    "Only `maxpipe fetch` downloads datasets. Run `maxpipe fetch hf:datasets/NAME --out DIR`, and "
+    "set data.source=parquet (or jsonl) data.path=DIR."
 )
 
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from maxpipe.config.migration.conversion import COMMAND_LINE, Given, Peer
 from maxpipe.config.migration.peer_files import (
@@ -18,7 +17,7 @@ from maxpipe.config.migration.peer_files import (
     typed,
 )
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.yaml_values import Raw, format_raw
+from maxpipe.config.yaml_values import Raw, format_raw, to_raw
 from maxpipe.errors import Code, ConfigError, Problem
 
 NAME = "MaxText"
@@ -154,13 +153,7 @@ def _read_model(name: str, file: Path, place: str) -> Entries:
         rule = "is not a model of MaxText."
         raise ConfigError.one(Code.CFG_PEER, f"{place}: {_MODEL}", name, rule, action)
     where = f"models/{name}.yml of MaxText"
-    return {key: (_as_raw(value), where) for key, value in models[name].items()}
-
-
-def _as_raw(value: Any) -> Raw:
-    if isinstance(value, list):
-        return [_as_raw(each) for each in value]
-    return None if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return {key: (to_raw(value), where) for key, value in models[name].items()}
 
 
 def is_maxtext_file(path: Path) -> bool:

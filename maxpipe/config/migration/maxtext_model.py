@@ -283,8 +283,10 @@ def _deepseek(c: Conversion, model_name: str) -> None:
         groups = "topk_routing_group"
         c.write(f"{section}.expert_groups_per_token", c[groups], groups)
         c.write(f"{section}.group_scores", "top2", "n_routing_groups")
-    _fixed_yarn(c, section, rope_truncate=True, rope_attention_scaling=False)
+    fast = c["beta_fast"]
+    _fixed_yarn(c, section, beta_fast=fast, rope_truncate=True, rope_attention_scaling=False)
     if c["rope_type"] == "yarn":
+        c.write(f"{section}.rope_beta_fast", float(fast), "beta_fast")
         lengths = ("max_position_embeddings", "original_max_position_embeddings")
         if c["rope_factor"] != 1 and c[lengths[0]] <= c[lengths[1]]:
             rule = f"must exceed {lengths[1]} with rope_factor above 1."

@@ -25,6 +25,7 @@ from maxpipe.config.yaml_values import (
     format_raw,
     raw_of,
     read_file,
+    to_raw,
 )
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.io.files import read
@@ -96,7 +97,7 @@ def read_toml(path: Path) -> dict[str, tuple[Raw, str]]:
     _check_exists(path)
     action = "Use a job config of torchtitan in TOML, such as llama3_8b.toml."
     try:
-        values = tomllib.loads(read(path, MAX_FILE_BYTES).decode("utf-8-sig"))
+        values = to_raw(tomllib.loads(read(path, MAX_FILE_BYTES).decode("utf-8-sig")), MAX_DEPTH)
     except OSError as error:
         rule = f"cannot be read: {error.strerror or error}."
         raise ConfigError.one(Code.CFG_PEER, str(path), None, rule, action) from error
@@ -104,27 +105,13 @@ def read_toml(path: Path) -> dict[str, tuple[Raw, str]]:
         rule = f"is not supported TOML: {str(error) or 'nested too deeply'}."
         raise ConfigError.one(Code.CFG_PEER, str(path), None, rule, action) from error
     found: dict[str, tuple[Raw, str]] = {}
-    for name, raw in _leaves("", _as_raw(values, 0, str(path))):
+    for name, raw in _leaves("", values):
         found[name] = (raw, str(path))
         if len(found) > MAX_VALUES:
             rule = f"has more than {MAX_VALUES:,} keys."
             raise ConfigError.one(Code.CFG_PEER, str(path), None, rule, action)
     _check_not_empty(path, found)
     return found
-
-
-def _as_raw(value: Any, depth: int, where: str) -> Raw:
-    if depth > MAX_DEPTH:
-        rule = f"is nested deeper than {MAX_DEPTH}."
-        raise ConfigError.one(Code.CFG_PEER, where, None, rule, "Use a job config of torchtitan.")
-    if isinstance(value, dict):
-        return {name: _as_raw(each, depth + 1, where) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_as_raw(each, depth + 1, where) for each in value]
-    try:
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    except ValueError:  # an integer with thousands of digits
-        return "an integer that is too large"
 
 
 def _leaves(prefix: str, raw: Raw) -> Iterable[tuple[str, Raw]]:

@@ -354,7 +354,7 @@ def _data(c: Conversion) -> None:
         c.write("data.source", infer_source(path), "training.dataset_path")
         c.write("data.path", path, "training.dataset_path")
     else:
-        why = "maxpipe does not download datasets; set data.source and data.path."
+        why = "only `maxpipe fetch` downloads datasets; set data.source and data.path."
         c.omit(why, "training.dataset", "training.dataset_path")
     c.write("data.packing", "concatenate")
     folder = c["model.tokenizer_path"] or folder

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from maxpipe.config.rules import add_local_folder_rule, add_ranges, rule, value_of
+from maxpipe.config.rules import (
+    add_folder_or_bucket_rule,
+    add_local_folder_rule,
+    add_ranges,
+    rule,
+)
 from maxpipe.errors import Code, RuleViolation
-from maxpipe.io.files import url_scheme
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
 
@@ -58,9 +61,10 @@ class CheckpointConfig:
     continues training until the next checkpoint is due. The save at the end of the run must
     succeed. Multi-process runs always use `stop`."""
     dir: str = ""
-    """Folder, or `gs://BUCKET/PATH`, for the durable checkpoints of all runs. Each run saves its
-    checkpoints in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require `pip install
-    'maxpipe[gcs]'`. If empty, checkpoints are saved in the run folder."""
+    """Folder, `gs://BUCKET/PATH` or `s3://BUCKET/PATH`, for the durable checkpoints of all runs.
+    Each run saves its checkpoints in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require
+    `pip install 'maxpipe[gcs]'` or `pip install 'maxpipe[s3]'`. If empty, checkpoints are saved in
+    the run folder."""
     local_dir: str = ""
     """Folder on a fast disk for additional checkpoints between the durable ones. Only the newest
     local checkpoint is kept, and all processes must share the folder. A run resumes from its newest
@@ -72,8 +76,9 @@ class CheckpointConfig:
     """Checkpoint of another run from which this run starts: `RUN@STEP`, `RUN@newest`, `RUN@best`
     (according to that run's `checkpoint.best_metric`), or the path of a checkpoint folder. `RUN`
     without a step selects the newest checkpoint. `RUN` is a run folder, the name of a run in
-    `run.dir`, or `gs://BUCKET/PATH/NAME`. `hf:DIR` loads the weights in a Hugging Face folder.
-    Ignored if this run already has a checkpoint, because it then resumes from that checkpoint."""
+    `run.dir`, `gs://BUCKET/PATH/NAME` or `s3://BUCKET/PATH/NAME`. `hf:DIR` loads the weights in a
+    Hugging Face folder. Ignored if this run already has a checkpoint, because it then resumes from
+    that checkpoint."""
     restore: Literal["all", "weights"] = "all"
     """State that is restored from `checkpoint.restore_from`. `all` restores parameters, optimizer
     state, step and data position. `weights` restores only parameters and starts at step 0; the data
@@ -92,27 +97,10 @@ add_ranges(
 )
 
 
-def _add_folder_or_bucket_rule(key: str) -> None:
-    @rule(key)
-    def find(config: Config) -> Iterator[RuleViolation]:
-        scheme = url_scheme(value_of(config, key))
-        if scheme not in ("", "gs"):
-            yield RuleViolation(
-                Code.IO_PATH,
-                key,
-                f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not supported.",
-                f"Set {key}=gs://my-bucket/runs, or mount the storage and set {key} to its folder.",
-            )
-        elif scheme and not re.match(r"gs://[a-z0-9]", value_of(config, key)):
-            yield RuleViolation(
-                Code.IO_PATH, key, "must contain a bucket name.", f"Set {key}=gs://my-bucket/runs."
-            )
+add_folder_or_bucket_rule("checkpoint.dir")
 
 
-_add_folder_or_bucket_rule("checkpoint.dir")
-
-
-_add_folder_or_bucket_rule("checkpoint.restore_from")
+add_folder_or_bucket_rule("checkpoint.restore_from")
 
 
 @rule("checkpoint.keep_best", "eval.every", "eval.batches")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from maxpipe.config.rules import (
-    add_local_folder_rule,
+    add_folder_or_bucket_rule,
     add_nonempty_rule,
     add_ranges,
     folder_name,
@@ -31,7 +31,8 @@ class RunConfig:
     `my-run.yml`."""
     dir: str = "runs"
     """Folder that contains the run folders. If a run's folder contains a checkpoint, the run
-    resumes from that checkpoint."""
+    resumes from that checkpoint. For `gs://BUCKET/PATH` and `s3://BUCKET/PATH`, checkpoints are
+    saved in the bucket, and all other files are copied to it during the run."""
     seed: int = 0
     """Random seed for parameter initialization, data order and dropout. The same seed produces the
     same loss curve for every mesh, schedule and number of processes."""
@@ -60,6 +61,4 @@ def _name_is_a_folder(config: Config) -> Iterator[RuleViolation]:
 
 
 add_nonempty_rule("run.dir")
-add_local_folder_rule(
-    "run.dir", "Set run.dir=runs, and checkpoint.dir=gs://my-bucket/runs for checkpoints."
-)
+add_folder_or_bucket_rule("run.dir")

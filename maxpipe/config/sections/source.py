@@ -46,8 +46,8 @@ class SourceConfig:
     `maxpipe data prepare`. `megatron`: pairs of `.bin` and `.idx` files with token ids.
     `synthetic`: random tokens. Plug-ins add further sources; see the section `plugins`."""
     path: str = ""
-    """File, folder or glob pattern, local or in `gs://BUCKET/...`; for `tfds`, the name of a
-    dataset, e.g. `c4/en:3.1.0`. `huggingface` requires a folder."""
+    """File, folder or glob pattern, local or in a store such as `s3://BUCKET/...`; for `tfds`, the
+    name of a dataset, e.g. `c4/en:3.1.0`. `huggingface` requires a folder."""
     paths: list[str] = dataclasses.field(default_factory=list, hash=False)  # a list has no hash
     """Several paths, which are read in this order. Replaces `data.path`."""
     tfds_dir: str = ""

@@ -82,21 +82,21 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
     keys = [key for key in _TIKTOKEN if value_of(config, key) not in ("none", "", [])]
     if keys and kind not in ("tiktoken", "auto"):
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.TOK_SETTINGS,
             keys[0],
             f"requires tokenizer.kind=tiktoken, but tokenizer.kind is {kind}.",
             f"Set {keys[0]}={_TIKTOKEN[keys[0]]}, or tokenizer.kind=tiktoken.",
         )
     elif len(keys) > 1 and keys[0] == "tokenizer.preset":
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.TOK_SETTINGS,
             keys[1],
             f"cannot be combined with tokenizer.preset={config.tokenizer.preset}, which sets it.",
             f"Set {keys[1]}={_TIKTOKEN[keys[1]]}, or tokenizer.preset=none.",
         )
     elif kind == "tiktoken" and not keys:
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.TOK_SETTINGS,
             "tokenizer.preset",
             "must be set with tokenizer.kind=tiktoken: the file does not define how text is split.",
             "Set tokenizer.preset=llama3, another preset, or tokenizer.split_pattern and "
@@ -104,7 +104,7 @@ def _tiktoken_keys_are_consistent(config: Config) -> Iterator[RuleViolation]:
         )
     elif keys == ["tokenizer.special_tokens"]:
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.TOK_SETTINGS,
             "tokenizer.split_pattern",
             "must not be empty if tokenizer.special_tokens is set: it defines how text is split.",
             "Set tokenizer.split_pattern='\\s+|\\S+' (use the pattern of your vocabulary), or "

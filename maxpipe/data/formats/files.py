@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from maxpipe.config.config_files import broken_link, is_hub_id
 from maxpipe.config.rules import did_you_mean
 from maxpipe.errors import Code, ConfigError
-from maxpipe.io import files
+from maxpipe.io import stores
 from maxpipe.io.files import open_regular, url_scheme
 
 _EDGE_BYTES = 1 << 16
@@ -158,10 +158,7 @@ def _folders(root: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
-    if url_scheme(path) != "gs":
-        rule = "must be in a file system or in a Google Cloud Storage bucket."
-        action = "Use a path of the form gs://BUCKET/PATH, or copy the files to a local folder."
-        raise ConfigError.one(Code.DATA_FORMAT, "data.path", path, rule, action)
+    check_store("data.path", path)
     with wrap_read_errors(path):
         objects = _objects(path.removesuffix("/"), suffixes)
     if not objects:
@@ -170,7 +167,7 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
     return [
         File(
             posixpath.relpath(name, root),
-            f"gs://{name}",
+            f"{url_scheme(path)}://{name.lstrip('/')}",
             int(objects[name]["size"]),
             _version(objects[name]),
         )
@@ -178,11 +175,23 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
     ]
 
 
+def check_store(key: str, path: str) -> None:
+    """Check that a URL names an object store.
+
+    Raises:
+        ConfigError: the scheme of the URL is not that of a store.
+    """
+    if not stores.is_store(path):
+        rule = f"must be in a file system or an object store: {url_scheme(path)}:// is not a store."
+        action = "Use a path of the form gs://, s3:// or az://BUCKET/PATH, or copy the files to a "
+        raise ConfigError.one(Code.DATA_FORMAT, key, path, rule, f"{action}local folder.")
+
+
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
     """Return the objects that match an object name, folder or glob pattern, keyed by bucket and
     name.
     """
-    store = files.gcs_filesystem()
+    store = stores.store_filesystem(path)
     if any(letter in path for letter in "*?["):
         objects = store.glob(path, detail=True)
     else:
@@ -202,7 +211,7 @@ def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _version(about: Mapping[str, Any]) -> str:
-    for key in ("crc32c", "md5Hash", "generation"):
+    for key in ("crc32c", "md5Hash", "generation", "ETag", "etag"):
         if about.get(key):
             return f"{key}:{about[key]}"
     return ""
@@ -211,7 +220,7 @@ def _version(about: Mapping[str, Any]) -> str:
 def version_of(path: str) -> str:
     """Return the current `version` of a bucket object."""
     with wrap_read_errors(path):
-        return _version(files.gcs_filesystem().info(path))
+        return _version(stores.store_filesystem(path).info(path))
 
 
 def _fits(name: str, suffixes: tuple[str, ...]) -> bool:
@@ -241,8 +250,8 @@ def _action(path: str, suffixes: tuple[str, ...]) -> str:
             return f"Set data.source={fitting[0]}, which reads the files in {path}."
     elif is_hub_id(path):
         return (
-            f"Download the data first: run `hf download {path} --repo-type dataset --local-dir "
-            "data`, and set data.path=data."
+            f"Download the data first: run `maxpipe fetch hf:datasets/{path} --out data`, and set "
+            "data.path=data."
         )
     elif not os.path.lexists(expanded) and (
         guess := did_you_mean(os.path.basename(expanded), _siblings(expanded))
@@ -279,10 +288,8 @@ def wrap_read_errors(path: str) -> Iterator[None]:
     except ConfigError:
         raise
     except ImportError as error:
-        rule = f"requires the package gcsfs: {error}."
-        raise ConfigError.one(
-            Code.ENV_PACKAGE, "data.path", path, rule, "Run: pip install 'maxpipe[gcs]'"
-        ) from error
+        rule, action = stores.missing_package(path)
+        raise ConfigError.one(Code.ENV_PACKAGE, "data.path", path, rule, action) from error
     except Exception as error:
         if not isinstance(error, OSError) and not url_scheme(path):
             raise
@@ -304,7 +311,7 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
         return b""
     with wrap_read_errors(file.path):
         if file.in_bucket:
-            content = files.gcs_filesystem().cat_file(file.path, start=start, end=stop)
+            content = stores.store_filesystem(file.path).cat_file(file.path, start=start, end=stop)
         else:
             with open(open_regular(file.path), "rb") as stream:
                 check_size(file, os.fstat(stream.fileno()).st_size)
@@ -336,9 +343,8 @@ def open_file(file: File) -> BinaryIO:
     if not file.in_bucket:
         return open(open_regular(file.path), "rb")
     options = {"block_size": _PREFETCH_BYTES, "cache_type": "readahead"}
-    return cast(
-        BinaryIO, io.BufferedReader(files.gcs_filesystem().open(file.path, "rb", **options))
-    )
+    store = stores.store_filesystem(file.path)
+    return cast(BinaryIO, io.BufferedReader(store.open(file.path, "rb", **options)))
 
 
 def edges(file: File) -> str:

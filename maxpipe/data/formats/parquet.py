@@ -452,10 +452,10 @@ def _data_files(path: str) -> list[File]:
             )
         folder = os.path.join(folder, _SPLIT)
     if not os.path.isfile(os.path.join(folder, _STATE)):
-        rule = f"must be a folder written by save_to_disk of `datasets`, with {_STATE}: no "
-        rule += "data is downloaded from the Hugging Face Hub."
-        action = 'Save it once: python -c "import datasets; '
-        action += "datasets.load_dataset('NAME').save_to_disk('DIR')\", then set data.path=DIR."
+        rule = f"must be a folder written by save_to_disk of `datasets`, with {_STATE}. Files of "
+        rule += "the Hugging Face Hub are in another format."
+        action = "Run `maxpipe fetch hf:datasets/NAME --out DIR`, and set data.source=parquet (or "
+        action += "jsonl) data.path=DIR; or save the dataset with save_to_disk."
         raise ConfigError.one(Code.DATA_FORMAT, "data.path", path, rule, action)
     state = _read(folder, _STATE, _State)
     if state.get("_indices_data_files"):

@@ -18,7 +18,8 @@ import numpy as np
 
 from maxpipe.data.formats.files import Stat
 from maxpipe.errors import Code, ConfigError, StorageError
-from maxpipe.io.files import gcs_filesystem, open_regular, url_scheme
+from maxpipe.io.files import open_regular, url_scheme
+from maxpipe.io.stores import is_store, missing_package, store_filesystem
 
 BLOCK_BYTES = 1 << 16
 """Number of bytes that one CRC covers."""
@@ -81,17 +82,18 @@ class DiskFile:
 
 
 class BucketFile:
-    """Object in Google Cloud Storage."""
+    """Object in a store."""
 
     def __init__(self, path: str):
         self.path = path
-        self.size = int(_retry(path, lambda: gcs_filesystem().info(path))["size"])
+        self.size = int(_retry(path, lambda: store_filesystem(path).info(path))["size"])
 
     def read(self, start: int, stop: int) -> bytes:
         if start == stop:
             return b""
         content = _retry(
-            self.path, lambda: gcs_filesystem().cat_file(self.path, start=start, end=stop)
+            self.path,
+            lambda: store_filesystem(self.path).cat_file(self.path, start=start, end=stop),
         )
         if len(content) != stop - start:
             raise _truncated_error(self.path, start + len(content))
@@ -107,15 +109,13 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except ImportError as error:
+            rule, action = missing_package(path)
             raise StorageError(
-                Code.ENV_PACKAGE,
-                f"{path}: cannot be read\n"
-                "  Buckets require the package gcsfs, which is not installed.\n"
-                "  Run: pip install 'maxpipe[gcs]'",
+                Code.ENV_PACKAGE, f"{path}: cannot be read\n  {rule}\n  {action}"
             ) from error
-        except Exception as error:  # gcsfs raises various types of exceptions
+        except Exception as error:  # stores raise various types of exceptions
             missing = isinstance(error, FileNotFoundError)
-            # gcsfs itself already retries requests that time out.
+            # The library of the store already retries requests that time out.
             late = time.monotonic() - begin > _MAX_SECONDS
             if missing or late or attempt == _ATTEMPTS:
                 cause = error if isinstance(error, OSError) else OSError(str(error))
@@ -124,7 +124,7 @@ def _retry(path: str, call: Callable[[], Any]) -> Any:
 
 
 def open_range_reader(path: str) -> RangeReader:
-    """Open a local file or an object in Google Cloud Storage.
+    """Open a local file or an object in a store.
 
     Raises:
         ConfigError: the URL scheme is not supported.
@@ -132,9 +132,9 @@ def open_range_reader(path: str) -> RangeReader:
     """
     if not (scheme := url_scheme(path)):
         return DiskFile(path)
-    if scheme != "gs":
-        rule = f"must be a folder or gs://BUCKET/PATH: {scheme}:// is not supported."
-        action = "Set data.path=gs://my-bucket/tokens, or to a folder."
+    if not is_store(path):
+        rule = f"must be a folder or a path in an object store: {scheme}:// is not a store."
+        action = "Set data.path=gs://my-bucket/tokens or s3://my-bucket/tokens, or to a folder."
         raise ConfigError.one(Code.IO_PATH, "data.path", path, rule, action)
     return BucketFile(path)
 

@@ -275,8 +275,8 @@ def read(path: str, kind: TokenizerKind, most: int | None = None) -> bytes:
 def _unreadable_error(path: str, error: OSError, what: str = "a tokenizer file") -> ConfigError:
     action = _OR_BYTES
     if is_hub_id(path):
-        action = f"Download the files first: run `hf download {path} --include 'tokenizer*' "
-        action += f"--local-dir tokenizer`, and set {PATH}=tokenizer."
+        action = f"Download the files first: run `maxpipe fetch hf:{path} --include 'tokenizer*' "
+        action += f"--out tokenizer`, and set {PATH}=tokenizer."
     return ConfigError.one(
         Code.TOK_FILE, PATH, path or '""', f"must be {what}: {error.strerror}.", action
     )

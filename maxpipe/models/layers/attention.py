@@ -85,7 +85,7 @@ class Rope:
     stretch_beyond: tuple[float, ...] = ()
     """Replaces `stretch` for sequences (or, in decoding, caches) longer than `original_tokens`."""
     attention_factor: float = 1.0
-    """Factor by which the rotated dims are multiplied."""
+    """Factor by which the rotated dims are multiplied. A part of the scaling method."""
     truncate: bool = True
     """Whether the boundaries of the YaRN ramp are rounded to integer pair indices."""
     fast: float = 0.0
@@ -94,6 +94,28 @@ class Rope:
     slow: float = 0.0
     """Maximum number of rotations over `original_tokens` for pairs that are scaled by the full
     factor. 0 selects the published value, which is 1."""
+    scaled: str = ""
+    """Name of the per-layer value that is 1 in layers to which the scaling method applies and 0 in
+    all others. If empty, the method applies to all layers."""
+    enabled: str = ""
+    """Name of the per-layer value that is 1 in layers with rotary positions and 0 in layers without
+    (NoPE, arXiv:2305.19466). If empty, all layers have rotary positions."""
+    interleaved: bool = False
+    """Whether the dims of a pair are adjacent, instead of half of the rotated dims apart."""
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Scaling of queries by position, which sharpens attention over long contexts
+    (arXiv:2501.19399).
+
+    A query is multiplied by `1 + beta * log(1 + floor((position + offset) / tokens))`.
+    """
+
+    beta: Number
+    tokens: int
+    """Number of tokens after which the factor first increases."""
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +135,9 @@ class Attention(Part):
     window: str = ""
     """Name of the per-layer value that stores the attention window in tokens, including the query
     token. A window of 0 means all tokens."""
+    chunked: bool = False
+    """Whether each document is divided into chunks of `window` tokens, and a query token attends
+    only to tokens of its chunk."""
     soft_cap: float = 0.0
     """Soft cap on the scores: `cap * tanh(scores / cap)`. 0 disables the cap."""
     head_norm: RMSNorm | None = None
@@ -130,6 +155,11 @@ class Attention(Part):
     shared_from: str = ""
     """Prefix of the names of the carried arrays from which the sublayer reads keys and values of an
     earlier layer. The sublayer then projects only queries."""
+    rotary_norm: RMSNorm | None = None
+    """Norm without a scale, applied to each query and key after RoPE in layers with rotary
+    positions."""
+    query_scaling: QueryScaling | None = None
+    """Scaling of the queries by position, after RoPE."""
     biased: tuple[str, ...] = ()
     """Names of the projections with a bias."""
     gated: bool = False
@@ -205,6 +235,7 @@ class Attention(Part):
             query=self._query,
             keys=(self._key, self._key),
             mixed=self._query,
+            chunked=self.chunked,
         )
         inputs = [Matmul(name) for name in self.inputs]
         return *inputs, scores, Matmul("out")
@@ -258,6 +289,15 @@ class Attention(Part):
             held += Held(
                 compute_dtype=keys, float32=((1.0, self._heads),), float32_token_independent=window
             )
+        if self.query_scaling is not None:
+            held += Held(float32=((1.0, ()),))
+        if self.chunked and stands(self.backend) != "scores":
+            held += Held(float32=((1.0, ()),))  # the segment IDs of chunks
+        if self.rotary_norm is not None:
+            if self.rope.enabled:
+                held += Held(token_independent=((), ()) * 2)
+            for dims in (self._query, self._key):
+                held += self.rotary_norm.residuals_of(*self._normed(dims))
         if self.head_norm is not None:
             for dims in self._normed_inputs.values():
                 held += self.head_norm.residuals_of(*self._normed(dims))

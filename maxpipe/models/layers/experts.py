@@ -267,9 +267,12 @@ class Experts(Part):
         """
         extra = float(self.normalised)
         arrays = self._with_rows(3.0, width=1.0, placed=1.0 if self.capacity else 0.0)
-        arrays += self._weights + Held(
+        scores = Held(
             float32=((3.0 + extra, self._each), (5.0 + 2.0 * extra, ())), one_byte=((1.0, ()),)
         )
+        if self.scores == "sigmoid" and not self.normalised:
+            scores = Held(float32=((2.0, self._each),))
+        arrays += self._weights + scores
         if self.permutes_tokens:
             arrays += self._places + Held(float32=((2.0, self._choices),))
         if self.permutes_tokens and self.shards > 1:

@@ -28,7 +28,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True)
 class GatedDelta(Part):
-    """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next.
+    """Gated delta rule (arXiv:2412.06464) as in Qwen3-Next and Qwen3.5.
 
     Each value head has a state `S [dk, dv]`. A query reads from the state. A key corrects the state
     by the difference between v and the value stored for the key: `S = a S + b k (v - (a S)' k)'`,
@@ -51,6 +51,8 @@ class GatedDelta(Part):
     """Gain of the output projection, which writes to the residual stream."""
     chunk: int = 64
     """Number of tokens per chunk, a power of two."""
+    fused: bool = True
+    """Whether `qkvz` and `ba` are one matrix each, or consist of separate matrices."""
 
     @property
     def group(self) -> int:
@@ -65,12 +67,19 @@ class GatedDelta(Part):
         return 2 * self.key_size + self.group * self.value_size
 
     @property
-    def params(self) -> Mapping[str, Param]:
-        """Return the projections, convolution kernels, gates and the norm's scale.
+    def sources(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the names of the matrices that compute each projection.
 
         For each key head, `qkvz` concatenates the query, key, values and output gates, and `ba`
         concatenates the logits of the write gates and decay gates.
         """
+        if self.fused:
+            return {"qkvz": ("qkvz",), "ba": ("ba",)}
+        return {"qkvz": ("query", "key", "value", "gate"), "ba": ("write", "forget")}
+
+    @property
+    def params(self) -> Mapping[str, Param]:
+        """Return the projections, convolution kernels, gates and the norm's scale."""
         embed, size = (self.d_model, "embed"), (self.value_size, "head_dim")
         heads, taps = (self.num_value_heads, "heads"), (self.kernel, "")
         into = Normal(self.d_model)
@@ -79,9 +88,12 @@ class GatedDelta(Part):
         def kernel(*dims: tuple[int, str]) -> Param:
             return Param((*dims, taps), Normal(self.kernel))
 
+        matrices = {"qkvz": self._qkvz, "ba": self._ba}
+        if not self.fused:
+            matrices = {"query": self._key, "key": self._key, "value": self._value}
+            matrices |= {"gate": self._value, "write": (heads,), "forget": (heads,)}
         return {
-            "qkvz": Param((embed, *self._qkvz), into, linear=1),
-            "ba": Param((embed, *self._ba), into, linear=1),
+            **{name: Param((embed, *dims), into, linear=1) for name, dims in matrices.items()},
             "conv_query": kernel(*self._key),
             "conv_key": kernel(*self._key),
             "conv_value": kernel(*self._value),
@@ -117,8 +129,9 @@ class GatedDelta(Part):
         inside = chunk * (2 * dk / self.group + dk + 2 * dv)
         inside += 2 * max(math.log2(chunk) - 1, 0) * chunk**2
         products = Products(self.num_value_heads, "heads", needed, needed + inside)
+        *projections, out = map(Matmul, self._projections)
         kernels = (Matmul(f"conv_{name}") for name in ("query", "key", "value"))
-        return Matmul("qkvz"), Matmul("ba"), *kernels, products, Matmul("out")
+        return *projections, *kernels, products, out
 
     @property
     def traffic(self) -> Held:
@@ -158,7 +171,9 @@ class GatedDelta(Part):
             compute_dtype=narrow, token_independent=tuple(param.dims for param in others.values())
         )
 
-    _projections = ("qkvz", "ba", "out")
+    @property
+    def _projections(self) -> tuple[str, ...]:
+        return *self.sources["qkvz"], *self.sources["ba"], "out"
 
     @property
     def _width(self) -> Dims:

@@ -30,7 +30,15 @@ class ClampedSilu(NamedTuple):
     limit: float
 
 
-Gate = Literal["silu", "gelu"] | ClampedSilu
+class ScaledInput(NamedTuple):
+    """Gate of experts whose routing weight w multiplies the input, `f(w * g) * (w * u)`, as in
+    Llama 4.
+    """
+
+    function: Literal["silu", "gelu"]
+
+
+Gate = Literal["silu", "gelu"] | ClampedSilu | ScaledInput
 """Activation that combines the gate and up projections: `f(gate) * up` for a named f, or a class
 that defines the complete formula."""
 

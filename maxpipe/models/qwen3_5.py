@@ -1,0 +1,126 @@
+"""Qwen3.5: the gated delta rule in most layers, full attention in every fourth layer, and MLPs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from maxpipe.models import family, huggingface, qwen3_next
+from maxpipe.models.config import ModelConfig
+from maxpipe.models.family import Family
+from maxpipe.models.huggingface import (
+    Fixed,
+    HuggingFace,
+    Kept,
+    Ours,
+    Row,
+    Tensor,
+    Theirs,
+    UnsupportedError,
+    Whole,
+)
+from maxpipe.models.qwen3_next import HybridConfig
+from maxpipe.models.spec import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Qwen35Config(HybridConfig):
+    """Keys that only dense Qwen3.5 models use. `model.num_heads`, `num_kv_heads` and `head_dim`
+    apply to the layers with attention.
+    """
+
+
+def describe(config: ModelConfig) -> Model:
+    """Return a model with the layer types `delta` and `full`, or only one of the two."""
+    return qwen3_next.hybrid(config, "mlp", family.gated_mlp(config), fused=False)
+
+
+def keys(section: str) -> tuple[Row, ...]:
+    """Return the key-table rows that the dense models and the models with experts share."""
+    # All tokens of a text have the same position in each section of a multimodal position.
+    return (
+        *qwen3_next.keys(section, ignored=("mrope_section", "mrope_interleaved")),
+        Fixed("attn_output_gate", (True,), True),
+        Fixed("output_gate_type", ("swish", None)),
+        _MtpLayer(f"{section}.full_attention_interval"),
+        Fixed("mtp_use_dedicated_embeddings", (False,), False),
+        Kept("mamba_ssm_dtype"),
+    )
+
+
+@dataclass(frozen=True)
+class _MtpLayer:
+    """Key-table row for the number of multi-token prediction layers, which have full attention."""
+
+    interval: str
+    """maxpipe key for the interval between layers with full attention."""
+    names = ("mtp_num_hidden_layers",)
+
+    def read(self, theirs: Theirs, ours: Ours) -> Ours:
+        """Return the number of multi-token prediction heads and their architecture."""
+        count = theirs.get(self.names[0]) or 0
+        if count:
+            self._check(self.names[0], count, ours)
+        return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
+
+    def write(self, ours: Ours) -> Theirs:
+        """Return the number of multi-token prediction layers; 0 for projection heads."""
+        count = ours["mtp_heads"] if ours["mtp_kind"] == "layer" else 0
+        if count:
+            self._check("model.mtp_heads", count, ours)
+        return {self.names[0]: count}
+
+    def _check(self, key: str, count: int, ours: Ours) -> None:
+        if count != 1:
+            raise UnsupportedError(key, count, "must be 0 or 1.")
+        if ours["num_layers"] % ours[self.interval]:
+            rule = "must be 0 unless the last layer has full attention."
+            raise UnsupportedError(key, count, rule)
+
+
+MTP_TENSORS = (
+    Tensor("embedding_norm.scale", "mtp.pre_fc_norm_embedding.weight", "d -> d"),
+    Tensor("hidden_norm.scale", "mtp.pre_fc_norm_hidden.weight", "d -> d"),
+    Tensor("projection", "mtp.fc.weight", "e d -> d e"),
+    Tensor("norm.scale", "mtp.norm.weight", "d -> d"),
+)
+"""Tensor-table rows for the multi-token prediction layer, which transformers ignores."""
+
+
+def mtp_layer(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the rows of the transformer layer in a multi-token prediction layer."""
+    prefix = "model.layers."
+    return tuple(
+        replace(row, theirs=row.theirs.replace(prefix, "mtp.layers."))
+        for row in tensors
+        if row.theirs.startswith(prefix)
+    )
+
+
+def whole(architecture: str, model_type: str) -> Whole:
+    """Return the multimodal model, which adds a vision encoder."""
+    return Whole(architecture, "text_config", model_type, ("model.visual.*", "visual.*"))
+
+
+_TENSORS = qwen3_next.tensors(qwen3_next.SEPARATE, *huggingface.MLP)
+
+_HUGGINGFACE = HuggingFace(
+    "Qwen3_5ForCausalLM",
+    "qwen3_5_text",
+    keys=(
+        *huggingface.sizes(width=4096, heads=16, kv_heads=4, head_dim=256, mlp=12288, vocab=248320),
+        *keys("qwen3_5"),
+    ),
+    tensors=_TENSORS,
+    mtp_tensors=MTP_TENSORS,
+    mtp_layer_tensors=mtp_layer(_TENSORS),
+    containers=(whole("Qwen3_5ForConditionalGeneration", "qwen3_5"),),
+)
+
+FAMILY = Family(
+    "qwen3_5",
+    Qwen35Config,
+    describe,
+    bounds=qwen3_next.BOUNDS,
+    rules=qwen3_next.rules,
+    huggingface=(_HUGGINGFACE,),
+)
