@@ -143,6 +143,7 @@ def qwen3_5_moe(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Te
         **{"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", **SIZES},
         **{**_HYBRID, **_HYBRID_MOE, "num_hidden_layers": 2, "mtp_num_hidden_layers": 1, **changes},
     }
+    del config["intermediate_size"]  # every layer has experts
     return config, _drawn(_qwen3_5(_gated_experts()), dtype)
 
 
