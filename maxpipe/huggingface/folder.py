@@ -58,7 +58,7 @@ _UNKNOWN_LENGTH = 2048
 """Default sequence length in tokens, used if config.json has none."""
 _SEPARATE_MTP = "mtp."
 """Prefix of the names of multi-token prediction tensors that are not numbered as layers."""
-_VOCAB = "vocab"
+_VOCAB = ("vocab", "layer_vocab")
 _BLOCK_ELEMENTS = 1 << 22
 
 
@@ -143,18 +143,21 @@ class HuggingFaceFolder:
     ) -> np.ndarray:
         """Read a region of a parameter in checkpoint layout, with layers stacked in model order.
 
-        If `vocab_size` exceeds the folder's vocabulary size, each added row is the mean of the
-        existing rows.
+        If `vocab_size` exceeds the number of rows of an embedding table or output projection, each
+        added row is the mean of the existing rows.
 
         Raises:
             ConfigError: a file cannot be read, or a value is NaN or infinite.
         """
         sizes = list(self.mapping.shapes[name])
         axes = self.mapping.params[name].axes
-        dim = axes.index(_VOCAB) if _VOCAB in axes and vocab_size else -1
+        places = [
+            place for place, axis in enumerate(axes, len(sizes) - len(axes)) if axis in _VOCAB
+        ]
+        dim = places[0] if places and vocab_size else -1
         old = sizes[dim]
         if dim >= 0:
-            sizes[dim] = vocab_size
+            sizes[dim] = max(old, vocab_size)
         wanted = [range(*part.indices(size)) for part, size in zip(region, sizes, strict=True)]
         values = np.empty([len(indices) for indices in wanted], dtype)
         if dim >= 0 and (rows := wanted[dim]).stop > old:
@@ -206,12 +209,16 @@ class HuggingFaceFolder:
 
     def _mean(self, name: str, dim: int) -> np.ndarray:
         if name not in self._means:
-            (piece,) = self.mapping.slices[name]
-            assert piece.outer_dim == dim, "each tensor row must be one vocabulary entry"
-            total = np.zeros((), np.float64)
-            for _, ours in self._blocks(piece, slice(0, piece.sizes[piece.outer_dim])):
-                total = total + ours.astype(np.float32).sum(dim, np.float64, keepdims=True)
-            self._means[name] = total / self.mapping.shapes[name][dim]
+            shape = list(self.mapping.shapes[name])
+            rows, shape[dim] = shape[dim], 1
+            total = np.zeros(shape, np.float64)
+            for piece in self.mapping.slices[name]:
+                axis = dim - (len(shape) - len(piece.sizes))
+                assert piece.outer_dim == axis, "each tensor row must be one vocabulary entry"
+                columns = piece.columns([slice(0, size) for size in piece.sizes])
+                for _, ours in self._blocks(piece, slice(0, rows), columns):
+                    total[piece.at] += ours.astype(np.float32).sum(axis, np.float64, keepdims=True)
+            self._means[name] = total / rows
         return self._means[name]
 
     @cached_property

@@ -18,6 +18,7 @@ from maxpipe.models.huggingface import (
     HuggingFace,
     Kept,
     Key,
+    Only,
     Ours,
     Rotary,
     Tensor,
@@ -433,10 +434,12 @@ _TENSORS = (
     Tensor("experts.down", _EXPERTS + "down_proj", "e f d -> d f"),
 )
 
-_HUGGINGFACE = HuggingFace(
-    "Gemma4ForCausalLM",
-    "gemma4_text",
-    keys=(
+
+def _keys(sliding_window: int, *others: huggingface.Row) -> tuple[huggingface.Row, ...]:
+    """Return the rows of one transformers class, given its default window and the rows for
+    per-layer embeddings and experts.
+    """
+    return (
         *huggingface.sizes(
             layers=30,
             width=2304,
@@ -447,7 +450,7 @@ _HUGGINGFACE = HuggingFace(
             vocab=262144,
             tied=True,
         ),
-        Key("sliding_window", "gemma4.sliding_window", 512),
+        Key("sliding_window", "gemma4.sliding_window", sliding_window),
         _LayerTypes(),
         Key("attention_k_eq_v", "gemma4.attention_k_eq_v", False),
         _GlobalSizes(),
@@ -470,9 +473,23 @@ _HUGGINGFACE = HuggingFace(
             has_legacy_keys=False,
         ),
         huggingface.OrNone("final_logit_softcapping", "gemma4.final_logit_softcapping", 0.0),
-        _Experts(),
         Key("num_kv_shared_layers", "gemma4.num_kv_shared_layers", 0),
         Key("use_double_wide_mlp", "gemma4.use_double_wide_mlp", False),
+        *others,
+        Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
+        Fixed("attention_bias", (False,), False),
+        # `vision` affects only the tokens of images, and this model has only text tokens.
+        Fixed("use_bidirectional_attention", (None, "vision")),
+        Kept("use_bidirectional_attention"),
+    )
+
+
+_HUGGINGFACE = HuggingFace(
+    "Gemma4ForCausalLM",
+    "gemma4_text",
+    keys=_keys(
+        512,
+        _Experts(),
         Key("hidden_size_per_layer_input", "gemma4.hidden_size_per_layer_input", 256),
         Key(
             "vocab_size_per_layer_input",
@@ -480,11 +497,6 @@ _HUGGINGFACE = HuggingFace(
             262144,
             zero_means="vocab_size",
         ),
-        Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
-        Fixed("attention_bias", (False,), False),
-        # `vision` affects only the tokens of images, and this model has only text tokens.
-        Fixed("use_bidirectional_attention", (None, "vision")),
-        Kept("use_bidirectional_attention"),
     ),
     tensors=_TENSORS,
     # Published models contain these tensors also for layers that use shared keys and values.
@@ -497,6 +509,34 @@ _HUGGINGFACE = HuggingFace(
             other_tensors=(
                 *("model.vision_tower.*", "model.audio_tower.*"),
                 *("model.embed_vision.*", "model.embed_audio.*"),
+            ),
+        ),
+    ),
+)
+
+# The language model of the 12B size. An export writes it as `Gemma4ForCausalLM`, which computes the
+# same logits.
+_UNIFIED = replace(
+    _HUGGINGFACE,
+    architecture="Gemma4UnifiedForCausalLM",
+    model_type="gemma4_unified_text",
+    keys=_keys(
+        1024,
+        Fixed("enable_moe_block", (None, False)),
+        Fixed("hidden_size_per_layer_input", (None, 0)),
+        Only("gemma4.num_experts", 0),
+        Only("gemma4.hidden_size_per_layer_input", 0),
+        Only("gemma4.vocab_size_per_layer_input", 0),
+    ),
+    containers=(
+        Whole(
+            "Gemma4UnifiedForConditionalGeneration",
+            "text_config",
+            "gemma4_unified",
+            other_tensors=(
+                "model.vision_embedder.*",
+                "model.embed_vision.*",
+                "model.embed_audio.*",
             ),
         ),
     ),
@@ -532,5 +572,5 @@ FAMILY = Family(
     ),
     rules=_rules,
     metric_parts=(Experts,),
-    huggingface=(_HUGGINGFACE,),
+    huggingface=(_HUGGINGFACE, _UNIFIED),
 )

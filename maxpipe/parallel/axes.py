@@ -19,7 +19,7 @@ from maxpipe.io.typed_json import renamed_from
 
 LOGICAL_AXES = (
     *("batch", "embed", "heads", "kv_heads", "head_dim", "mlp", "experts", "vocab", "norm"),
-    *("ahead", "latent", "expert_embed", "routes", "sequence", "lora"),
+    *("ahead", "latent", "expert_embed", "routes", "sequence", "lora", "layer_vocab"),
 )
 """Logical names that model code assigns to the dims of its arrays."""
 
@@ -36,6 +36,7 @@ DEFAULT_AXIS_RULES: dict[str, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),
     "vocab": ("stage", "tensor"),
+    "layer_vocab": (),  # rows of the embedding tables inside layers
     "routes": (),
     "norm": (),
     "lora": (),

@@ -52,7 +52,7 @@ from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
 from maxpipe.io.typed_json import check_type
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.registry import describe
-from maxpipe.step.state import VOCABULARY
+from maxpipe.models.spec import Model
 from maxpipe.step.step import Steps
 
 Tree = Any
@@ -90,34 +90,59 @@ def _vocabulary(params: Tree) -> int:
     return params["embedding"].shape[0]
 
 
-def with_vocab_size(abstract: Tree, size: int) -> Tree:
-    """Return `abstract` with a different vocabulary size and an unsharded vocabulary dim."""
-    found = dict(abstract)
-    for name, dim in VOCABULARY.items():
-        if name in abstract:
-            leaf = abstract[name]
-            shape, spec = list(leaf.shape), [*leaf.sharding.spec, None, None][: leaf.ndim]
-            shape[dim], spec[dim] = size, None
-            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
-            found[name] = jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
+def with_vocabulary(abstract: Tree, model: Model) -> Tree:
+    """Return `abstract` with the vocabulary of `model` and with unsharded vocabulary dims."""
+    rows = _vocabulary_rows(model)
+
+    def resize(name: str, leaf: Any) -> Any:
+        if name not in rows:
+            return leaf
+        dim, size = rows[name]
+        shape, spec = list(leaf.shape), [*leaf.sharding.spec, *[None] * leaf.ndim][: leaf.ndim]
+        shape[dim], spec[dim] = size, None
+        sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding)
+
+    return map_named_leaves(resize, abstract)
+
+
+def _vocabulary_rows(model: Model) -> dict[str, tuple[int, int]]:
+    """Return the index and size of the vocabulary dim of each embedding table and output
+    projection, keyed by checkpoint name.
+    """
+    found = {
+        ".".join(name): (param.axes.index("vocab"), param.shape[param.axes.index("vocab")])
+        for name, param in model.ends.params.items()
+        if "vocab" in param.axes
+    }
+    several = len(model.layer_types) > 1
+    for layer_type, each in model.layer_types.items():
+        prefix = f"layers.{layer_type}." if several else "layers."
+        for name, param in each.params.items():
+            if "layer_vocab" in param.axes:
+                dim = param.axes.index("layer_vocab")
+                found[prefix + ".".join(name)] = dim + 1, param.shape[dim]
     return found
 
 
 def grow_vocabulary(params: Tree, abstract: Tree) -> Tree:
     """Grow the vocabulary to its size in `abstract`; each new row is the mean of the old rows."""
-    found = dict(params)
-    for name, dim in VOCABULARY.items():
-        if name in params:
-            wanted = abstract[name]
 
-            def grow(table: jax.Array, dim: int = dim, wanted: Any = wanted) -> jax.Array:
-                mean = table.astype(jnp.float32).mean(dim, keepdims=True).astype(table.dtype)
-                shape = list(table.shape)
-                shape[dim] = wanted.shape[dim] - table.shape[dim]
-                return jnp.concatenate([table, jnp.broadcast_to(mean, shape)], dim)
+    def grow(table: jax.Array, wanted: Any) -> jax.Array:
+        if table.shape == wanted.shape:
+            return table
+        sizes = zip(table.shape, wanted.shape, strict=True)
+        (dim,) = (dim for dim, (old, new) in enumerate(sizes) if old != new)
 
-            found[name] = jax.jit(grow, out_shardings=wanted.sharding)(params[name])
-    return found
+        def extend(table: jax.Array) -> jax.Array:
+            mean = table.astype(jnp.float32).mean(dim, keepdims=True).astype(table.dtype)
+            shape = list(table.shape)
+            shape[dim] = wanted.shape[dim] - table.shape[dim]
+            return jnp.concatenate([table, jnp.broadcast_to(mean, shape)], dim)
+
+        return jax.jit(extend, out_shardings=wanted.sharding)(table)
+
+    return jax.tree.map(grow, params, abstract)
 
 
 def vocabulary_growth_note(before: int, now: int) -> str:
@@ -125,7 +150,7 @@ def vocabulary_growth_note(before: int, now: int) -> str:
     assert now > before
     return (
         f"the vocabulary grows from {before:,} to {now:,} tokens: each new row of the embedding"
-        " and of the output projection is the mean of the old rows"
+        " tables and of the output projection is the mean of the old rows"
     )
 
 
@@ -200,7 +225,9 @@ def read_weights(
                 f"{tokenizer}: the weights were trained with different token ids"
             )
 
-    abstract = with_vocab_size(wanted, size) if grows else wanted
+    abstract = wanted
+    if grows:
+        abstract = with_vocabulary(wanted, describe(replace(config.model, vocab_size=size)))
     found = restore_other(text, loaded, {"params": abstract}, accept)
     params = found.state["params"]
     if grows:

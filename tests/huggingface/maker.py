@@ -98,6 +98,43 @@ def gemma4(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors
     return config, _drawn(found, dtype)
 
 
+def gemma4_small(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Gemma 4 config.json with per-layer embeddings, and its tensors; the last layer uses
+    the keys and values of the second layer.
+    """
+    size, global_dim = 4, 8
+    config = {
+        **{"architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", **SIZES},
+        **{"layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+        **{"sliding_window": 5, "global_head_dim": global_dim, "num_kv_shared_layers": 1},
+        **{"hidden_size_per_layer_input": size, "vocab_size_per_layer_input": VOCAB, **changes},
+    }
+    norms = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm")
+    norms += ("post_feedforward_layernorm", "post_per_layer_input_norm")
+    found = _ends(tied=True) | {
+        "model.embed_tokens_per_layer.weight": (VOCAB, LAYERS * size),
+        "model.per_layer_model_projection.weight": (LAYERS * size, WIDTH),
+        "model.per_layer_projection_norm.weight": (size,),
+    }
+    for layer in range(LAYERS):
+        head_dim = global_dim if layer else HEAD
+        attention: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (HEADS * head_dim, WIDTH),
+            "self_attn.o_proj": (WIDTH, HEADS * head_dim),
+            "self_attn.q_norm": (head_dim,),
+            "per_layer_input_gate": (size, WIDTH),
+            "per_layer_projection": (WIDTH, size),
+        }
+        if layer < LAYERS - 1:
+            inputs = dict.fromkeys(("k_proj", "v_proj"), (KV_HEADS * head_dim, WIDTH))
+            attention |= {f"self_attn.{name}": shape for name, shape in inputs.items()}
+            attention["self_attn.k_norm"] = (head_dim,)
+        each = _layers(attention, _MLP, norms)
+        found |= {name: shape for name, shape in each.items() if f".{layer}." in name[:16]}
+        found[f"model.layers.{layer}.layer_scalar"] = (1,)
+    return config, _drawn(found, dtype)
+
+
 def mixtral(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
     """Return a Mixtral config.json and its tensors."""
     config = {

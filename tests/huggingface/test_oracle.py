@@ -169,6 +169,10 @@ def gemma4_small(draw: random.Random) -> dict[str, Any]:
     }
 
 
+def gemma4_unified(draw: random.Random) -> dict[str, Any]:
+    return {key: value for key, value in gemma4(draw).items() if "per_layer" not in key}
+
+
 def mixtral(draw: random.Random) -> dict[str, Any]:
     return {
         "num_local_experts": draw.choice((3, 5)),
@@ -440,6 +444,7 @@ CLASSES = {
     "gemma4": (gemma4, "Gemma4TextConfig", "Gemma4ForCausalLM"),
     "gemma4_moe": (gemma4_moe, "Gemma4TextConfig", "Gemma4ForCausalLM"),
     "gemma4_small": (gemma4_small, "Gemma4TextConfig", "Gemma4ForCausalLM"),
+    "gemma4_unified": (gemma4_unified, "Gemma4UnifiedTextConfig", "Gemma4UnifiedForCausalLM"),
     "mixtral": (mixtral, "MixtralConfig", "MixtralForCausalLM"),
     "mistral": (mistral, "MistralConfig", "MistralForCausalLM"),
     "qwen2": (qwen2, "Qwen2Config", "Qwen2ForCausalLM"),
@@ -481,7 +486,16 @@ MINISTRAL: dict[str, Any] = {
     **{"rope_theta": 5000.0, "rope_type": "yarn", "factor": 1.0},
     **{"original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.0},
 }
+PROPORTIONAL = ROPE | {"rope_type": "proportional", "partial_rotary_factor": 1.0}
+SHARED = {"num_hidden_layers": 6, "num_kv_shared_layers": 3}
+GEMMA4: dict[str, Any] = {
+    **by_layer_type(PROPORTIONAL, ROPE),
+    **{"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+    **{"global_head_dim": 8, "num_global_key_value_heads": None, "attention_k_eq_v": False},
+    **{"sliding_window": 99, "layer_types": 3, "final_logit_softcapping": None},
+}
 PLAIN: dict[str, dict[str, Any]] = {
+    **{"gemma4": GEMMA4, "gemma4_unified": GEMMA4},
     "hybrid": {**rotary(1.0), "full_attention_interval": 1, "tie_word_embeddings": False},
     "glm4_moe": {
         **rotary(1.0),
@@ -513,6 +527,20 @@ DELTA: list[dict[str, Any]] = [
     for values in (2, 6)
 ]
 FEATURES: dict[str, list[dict[str, Any]]] = {
+    "gemma4": [
+        *({"sliding_window": 3}, {"sliding_window": 3, "layer_types": 2}),
+        *({"global_head_dim": 12}, {"attention_k_eq_v": True}),
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 2},
+        by_layer_type(PROPORTIONAL | {"partial_rotary_factor": 0.5}, ROPE),
+        by_layer_type(PROPORTIONAL | {"factor": 8.0}, ROPE),
+        by_layer_type(PROPORTIONAL, ROPE | {"rope_theta": 50.0}),
+        {"final_logit_softcapping": 2.0},
+        {"enable_moe_block": True, "num_experts": 5}
+        | {"top_k_experts": 2, "moe_intermediate_size": 23},
+        {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 393},
+    ],
+    # In transformers 5.24, `gemma4` supports shared keys only with per-layer embeddings.
+    "gemma4_unified": [{}, SHARED, SHARED | {"use_double_wide_mlp": True}],
     "hybrid": [*ROTATED, *DELTA, {"full_attention_interval": 2}],
     "glm4_moe": [
         *ROTATED,

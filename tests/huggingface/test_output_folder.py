@@ -46,6 +46,7 @@ TRAVELLING |= {"qwen.tiktoken", "tiktoken.model"}
 MAKERS = {
     "gemma3": maker.gemma3,
     "gemma4": maker.gemma4,
+    "gemma4_small": maker.gemma4_small,
     "mixtral": maker.mixtral,
     "gpt_oss": maker.gpt_oss,
     "qwen3_next": maker.qwen3_next,
@@ -117,7 +118,7 @@ def test_only_links_into_download_cache_are_followed(
     [
         *(("gemma3", "F16"), ("mixtral", "F32"), ("gpt_oss", "BF16"), ("qwen3_next", "BF16")),
         *(("qwen3_5", "BF16"), ("qwen3_5_moe", "F16"), ("glm4_moe", "BF16"), ("minimax_m2", "F32")),
-        *(("llama4", "BF16"), ("gemma4", "BF16")),
+        *(("llama4", "BF16"), ("gemma4", "BF16"), ("gemma4_small", "F16")),
     ],
 )
 def test_other_families_and_dtypes_round_trip_bitwise(

@@ -92,6 +92,49 @@ def test_run_starts_from_weights_of_folder_or_import(
     assert any("grows from 263 to 281" in line for line in lines) == grown
 
 
+@pytest.mark.parametrize(("given", "layout"), [("hf", "staged"), ("ckpt", "one")])
+def test_per_layer_embedding_tables_grow_with_vocabulary(
+    given: str, layout: str, tmp_path: Path
+) -> None:
+    folder, ckpt = tmp_path / "hf", tmp_path / "ckpt"
+    config, tensors = maker.gemma4_small("F32")
+    maker.write(folder, config, tensors)
+    assert main(["import", str(folder), "--out", str(ckpt)]) == 0
+    source = f"hf:{folder}" if given == "hf" else str(ckpt)
+    overrides = [f"checkpoint.restore_from={source}", f"model.vocab_size={VOCAB}"]
+    _, params, lines = started(tmp_path, tmp_path / "runs", *overrides, *LAYOUTS[layout])
+    size = config["hidden_size_per_layer_input"]
+    whole = tensors["model.embed_tokens_per_layer.weight"]
+    assert {*params["layers"]} == {"first", "global", "global_shared"}
+    for layer, layer_type in enumerate(("first", "global", "global_shared")):
+        table = params["layers"][layer_type]["per_layer"]["table"][0]
+        wanted = whole[:, layer * size : (layer + 1) * size]
+        assert table.shape == (VOCAB, size)
+        assert (table[: maker.VOCAB] == wanted).all()
+        assert np.allclose(table[maker.VOCAB :], wanted.mean(0), atol=1e-6)
+    embedding = tensors["model.embed_tokens.weight"]
+    assert (params["embedding"][: maker.VOCAB] == embedding).all()
+    assert np.allclose(params["embedding"][maker.VOCAB :], embedding.mean(0), atol=1e-6)
+    assert any("grows from 263 to 281" in line for line in lines)
+
+
+def test_per_layer_embedding_tables_with_a_fixed_size_are_not_grown(tmp_path: Path) -> None:
+    """Tables can have more rows than the vocabulary, but not fewer."""
+    rows = VOCAB + 1
+    config, tensors = maker.gemma4_small("F32", vocab_size_per_layer_input=rows)
+    name = "model.embed_tokens_per_layer.weight"
+    tensors[name] = np.pad(tensors[name], ((0, rows - maker.VOCAB), (0, 0)), constant_values=2)
+    maker.write(tmp_path / "hf", config, tensors)
+    assert main(["import", str(tmp_path / "hf"), "--out", str(tmp_path / "ckpt")]) == 0
+    source = f"checkpoint.restore_from=hf:{tmp_path / 'hf'}"
+    grown = f"model.vocab_size={VOCAB}"
+    _, params, _ = started(tmp_path, tmp_path / "runs", source, grown)
+    table = params["layers"]["first"]["per_layer"]["table"][0]
+    assert (table == tensors[name][:, : table.shape[1]]).all()
+    with pytest.raises(ConfigError, match="vocab_size_per_layer_input"):
+        started(tmp_path, tmp_path / "runs", source, f"model.vocab_size={rows + 1}")
+
+
 @pytest.mark.parametrize(
     ("given", "override"),
     [

@@ -1259,3 +1259,38 @@ def test_unsupported_gemma4_values_are_rejected(
 ) -> None:
     with pytest.raises(ConfigError, match=key):
         config_values(tmp_path / "x", gemma4(**changes))
+
+
+def gemma4_unified(**changes: Any) -> dict[str, Any]:
+    """Return the config.json of a small model with the format of Gemma 4 12B."""
+    inner = {
+        **{"model_type": "gemma4_unified_text", "num_hidden_layers": 6, "hidden_size": 48},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12},
+        **{"global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        **{"intermediate_size": 96, "vocab_size": 300, "final_logit_softcapping": 30.0},
+        **{"layer_types": [*["sliding_attention"] * 5, "full_attention"], **changes},
+    }
+    return {
+        "architectures": ["Gemma4UnifiedForConditionalGeneration"],
+        "model_type": "gemma4_unified",
+        "text_config": inner,
+        "vision_config": {"model_type": "gemma4_unified_vision"},
+        "audio_config": {"model_type": "gemma4_unified_audio"},
+    }
+
+
+def test_gemma4_unified_language_model_is_read(tmp_path: Path) -> None:
+    found = config_values(tmp_path / "x", gemma4_unified())
+    own = {
+        **{"sliding_window": 1024, "sliding_window_pattern": 6, "global_head_dim": 16},
+        **{"num_global_kv_heads": 1, "global_rotary_dim": 4, "attention_k_eq_v": True},
+        **{"num_experts": 0, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0},
+    }
+    assert {name: found[f"gemma4.{name}"] for name in own} == own
+    assert found["tied_embeddings"] and found["vocab_size"] == 300
+    only_text = gemma4_unified()["text_config"] | {"architectures": ["Gemma4UnifiedForCausalLM"]}
+    assert config_values(tmp_path / "x", only_text) == found
+    for changes in ({"enable_moe_block": True}, {"hidden_size_per_layer_input": 256}):
+        (key,) = changes
+        with pytest.raises(ConfigError, match=rf"{key} = .*\n.*must be null or "):
+            config_values(tmp_path / "x", gemma4_unified(**changes))

@@ -25,6 +25,7 @@ PLAIN = Gemma4Config(
 )
 FEATURES: dict[str, dict[str, Any]] = {
     "window": {"sliding_window": 3},
+    "pattern": {"sliding_window_pattern": 2},
     "local theta": {"local_rope_theta": 20.0},
     "global head dim": {"global_head_dim": 6},
     "global kv heads": {"num_global_kv_heads": 3},
@@ -157,7 +158,7 @@ def document_logits(own: Gemma4Config, params: Weights, tokens: np.ndarray) -> n
     kept: dict[bool, Any] = {}
     scale = np.ones(())
     for layer in range(CONFIG.num_layers):
-        is_global = layer == CONFIG.num_layers - 1 or layer % own.sliding_window_pattern == 2
+        is_global = layer == CONFIG.num_layers - 1 or (layer + 1) % own.sliding_window_pattern == 0
         kind = "global" if is_global else "local"
         kind += "_shared" * (layer >= CONFIG.num_layers - own.num_kv_shared_layers)
         kind = "first" if own.hidden_size_per_layer_input and not layer else kind

@@ -120,6 +120,7 @@ def _folders(root: Path) -> list[Seed]:
         "llama-sharded": (maker.llama("F32", vocab=vocab, rope_scaling=None), 3),
         "gemma3": (maker.gemma3(), 2),
         "gemma4": (maker.gemma4(), 1),
+        "gemma4-small": (maker.gemma4_small(), 2),
         "mixtral": (maker.mixtral("F16"), 1),
         "llama4": (maker.llama4(), 1),
         "qwen3-next": (maker.qwen3_next(), 1),

@@ -177,7 +177,7 @@ CASES = [
     Case(4, 1, 9, own=GEMMA4, epsilon=1.0, tied=True, layers=6, schedule="zb_h1", data=2),
     Case(
         2,
-        1,
+        2,
         5,
         own=GEMMA4_MOE,
         epsilon=1.0,
@@ -224,7 +224,7 @@ CASES = [
     Case(4, 1, 5, own=GEMMA4_SMALL, epsilon=1.0, tied=True, layers=8, schedule="zb_h1", data=2),
     Case(
         2,
-        1,
+        2,
         5,
         own=GEMMA4_SMALL,
         epsilon=1.0,

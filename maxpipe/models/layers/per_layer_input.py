@@ -35,8 +35,9 @@ class PerLayerInput(Part):
     @property
     def params(self) -> Mapping[str, Param]:
         embed, size = (self.d_model, "embed"), (self.size, "norm")
+        rows = (self.vocab_size, "layer_vocab")
         params = {
-            "table": Param(((self.vocab_size, "routes"), (self.size, "embed")), Normal(self.size)),
+            "table": Param((rows, (self.size, "embed")), Normal(self.size)),
             "project": Param((embed, size), Normal(self.d_model), linear=1),
             "gate": Param((embed, size), Normal(self.d_model), linear=1),
             "out": Param((size, embed), Normal(self.size, self.out_gain), linear=1),
