@@ -401,6 +401,20 @@ class _RotatedShare:
         return {"partial_rotary_factor": share if share * head >= size else (size + 0.5) / head}
 
 
+@dataclass(frozen=True)
+class _SharedLayers(Key):
+    """Key-table row for shared layers of `Gemma4ForCausalLM`."""
+
+    def write(self, ours: Ours) -> Theirs:
+        """Check that the layers have embeddings, without which the forward pass of transformers
+        5.24 fails in shared layers.
+        """
+        if (count := ours[self.ours]) and not ours["gemma4.hidden_size_per_layer_input"]:
+            rule = "must be 0 if model.gemma4.hidden_size_per_layer_input is 0."
+            raise UnsupportedError(f"model.{self.ours}", count, rule)
+        return super().write(ours)
+
+
 _LAYER, _PER_LAYER_TABLE = "model.layers.{layer}.", "model.embed_tokens_per_layer.weight"
 _EXPERTS, _ROUTER = _LAYER + "experts.", _LAYER + "router."
 
@@ -436,8 +450,8 @@ _TENSORS = (
 
 
 def _keys(sliding_window: int, *others: huggingface.Row) -> tuple[huggingface.Row, ...]:
-    """Return the rows of one transformers class, given its default window and the rows for
-    per-layer embeddings and experts.
+    """Return the rows of one transformers class, given its default window and the rows for shared
+    layers, per-layer embeddings and experts.
     """
     return (
         *huggingface.sizes(
@@ -473,7 +487,6 @@ def _keys(sliding_window: int, *others: huggingface.Row) -> tuple[huggingface.Ro
             has_legacy_keys=False,
         ),
         huggingface.OrNone("final_logit_softcapping", "gemma4.final_logit_softcapping", 0.0),
-        Key("num_kv_shared_layers", "gemma4.num_kv_shared_layers", 0),
         Key("use_double_wide_mlp", "gemma4.use_double_wide_mlp", False),
         *others,
         Fixed("hidden_activation", ("gelu_pytorch_tanh",), "gelu_pytorch_tanh"),
@@ -489,6 +502,7 @@ _HUGGINGFACE = HuggingFace(
     "gemma4_text",
     keys=_keys(
         512,
+        _SharedLayers("num_kv_shared_layers", "gemma4.num_kv_shared_layers", 0),
         _Experts(),
         Key("hidden_size_per_layer_input", "gemma4.hidden_size_per_layer_input", 256),
         Key(
@@ -514,14 +528,15 @@ _HUGGINGFACE = HuggingFace(
     ),
 )
 
-# The language model of the 12B size. An export writes it as `Gemma4ForCausalLM`, which computes the
-# same logits.
+# The language model of the 12B size. `Gemma4ForCausalLM` computes the same logits, so exports have
+# this class only if `Gemma4ForCausalLM` does not support the model.
 _UNIFIED = replace(
     _HUGGINGFACE,
     architecture="Gemma4UnifiedForCausalLM",
     model_type="gemma4_unified_text",
     keys=_keys(
         1024,
+        Key("num_kv_shared_layers", "gemma4.num_kv_shared_layers", 0),
         Fixed("enable_moe_block", (None, False)),
         Fixed("hidden_size_per_layer_input", (None, 0)),
         Only("gemma4.num_experts", 0),

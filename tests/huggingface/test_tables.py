@@ -1294,3 +1294,20 @@ def test_gemma4_unified_language_model_is_read(tmp_path: Path) -> None:
         (key,) = changes
         with pytest.raises(ConfigError, match=rf"{key} = .*\n.*must be null or "):
             config_values(tmp_path / "x", gemma4_unified(**changes))
+
+
+def test_gemma4_layers_without_embeddings_share_keys_only_in_the_unified_class() -> None:
+    """transformers 5.24 fails in shared layers of `Gemma4ForCausalLM` without embeddings."""
+    known = {"family": "gemma4", "d_model": 48, "num_layers": 6, "num_heads": 4, "head_dim": 12}
+    known |= {"num_kv_heads": 2, "d_mlp": 96, "vocab_size": 300, "tied_embeddings": True}
+
+    def exported(**own: int) -> str:
+        section = {**known, "gemma4": {"sliding_window_pattern": 3, "global_head_dim": 16, **own}}
+        return table_for(model_of(section, "test"))[0].architecture
+
+    assert exported() == "Gemma4ForCausalLM"
+    assert exported(num_kv_shared_layers=3) == "Gemma4UnifiedForCausalLM"
+    embeddings = {"hidden_size_per_layer_input": 6}
+    assert exported(num_kv_shared_layers=3, **embeddings) == "Gemma4ForCausalLM"
+    with pytest.raises(ConfigError, match="num_experts = 4"):
+        exported(num_kv_shared_layers=3, num_experts=4)
