@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -319,9 +320,10 @@ class _GlobalSizes:
         local = {"head_dim": ours["head_dim"], "num_key_value_heads": ours["num_kv_heads"]}
         own = Gemma4Config(sliding_window_pattern=ours["gemma4.sliding_window_pattern"])
         wanted: dict[str, Any] = {}
-        known = isinstance(layers, dict)
+        known = isinstance(layers, dict) and all(re.fullmatch("[0-9]{1,9}", key) for key in layers)
+        by_number = {int(number): sizes for number, sizes in layers.items()} if known else {}
         for number, is_global in enumerate(_are_global(ours["num_layers"], own)):
-            found = (layers.get(str(number)) or {}) if known else None
+            found = by_number.get(number) or {}
             if not isinstance(found, dict) or found.keys() - local.keys():
                 known = False
                 break

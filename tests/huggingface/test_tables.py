@@ -1208,7 +1208,9 @@ def test_gemma4_sizes_of_global_layers_are_read_from_both_formats(tmp_path: Path
     changed = {"head_dim": 8, "num_key_value_heads": 1}
     per_layer = {"1": changed, "2": changed}
     others = {"global_head_dim": None, "num_global_key_value_heads": None}
-    assert config_values(tmp_path / "x", gemma4(per_layer_config=per_layer, **others)) == found
+    padded = {f"0{number}": sizes for number, sizes in per_layer.items()}
+    for layers in (per_layer, padded):
+        assert config_values(tmp_path / "x", gemma4(per_layer_config=layers, **others)) == found
     wrong: list[Any] = [{"1": changed}, {**per_layer, "0": changed}, {"1": {"top_k": 1}}, "x"]
     for value in wrong:
         with pytest.raises(ConfigError, match="per_layer_config"):

@@ -323,13 +323,26 @@ class Experts(Part):
         if self.input_norm is not None and not recomputed:
             # The router's input, the cotangents of both inputs, and the arrays of both norms.
             arrays += Held(compute_dtype=((7.0, self._width),))
+        if self.input_norm is not None and recomputed:
+            norm = self.input_norm.deferred(recomputed=True, normed=False)
+            arrays += norm + norm
         if self.expert_scaled and recomputed:
-            arrays += Held(float32=((1.0, self._each),), one_byte=((1.0, ()),))
+            arrays += self._for_expert_scale
         if self.shared is None:
             return arrays
         gate = Held(compute_dtype=((2.0, ()),)) if self.shared_gated else NOTHING
         held = self.shared.deferred(recomputed=recomputed, normed=normed or self.shared_gated)
         return arrays + self._without_inputs(held) + gate
+
+    @property
+    def _for_expert_scale(self) -> Held:
+        """Return the scales, the selected experts and the cotangents of the routing weights. The
+        number of rows per expert is then recomputed from the selected experts.
+        """
+        arrays = Held(token_independent=(self._each,), float32=((1.0, self._choices),))
+        if not self.grouped:
+            return arrays + Held(compute_dtype=((1.0, self._each),))
+        return arrays + Held(float32=((1.0, self._choices),))
 
     def _without_inputs(self, held: Held) -> Held:
         """Return the shared expert's arrays without its input and output, which other terms already
@@ -448,7 +461,7 @@ class Experts(Part):
         """Return the token-expert pair index of each row, and the number of rows per expert."""
         if not self.permutes_tokens:
             return Held()
-        counts = (self._each,) if self.grouped else ()
+        counts = (self._each,) if self.grouped and not self.expert_scaled else ()
         return Held(float32=(self._per_token_rows(1.0, ()),), float32_token_independent=counts)
 
     def _per_token_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
