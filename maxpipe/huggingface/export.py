@@ -175,15 +175,14 @@ def export_adapters(
         raise address.error(rule, "Omit --adapter.")
     model = chosen.config.model
     table, _ = table_for(model)
-    both = map_tensors(describe(replace(model, adapter=None)), table)
     target, short = expand_path(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
     try:
         with atomic_folder(out, _OUT) as here, _verify_files_in_background(chosen):
             base = _loadable_base(chosen.adapters)
-            modules = write_adapters(chosen.adapters, describe(model), both, here, short, base)
+            modules = write_adapters(chosen.adapters, describe(model), table, here, short, base)
     except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
-    say(f"wrote {target}: adapters for {pluralize(len(modules), 'module')} in PEFT format")
+    say(f"wrote {target}: adapters for {pluralize(len(modules), 'tensor')} in PEFT format")
     if base is None:
         address_of_base = chosen.adapters.base_record["address"]
         say(

@@ -120,8 +120,10 @@ class AdapterConfig:
     """Dropout rate applied to the adapter inputs during training."""
     targets: list[str] = field(default_factory=list, hash=False)  # lists are not hashable
     """Name patterns of the matrices that receive adapters, such as `layers.attention.*`. The syntax
-    is the same as in `model.frozen`. An empty list selects all supported matrices: the projections
-    of attention and MLPs. Embeddings, norms, routers and routed experts do not support adapters."""
+    is the same as in `model.frozen`. An empty list selects the projections of attention, MLPs and
+    shared experts. Routed experts have adapters only if a pattern selects them, such as
+    `*.experts.gate`; each expert then has a separate adapter. Embeddings, norms and routers do not
+    support adapters."""
     base_quantization: Literal["default", "int8", "nf4"] = field(
         default="default", metadata=renamed_from("base")
     )

@@ -61,11 +61,9 @@ def active_params(model: Model) -> int:
     experts.
     """
     unused = sum(
-        size(part.params[matmul.param]) * (1.0 - matmul.needed)
-        for layer_type in model.all_layers
-        for part in model.layer_types[layer_type].parts.values()
-        for matmul in part.operations
-        if isinstance(matmul, Matmul)
+        size(layer_type.declared.get(key) or layer_type.params[key]) * (1.0 - share)
+        for layer_type in map(model.layer_types.__getitem__, model.all_layers)
+        for key, share in _matmul_shares(layer_type, needed=True).items()
     )
     return num_params(model) - round(unused)
 
@@ -140,21 +138,26 @@ def computed_share(layer_type: LayerType) -> dict[tuple[str, str], float]:
     """Return the fraction of each parameter's elements that the parameter's matmul multiplies per
     token, keyed by (sublayer, name).
     """
-    shares = dict.fromkeys(counted(layer_type), 1.0)
-    for name, part in layer_type.parts.items():
-        for matmul in part.operations:
-            if isinstance(matmul, Matmul):
-                shares[name, matmul.param] = matmul.computed
-    return shares
+    return dict.fromkeys(counted(layer_type), 1.0) | _matmul_shares(layer_type, needed=False)
+
+
+def _matmul_shares(layer_type: LayerType, *, needed: bool) -> dict[tuple[str, str], float]:
+    """Return the fraction of the elements that one token needs, or that the matmul multiplies, of
+    each parameter that is used in a matmul. Adapter factors have the fraction of their matrix.
+    """
+    shares = {
+        (name, matmul.param): matmul.needed if needed else matmul.computed
+        for name, part in layer_type.parts.items()
+        for matmul in part.operations
+        if isinstance(matmul, Matmul)
+    }
+    return shares | {factor: shares[matrix] for factor, matrix in factors_of(layer_type).items()}
 
 
 def _matmul_weights(layer_type: LayerType, *, needed: bool) -> float:
-    factors = sum(map(size, factors_of(layer_type).values()))
-    return factors + sum(
-        size(part.params[matmul.param]) * (matmul.needed if needed else matmul.computed)
-        for part in layer_type.parts.values()
-        for matmul in part.operations
-        if isinstance(matmul, Matmul)
+    return sum(
+        size(layer_type.declared.get(key) or layer_type.params[key]) * share
+        for key, share in _matmul_shares(layer_type, needed=needed).items()
     )
 
 

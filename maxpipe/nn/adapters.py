@@ -159,6 +159,7 @@ def apply_adapters(
             scale=adapter.scale,
             dropout_rate=adapter.dropout,
             contracted_dims=adapter.num_contracted_dims,
+            expert_dim=adapter.expert_dim,
         )
     return weights
 

@@ -24,7 +24,7 @@ from maxpipe.models.adapters import (
     matrices,
     names_of_adaptable,
     picked,
-    summed,
+    sides,
     unmatched,
 )
 from maxpipe.models.config import LARGEST, SMALLEST, AdapterConfig, Bound
@@ -101,8 +101,7 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
     if not adapter.rank:
         return
     for name, param in matrices(describe(replace(config.model, adapter=None)), adapter).items():
-        sides = param.dims[: summed(param)], param.dims[summed(param) :]
-        small = min(math.prod(size for size, _ in side) for side in sides)
+        small = min(math.prod(size for size, _ in side) for side in sides(param))
         if adapter.rank > small:
             yield RuleViolation(
                 Code.MODEL_ADAPTER,
@@ -111,6 +110,22 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
                 f"Set adapter.rank={small}, or select only larger matrices in adapter.targets.",
             )
             return
+
+
+@rule(*_KEYS)
+def _routed_experts_need_plain_lora(config: Config) -> Iterator[RuleViolation]:
+    adapter = config.adapter
+    if not adapter.rank or (adapter.kind == "lora" and not adapter.dropout):
+        return
+    params = matrices(describe(replace(config.model, adapter=None)), adapter)
+    if routed := [name for name, param in params.items() if param.expert_dim >= 0]:
+        key, good = ("kind", "lora") if adapter.kind != "lora" else ("dropout", "0")
+        yield RuleViolation(
+            Code.MODEL_ADAPTER,
+            f"adapter.{key}",
+            f"must be {good} with adapters on routed experts ({', '.join(routed)}), as in PEFT.",
+            f"Set adapter.{key}={good}, or remove these matrices from adapter.targets.",
+        )
 
 
 @rule("adapter.rank", "model.mtp_heads")
