@@ -14,16 +14,22 @@ import math
 import os
 import re
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from maxpipe.config.check import DEFAULT, check, error_location
+from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
 from maxpipe.io.files import expand_path, open_regular, read
 from maxpipe.io.typed_json import parse_json
+from maxpipe.models.adapters import adaptable
+from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.huggingface import HuggingFace
-from maxpipe.models.registry import FAMILIES
+from maxpipe.models.param_names import names_in_layers
+from maxpipe.models.registry import FAMILIES, describe
+from maxpipe.models.spec import Model
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "adapter.restore_from"
@@ -43,11 +49,11 @@ _IGNORED = frozenset(
 )
 """Keys of PEFT's config that are read below, or that do not change a saved adapter. Every other key
 must have a false or empty value."""
-_SAME_BASE = (True, False, None, "gaussian", "orthogonal", "eva", "lora_ga")
+_SAME_BASE = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that do not change the weights of the base model."""
 _PATTERN = re.compile(r"\^?(?:\.\*\\?\.|[\w.]|\\\.){1,200}\$?")
 """Keys of `alpha_pattern` that are matched: names, escaped dots, and `.*` before a dot. Any other
-regular expression could take exponential time."""
+regular expression could need exponential time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,20 +184,39 @@ def _settings(file: Path, content: Mapping[str, Any]) -> PeftSettings:
     )
 
 
-def adapter_values(folder: str, family: str, where: str) -> dict[str, Any]:
-    """Return the values of `SETTINGS` for a PEFT folder and a model family.
+def with_peft_values(config: Config, origins: dict[str, str]) -> Config:
+    """Return the config in which the keys of section `adapter` that no file or override sets have
+    the values of the PEFT folder. `origins` is updated.
 
     Raises:
-        ConfigError: as in `read_peft_settings`, or no adapter belongs to a matrix of the family.
+        ConfigError: the folder has no supported adapter of the model.
+    """
+    folder, section = config.adapter.restore_from, KEY.partition(".")[0]
+    unset = [each for each in SETTINGS if origins[f"{section}.{each}"] == DEFAULT]
+    plain = replace(config.model, adapter=None, frozen=[])
+    if not unset or check(replace(config, model=plain, adapter=AdapterConfig()), origins):
+        return config
+    values = _adapter_values(folder, plain, error_location(KEY, origins))
+    for each in unset:
+        origins[f"{section}.{each}"] = os.path.join(folder, CONFIG)
+    filled = replace(config.adapter, **{each: values[each] for each in unset})
+    return replace(config, adapter=filled)
+
+
+def _adapter_values(folder: str, config: ModelConfig, where: str) -> dict[str, Any]:
+    """Return the values of `SETTINGS` for a PEFT folder and the base model's config.
+
+    Raises:
+        ConfigError: as in `read_peft_settings`, or no adapter belongs to a matrix of the model.
     """
     settings = read_peft_settings(folder, where)
     values: dict[str, Any] = {name: getattr(settings, name) for name in SETTINGS[:-1]}
-    names = _tensor_names(settings.path / WEIGHTS)
-    found = dict[str, None]()
-    for table in FAMILIES[family].huggingface:
-        found |= dict.fromkeys(_targets(names, settings, table))
-    if not found:
-        rule = f"must have adapters of a {family} model, but {WEIGHTS} has none"
+    names, model = _tensor_names(settings.path / WEIGHTS), describe(config)
+    targets = dict[str, None]()
+    for table in FAMILIES[config.family].huggingface:
+        targets |= dict.fromkeys(_targets(names, settings, model, table))
+    if not targets:
+        rule = f"must have adapters of a {config.family} model, but {WEIGHTS} has none"
         rule += f" (for example, {names[0]!r:.100})." if names else "."
         raise ConfigError.one(
             Code.HF_TENSORS,
@@ -200,33 +225,37 @@ def adapter_values(folder: str, family: str, where: str) -> dict[str, Any]:
             rule,
             f"Use an adapter for this base model, or the base model {settings.base!r}.",
         )
-    return values | {"targets": list(found)}
+    return values | {"targets": list(targets)}
 
 
-def _targets(names: Sequence[str], settings: PeftSettings, table: HuggingFace) -> list[str]:
-    """Return the name patterns of the matrices with adapters, in the order of the table."""
-    modules = {pattern_of(name.partition(".lora_")[0]) for name in names if ".lora_" in name}
-    stacked = {name for name in modules if name.endswith(("experts", "experts.base_layer"))}
-    both = any(name.endswith("base_layer") for name in stacked)
+def _targets(
+    names: Sequence[str], settings: PeftSettings, model: Model, table: HuggingFace
+) -> Iterator[str]:
+    """Yield the checkpoint names of the matrices with adapters."""
+    found = (_MODULE.search(name) for name in names)
+    modules = {re.sub(r"\.experts\.\d+\.", ".experts.#.", match[1]) for match in found if match}
+    rows = {row.ours: row for row in table.tensors}
+    both = any(name.endswith(".experts.base_layer") for name in modules)
+    for number, layer_type in enumerate(model.layers):
+        checkpoint_names = names_in_layers(model, layer_type)
+        for key in adaptable(model.layer_types[layer_type]):
+            if (row := rows.get(".".join(key))) is None:
+                continue
+            module = row.theirs.format(layer=number, expert="#").removesuffix(".weight")
+            module, tensor = module.removeprefix("model."), ""
+            if model.layer_types[layer_type].declared[key].expert_dim >= 0:
+                tensor = "down_proj" if key[1] == "down" else "gate_up_proj"
+            is_target = any(name.endswith(tensor) for name in settings.target_parameters)
+            stacked = re.sub(r"\.\w+\.experts\..*", ".", module)
+            is_stacked = tensor and any(
+                name.startswith(stacked) and _STACKED.search(name) for name in modules
+            )
+            if module in modules or (is_stacked and (both or is_target)):
+                yield checkpoint_names[key]
 
-    def is_adapted(ours: str, theirs: str) -> bool:
-        module = pattern_of(theirs.removesuffix(".weight"))
-        if any(name.endswith(f".{module}") for name in modules):
-            return True
-        if not stacked or not ours.startswith("experts.") or ".experts." not in theirs:
-            return False
-        tensor = "down_proj" if ours == "experts.down" else "gate_up_proj"
-        is_projection = ours in ("experts.gate", "experts.up", "experts.down")
-        return is_projection and (
-            both or any(name.endswith(tensor) for name in settings.target_parameters)
-        )
 
-    return [f"layers.{row.ours}" for row in table.tensors if is_adapted(row.ours, row.theirs)]
-
-
-def pattern_of(name: str) -> str:
-    """Return a module name with `#` in place of layer and expert indices."""
-    return re.sub(r"(?<=\.)(?:\d+|\{layer\}|\{expert\})(?=\.|$)", "#", name)
+_MODULE = re.compile(r"\b(layers\.\d+\..*)\.lora_[\w.]+$")
+_STACKED = re.compile(r"\.experts(\.base_layer)*$")
 
 
 def _tensor_names(path: Path) -> list[str]:

@@ -190,10 +190,8 @@ class CheckpointAdapters:
         adapter = place.layer_type.adapters[place.key]
         down, up = (jnp.asarray(factors[end][layer]) for end in (DOWN, UP))
         lengths = jnp.asarray(factors[LENGTH][layer]) if LENGTH in factors else None
-        weight, scale, summed = jnp.asarray(weight), adapter.scale, adapter.num_contracted_dims
-        return LoraWeight(
-            weight, down, up, lengths, None, scale, 0.0, summed, adapter.expert_dim
-        ).merge()
+        scale, *dims = adapter.scale, adapter.num_contracted_dims, adapter.expert_dim
+        return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, *dims).merge()
 
     def check(self) -> None:
         """Check that the adapters were trained with the weights of this base model.

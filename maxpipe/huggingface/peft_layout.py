@@ -161,14 +161,14 @@ class AdaptedTensor:
         first, second = down.transpose(0, 2, 1), up.transpose(0, 2, 1)
         if self.is_reversed:
             first, second = up, down
-        tensors = {
+        tensors: dict[str, np.ndarray] = {
             DOWN: first.reshape(count * whole, -1),
             UP: second.transpose(1, 2, 0).reshape(-1, whole * count),
         }
         if LENGTH in factors[0]:
             ((part, own),) = zip(self.parts, factors, strict=True)
             order = [dim - len(part.inputs) for dim in part.outputs]
-            tensors[LENGTH] = own[LENGTH].transpose(order).reshape(-1)
+            tensors[LENGTH] = np.ravel(np.transpose(own[LENGTH], order))
         return tensors
 
     def from_peft(

@@ -29,8 +29,13 @@ RANK = "lora"
 DOWN, UP, LENGTH, SCALE = "_lora_a", "_lora_b", "_lora_length", "_scale"
 """Suffixes appended to a matrix's name for its adapter factors A and B, its DoRA column magnitudes,
 and its quantization scales."""
-BLOCK = 64
-"""Maximum number of nf4 weights that share one scale (see `block_size`)."""
+SCALE_SCALE, SCALE_MEAN = "_scale_scale", "_scale_mean"
+"""Suffixes of the arrays from which double quantization computes the scales."""
+BLOCK, SCALE_BLOCK = 64, 256
+"""Maximum number of nf4 weights that share one scale, and of quantized scales that share one
+scale (see `block_size`)."""
+_SCALE_AXES = ("embed", "expert_embed", "latent")
+"""Logical axes along which quantized scales can share a scale. tensor never shards these axes."""
 _TYPES = {"int8": "int8", "nf4": "uint8"}
 _WITHIN = ("head_dim", "mlp")
 """Logical axes along which weights can share quantization scales. Each matrix uses the first of
@@ -48,7 +53,7 @@ def with_adapters(model: Model, config: AdapterConfig) -> Model:
         matrices = {
             key: layer_type.declared[key] for key in adaptable(layer_type) if names[key] in targets
         }
-        stored = dict(_held(layer_type, config.base_quantization))
+        stored = dict(_held(layer_type, config))
         for key, param in matrices.items():
             stored |= _change(key, param, config)
         scale = config.alpha / (config.rank**0.5 if config.rslora else config.rank)
@@ -143,9 +148,9 @@ def _change(key: Key, param: Param, config: AdapterConfig) -> Iterator[tuple[Key
 # Number format of the frozen matrices.
 
 
-def _held(layer_type: LayerType, base: str) -> Iterator[tuple[Key, Param]]:
+def _held(layer_type: LayerType, config: AdapterConfig) -> Iterator[tuple[Key, Param]]:
     """Yield the quantized weights and the scales that replace each matrix of a layer."""
-    if base == "default":
+    if (base := config.base_quantization) == "default":
         return
     for (part, name), param in layer_type.declared.items():
         if (dim := dim_of_scales(param)) is not None:
@@ -158,7 +163,17 @@ def _held(layer_type: LayerType, base: str) -> Iterator[tuple[Key, Param]]:
                 scales[dim] = (1, RANK)
             derived = Made((part, name))
             yield (part, name), Param(tuple(numbers), derived, own_dtype=_TYPES[base])
-            yield (part, name + SCALE), Param(tuple(scales), derived, own_dtype="float32")
+            at = dim_of_scale_scales(param) if config.double_quantization else None
+            dtype = "float32" if at is None else "uint8"
+            yield (part, name + SCALE), Param(tuple(scales), derived, own_dtype=dtype)
+            if at is not None:
+                size = scales[at][0]
+                scales[at] = (size // math.gcd(size, SCALE_BLOCK), RANK)
+                experts = param.expert_dim
+                means = ((1, RANK) if experts < 0 else param.dims[experts],)
+                wide = {SCALE_SCALE: tuple(scales), SCALE_MEAN: means}
+                for end, dims in wide.items():
+                    yield (part, name + end), Param(dims, derived, own_dtype="float32")
 
 
 def dim_of_scales(param: Param) -> int | None:
@@ -170,6 +185,14 @@ def dim_of_scales(param: Param) -> int | None:
     if not isinstance(param.init, Normal) or not param.axes[-1]:
         return None  # an unnamed axis indexes convolution taps, and convolutions are not quantized
     axes = (param.axes.index(axis) for axis in _WITHIN if axis in param.axes)
+    return next(axes, None)
+
+
+def dim_of_scale_scales(param: Param) -> int | None:
+    """Return the dim along which the quantized scales of a matrix share scales (double
+    quantization), or None if the scales of the matrix are not quantized.
+    """
+    axes = (param.axes.index(axis) for axis in _SCALE_AXES if axis in param.axes)
     return next(axes, None)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from maxpipe.models.adapters import SCALE, factors_of
+from maxpipe.models.adapters import SCALE, SCALE_MEAN, SCALE_SCALE, factors_of
 from maxpipe.models.spec import LayerType, Matmul, Model, Param, Products, Scores
 
 
@@ -38,7 +38,8 @@ def total(model: Model, of: Callable[[Param], float]) -> float:
 def counted(layer_type: LayerType) -> Mapping[tuple[str, str], Param]:
     """Return a layer's parameters, with quantized matrices in their original unquantized shapes."""
     held = {name: param for name, param in layer_type.declared.items() if name in layer_type.stored}
-    scales = {(part, name + SCALE) for part, name in held}
+    ends = (SCALE, SCALE_SCALE, SCALE_MEAN)
+    scales = {(part, name + end) for part, name in held for end in ends}
     return {
         name: replace(held[name], trainable=False) if name in held else param
         for name, param in layer_type.params.items()

@@ -497,7 +497,7 @@ def _expert_matmul(
     form, inner_form, outer_form = forms
     weight = param[...].astype(x.dtype)
     (base,) = base_weights([weight])
-    out = jnp.einsum(form, x, base) if low is None else quantized_einsum(form, x, base, low)
+    out: Any = jnp.einsum(form, x, base) if low is None else quantized_einsum(form, x, base, low)
     if not isinstance(weight, LoraWeight):
         return out
     inner = jnp.einsum(inner_form, x, weight.down)
@@ -537,7 +537,7 @@ def _down_projection(
 ) -> Float[Array, "n D"]:
     """Multiply each row by its expert's weights, and sum over each token's rows."""
     (base,) = base_weights([weight])
-    out: Any = grouped_matmul.down_projection(hidden, base, rows, sizes, spread)
+    out: Array = grouped_matmul.down_projection(hidden, base, rows, sizes, spread)
     if not isinstance(weight, LoraWeight):
         return out
     plain = spread._replace(quantizer=None)

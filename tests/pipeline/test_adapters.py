@@ -28,6 +28,7 @@ LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora"
 DROPPED = AdapterConfig(rank=2, dropout=0.4, rslora=True, targets=["*.query", "*.down"])
 INT8 = AdapterConfig(rank=2, base_quantization="int8", kind="dora", alpha=3.0)
 NF4 = AdapterConfig(rank=4, base_quantization="nf4", targets=["layers.attention.*"])
+TWICE = replace(NF4, double_quantization=True)
 
 CASES = [
     Case(2, 2, 4, fsdp=2, tensor=2, adapter=LORA),
@@ -42,6 +43,7 @@ CASES = [
     Case(1, 2, 2, context=2, adapter=DROPPED, layers=2),
     Case(2, 2, 4, tensor=2, split="ring", idle="compute", adapter=LORA),
     Case(2, 3, 4, fsdp=2, layers=7, gather="window", adapter=NF4),
+    Case(2, 2, 4, fsdp=2, data=2, remat="none", adapter=TWICE),
 ]
 
 
@@ -55,7 +57,12 @@ FAMILIES = [
 
 # Adapters on routed experts, for each way of dispatching tokens.
 ROUTED = AdapterConfig(rank=2, alpha=6.0, targets=["*.experts.*"])
-ROUTED_NF4 = AdapterConfig(rank=2, base_quantization="nf4", targets=["*.gate", "*.experts.down"])
+ROUTED_NF4 = AdapterConfig(
+    rank=2,
+    base_quantization="nf4",
+    double_quantization=True,
+    targets=["*.gate", "*.experts.down"],
+)
 ROUTED_INT8 = replace(ROUTED, rslora=True, base_quantization="int8")
 SPLIT = replace(GROUPED, num_experts=6)
 EXPERTS = [
@@ -69,7 +76,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize("case", keeping([*CASES, *FAMILIES, *EXPERTS], 0, 17), ids=str)
+@pytest.mark.parametrize("case", keeping([*CASES, *FAMILIES, *EXPERTS], 0, 18), ids=str)
 def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
@@ -147,6 +154,7 @@ PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
     (LORA, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (INT8, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
     (NF4, {"ici_stage": 2, "ici_data": 2}, {"microbatches": 4, "prologue_layers": 2}),
+    (TWICE, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (
         DORA,
         {"ici_stage": 2, "ici_fsdp": 2},
