@@ -46,6 +46,9 @@ def main() -> None:
             from peft import PeftModel  # pyright: ignore[reportMissingImports]
 
             model = PeftModel.from_pretrained(model, job["adapter"])
+            for name, folder in job.get("others", {}).items():  # the last one computes the logits
+                model.load_adapter(folder, name)
+                model.set_adapter(name)
         if action == "make_adapter":
             from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
 

@@ -265,3 +265,11 @@ def test_peft_computes_the_same_logits(tmp_path: Path) -> None:
             wanted = np.load(Path(ask["logits"]).with_name("wanted.npy"))
             error = np.abs(found - wanted).max() / np.abs(wanted).max()
             assert error < 1e-4, f"{case}, {action}: {error:.1e}"
+    # PEFT loads several adapters into one base model, as in a folder with several adapters.
+    first, second = asks["adapted"][:2]
+    both = tmp_path / "both"
+    for name, ask in (("first", first), ("second", second)):
+        shutil.copytree(ask["adapter"], both / name)
+    paths = {"adapter": str(both / "first"), "others": {"second": str(both / "second")}}
+    run_oracle("adapted", [first | paths | {"logits": str(both / "logits.npy")}], tmp_path)
+    np.testing.assert_array_equal(np.load(both / "logits.npy"), np.load(second["logits"]))
