@@ -53,7 +53,7 @@ from maxpipe.objectives import LossFunction, TokenLoss
 from maxpipe.optim.optax_update import OptaxOptimizer, check_transformation
 from maxpipe.parallel.sharding import local_sequences, make_global_batch
 from maxpipe.pipeline.objective import Objective
-from maxpipe.restore.initial_weights import base_record, read_weights
+from maxpipe.restore.initial_weights import base_record, read_peft_adapters, read_weights
 from maxpipe.step.build import (
     check_loss,
     load_batches,
@@ -300,7 +300,8 @@ class Trainer:
             found = read_weights(origin, self.loaded, self.steps, self.reporter, tokenizer)
             if self.config.adapter.rank:
                 self.adapter_base = base_record(found, origin)
-            return jax.block_until_ready(self.steps.init_from_params(found.params))
+            adapters = read_peft_adapters(self.loaded, self.steps, self.reporter)
+            return jax.block_until_ready(self.steps.init_from_params(found.params, adapters))
 
     def batches(self, start: int = 0, stop: int | None = None) -> Batches:
         """Return an iterator over the batches `start` to `stop - 1` of the config's training data.

@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import re
+from typing import TYPE_CHECKING
 
 from maxpipe.commands.parser import Commands, add_address, add_ema_option
 from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.telemetry.console import ProgressBar, print_line
+
+if TYPE_CHECKING:
+    from maxpipe.checkpoint.address import Address
 
 _TYPES = ("float32", "bfloat16", "float16")
 
@@ -54,8 +59,17 @@ def _export(options: argparse.Namespace) -> int:
         rule = "cannot be combined with --adapter: PEFT adapters are not quantized."
         where = "command line: --quantize"
         raise ConfigError.one(Code.CLI_CONFLICT, where, options.quantize, rule, "Omit --quantize.")
+    if options.add and not (options.adapter and options.name):
+        rule = "requires --adapter and --name, the name of the first adapter."
+        where = "command line: --add"
+        raise ConfigError.one(Code.CLI_CONFLICT, where, options.add[0], rule, "Add both options.")
+    if options.name and not options.adapter:
+        rule = "requires --adapter: only PEFT adapters have names."
+        where = "command line: --name"
+        raise ConfigError.one(Code.CLI_CONFLICT, where, options.name, rule, "Add --adapter.")
     if options.adapter:
-        export_adapters(address, options.out, options.dtype, print_line, options.inputs)
+        addresses = _named_addresses(options, address) if options.name else address
+        export_adapters(addresses, options.out, options.dtype, print_line, options.inputs)
         return ExitCode.DONE
     with contextlib.closing(ProgressBar(" MB")) as progress:
         export(
@@ -68,6 +82,32 @@ def _export(options: argparse.Namespace) -> int:
             quantize=options.quantize is not None,
         )
     return ExitCode.DONE
+
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+
+
+def _named_addresses(options: argparse.Namespace, first: Address) -> dict[str, Address]:
+    """Return the checkpoint of each adapter by name. PEFT forbids dots in names."""
+    from maxpipe.checkpoint.address import parse_address
+
+    addresses: dict[str, Address] = {}
+    for option, text in (("--name", options.name), *(("--add", each) for each in options.add)):
+        name, separator, checkpoint = text.partition("=")
+        where = f"command line: {option}"
+        if (option == "--add") != bool(separator and checkpoint):
+            rule = "must be NAME=CKPT." if option == "--add" else "must be a name only."
+            action = "For example, use --name sql --add chat=RUN@STEP."
+            raise ConfigError.one(Code.CLI_VALUE, where, text, rule, action)
+        if not _ADAPTER_NAME.fullmatch(name):
+            rule = "must have a name of at most 64 letters, digits, `_` and `-`."
+            raise ConfigError.one(Code.CLI_VALUE, where, text, rule, "Use another name.")
+        if name.lower() in {each.lower() for each in addresses}:
+            rule = f"repeats the name {name}, or differs from it only in its case."
+            raise ConfigError.one(Code.CLI_VALUE, where, text, rule, "Use another name.")
+        address = parse_address(checkpoint, where) if separator else first
+        addresses[name] = dataclasses.replace(address, average=options.average)
+    return addresses
 
 
 def add(commands: Commands) -> None:
@@ -132,6 +172,20 @@ def add(commands: Commands) -> None:
         "--adapter",
         action="store_true",
         help="write only the adapters, in PEFT format, instead of merging them",
+    )
+    outgoing.add_argument(
+        "--name",
+        default="",
+        metavar="NAME",
+        help="with --adapter: write the adapter to the folder OUT/NAME (default: OUT)",
+    )
+    outgoing.add_argument(
+        "--add",
+        action="append",
+        default=[],
+        metavar="NAME=CKPT",
+        help="with --adapter and --name: also write the adapter of another checkpoint with the "
+        "same base model to OUT/NAME; can be repeated",
     )
     outgoing.add_argument(
         "--dtype",

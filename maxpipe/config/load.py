@@ -37,6 +37,8 @@ from maxpipe.config.assignments import (
 from maxpipe.config.check import DEFAULT, check, check_training, find_mesh_mismatch, is_override
 from maxpipe.config.config_files import ConfigFile, locate
 from maxpipe.config.key_problems import type_problem, unknown_problem
+from maxpipe.config.peft_settings import KEY as PEFT_KEY
+from maxpipe.config.peft_settings import with_peft_values
 from maxpipe.config.rules import did_you_mean, plain_value
 from maxpipe.config.schema import (
     KEYS,
@@ -461,6 +463,13 @@ def _build(
     own = sections.pop(family_section(family))
     sections["model"] = dataclasses.replace(sections["model"], own=own)
     config = Config(**sections)
+    if config.adapter.restore_from and not problems:
+        try:
+            config = with_peft_values(config, origins)
+        except ConfigError as error:
+            raise ConfigError([*problems, *error.problems]) from error
+        if not config.adapter.rank and origins["adapter.rank"] == DEFAULT:
+            wrong.add(PEFT_KEY)  # the errors below are about the base model
     broken = check(config, origins, skip=wrong.union(missing, unchecked))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))

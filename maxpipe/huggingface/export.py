@@ -154,7 +154,7 @@ def export(
 
 
 def export_adapters(
-    address: Address,
+    addresses: Mapping[str, Address] | Address,
     out: str,
     dtype: str | None,
     say: MessageCallback,
@@ -162,33 +162,61 @@ def export_adapters(
 ) -> None:
     """Write only the adapters of a checkpoint, in PEFT format. See `export`.
 
+    If `addresses` maps adapter names to checkpoints, each adapter is written to the folder
+    `out/NAME`. All adapters must have the same base model.
+
     Raises:
-        ConfigError: the checkpoint has no adapters, PEFT does not support one of them, or `out`
-            already exists.
-        StorageError: the checkpoint is damaged, or `out` cannot be written.
+        ConfigError: a checkpoint has no adapters or another base model, PEFT does not support one
+            of them, or `out` already exists.
+        StorageError: a checkpoint is damaged, or `out` cannot be written.
     """
-    chosen = _open_checkpoint(address, overrides)
-    if chosen.adapters is None:
-        rule = "has no adapters, because its run trained all parameters of the model."
-        raise address.error(rule, "Omit --adapter.")
+    named = {"": addresses} if isinstance(addresses, Address) else addresses
+    chosen = {name: _open_checkpoint(each, overrides) for name, each in named.items()}
+    digest = ""
+    for name, each in chosen.items():
+        if each.adapters is None:
+            rule = "has no adapters, because its run trained all parameters of the model."
+            raise named[name].error(rule, "Omit --adapter.")
+        if (own := each.adapters.base_record["digest"]) != (digest := digest or own):
+            rule = (
+                "must have the same base model as the first adapter, but the base weights differ."
+            )
+            where, given = named[name].where or "command line", named[name].given
+            action = "Export this adapter to another folder."
+            raise ConfigError.one(Code.CKPT_BASE, where, given, rule, action)
+    target = expand_path(out, _OUT).absolute()
+    with atomic_folder(out, _OUT) as here:
+        bases = {
+            name: _write_adapter(each, here / name, dtype, target / name, say)
+            for name, each in chosen.items()
+        }
+    for name, base in bases.items():
+        adapters = chosen[name].adapters
+        if base is None and adapters is not None:
+            address = adapters.base_record["address"]
+            say(
+                f"{target / name}: base_model_name_or_path is {address}, a checkpoint that PEFT "
+                f"cannot load: run maxpipe export {shlex.quote(address)} NEW, then set "
+                "base_model_name_or_path to NEW"
+            )
+
+
+def _write_adapter(
+    chosen: _ExportedCheckpoint, here: Path, dtype: str | None, target: Path, say: MessageCallback
+) -> str | None:
+    """Write the adapters of one checkpoint, and return the base model that PEFT can load."""
+    assert chosen.adapters is not None
     model = chosen.config.model
     table, _ = table_for(model)
-    both = map_tensors(describe(replace(model, adapter=None)), table)
-    target, short = expand_path(out, _OUT).absolute(), TYPES[dtype or model.param_dtype]
+    here.mkdir(exist_ok=True)
     try:
-        with atomic_folder(out, _OUT) as here, _verify_files_in_background(chosen):
-            base = _loadable_base(chosen.adapters)
-            modules = write_adapters(chosen.adapters, describe(model), both, here, short, base)
+        with _verify_files_in_background(chosen):
+            base, short = _loadable_base(chosen.adapters), TYPES[dtype or model.param_dtype]
+            tensors = write_adapters(chosen.adapters, describe(model), table, here, short, base)
     except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
-    say(f"wrote {target}: adapters for {pluralize(len(modules), 'module')} in PEFT format")
-    if base is None:
-        address_of_base = chosen.adapters.base_record["address"]
-        say(
-            f"{target}: base_model_name_or_path is {address_of_base}, a checkpoint that PEFT "
-            f"cannot load: run maxpipe export {shlex.quote(address_of_base)} NEW, then set "
-            "base_model_name_or_path to NEW"
-        )
+    say(f"wrote {target}: adapters for {pluralize(len(tensors), 'tensor')} in PEFT format")
+    return base
 
 
 def _loadable_base(adapters: CheckpointAdapters) -> str | None:

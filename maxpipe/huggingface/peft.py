@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -32,19 +32,24 @@ from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.writer import Region
 from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
-from maxpipe.huggingface.folder import (
-    HuggingFaceFolder,
-    folder_of,
-    open_folder,
+from maxpipe.huggingface.folder import HuggingFaceFolder, folder_of, open_folder
+from maxpipe.huggingface.peft_layout import (
+    CONFIG,
+    SUFFIXES,
+    WEIGHTS,
+    AdaptedTensor,
+    MatrixLocation,
+    adapted_tensors,
+    matrix_locations,
+    target_names,
 )
-from maxpipe.huggingface.mapping import TensorMapping, TensorSlice
 from maxpipe.huggingface.safetensors import DTYPES, SafetensorsWriter
 from maxpipe.io.typed_json import check_type
 from maxpipe.models.adapters import DOWN, LENGTH, UP, is_held
 from maxpipe.models.config import AdapterConfig
-from maxpipe.models.param_names import names_in_layers
+from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.registry import describe
-from maxpipe.models.spec import LayerType, Model
+from maxpipe.models.spec import Model
 from maxpipe.nn.adapters import quantize_dequantize
 from maxpipe.parallel.lora_weight import LoraWeight
 
@@ -72,23 +77,6 @@ def open_lazy_array(path: epath.Path, name: str) -> LazyArray:
 def read_all(array: LazyArray) -> np.ndarray:
     """Read the complete array into memory."""
     return array.read(tuple(slice(0, size) for size in array.shape))
-
-
-class MatrixLocation(NamedTuple):
-    """Layer type that contains a weight matrix, and the matrix's (sublayer, name) in the layer."""
-
-    layer_type: LayerType
-    key: tuple[str, str]
-
-
-def matrix_locations(model: Model) -> dict[str, MatrixLocation]:
-    """Return the layer type and key of each layer weight except adapters, by checkpoint name."""
-    return {
-        name: MatrixLocation(layer_type, key)
-        for type_name, layer_type in model.layer_types.items()
-        for key, name in names_in_layers(model, type_name).items()
-        if key in layer_type.declared
-    }
 
 
 @dataclass(frozen=True)
@@ -202,8 +190,8 @@ class CheckpointAdapters:
         adapter = place.layer_type.adapters[place.key]
         down, up = (jnp.asarray(factors[end][layer]) for end in (DOWN, UP))
         lengths = jnp.asarray(factors[LENGTH][layer]) if LENGTH in factors else None
-        scale, summed = adapter.scale, adapter.num_contracted_dims
-        return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, summed).merge()
+        scale, *dims = adapter.scale, adapter.num_contracted_dims, adapter.expert_dim
+        return LoraWeight(jnp.asarray(weight), down, up, lengths, None, scale, 0.0, *dims).merge()
 
     def check(self) -> None:
         """Check that the adapters were trained with the weights of this base model.
@@ -222,136 +210,81 @@ class CheckpointAdapters:
             )
 
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX, _WEIGHT = "base_model.model.", ".weight"
-_PEFT_SUFFIXES = {DOWN: "lora_A.weight", UP: "lora_B.weight", LENGTH: "lora_magnitude_vector"}
-
-
-class _Matrix(NamedTuple):
-    """A transformers module that contains one layer's weight matrix."""
-
-    name: str
-    module: str
-    layer: int
-    piece: TensorSlice
-    place: MatrixLocation
-
-
 def write_adapters(
     adapters: CheckpointAdapters,
     model: Model,
-    both: TensorMapping,
+    table: HuggingFace,
     here: Path,
     dtype: str,
     base: str | None,
 ) -> list[str]:
-    """Write the adapter config and weights, and return the names of the modules with adapters.
+    """Write the adapter config and weights, and return the names of the tensors with adapters.
 
-    `model` includes the adapters; `both` maps the parameters of the model without adapters. `base`
-    is the folder or hub id of the base model. If `base` is None, the checkpoint address of the
-    base model is written.
+    `model` includes the adapters; `table` is the conversion table of its family. `base` is the
+    folder or hub id of the base model. If `base` is None, the checkpoint address of the base model
+    is written.
 
     Raises:
         ConfigError: PEFT does not support one of the adapters.
     """
-    matrices = list(_matrices(model, both))
-    tensors = {name: (DTYPES[dtype], values.shape) for name, values in _tensors(adapters, matrices)}
+    adapted, names = adapted_tensors(model, table)
+    tensors = {name: (DTYPES[dtype], values.shape) for name, values in _tensors(adapters, adapted)}
     with SafetensorsWriter(here / WEIGHTS, tensors) as writer:
-        for name, values in _tensors(adapters, matrices):
+        for name, values in _tensors(adapters, adapted):
             writer.write(name, values.astype(DTYPES[dtype]))
-    config, modules = adapters.config.adapter, [matrix.module for matrix in matrices]
+    config = adapters.config.adapter
     text = json.dumps(
-        _config(config, base or adapters.base_record["address"], modules, both), indent=2
+        _config(config, base or adapters.base_record["address"], adapted, names), indent=2
     )
     (here / CONFIG).write_text(text + "\n", encoding="utf-8")
-    return modules
-
-
-def _matrices(model: Model, both: TensorMapping) -> Iterator[_Matrix]:
-    shared = Counter(piece.tensor for pieces in both.slices.values() for piece in pieces)
-    for name, place in matrix_locations(model).items():
-        if place.key not in place.layer_type.adapters:
-            continue
-        for layer, piece in enumerate(both.slices[name]):
-            axes = piece.axis_mapping
-            is_matmul = len(axes.hf_dims) == 2 and not axes.index_dim
-            is_matmul = is_matmul and _input_output_dims(place, piece)[2]
-            if shared[piece.tensor] > 1 or piece.interleave.every > 1 or not is_matmul:
-                raise ConfigError.one(
-                    Code.HF_EXPORT,
-                    "command line: --adapter",
-                    None,
-                    f"{name} shares the tensor {piece.tensor} with other matrices, but PEFT "
-                    "supports only one adapter per tensor.",
-                    "Omit --adapter to export the merged model.",
-                )
-            module = piece.tensor.removesuffix(_WEIGHT)
-            yield _Matrix(name, module, layer, piece, place)
-
-
-def _input_output_dims(
-    place: MatrixLocation, piece: TensorSlice
-) -> tuple[list[int], list[int], bool]:
-    """Return the parameter's input dims and output dims in the tensor's order, and whether the
-    input dims are exactly the dims that the matmul contracts.
-    """
-    summed, ours = (
-        place.layer_type.adapters[place.key].num_contracted_dims,
-        piece.axis_mapping.param_dims,
-    )
-    outer, inner = ([ours.index(each) for each in group] for group in piece.axis_mapping.hf_dims)
-    return inner, outer, set(inner) == set(range(summed))
+    return [each.tensor for each in adapted]
 
 
 def _tensors(
-    adapters: CheckpointAdapters, matrices: list[_Matrix]
+    adapters: CheckpointAdapters, adapted: list[AdaptedTensor]
 ) -> Iterator[tuple[str, np.ndarray]]:
     known: dict[str, dict[str, np.ndarray]] = {}
-    for name, module, layer, piece, place in matrices:
-        part, own = place.key
-        if name not in known:
-            ends = [end for end in _PEFT_SUFFIXES if (part, own + end) in place.layer_type.stored]
-            known[name] = {end: adapters.factor(name, end) for end in ends}
-        inner, outer, _ = _input_output_dims(place, piece)
-        for end, values in known[name].items():
-            factor = np.asarray(values[layer])
-            if end == DOWN:
-                matrix = factor.transpose([factor.ndim - 1, *inner]).reshape(factor.shape[-1], -1)
-            else:
-                first = [0] if end == UP else []
-                order = [dim - len(inner) + len(first) for dim in outer]
-                matrix = factor.transpose([*order, *first])
-                matrix = matrix.reshape(-1, *factor.shape[:1] if first else ())
-            yield f"{_PREFIX}{module}.{_PEFT_SUFFIXES[end]}", matrix
+    for tensor in adapted:
+        for part in tensor.parts:
+            (sublayer, own), stored = part.place.key, part.place.layer_type.stored
+            if part.name not in known:
+                ends = [end for end in SUFFIXES if (sublayer, own + end) in stored]
+                known[part.name] = {end: adapters.factor(part.name, end) for end in ends}
+        factors = [
+            {end: values[part.layer] for end, values in known[part.name].items()}
+            for part in tensor.parts
+        ]
+        for end, values in tensor.to_peft(factors).items():
+            yield tensor.key(end), values
 
 
 def _config(
-    config: AdapterConfig, base: str, modules: list[str], both: TensorMapping
+    config: AdapterConfig, base: str, adapted: list[AdaptedTensor], every: list[str]
 ) -> Mapping[str, Any]:
+    modules = [each.target for each in adapted if not each.is_parameter]
+    parameters = [each.target for each in adapted if each.is_parameter]
+    names = target_names([each.target for each in adapted], every)
+    wider = {names[each.target]: len(each.parts) for each in adapted if len(each.parts) > 1}
+    scales = {name: count**0.5 if config.rslora else count for name, count in wider.items()}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
+        # PEFT requires 0 for parameters. The value affects only training.
+        "lora_dropout": 0.0 if parameters else config.dropout,
         "use_rslora": config.rslora,
         "use_dora": config.kind == "dora",
-        "target_modules": _names(modules, both),
+        "target_modules": list(dict.fromkeys(names[each] for each in modules)),
+        **(
+            {"target_parameters": list(dict.fromkeys(names[each] for each in parameters))}
+            if parameters
+            else {}
+        ),
+        "rank_pattern": {re.escape(name): config.rank * count for name, count in wider.items()},
+        "alpha_pattern": {re.escape(name): config.alpha * scale for name, scale in scales.items()},
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-
-
-def _names(modules: list[str], both: TensorMapping) -> list[str]:
-    """Return the PEFT target modules: the last component of each module name if all modules that
-    share it have adapters, else the full name.
-    """
-    every = [name.removesuffix(_WEIGHT) for name in both.tensors if name.endswith(_WEIGHT)]
-    names = dict[str, None]()
-    for module in modules:
-        last = module.rpartition(".")[2]
-        alike = {name for name in every if name.rpartition(".")[2] == last}
-        names[last if alike <= set(modules) else module] = None
-    return list(names)

@@ -494,10 +494,7 @@ def adapter_error(folder: Path) -> ConfigError | None:
         Code.HF_FOLDER,
         folder,
         rule,
-        "Merge the adapter into its base model with peft, torch and transformers: "
-        "python -c 'from peft import AutoPeftModelForCausalLM as M; "
-        'M.from_pretrained("DIR", dtype="bfloat16").merge_and_unload()'
-        '.save_pretrained("NEW")\', and use NEW.',
+        f"Use the folder of its base model, and set adapter.restore_from={folder}.",
     )
 
 

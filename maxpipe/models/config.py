@@ -120,8 +120,15 @@ class AdapterConfig:
     """Dropout rate applied to the adapter inputs during training."""
     targets: list[str] = field(default_factory=list, hash=False)  # lists are not hashable
     """Name patterns of the matrices that receive adapters, such as `layers.attention.*`. The syntax
-    is the same as in `model.frozen`. An empty list selects all supported matrices: the projections
-    of attention and MLPs. Embeddings, norms, routers and routed experts do not support adapters."""
+    is the same as in `model.frozen`. An empty list selects the projections of attention, MLPs and
+    shared experts. Routed experts have adapters only if a pattern selects them, such as
+    `*.experts.gate`; each expert then has a separate adapter. Embeddings, norms and routers do not
+    support adapters."""
+    restore_from: str = ""
+    """Folder of a PEFT adapter from which a new run starts: `adapter_config.json` and
+    `adapter_model.safetensors`. The keys `rank`, `alpha`, `rslora`, `kind`, `dropout` and `targets`
+    default to the values of this adapter. Also read by `maxpipe generate hf:DIR` and `eval hf:DIR`,
+    where DIR is the base model. Ignored if this run already has a checkpoint."""
     base_quantization: Literal["default", "int8", "nf4"] = field(
         default="default", metadata=renamed_from("base")
     )
@@ -129,6 +136,9 @@ class AdapterConfig:
     `int8` uses one scale per row, and `nf4` uses 4 bits with one scale per 64 values (QLoRA,
     arXiv:2305.14314). Matrices are all-gathered in this format, and matmuls use
     `model.compute_dtype`."""
+    double_quantization: bool = False
+    """Also quantize the scales of an `nf4` base, to 8 bits with one scale per 256 scales
+    (arXiv:2305.14314, section 3). The base then needs 4.13 instead of 4.5 bits per weight."""
 
 
 LARGEST = 3.4e38

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from maxpipe.models.adapters import SCALE, factors_of
+from maxpipe.models.adapters import SCALE, SCALE_MEAN, SCALE_SCALE, factors_of
 from maxpipe.models.spec import LayerType, Matmul, Model, Param, Products, Scores
 
 
@@ -38,7 +38,8 @@ def total(model: Model, of: Callable[[Param], float]) -> float:
 def counted(layer_type: LayerType) -> Mapping[tuple[str, str], Param]:
     """Return a layer's parameters, with quantized matrices in their original unquantized shapes."""
     held = {name: param for name, param in layer_type.declared.items() if name in layer_type.stored}
-    scales = {(part, name + SCALE) for part, name in held}
+    ends = (SCALE, SCALE_SCALE, SCALE_MEAN)
+    scales = {(part, name + end) for part, name in held for end in ends}
     return {
         name: replace(held[name], trainable=False) if name in held else param
         for name, param in layer_type.params.items()
@@ -61,11 +62,9 @@ def active_params(model: Model) -> int:
     experts.
     """
     unused = sum(
-        size(part.params[matmul.param]) * (1.0 - matmul.needed)
-        for layer_type in model.all_layers
-        for part in model.layer_types[layer_type].parts.values()
-        for matmul in part.operations
-        if isinstance(matmul, Matmul)
+        size(layer_type.declared.get(key) or layer_type.params[key]) * (1.0 - share)
+        for layer_type in map(model.layer_types.__getitem__, model.all_layers)
+        for key, share in _matmul_shares(layer_type, needed=True).items()
     )
     return num_params(model) - round(unused)
 
@@ -140,21 +139,26 @@ def computed_share(layer_type: LayerType) -> dict[tuple[str, str], float]:
     """Return the fraction of each parameter's elements that the parameter's matmul multiplies per
     token, keyed by (sublayer, name).
     """
-    shares = dict.fromkeys(counted(layer_type), 1.0)
-    for name, part in layer_type.parts.items():
-        for matmul in part.operations:
-            if isinstance(matmul, Matmul):
-                shares[name, matmul.param] = matmul.computed
-    return shares
+    return dict.fromkeys(counted(layer_type), 1.0) | _matmul_shares(layer_type, needed=False)
+
+
+def _matmul_shares(layer_type: LayerType, *, needed: bool) -> dict[tuple[str, str], float]:
+    """Return the fraction of the elements that one token needs, or that the matmul multiplies, of
+    each parameter that is used in a matmul. Adapter factors have the fraction of their matrix.
+    """
+    shares = {
+        (name, matmul.param): matmul.needed if needed else matmul.computed
+        for name, part in layer_type.parts.items()
+        for matmul in part.operations
+        if isinstance(matmul, Matmul)
+    }
+    return shares | {factor: shares[matrix] for factor, matrix in factors_of(layer_type).items()}
 
 
 def _matmul_weights(layer_type: LayerType, *, needed: bool) -> float:
-    factors = sum(map(size, factors_of(layer_type).values()))
-    return factors + sum(
-        size(part.params[matmul.param]) * (matmul.needed if needed else matmul.computed)
-        for part in layer_type.parts.values()
-        for matmul in part.operations
-        if isinstance(matmul, Matmul)
+    return sum(
+        size(layer_type.declared.get(key) or layer_type.params[key]) * share
+        for key, share in _matmul_shares(layer_type, needed=needed).items()
     )
 
 

@@ -123,6 +123,7 @@ _HUGGINGFACE = HuggingFace(
         *huggingface.SINKS,
         *huggingface.JOINED_EXPERTS,
     ),
+    has_transposed_experts=True,
 )
 
 

@@ -334,6 +334,9 @@ class HuggingFace:
     """(parameter, tensor) pairs for tensors duplicated in each multi-token prediction layer."""
     duplicate_keys: tuple[Twice, ...] = ()
     """Pairs of `config.json` keys with the same meaning."""
+    has_transposed_experts: bool = False
+    """Whether the transformers class declares that its expert matrices have the input dim first.
+    PEFT reads this declaration (`is_transposed`) and not the computation."""
 
     def names(self) -> frozenset[str]:
         """Return the `config.json` keys that the tables handle."""

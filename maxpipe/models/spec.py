@@ -66,6 +66,9 @@ class Param:
     one matmul and that `model.matmul` may quantize to 8 bits."""
     linear: int = 0
     """Same as `num_contracted_dims`, for weights that `model.matmul` does not quantize."""
+    expert_dim: int = -1
+    """Index of the dim over which the matrices of several experts are stacked, or -1. The counts of
+    contracted dims exclude this dim."""
 
     @property
     def is_of_heads(self) -> bool:
@@ -105,6 +108,8 @@ class Adapter(NamedTuple):
     """Fraction of the adapter's inputs that are set to zero in training."""
     num_contracted_dims: int
     """Number of leading dims of the adapted matrix that its matmul contracts."""
+    expert_dim: int = -1
+    """Index of the dim that stacks the matrices of several experts, or -1 (`Param.expert_dim`)."""
 
 
 class Matmul(NamedTuple):

@@ -2,14 +2,17 @@
 
 `int8` stores integers and one scale per row. `nf4` packs two 4-bit codes into each byte. The codes
 are quantiles of a normal distribution, and each block of 64 weights shares one scale
-(arXiv:2305.14314, section 3).
+(arXiv:2305.14314, section 3). Double quantization subtracts the mean from the scales of a matrix
+and stores the differences in the 8-bit format of arXiv:2110.02861, with one float32 scale for every
+256 of them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,18 @@ import numpy as np
 from jax import Array
 from jaxtyping import Key as RandomKey
 
-from maxpipe.models.adapters import DOWN, LENGTH, SCALE, UP, Key, dim_of_scales, is_held
+from maxpipe.models.adapters import (
+    DOWN,
+    LENGTH,
+    SCALE,
+    SCALE_MEAN,
+    SCALE_SCALE,
+    UP,
+    Key,
+    dim_of_scale_scales,
+    dim_of_scales,
+    is_held,
+)
 from maxpipe.models.spec import LayerType
 from maxpipe.parallel.lora_weight import LoraWeight, column_norms
 
@@ -65,6 +79,64 @@ def dequantize(numbers: Array, scales: Array, dim: int, dtype: jnp.dtype) -> Arr
     return (split * jnp.expand_dims(scales, dim)).reshape(values.shape).astype(dtype)
 
 
+def _dynamic_levels() -> np.ndarray:
+    """Return the 256 levels of the signed 8-bit format with dynamic exponent (arXiv:2110.02861,
+    section 2): for each power of ten, equal intervals from 0.1 to 1, represented by their midpoint.
+    """
+    levels = [0.0, 1.0]
+    for bits in range(7):
+        bounds = np.linspace(0.1, 1.0, 2**bits + 1)
+        middle = 10.0 ** (bits - 6) * (bounds[:-1] + bounds[1:]) / 2
+        levels += [*middle, *-middle]
+    return np.sort(np.asarray(levels, np.float32))
+
+
+_DYNAMIC = _dynamic_levels()
+
+
+class QuantizedScales(NamedTuple):
+    """Scales in 8 bits: `level[codes] * scales + mean`."""
+
+    codes: Array
+    scales: Array
+    mean: Array
+    """Means over each matrix, or over each expert's matrix."""
+
+
+def quantize_scales(
+    scales: Array, dim: int, blocks: int, means_over: Sequence[int]
+) -> QuantizedScales:
+    """Quantize the scales of a matrix. The dims in `means_over` are the dims of one matrix. All
+    dims are negative indices. The dim `dim` is split into `blocks` blocks with one scale each.
+    """
+    means_over = tuple(means_over)
+    # Sums of integers do not depend on the sharding of the scales.
+    most = scales.max(means_over, keepdims=True)
+    count = math.prod(scales.shape[each] for each in means_over)
+    bits = min(30 - count.bit_length(), 11)
+    fixed = jnp.round(scales / jnp.where(most == 0, 1.0, most) * 4.0**bits).astype(jnp.int32)
+    halves = (
+        half.sum(means_over, keepdims=True, dtype=jnp.int32).astype(jnp.float32)
+        for half in (fixed >> bits, fixed & (2**bits - 1))
+    )
+    high, low = halves
+    mean = (high + low / 2**bits) / (count * 2**bits) * most
+    split = _split(scales - mean, dim, blocks)
+    largest = jnp.abs(split).max(dim, keepdims=True)
+    middle = (_DYNAMIC[:-1] + _DYNAMIC[1:]) / 2
+    codes = jnp.searchsorted(middle, split / jnp.where(largest == 0, 1.0, largest))
+    codes = codes.astype(jnp.uint8).reshape(scales.shape)
+    return QuantizedScales(codes, jnp.squeeze(largest, dim), mean)
+
+
+def dequantize_scales(quantized: QuantizedScales, dim: int) -> Array:
+    """Return the float32 scales of a matrix."""
+    codes, scales, mean = quantized
+    levels = jnp.asarray(_DYNAMIC)[codes]
+    split = _split(levels, dim, scales.shape[dim]) * jnp.expand_dims(scales, dim)
+    return split.reshape(codes.shape) + mean
+
+
 def _split(weight: Array, dim: int, blocks: int) -> Array:
     """Split a dim into two dims (blocks, weights per block). In the result, `dim` indexes the
     weights within a block.
@@ -92,9 +164,9 @@ def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[
     for key, weight in arrays.items():
         part, name = key
         if is_held(layer_type, key):
-            numbers, scales = _quantize_param(layer_type, key, weight)
-            stored[key], stored[part, name + SCALE] = numbers, scales
-            base[key] = dequantize(numbers, scales, _scale_dim(layer_type, key), weight.dtype)
+            arrays_of = _quantize_param(layer_type, key, weight)
+            stored |= {(part, name + end): array for end, array in arrays_of.items()}
+            base[key] = _dequantize_param(layer_type, key, arrays_of, weight.dtype)
     for (part, name), adapter in layer_type.adapters.items():
         if (length := (part, name + LENGTH)) in layer_type.stored:
             weight = base[part, name]
@@ -108,14 +180,47 @@ def complete_params(layer_type: LayerType, arrays: Mapping[Key, Array]) -> dict[
 
 def quantize_dequantize(layer_type: LayerType, key: Key, weight: Array) -> Array:
     """Quantize a matrix and return the dequantized weights."""
-    return dequantize(
-        *_quantize_param(layer_type, key, weight), _scale_dim(layer_type, key), weight.dtype
-    )
+    arrays = _quantize_param(layer_type, key, weight)
+    return _dequantize_param(layer_type, key, arrays, weight.dtype)
 
 
-def _quantize_param(layer_type: LayerType, key: Key, weight: Array) -> tuple[Array, Array]:
-    scales, dim = layer_type.stored[key[0], key[1] + SCALE], _scale_dim(layer_type, key)
-    return quantize(weight, layer_type.stored[key].own_dtype, dim, scales.shape[dim])
+def _quantize_param(layer_type: LayerType, key: Key, weight: Array) -> dict[str, Array]:
+    """Return the stored arrays of a quantized matrix, keyed by suffix."""
+    (part, name), dim = key, _scale_dim(layer_type, key)
+    blocks = layer_type.stored[part, name + SCALE].shape[dim]
+    numbers, scales = quantize(weight, layer_type.stored[key].own_dtype, dim, blocks)
+    if (second := layer_type.stored.get((part, name + SCALE_SCALE))) is None:
+        return {"": numbers, SCALE: scales}
+    at, means_over, ndim = *_scale_scale_dims(layer_type, key), len(second.dims)
+    quantized = quantize_scales(scales, at, second.shape[at], means_over)
+    experts = [n - ndim for n in range(ndim) if n - ndim not in means_over]
+    shape = (*weight.shape[: weight.ndim - ndim], *(weight.shape[n] for n in experts or [-1]))
+    mean = quantized.mean.reshape(shape if experts else (*shape[:-1], 1))
+    return {"": numbers, SCALE: quantized.codes, SCALE_SCALE: quantized.scales, SCALE_MEAN: mean}
+
+
+def _dequantize_param(
+    layer_type: LayerType, key: Key, arrays: Mapping[str, Array], dtype: jnp.dtype
+) -> Array:
+    """Return the dequantized weights of a matrix, given its stored arrays by suffix."""
+    scales = arrays[SCALE]
+    if SCALE_SCALE in arrays:
+        at, means_over = _scale_scale_dims(layer_type, key)
+        mean = arrays[SCALE_MEAN]
+        mean = mean if len(means_over) < len(layer_type.declared[key].dims) else mean[..., 0]
+        mean = jnp.expand_dims(mean, sorted(means_over))
+        scales = dequantize_scales(QuantizedScales(scales, arrays[SCALE_SCALE], mean), at)
+    return dequantize(arrays[""], scales, _scale_dim(layer_type, key), dtype)
+
+
+def _scale_scale_dims(layer_type: LayerType, key: Key) -> tuple[int, tuple[int, ...]]:
+    """Return the negative index of the dim along which quantized scales share scales, and of the
+    dims over which their mean is computed.
+    """
+    declared = layer_type.declared[key]
+    at, ndim = dim_of_scale_scales(declared), len(declared.dims)
+    assert at is not None
+    return at - ndim, tuple(n - ndim for n in range(ndim) if n != declared.expert_dim)
 
 
 def apply_adapters(
@@ -140,10 +245,9 @@ def apply_adapters(
     }
     for part, name in layer_type.declared:
         if is_held(layer_type, (part, name)):
-            numbers, scales = params[part][name], params[part][name + SCALE]
-            weights[part][name] = dequantize(
-                numbers, scales, _scale_dim(layer_type, (part, name)), dtype
-            )
+            ends = ("", SCALE, SCALE_SCALE, SCALE_MEAN)
+            arrays = {end: params[part][name + end] for end in ends if name + end in params[part]}
+            weights[part][name] = _dequantize_param(layer_type, (part, name), arrays, dtype)
     for number, ((part, name), adapter) in enumerate(layer_type.adapters.items()):
         keys = None
         if key is not None and adapter.dropout:
@@ -159,6 +263,7 @@ def apply_adapters(
             scale=adapter.scale,
             dropout_rate=adapter.dropout,
             contracted_dims=adapter.num_contracted_dims,
+            expert_dim=adapter.expert_dim,
         )
     return weights
 

@@ -46,6 +46,7 @@ from maxpipe.parallel.collectives import (
     reduce_scatter,
     sum_count,
 )
+from maxpipe.parallel.lora_weight import LoraWeight, base_weights
 from maxpipe.parallel.mesh import CONTEXT, EXPERT
 from maxpipe.parallel.quantized_matmul import MatmulQuantizer, quantized_einsum
 from maxpipe.parallel.sharding import AxisRules, constrain
@@ -355,7 +356,7 @@ class Experts(SpecModule):
         lost = sent.slots.dropped_fraction.reshape(x.shape[:2]) if self.part.drops_tokens else None
         return combine_tokens(outputs, sent).reshape(x.shape), lost
 
-    def _params(self, x: Array) -> dict[str, Array]:
+    def _params(self, x: Array) -> dict[str, Any]:
         """Return the parameters of the experts in the dtype of `x`."""
         names = [*_PROJECTIONS, *(f"{name}_bias" for name in _PROJECTIONS if self.part.biased)]
         return {name: getattr(self, name)[...].astype(x.dtype) for name in names}
@@ -375,7 +376,7 @@ class Experts(SpecModule):
     def _grouped_experts(
         self,
         tokens: tuple[Float[Array, "B T D"], Int[Array, "B T k"], Float[Array, "B T E"]],
-        params: Mapping[str, Array],
+        params: Mapping[str, Any],
         *,
         complete: bool = True,
         filled: float = 1.0,
@@ -393,9 +394,7 @@ class Experts(SpecModule):
         spread = grouped_matmul.GroupedMatmulOptions(
             grouped_matmul.expert_width_axes(self.rules), complete, low, filled
         )
-        gate, up = grouped_matmul.up_projection(
-            x, (params["gate"], params["up"]), rows, sizes, spread
-        )
+        gate, up = _up_projection(x, (params["gate"], params["up"]), rows, sizes, spread)
         if self.part.biased:
             gate += row_biases(params["gate_bias"], places, rows)
             up += row_biases(params["up_bias"], places, rows)
@@ -404,7 +403,7 @@ class Experts(SpecModule):
         hidden = constrain(
             gated_activation(gate, up, self.part.function, of_rows), (None, "mlp"), self.rules
         )
-        out = grouped_matmul.down_projection(hidden, params["down"], rows, sizes, spread)
+        out = _down_projection(hidden, params["down"], rows, sizes, spread)
         if self.part.biased:
             out += weighted_biases(weights.astype(x.dtype), params["down_bias"])
         return out.reshape(x.shape)
@@ -422,14 +421,16 @@ class Experts(SpecModule):
         self, x: Float[Array, "B T D"], weights: Float[Array, "B T E"], low: MatmulQuantizer | None
     ) -> Float[Array, "B T D"]:
         """Apply all local experts to all tokens."""
-        gate = _expert_matmul("btd,def->btef", x, self.gate, low)
-        up = _expert_matmul("btd,def->btef", x, self.up, low)
+        forms = ("btd,def->btef", "btd,der->bter", "bter,ref->btef")
+        gate = _expert_matmul(forms, x, self.gate, low)
+        up = _expert_matmul(forms, x, self.up, low)
         gate, up = self._with_bias("gate", gate), self._with_bias("up", up)
         gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
         weights = weights.astype(x.dtype)
         hidden = gated_activation(gate, up, self.part.function, weights)
         hidden = constrain(hidden, (None, None, "experts", "mlp"), self.rules)
-        out = _expert_matmul("btef,efd->btd", hidden, self.down, low)
+        forms = ("btef,efd->btd", "btef,efr->bter", "bter,erd->btd")
+        out = _expert_matmul(forms, hidden, self.down, low)
         return self._with_bias("down", out, lambda bias: jnp.einsum("bte,ed->btd", weights, bias))
 
     def _capacity_experts(
@@ -442,8 +443,9 @@ class Experts(SpecModule):
         """Apply each expert to the tokens within its capacity."""
         num_experts = self.part.num_experts
         inside = permute_tokens(x, slots, x.shape).reshape(num_experts, -1, x.shape[-1])
-        gate = _expert_matmul("end,def->enf", inside, self.gate, low)
-        up = _expert_matmul("end,def->enf", inside, self.up, low)
+        forms = ("end,def->enf", "end,der->enr", "enr,ref->enf")
+        gate = _expert_matmul(forms, inside, self.gate, low)
+        up = _expert_matmul(forms, inside, self.up, low)
         gate, up = (
             self._with_bias(name, each, lambda bias: bias[:, None])
             for name, each in (("gate", gate), ("up", up))
@@ -456,7 +458,8 @@ class Experts(SpecModule):
         weights = weights.astype(x.dtype)
         hidden = gated_activation(gate, up, self.part.function, weights)
         hidden = constrain(hidden, ("experts", None, "mlp"), self.rules)
-        out = _expert_matmul("enf,efd->end", hidden, self.down, low)
+        forms = ("enf,efd->end", "enf,efr->enr", "enr,erd->end")
+        out = _expert_matmul(forms, hidden, self.down, low)
         out = self._with_bias("down", out, lambda bias: weights[..., None] * bias[:, None])
         return unpermute_tokens(out.reshape(-1, x.shape[-1]), slots).reshape(x.shape)
 
@@ -497,6 +500,60 @@ class Experts(SpecModule):
         return assign_capacity_slots(queue, lengths, self.part.expert_capacity(tokens))
 
 
-def _expert_matmul(form: str, x: Array, param: nnx.Param, low: MatmulQuantizer | None) -> Array:
+def _expert_matmul(
+    forms: tuple[str, str, str], x: Array, param: nnx.Param, low: MatmulQuantizer | None
+) -> Array:
+    """Multiply by the weights of all experts. `forms` are the einsum equations of the matmuls with
+    the weight and with the two factors of its low-rank update.
+    """
+    form, inner_form, outer_form = forms
     weight = param[...].astype(x.dtype)
-    return jnp.einsum(form, x, weight) if low is None else quantized_einsum(form, x, weight, low)
+    (base,) = base_weights([weight])
+    out: Any = jnp.einsum(form, x, base) if low is None else quantized_einsum(form, x, base, low)
+    if not isinstance(weight, LoraWeight):
+        return out
+    inner = jnp.einsum(inner_form, x, weight.down)
+    return weight.combine(out, jnp.einsum(outer_form, inner, weight.up))
+
+
+def _up_projection(
+    x: Float[Array, "B T D"],
+    weights: tuple[Array | LoraWeight, ...],
+    rows: TokenPermutation,
+    sizes: Int[Array, " E"],
+    spread: grouped_matmul.GroupedMatmulOptions,
+) -> list[Float[Array, "N F"]]:
+    """Multiply the token in each row by its expert's weights, for each weight."""
+    outputs = list(
+        grouped_matmul.up_projection(x, tuple(base_weights(weights)), rows, sizes, spread)
+    )
+    adapted = {n: each for n, each in enumerate(weights) if isinstance(each, LoraWeight)}
+    if not adapted:
+        return outputs
+    plain = spread._replace(quantizer=None)
+    downs = tuple(weight.down for weight in adapted.values())
+    inner = grouped_matmul.up_projection(x, downs, rows, sizes, plain._replace(axes=()))
+    how = grouped_matmul.RowProjection(plain, is_hidden_output=True)
+    for (number, weight), each in zip(adapted.items(), inner, strict=True):
+        change = grouped_matmul.row_projection(each, weight.up, sizes, how)
+        outputs[number] = weight.combine(outputs[number], change)
+    return outputs
+
+
+def _down_projection(
+    hidden: Float[Array, "N F"],
+    weight: Array | LoraWeight,
+    rows: TokenPermutation,
+    sizes: Int[Array, " E"],
+    spread: grouped_matmul.GroupedMatmulOptions,
+) -> Float[Array, "n D"]:
+    """Multiply each row by its expert's weights, and sum over each token's rows."""
+    (base,) = base_weights([weight])
+    out: Array = grouped_matmul.down_projection(hidden, base, rows, sizes, spread)
+    if not isinstance(weight, LoraWeight):
+        return out
+    plain = spread._replace(quantizer=None)
+    how = grouped_matmul.RowProjection(plain, is_hidden_output=False)
+    inner = grouped_matmul.row_projection(hidden, weight.down, sizes, how)
+    whole = plain._replace(axes=())
+    return weight.combine(out, grouped_matmul.down_projection(inner, weight.up, rows, sizes, whole))

@@ -189,6 +189,80 @@ down_projection.defvjp(
     _down_projection_backward,
 )
 
+
+class RowProjection(NamedTuple):
+    """Static options of `row_projection`."""
+
+    options: GroupedMatmulOptions
+    is_hidden_output: bool
+    """Whether the hidden width of an expert is the output dim, with weights `[K, E, J]`. Otherwise,
+    the hidden width is contracted, and weights have the dims `[E, K, J]`."""
+
+    @property
+    def dim(self) -> int:
+        """Return the index of the weights' expert dim."""
+        return int(self.is_hidden_output)
+
+    @property
+    def specs(self) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
+        """Return the partition specs of the rows, the weights and the results."""
+        split = PartitionSpec(None, self.options.axes)
+        if self.is_hidden_output:
+            return _WHOLE, PartitionSpec(None, None, self.options.axes), split
+        return split, split, _WHOLE
+
+    def summed(self, run: Callable[..., Array], specs: Any, out: PartitionSpec) -> Any:
+        """Map `run` over shards. If the result is not sharded, it is summed over the shards."""
+        if out != _WHOLE:
+            return map_shards(run, specs, out)
+        partial_sums = map_shards(
+            lambda *arrays: run(*arrays)[None], specs, PartitionSpec(self.options.axes)
+        )
+        return lambda *arrays: partial_sums(*arrays).sum(0)
+
+
+@custom_vjp_with_static(static=3)
+def row_projection(
+    rows: Float[Array, "N K"],
+    weight: Float[Array, "_ _ _"],
+    sizes: Int[Array, " E"],
+    how: RowProjection,
+) -> Float[Array, "N J"]:
+    """Multiply each row by its expert's weights, without gathering or summing a token's rows."""
+
+    def run(rows: Array, weight: Array, sizes: Array) -> Array:
+        return _grouped_matmul(rows, weight, sizes, how.options, dim=how.dim)
+
+    of_rows, of_weight, of_results = how.specs
+    return how.summed(run, (of_rows, of_weight, _WHOLE), of_results)(rows, weight, sizes)
+
+
+def _row_projection_backward(
+    how: RowProjection, saved: tuple[Any, ...], cotangent: Float[Array, "N J"]
+) -> tuple[Any, ...]:
+    rows, weight, sizes = saved
+    of_rows, of_weight, of_results = how.specs
+
+    def to_rows(cotangent: Array, weight: Array, sizes: Array) -> Array:
+        return _grouped_matmul(cotangent, weight, sizes, how.options, dim=how.dim, transposed=True)
+
+    to_weight = map_shards(
+        lambda rows, cotangent, sizes: _outer(rows, cotangent, sizes, how.options, dim=how.dim),
+        (of_rows, of_results, _WHOLE),
+        of_weight,
+    )
+    to_rows = how.summed(to_rows, (of_results, of_weight, _WHOLE), of_rows)
+    return to_rows(cotangent, weight, sizes), to_weight(rows, cotangent, sizes), None
+
+
+row_projection.defvjp(
+    lambda rows, weight, sizes, how: (
+        row_projection(rows, weight, sizes, how),
+        (rows, weight, sizes),
+    ),
+    _row_projection_backward,
+)
+
 _WHOLE = PartitionSpec()
 
 

@@ -42,11 +42,15 @@ def dropout(
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=("weight", "down", "up", "magnitudes", "dropout_keys"),
-    meta_fields=("scale", "dropout_rate", "contracted_dims"),
+    meta_fields=("scale", "dropout_rate", "contracted_dims", "expert_dim"),
 )
 @dataclass(frozen=True)
 class LoraWeight:
-    """A weight `[*K, *N]` with a low-rank update; matmuls contract `*K`."""
+    """A weight `[*K, *N]` with a low-rank update; matmuls contract `*K`.
+
+    The weights of several experts can be stacked over the dim `expert_dim`, which is a dim of both
+    factors and is not counted in the shapes below.
+    """
 
     weight: Any
     """Frozen weight: an array or an 8-bit weight."""
@@ -62,6 +66,8 @@ class LoraWeight:
     """Dropout rate."""
     contracted_dims: int
     """Number of dims in `*K`."""
+    expert_dim: int = -1
+    """Index of the dim that stacks experts, or -1."""
 
     @property
     def ndim(self) -> int:
@@ -112,7 +118,9 @@ class LoraWeight:
     def _unscaled_merge(self) -> Float[Array, "*K *N"]:
         assert not isinstance(self.weight, QuantizedWeight)
         factors = self.down.astype(jnp.float32), self.up.astype(jnp.float32)
-        return self.weight.astype(jnp.float32) + self.scale * jnp.tensordot(*factors, 1)
+        multiply, at = partial(jnp.tensordot, axes=1), self.expert_dim
+        multiply = multiply if at < 0 else jax.vmap(multiply, (at, at), at)
+        return self.weight.astype(jnp.float32) + self.scale * multiply(*factors)
 
     def merge(self) -> Float[Array, "*K *N"]:
         """Merge the update into a single equivalent weight, ignoring dropout."""

@@ -49,7 +49,9 @@ from maxpipe.huggingface.folder import (
 )
 from maxpipe.huggingface.folder import open_folder as open_folder
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
+from maxpipe.huggingface.peft_folder import PeftFolder
 from maxpipe.io.typed_json import check_type
+from maxpipe.models.adapters import DOWN, LENGTH, UP
 from maxpipe.models.config import AdapterConfig, ModelConfig
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model
@@ -387,10 +389,33 @@ def upgrade_model_section(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _SECTION = "adapter"
-_FREE = frozenset({"dropout", "targets"})
+_FREE = frozenset({"dropout", "targets", "restore_from"})
 """Keys of the `adapter` section that may change on resume. For `adapter.targets`, the selected
 matrices are compared instead of the patterns.
 """
+
+
+def read_peft_adapters(loaded: LoadedConfig, steps: Steps, console: Notifier) -> Tree | None:
+    """Read the adapters in `adapter.restore_from`, in checkpoint layout on the mesh; None if the
+    key is not set.
+
+    Raises:
+        ConfigError: the folder is damaged, or has adapters of another model.
+    """
+    config = loaded.config
+    if not config.adapter.rank or not config.adapter.restore_from:
+        return None
+    folder = PeftFolder(config.model, config.adapter, loaded.origins)
+    console.note(folder.note())
+
+    def read(name: str, leaf: Any) -> jax.Array:
+        end = next(end for end in (DOWN, UP, LENGTH) if name.endswith(end))
+        values = folder.factor(name.removesuffix(end), end).astype(leaf.dtype)
+        return jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, lambda region: values[region]
+        )
+
+    return map_named_leaves(read, steps.abstract_saved["params"])
 
 
 def base_record(found: InitialWeights, given: str) -> AdapterBase:

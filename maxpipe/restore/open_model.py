@@ -31,6 +31,7 @@ from maxpipe.restore.initial_weights import (
     check_model,
     read_base,
     read_folder_params,
+    read_peft_adapters,
 )
 from maxpipe.step.step import Steps
 
@@ -203,6 +204,14 @@ def _open_checkpoint(
 
     fingerprint = facts.data.get("fingerprint", {})
     loaded = load(inputs, saved, name)
+    if is_overridden(loaded, name, "adapter.restore_from"):
+        raise ConfigError.one(
+            Code.CFG_CONFLICT,
+            error_location("adapter.restore_from", loaded.origins),
+            loaded.config.adapter.restore_from,
+            f"applies to a base model in Hugging Face format, but {name} is a checkpoint.",
+            f"Run `maxpipe export {name} BASE`, and use hf:BASE.",
+        )
     for warning in check_plugins(facts.data, loaded, step):
         loaded = replace(
             loaded, warnings=(*loaded.warnings, Problem(Code.PLUG_CHANGED, name, "", warning, ""))
@@ -250,9 +259,13 @@ def _open_folder(
     }
     name = str(source.folder)
     loaded = load(inputs, saved_of(known), name)
-    if rank := loaded.config.adapter.rank:
+    adapter = loaded.config.adapter
+    if (rank := adapter.rank) and not adapter.restore_from:
         rule = f"must be 0, because {name} holds a complete model without separate adapters."
-        action = "Omit the key, or name the run that trained the adapters."
+        action = (
+            "Omit the key, name the run that trained the adapters, or set adapter.restore_from "
+        )
+        action += "to a PEFT folder."
         raise ConfigError.one(
             Code.CFG_CONFLICT, error_location("adapter.rank", loaded.origins), rank, rule, action
         )
@@ -266,7 +279,9 @@ def _open_folder(
     loaded = replace(loaded, warnings=(*loaded.warnings, *twice))
 
     def params(loaded: LoadedConfig, steps: Steps) -> Any:
-        return read_folder_params(source, steps.abstract_base)
+        params = read_folder_params(source, steps.abstract_base)
+        adapters = read_peft_adapters(loaded, steps, _SilentNotifier())
+        return params if adapters is None else steps.merge_adapters(params, adapters)
 
     return OpenedModel(name, loaded, None, {}, params)
 

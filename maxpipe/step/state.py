@@ -549,25 +549,25 @@ class StateLayout:
         init = partial(self.param_layout.init, self._key(PARAM_STREAM))
         return self._jit(init, self.state_sharding.params)()
 
-    def init_from_params(self, params: Tree) -> TrainState:
-        """Return a new state with parameters from a checkpoint.
-
-        For a model with adapters, `params` are the parameters of the base model.
+    def init_from_params(self, params: Tree, adapters: Tree | None = None) -> TrainState:
+        """Return a new state with saved parameters. For a model with adapters, these are the
+        parameters of the base model, and `adapters` are saved adapters, or None for new ones.
         """
 
-        def convert(saved: Tree) -> TrainState:
-            params, guard = self._stack_with_adapters(saved), init_guard_state(self.guard)
+        def convert(saved: Tree, adapters: Tree | None) -> TrainState:
+            params, guard = self._stack(adapters, saved), init_guard_state(self.guard)
             optimizer, step = self._optimizer_state(params), jnp.zeros((), jnp.int32)
             return TrainState(step, params, optimizer, jax.tree.map(jnp.asarray, guard))
 
-        return self._jit(convert, self.state_sharding)(params)
+        return self._jit(convert, self.state_sharding)(params, adapters)
 
     @cached_property
     def initial_params(self) -> Any:
         """Return a function that converts saved parameters to a run's initial stacked parameters.
-        If the run has adapters, the saved parameters are the parameters of the base model.
+        The arguments are those of `init_from_params`.
         """
-        return self._jit(self._stack_with_adapters, self.state_sharding.params)
+        stack = lambda saved, adapters=None: self._stack(adapters, saved)  # noqa: E731
+        return self._jit(stack, self.state_sharding.params)
 
     def _key(self, stream: int) -> Key[Array, ""]:
         return jax.random.fold_in(jax.random.key(self.seed), stream)
@@ -652,14 +652,16 @@ class StateLayout:
 
         return self._jit(convert, parts.shardings(specs))
 
-    def _stack(self, params: Tree, base: Tree | None = None) -> Tree:
+    def _stack(self, params: Tree | None, base: Tree | None = None) -> Tree:
         """Convert saved parameters to the stacked form. If `base` is set, `params` are adapters of
-        that base.
+        that base, or None for new adapters.
         """
         # Distribute the layers over the stages and pad the vocabulary.
         parts = self.param_layout
         if base is None:
             return auto_sharded(parts.from_saved, parts.specs)(params)
+        if params is None:
+            return self._stack_with_adapters(base)
         adapters = auto_sharded(parts.from_saved, parts.select_trainable(parts.specs))(params)
         return replace_subtree(self._stack_with_adapters(base), adapters)
 

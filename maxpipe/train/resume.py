@@ -53,6 +53,7 @@ from maxpipe.restore.initial_weights import (
     has_adapters,
     read_base,
     read_other_metadata,
+    read_peft_adapters,
     read_weights,
     restore_other,
     upgrade_model_section,
@@ -189,6 +190,14 @@ def restore_or_init(
         if _restores_weights_only(loaded):
             tokenizer = datasets.train.fingerprint().get("tokenizer", "")
             return _start_from_weights(loaded, steps, console, tokenizer)
+        if folder := config.adapter.restore_from:
+            raise ConfigError.one(
+                Code.CFG_CONFLICT,
+                error_location("adapter.restore_from", loaded.origins),
+                folder,
+                f"cannot be combined with the adapters in {text}.",
+                "Omit adapter.restore_from, or set checkpoint.restore_from to the base model.",
+            )
         found = restore_other(text, loaded, steps.abstract_saved, partial(accept, own=False))
         words = f"starting from {text} after step {found.step}"
     data = found.metadata.data
@@ -221,7 +230,8 @@ def build_reference(
         if origin := config.checkpoint.restore_from:
             tokenizer = datasets.train.fingerprint().get("tokenizer", "")
             found = read_weights(origin, loaded, steps, console, tokenizer)
-            params = steps.initial_params(found.params)
+            adapters = read_peft_adapters(loaded, steps, console)
+            params = steps.initial_params(found.params, adapters)
         else:
             params = steps.init_params()
     key = error_location("checkpoint.restore_from", loaded.origins)
@@ -252,10 +262,11 @@ def _start_from_weights(
     text = config.checkpoint.restore_from
     found = read_weights(text, loaded, steps, console, tokenizer)
     base = base_record(found, text) if config.adapter.rank else None
+    adapters = read_peft_adapters(loaded, steps, console)
     words = (
         f"starting a new run in {run_folder(config.run)} with the weights of {found.description}"
     )
-    return RunStart(steps.init_from_params(found.params), words, base=base)
+    return RunStart(steps.init_from_params(found.params, adapters), words, base=base)
 
 
 def _imported_folder_error(loaded: LoadedConfig) -> ConfigError:

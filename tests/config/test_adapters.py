@@ -21,6 +21,21 @@ WRONG = [
         "adapter.base_quantization",
         "is ignored with adapter.rank = 0",
     ),
+    (
+        (RANK, "adapter.double_quantization=true"),
+        "adapter.double_quantization",
+        "requires adapter.base_quantization=nf4",
+    ),
+    (
+        (RANK, "mixtral-8x7b", "adapter.targets=['*.experts.gate']", "adapter.dropout=0.1"),
+        "adapter.dropout",
+        "must be 0 with adapters on routed experts (layers.experts.gate)",
+    ),
+    (
+        (RANK, "mixtral-8x7b", "adapter.targets=['*.experts.up']", "adapter.kind=dora"),
+        "adapter.kind",
+        "must be lora with adapters on routed experts",
+    ),
     ((RANK, "model.mtp_heads=1"), "model.mtp_heads", "must be 0 with adapters"),
     ((RANK, "adapter.kind=dora", "model.matmul=int8"), "adapter.kind", "Set adapter.kind=lora"),
     ((RANK, "model.frozen=[layers.*]"), "model.frozen", "freezes all adapters"),

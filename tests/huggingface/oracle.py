@@ -1,9 +1,10 @@
 """Reference results of transformers: makes folders and computes their logits.
 
-Usage: oracle.py COMMAND JOBS, where COMMAND is make, logits, adapted, add_ahead, ahead,
-train, losses, greedy or sft. JOBS is a JSON list of objects; `folder` is the Hugging Face
+Usage: oracle.py COMMAND JOBS, where COMMAND is make, logits, adapted, make_adapter, add_ahead,
+ahead, train, losses, greedy or sft. JOBS is a JSON list of objects; `folder` is the Hugging Face
 folder, `tokens` a file of token IDs `[rows, tokens]` and `logits` the file to write. For `adapted`,
-which requires PEFT, `adapter` is an adapter folder. The last four read `documents`, a JSON
+which requires PEFT, `adapter` is an adapter folder. `make_adapter` writes that folder for the
+PEFT config `lora`. The last four read `documents`, a JSON
 file, and write `trained` or `gradients`, folders, or `found`, a JSON file.
 """
 
@@ -45,6 +46,17 @@ def main() -> None:
             from peft import PeftModel  # pyright: ignore[reportMissingImports]
 
             model = PeftModel.from_pretrained(model, job["adapter"])
+            for name, folder in job.get("others", {}).items():  # the last one computes the logits
+                model.load_adapter(folder, name)
+                model.set_adapter(name)
+        if action == "make_adapter":
+            from peft import LoraConfig, get_peft_model  # pyright: ignore[reportMissingImports]
+
+            model = get_peft_model(model, LoraConfig(**job["lora"]))
+            for name, parameter in model.named_parameters():
+                if "lora_" in name:
+                    torch.nn.init.normal_(parameter, 0.0, 0.2)
+            model.save_pretrained(job["adapter"])
         with torch.no_grad():
             np.save(job["logits"], model.eval()(tokens, use_cache=False).logits.numpy())
 

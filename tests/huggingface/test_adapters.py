@@ -30,6 +30,7 @@ from tests.huggingface.adapted import Made, begun, made
 from tests.huggingface.test_oracle import PYTHON, job_of, reason, run_oracle
 
 TOLERANCE = 1e-5
+KINDS = ("lora", "dora")
 TOKENS = np.random.default_rng(0).integers(0, maker.VOCAB, (2, 8), np.int32)
 
 
@@ -98,7 +99,7 @@ def test_merged_export_equals_base_with_adapters(
     assert all("_lora_" in name for name in saved)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_peft_export_reproduces_merged_export(kind: str, base: Path, tmp_path: Path) -> None:
     run = made(base, tmp_path, f"adapter.kind={kind}", "adapter.targets=[layers.attention.*]")
     export(parse_address(str(run.folder)), str(tmp_path / "out"), None, quiet)
@@ -214,24 +215,61 @@ def test_resume_with_different_adapter_config_is_rejected(
         begun(base, tmp_path, *weights)
 
 
+ORACLE_CASES = [
+    *((family, kind, []) for family in ("llama", "qwen3", "gemma3") for kind in KINDS),
+    ("mixtral", "lora", ["*.experts.*"]),
+    ("mixtral", "lora", ["*.experts.up"]),
+    ("qwen3_moe", "lora", ["*.mlp.*", "*.experts.*", "*.attention.*"]),
+    ("qwen3_next", "lora", ["*.experts.*", "*.out"]),
+    ("deepseek_v2", "lora", ["*"]),
+    ("deepseek_v3", "lora", ["*.experts.down", "*.shared_gate"]),
+    ("gpt_oss", "lora", ["*.experts.*", "*.query"]),
+    ("gpt_oss", "lora", ["*.experts.gate"]),
+    ("llama4", "lora", ["*.experts.*"]),
+    ("phi3", "lora", ["*.query", "*.value", "*.mlp.*"]),
+]
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_peft_computes_the_same_logits(family: str, kind: str, tmp_path: Path) -> None:
+def test_peft_computes_the_same_logits(tmp_path: Path) -> None:
     """Compare adapters loaded by PEFT on their base, and the merged model loaded without PEFT."""
     if why := reason("peft"):
         pytest.skip(f"no PEFT in {PYTHON}: {why}")
-    job = job_of(family, 0, tmp_path)
-    run_oracle("make", [job], tmp_path)
-    run = made(Path(job["folder"]), tmp_path, f"adapter.kind={kind}")
-    export_adapters(parse_address(str(run.folder)), str(tmp_path / "alone"), None, quiet)
-    export(parse_address(str(run.folder)), str(tmp_path / "merged"), None, quiet)
-    np.save(tmp_path / "tokens.npy", TOKENS % job["config"]["vocab_size"])
-    asks = {"tokens": str(tmp_path / "tokens.npy"), "adapter": str(tmp_path / "alone")}
-    peft_config = json.loads((tmp_path / "alone" / "adapter_config.json").read_text())
-    base = peft_config["base_model_name_or_path"]
-    for action, folder in (("adapted", base), ("logits", str(tmp_path / "merged"))):
-        found = str(tmp_path / f"{action}.npy")
-        run_oracle(action, [{**asks, "folder": folder, "logits": found}], tmp_path)
-        theirs, ours = np.load(found), of_adapters(run, job["config"]["vocab_size"])
-        assert np.abs(theirs - ours).max() < 1e-4 * np.abs(ours).max()
+    jobs = {family: job_of(family, 0, tmp_path) for family in {case[0] for case in ORACLE_CASES}}
+    run_oracle("make", [*jobs.values()], tmp_path)
+    asks: dict[str, list[dict[str, Any]]] = {"adapted": [], "logits": []}
+    for number, (family, kind, targets) in enumerate(ORACLE_CASES):
+        here, base = tmp_path / str(number), jobs[family]["folder"]
+        vocab = jobs[family]["config"]["vocab_size"]
+        settings = f"adapter.kind={kind}", f"adapter.targets={json.dumps(targets)}"
+        run = made(Path(base), here, *settings)
+        export_adapters(parse_address(str(run.folder)), str(here / "alone"), None, quiet)
+        export(parse_address(str(run.folder)), str(here / "merged"), None, quiet)
+        np.save(here / "tokens.npy", TOKENS % vocab)
+        np.save(here / "wanted.npy", of_adapters(run, vocab))
+        assert json.loads((here / "alone" / CONFIG).read_text())["base_model_name_or_path"] == base
+        for action, folder in (("adapted", base), ("logits", str(here / "merged"))):
+            paths = {name: str(here / f"{name}.npy") for name in ("tokens", action)}
+            asks[action].append(
+                {
+                    "folder": folder,
+                    "tokens": paths["tokens"],
+                    "logits": paths[action],
+                    "adapter": str(here / "alone"),
+                }
+            )
+    for action, listed in asks.items():
+        run_oracle(action, listed, tmp_path)
+        for case, ask in zip(ORACLE_CASES, listed, strict=True):
+            found = np.load(ask["logits"])
+            wanted = np.load(Path(ask["logits"]).with_name("wanted.npy"))
+            error = np.abs(found - wanted).max() / np.abs(wanted).max()
+            assert error < 1e-4, f"{case}, {action}: {error:.1e}"
+    # PEFT loads several adapters into one base model, as in a folder with several adapters.
+    first, second = asks["adapted"][:2]
+    both = tmp_path / "both"
+    for name, ask in (("first", first), ("second", second)):
+        shutil.copytree(ask["adapter"], both / name)
+    paths = {"adapter": str(both / "first"), "others": {"second": str(both / "second")}}
+    run_oracle("adapted", [first | paths | {"logits": str(both / "logits.npy")}], tmp_path)
+    np.testing.assert_array_equal(np.load(both / "logits.npy"), np.load(second["logits"]))

@@ -20,7 +20,7 @@ from maxpipe.planner.memory import buffers, predict_memory, state
 from maxpipe.planner.sizes import Sizes
 from tests.cases import TOLERANCE, Case, batch_of, buffer_bytes, keeping
 from tests.pipeline.test_engine import check_gradients, with_changes
-from tests.pipeline.test_families import GROUPED, NEXT, ROOM, V3
+from tests.pipeline.test_families import GPT_OSS, GROUPED, LLAMA4, MOE, NEXT, ROOM, V3
 from tests.pipeline.test_frozen import compiled_traffic, state_bytes
 from tests.planner.test_memory import config_of, steps_of
 
@@ -28,6 +28,7 @@ LORA, DORA = AdapterConfig(rank=3, alpha=6.0), AdapterConfig(rank=2, kind="dora"
 DROPPED = AdapterConfig(rank=2, dropout=0.4, rslora=True, targets=["*.query", "*.down"])
 INT8 = AdapterConfig(rank=2, base_quantization="int8", kind="dora", alpha=3.0)
 NF4 = AdapterConfig(rank=4, base_quantization="nf4", targets=["layers.attention.*"])
+TWICE = replace(NF4, double_quantization=True)
 
 CASES = [
     Case(2, 2, 4, fsdp=2, tensor=2, adapter=LORA),
@@ -42,6 +43,7 @@ CASES = [
     Case(1, 2, 2, context=2, adapter=DROPPED, layers=2),
     Case(2, 2, 4, tensor=2, split="ring", idle="compute", adapter=LORA),
     Case(2, 3, 4, fsdp=2, layers=7, gather="window", adapter=NF4),
+    Case(2, 2, 4, fsdp=2, data=2, remat="none", adapter=TWICE),
 ]
 
 
@@ -53,14 +55,41 @@ FAMILIES = [
     Case(2, 2, 4, layers=5, own=GROUPED, gather="step", expert=1, fsdp=2, adapter=NF4),
 ]
 
+# Adapters on routed experts, for each way of dispatching tokens.
+ROUTED = AdapterConfig(rank=2, alpha=6.0, targets=["*.experts.*"])
+ROUTED_NF4 = AdapterConfig(
+    rank=2,
+    base_quantization="nf4",
+    double_quantization=True,
+    targets=["*.gate", "*.experts.down"],
+)
+ROUTED_INT8 = replace(ROUTED, rslora=True, base_quantization="int8")
+SPLIT = replace(GROUPED, num_experts=6)
+EXPERTS = [
+    Case(2, 2, 4, layers=5, own=GROUPED, fsdp=2, tensor=2, adapter=ROUTED),
+    Case(2, 1, 3, layers=5, own=SPLIT, expert=2, fsdp=2, gather="step", adapter=ROUTED),
+    Case(2, 1, 3, layers=5, own=V3, schedule="zb_h1", expert=2, remat="none", adapter=ROUTED_NF4),
+    Case(2, 1, 3, layers=5, own=MOE, tensor=2, remat="none", adapter=ROUTED_INT8),
+    Case(2, 2, 4, layers=5, own=ROOM, schedule="zb_v", fsdp=2, adapter=ROUTED),
+    Case(1, 1, 2, layers=5, own=GPT_OSS, epsilon=0.01, tensor=2, adapter=ROUTED),
+    Case(1, 1, 2, layers=4, own=LLAMA4, expert=1, context=2, adapter=ROUTED),
+]
 
-@pytest.mark.parametrize("case", keeping([*CASES, *FAMILIES], 0), ids=str)
+
+@pytest.mark.parametrize("case", keeping([*CASES, *FAMILIES, *EXPERTS], 0, 18), ids=str)
 def test_gradients_match_unpipelined_model(case: Case) -> None:
     check_gradients(case)
 
 
 @pytest.mark.parametrize(
-    ("own", "adapter"), keeping([(None, LORA), (V3, DORA), (NEXT, LORA), (None, INT8)], 0)
+    ("own", "adapter"),
+    keeping(
+        [
+            *((None, LORA), (V3, DORA), (NEXT, LORA), (None, INT8)),
+            *((own, ROUTED) for own in (GROUPED, MOE, ROOM, GPT_OSS, LLAMA4)),
+        ],
+        *(0, 4),
+    ),
 )
 def test_adapted_model_matches_merged_weights(own: Any, adapter: AdapterConfig) -> None:
     """Compare loss and gradients of factors and magnitudes with weights merged in this test."""
@@ -85,9 +114,13 @@ def test_adapted_model_matches_merged_weights(own: Any, adapter: AdapterConfig) 
                     weight = weight * every[f"{name}_scale"]
                 if name + DOWN in every:
                     summed = every[name + DOWN].ndim - 2
-                    change = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1))(
-                        every[name + DOWN], every[name + UP]
+                    form = {0: "lefr,lerd->lefd", 1: "lder,lref->ldef"}.get(
+                        described.declared[part, name].expert_dim, "l...r,lrn->l...n"
                     )
+                    factors = every[name + DOWN], every[name + UP]
+                    flat = factors[1].reshape(*factors[1].shape[:2], -1)
+                    factors = factors if "e" in form else (factors[0], flat)
+                    change = jnp.einsum(form, *factors).reshape(weight.shape)
                     weight = weight + scale * change
                     if name + LENGTH in every:
                         dims = tuple(range(1, 1 + summed))
@@ -121,6 +154,7 @@ PLANS: list[tuple[AdapterConfig, dict[str, int], dict[str, Any]]] = [
     (LORA, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 6, "schedule": "zb_h1"}),
     (INT8, {"ici_stage": 2, "ici_fsdp": 4}, {"microbatches": 4, "weight_gather": "step"}),
     (NF4, {"ici_stage": 2, "ici_data": 2}, {"microbatches": 4, "prologue_layers": 2}),
+    (TWICE, {"ici_stage": 2, "ici_fsdp": 2}, {"microbatches": 4}),
     (
         DORA,
         {"ici_stage": 2, "ici_fsdp": 2},

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from maxpipe.config.rules import (
     DROPS_EVERYTHING,
     MAX_FINDINGS,
+    add_local_folder_rule,
     add_ranges,
     axis_keys,
     axis_size,
@@ -19,12 +20,15 @@ from maxpipe.config.rules import (
 from maxpipe.config.sections.model import MODEL_KEYS
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.adapters import (
+    DOWN,
+    LENGTH,
+    UP,
     block_size,
     dim_of_scales,
     matrices,
     names_of_adaptable,
     picked,
-    summed,
+    sides,
     unmatched,
 )
 from maxpipe.models.config import LARGEST, SMALLEST, AdapterConfig, Bound
@@ -40,6 +44,9 @@ add_ranges(
     Bound("adapter.dropout", 0.1, 0, 1, DROPS_EVERYTHING, high_is_inside=False),
 )
 
+add_local_folder_rule(
+    "adapter.restore_from", "Download the adapter, and set adapter.restore_from to its folder."
+)
 
 ADAPTER_KEYS = tuple(f"adapter.{field.name}" for field in fields(AdapterConfig))
 _KEYS = (*ADAPTER_KEYS, *MODEL_KEYS)
@@ -49,13 +56,15 @@ _KEYS = (*ADAPTER_KEYS, *MODEL_KEYS)
 def _adapter_keys_need_a_rank(config: Config) -> Iterator[RuleViolation]:
     if config.adapter.rank:
         return
-    for key in ("targets", "dropout", "base_quantization", "kind"):
+    for key in ("targets", "dropout", "base_quantization", "kind", "restore_from"):
         if getattr(config.adapter, key) != getattr(AdapterConfig(), key):
             yield RuleViolation(
                 Code.MODEL_ADAPTER,
                 f"adapter.{key}",
                 "is ignored with adapter.rank = 0, which trains all parameters without adapters.",
-                f"Set adapter.rank=16, or leave adapter.{key} out.",
+                "Omit adapter.rank, whose default is the rank of the PEFT adapter."
+                if key == "restore_from"
+                else f"Set adapter.rank=16, or leave adapter.{key} out.",
             )
 
 
@@ -101,8 +110,7 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
     if not adapter.rank:
         return
     for name, param in matrices(describe(replace(config.model, adapter=None)), adapter).items():
-        sides = param.dims[: summed(param)], param.dims[summed(param) :]
-        small = min(math.prod(size for size, _ in side) for side in sides)
+        small = min(math.prod(size for size, _ in side) for side in sides(param))
         if adapter.rank > small:
             yield RuleViolation(
                 Code.MODEL_ADAPTER,
@@ -111,6 +119,50 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
                 f"Set adapter.rank={small}, or select only larger matrices in adapter.targets.",
             )
             return
+
+
+@rule(*ADAPTER_KEYS)
+def _only_nf4_scales_are_quantized(config: Config) -> Iterator[RuleViolation]:
+    base = config.adapter.base_quantization
+    if config.adapter.double_quantization and base != "nf4":
+        yield RuleViolation(
+            Code.MODEL_ADAPTER,
+            "adapter.double_quantization",
+            f"requires adapter.base_quantization=nf4, but the value is {base}.",
+            "Set adapter.base_quantization=nf4, or adapter.double_quantization=false.",
+        )
+
+
+@rule("adapter.restore_from", *_KEYS)
+def _restored_factors_are_trained(config: Config) -> Iterator[RuleViolation]:
+    if not config.adapter.rank or not config.adapter.restore_from:
+        return
+    params = declared(describe(config.model))
+    ends = (DOWN, UP, LENGTH)
+    if frozen := [name for name in params if name.endswith(ends) and not params[name].trainable]:
+        yield RuleViolation(
+            Code.MODEL_ADAPTER,
+            "model.frozen",
+            f"must not match {frozen[0]} with adapter.restore_from: checkpoints of adapters "
+            "contain only trained parameters.",
+            "Set model.frozen=[].",
+        )
+
+
+@rule(*_KEYS)
+def _routed_experts_need_plain_lora(config: Config) -> Iterator[RuleViolation]:
+    adapter = config.adapter
+    if not adapter.rank or (adapter.kind == "lora" and not adapter.dropout):
+        return
+    params = matrices(describe(replace(config.model, adapter=None)), adapter)
+    if routed := [name for name, param in params.items() if param.expert_dim >= 0]:
+        key, good = ("kind", "lora") if adapter.kind != "lora" else ("dropout", "0")
+        yield RuleViolation(
+            Code.MODEL_ADAPTER,
+            f"adapter.{key}",
+            f"must be {good} with adapters on routed experts ({', '.join(routed)}), as in PEFT.",
+            f"Set adapter.{key}={good}, or remove these matrices from adapter.targets.",
+        )
 
 
 @rule("adapter.rank", "model.mtp_heads")

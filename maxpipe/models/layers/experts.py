@@ -168,9 +168,11 @@ class Experts(Part):
         mlp = (self.d_mlp, "mlp")
         params = {
             "router": Param((embed, routes), Normal(self.d_model)),
-            "gate": Param((within, experts, mlp), Normal(self.d_model)),
-            "up": Param((within, experts, mlp), Normal(self.d_model)),
-            "down": Param((experts, mlp, within), Normal(self.d_mlp, self.out_gain)),
+            "gate": Param((within, experts, mlp), Normal(self.d_model), linear=1, expert_dim=1),
+            "up": Param((within, experts, mlp), Normal(self.d_model), linear=1, expert_dim=1),
+            "down": Param(
+                (experts, mlp, within), Normal(self.d_mlp, self.out_gain), linear=1, expert_dim=0
+            ),
         }
         if self.expert_bias_update_rate is not None:
             bias = Param(
@@ -295,10 +297,10 @@ class Experts(Part):
     @property
     def _received(self) -> Held:
         """Return the tokens received from other devices, with their experts and routing weights."""
-        weights = self._per_token_rows(1.0, ((self.num_experts // self.shards, ""),))
-        places = Held(float32=(self._per_token_rows(1.0, ()), (2.0, self._choices)))
+        weights = self.per_token_rows(1.0, ((self.num_experts // self.shards, ""),))
+        places = Held(float32=(self.per_token_rows(1.0, ()), (2.0, self._choices)))
         return (
-            Held(compute_dtype=(self._per_token_rows(1.0, self._width),), float32=(weights,))
+            Held(compute_dtype=(self.per_token_rows(1.0, self._width),), float32=(weights,))
             + places
         )
 
@@ -437,15 +439,15 @@ class Experts(Part):
         permuted token.
         """
         arrays = Held(
-            compute_dtype=(self._per_token_rows(hidden, self._hidden), (width, self._width))
+            compute_dtype=(self.per_token_rows(hidden, self._hidden), (width, self._width))
         )
         if self.permutes_tokens:
-            arrays += Held(compute_dtype=(self._per_token_rows(placed, self._width),))
+            arrays += Held(compute_dtype=(self.per_token_rows(placed, self._width),))
         return arrays
 
     @property
     def _weights(self) -> Held:
-        return Held(compute_dtype=(self._per_token_rows(1.0, ()),))
+        return Held(compute_dtype=(self.per_token_rows(1.0, ()),))
 
     @property
     def _weights_for_biases(self) -> Held:
@@ -462,9 +464,9 @@ class Experts(Part):
         if not self.permutes_tokens:
             return Held()
         counts = (self._each,) if self.grouped and not self.expert_scaled else ()
-        return Held(float32=(self._per_token_rows(1.0, ()),), float32_token_independent=counts)
+        return Held(float32=(self.per_token_rows(1.0, ()),), float32_token_independent=counts)
 
-    def _per_token_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
+    def per_token_rows(self, copies: float, dims: Dims) -> tuple[float, Dims]:
         """Return the (copies, dims) per token of an array with one entry per token-expert pair."""
         if self._rows_in_memory.is_integer():
             return copies, ((int(self._rows_in_memory), "experts"), *dims)
