@@ -119,6 +119,11 @@ def _export(options: argparse.Namespace) -> int:
 
 def add(commands: Commands) -> None:
     """Add the `import` and `export` commands."""
+    _add_import(commands)
+    _add_export(commands)
+
+
+def _add_import(commands: Commands) -> None:
     incoming = commands.add_parser(
         "import",
         help="convert a Hugging Face folder, or a checkpoint of MaxText, to a checkpoint",
@@ -186,6 +191,8 @@ def add(commands: Commands) -> None:
     )
     incoming.set_defaults(command=_import)
 
+
+def _add_export(commands: Commands) -> None:
     outgoing = commands.add_parser(
         "export",
         help="convert a checkpoint to a Hugging Face folder",

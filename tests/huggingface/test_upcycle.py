@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,19 @@ from maxpipe.checkpoint import writer
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.cli import main
 from maxpipe.config.load import load
-from maxpipe.errors import Code
+from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface import import_, upcycle
 from maxpipe.huggingface.folder import open_folder
 from maxpipe.models.registry import describe
 from maxpipe.nn.experts import route_tokens
 from maxpipe.parallel.mesh import build_mesh
 from maxpipe.step.build import steps_from_config
+from tests.conftest import environment_of_command
 from tests.errors import parse_problems
 from tests.huggingface import maker, quantized
 from tests.huggingface.test_finetune import logits
 from tests.huggingface.test_oracle import PYTHON, reason, run_oracle
+from tests.huggingface.test_starts import started
 from tests.train.runs import losses
 
 Capture = pytest.CaptureFixture[str]
@@ -99,7 +103,7 @@ EXACT = {
             *("model.qwen3_moe.dense_layers=[1]", "model.qwen3_moe.d_expert=7"),
         ],
     ),
-    "shards": ("llama", moe(d_expert=7, num_experts=6, top_k=4)),
+    "shards": ("mistral", moe(d_expert=7, num_experts=6, top_k=4)),
     "single columns": ("llama", moe(d_expert=1, num_experts=28, top_k=14)),
     "first dense layers": ("llama", moe(num_dense_layers=2)),
     "scaled weights": ("llama", moe(routed_scaling_factor=2.5)),
@@ -412,20 +416,30 @@ def test_config_file_defines_experts(dense: Path, tmp_path: Path) -> None:
         assert jax.tree.all(jax.tree.map(np.array_equal, one, other))
 
 
-def test_run_trains_from_upcycled_checkpoint(dense: Path, tmp_path: Path, capsys: Capture) -> None:
-    """`hf:DIR` names the command that upcycles the folder; the checkpoint then trains."""
-    upcycled(dense / "llama", tmp_path / "moe", *moe(d_expert=7))
-    command = ["train", str(tmp_path / "moe/config.yml"), f"run.dir={tmp_path}", "run.name=run"]
-    command += ["data.source=synthetic", "tokenizer.kind=bytes", "tokenizer.path="]
-    command += ["train.steps=2", "train.batch_size=4", "train.sequence_length=16"]
-    command += ["optim.warmup_steps=0", "eval.every=0", "log.every=1", "log.tensorboard=false"]
-    command += ["runtime.platform=cpu", "mesh.cpu_devices=2", "mesh.ici_expert=2"]
-    command += ["pipeline.microbatches=1"]
-    assert main([*command, f"checkpoint.restore_from=hf:{dense / 'llama'}"]) == 2
-    (problem,) = parse_problems(capsys.readouterr().err)
+def test_dense_folder_of_run_with_experts_is_rejected(dense: Path, tmp_path: Path) -> None:
+    """The error names the import command, whose result starts the run."""
+    upcycled(dense / "llama", tmp_path / "ckpt", *moe(d_expert=7))
+    with pytest.raises(ConfigError) as error:
+        started(tmp_path, tmp_path, f"checkpoint.restore_from=hf:{dense / 'llama'}")
+    (problem,) = error.value.problems
     assert problem.code == Code.HF_UPCYCLE and problem.where.endswith("checkpoint.restore_from")
     assert f"maxpipe import {dense / 'llama'} --out NEW --upcycle" in problem.action
-    assert main([*command, "run.name=run"]) == 0
+    start, _, _ = started(tmp_path, tmp_path, "mesh.cpu_devices=2", "mesh.ici_expert=2")
+    assert "the weights of" in start.message
+
+
+def test_train_command_starts_from_upcycled_checkpoint(dense: Path, tmp_path: Path) -> None:
+    upcycled(dense / "llama", tmp_path / "moe", *moe(d_expert=7))
+    command = [sys.executable, "-m", "maxpipe", "train", str(tmp_path / "moe/config.yml")]
+    command += [f"run.dir={tmp_path}", "run.name=run", "data.source=synthetic"]
+    command += ["tokenizer.kind=bytes", "tokenizer.path=", "eval.every=0", "log.every=1"]
+    command += ["train.steps=2", "train.batch_size=4", "train.sequence_length=16"]
+    command += ["optim.warmup_steps=0", "log.tensorboard=false", "runtime.platform=cpu"]
+    command += ["mesh.cpu_devices=2", "mesh.ici_expert=2"]
+    environment = environment_of_command()
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"with the weights of {tmp_path / 'moe'}" in done.stdout
     assert list(losses(tmp_path / "run")) == [1, 2]
 
 
@@ -440,10 +454,12 @@ def test_export_writes_model_with_experts(dense: Path, tmp_path: Path) -> None:
     assert jax.tree.all(jax.tree.map(np.array_equal, params, saved(tmp_path / "again")))
 
 
+# transformers requires that the number of heads of a Llama model divides its width.
+ORACLE_CASES = ["copies of mistral", "shards", "qwen3", "qwen3 with dense layers"]
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize(
-    "name", ["copies", "copies of mistral", "qwen3", "qwen3 with dense layers"]
-)
+@pytest.mark.parametrize("name", ORACLE_CASES)
 def test_transformers_computes_logits_of_dense_model(
     name: str, dense: Path, tmp_path: Path
 ) -> None:
