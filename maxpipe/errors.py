@@ -178,6 +178,7 @@ class Code(enum.StrEnum):
     HF_HUB = "MP-HF-009"
     HF_OUT = "MP-HF-010"
     HF_QUANTIZED = "MP-HF-011"
+    HF_UPCYCLE = "MP-HF-012"
     MT_CHECKPOINT = "MP-MT-001"
     MT_UNSUPPORTED = "MP-MT-002"
     MT_PARAMS = "MP-MT-003"

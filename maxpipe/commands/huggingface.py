@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
 import re
 from typing import TYPE_CHECKING
 
-from maxpipe.commands.parser import Commands, add_address, add_ema_option
+from maxpipe.commands.parser import Commands, add_address, add_ema_option, number
 from maxpipe.errors import Code, ConfigError, ExitCode
 from maxpipe.telemetry.console import ProgressBar, print_line
 
@@ -23,23 +24,69 @@ def _import(options: argparse.Namespace) -> int:
 
     runtime.use_cpu_only()
     from maxpipe.huggingface.import_ import import_folder
+    from maxpipe.huggingface.upcycle import UpcycleOptions, import_upcycled
     from maxpipe.maxtext.import_ import PREFIX, import_checkpoint
 
+    _check_import(options)
     with contextlib.closing(ProgressBar(" MB")) as progress:
+        files = (options.folder.removeprefix(PREFIX), options.out, print_line, progress.report)
         if options.folder.startswith(PREFIX):
-            folder = options.folder.removeprefix(PREFIX)
-            files = (folder, options.out, print_line, progress.report)
             import_checkpoint(*files, config=options.config, rope=options.rope)
-            return ExitCode.DONE
-        for option, given in (("--config", options.config), ("--rope", options.rope != "auto")):
-            if given:
-                rule = f"requires a checkpoint of MaxText: {PREFIX}DIR."
-                action = f"Leave {option} out, or write {PREFIX}{options.folder}."
-                raise ConfigError.one(
-                    Code.CLI_CONFLICT, f"command line: {option}", None, rule, action
-                )
-        import_folder(options.folder, options.out, print_line, progress.report)
+        elif options.upcycle:
+            inputs = (*filter(None, [options.config]), *options.inputs)
+            scale, ratio = options.router_scale, options.drop_ratio
+            import_upcycled(*files, UpcycleOptions(inputs, scale, ratio))
+        else:
+            import_folder(*files)
     return ExitCode.DONE
+
+
+def _check_import(options: argparse.Namespace) -> None:
+    """Check that the options of an import can be combined.
+
+    Raises:
+        ConfigError: an option requires another kind of import, or is out of range.
+    """
+    from maxpipe.maxtext.import_ import PREFIX
+
+    def error(option: str, value: object, rule: str, action: str) -> ConfigError:
+        given = None if value is None else str(value)
+        return ConfigError.one(Code.CLI_CONFLICT, f"command line: {option}", given, rule, action)
+
+    if unknown := [each for each in options.inputs if each.startswith("-")]:
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    is_maxtext = options.folder.startswith(PREFIX)
+    if is_maxtext and options.upcycle:
+        rule = "requires a Hugging Face folder with a dense model."
+        raise error("--upcycle", None, rule, "Omit --upcycle, or use a Hugging Face folder.")
+    of_maxtext = {"--config": options.config, "--rope": options.rope != "auto"}
+    if options.upcycle:
+        del of_maxtext["--config"]
+    for option, given in of_maxtext.items():
+        if given and not is_maxtext:
+            rule = f"requires a checkpoint of MaxText: {PREFIX}DIR."
+            action = f"Leave {option} out, or write {PREFIX}{options.folder}."
+            raise error(option, None, rule, action)
+    of_upcycling = {
+        **dict.fromkeys(options.inputs, True),
+        "--router-scale": options.router_scale != 1,
+        "--drop-ratio": options.drop_ratio != 0,
+    }
+    for option, given in of_upcycling.items():
+        if given and not options.upcycle:
+            rule = "requires --upcycle: other imports read the config of the folder."
+            action = f"Omit {option}, add --upcycle, or pass config keys to `maxpipe train`."
+            raise error(option, None, rule, action)
+    for each in options.inputs:
+        if "=" in each and not each.startswith(("model.", "model=", "run.seed=")):
+            rule = "must be a key of the section model, or run.seed: an import reads no other keys."
+            raise error(each, None, rule, "Pass this key to `maxpipe train`.")
+    if not 0 < options.router_scale < math.inf:
+        rule = "must be greater than 0, because equal router logits select the same experts."
+        raise error("--router-scale", options.router_scale, rule, "Use --router-scale 1.")
+    if not 0 <= options.drop_ratio <= 1:
+        rule = "must be from 0 to 1."
+        raise error("--drop-ratio", options.drop_ratio, rule, "Use --drop-ratio 0.5.")
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -112,6 +159,11 @@ def _named_addresses(options: argparse.Namespace, first: Address) -> dict[str, A
 
 def add(commands: Commands) -> None:
     """Add the `import` and `export` commands."""
+    _add_import(commands)
+    _add_export(commands)
+
+
+def _add_import(commands: Commands) -> None:
     incoming = commands.add_parser(
         "import",
         help="convert a Hugging Face folder, or a checkpoint of MaxText, to a checkpoint",
@@ -121,13 +173,25 @@ def add(commands: Commands) -> None:
         "files and downloads no files (see `maxpipe fetch`). To start a run without conversion,\n"
         "set checkpoint.restore_from=hf:DIR.\n\n"
         "maxtext:DIR converts a checkpoint of MaxText (Orbax) with a Llama, Mistral, Mixtral,\n"
-        "Qwen2, Qwen3, Gemma 2 or Gemma 3 model, with scanned or unscanned layers.",
+        "Qwen2, Qwen3, Gemma 2 or Gemma 3 model, with scanned or unscanned layers.\n\n"
+        "--upcycle converts a dense Hugging Face folder to a mixture of experts: config files and\n"
+        "model.key=value overrides define the experts, and all other keys have the values of the\n"
+        "folder.",
         epilog="example: maxpipe import ~/models/Llama-3.2-1B --out runs/llama\n"
         "         maxpipe train runs/llama/config.yml data.source=text data.path='*.txt'\n"
-        "           train.steps=100",
+        "           train.steps=100\n"
+        "         maxpipe import ~/models/Llama-3.2-1B --out runs/moe --upcycle model.family=moe\n"
+        "           model.moe.num_dense_layers=0 model.moe.num_experts=8 model.moe.top_k=2",
     )
     about = "Hugging Face folder, or maxtext: and the folder of a checkpoint of MaxText"
     incoming.add_argument("folder", metavar="DIR", help=about)
+    incoming.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="FILE|model.key=value",
+        help="with --upcycle: config of the mixture of experts; only the section model and "
+        "run.seed are read",
+    )
     incoming.add_argument(
         "--out", required=True, metavar="CKPT", help="folder to create; it must not exist"
     )
@@ -145,8 +209,30 @@ def add(commands: Commands) -> None:
         help="storage of rotated pairs of dims in a MaxText checkpoint: adjacent, or in two halves "
         "(default: auto, interleaved for Llama 3.1 and YaRN)",
     )
+    incoming.add_argument(
+        "--upcycle",
+        action="store_true",
+        help="initialize the experts of a mixture of experts from the MLPs of a dense model",
+    )
+    incoming.add_argument(
+        "--router-scale",
+        type=number,
+        default=1.0,
+        metavar="X",
+        help="with --upcycle: factor that multiplies the initial router weights (default: 1)",
+    )
+    incoming.add_argument(
+        "--drop-ratio",
+        type=number,
+        default=0.0,
+        metavar="X",
+        help="with --upcycle: fraction of each expert's hidden dims that is initialized at random, "
+        "as in Drop-Upcycling (default: 0)",
+    )
     incoming.set_defaults(command=_import)
 
+
+def _add_export(commands: Commands) -> None:
     outgoing = commands.add_parser(
         "export",
         help="convert a checkpoint to a Hugging Face folder",

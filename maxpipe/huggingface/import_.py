@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from maxpipe.checkpoint import writer
 from maxpipe.checkpoint.digests import leaves_by_name
@@ -77,13 +77,40 @@ def hub_id(folder: Path) -> str | None:
     return f"{match[1]}/{match[2]}" if match else None
 
 
+class ConvertedModel(NamedTuple):
+    """A model to write as a checkpoint."""
+
+    section: Mapping[str, Any]
+    """Section `model` of its config."""
+    params: Mapping[str, writer.LazySlabArray]
+    """Lazily read parameters in checkpoint layout, keyed by name."""
+    origin: Origin
+
+
+def convert_unchanged(source: HuggingFaceFolder) -> ConvertedModel:
+    """Return the model of a folder."""
+    section = {**source.model_dtypes, **source.description.section}
+    origin: Origin = {
+        "dtype": source.dtype,
+        "dtypes": {n: dtype for n, dtype in source.dtypes.items() if dtype != source.dtype},
+        "folder": hub_id(source.folder) or str(source.folder.absolute()),
+    }
+    params = {name: lazy_array(source, name) for name in source.mapping.shapes}
+    return ConvertedModel(section, params, origin)
+
+
 def import_folder(
-    folder: str, out: str, say: MessageCallback, report: ProgressCallback = ignore_progress
+    folder: str,
+    out: str,
+    say: MessageCallback,
+    report: ProgressCallback = ignore_progress,
+    convert: Callable[[HuggingFaceFolder], ConvertedModel] = convert_unchanged,
 ) -> None:
     """Write `<out>/checkpoints/0`, the tokenizer files, and a config.yml for runs that start from
     this checkpoint.
 
-    `say` receives messages for the user, and `report` receives the progress in megabytes.
+    `say` receives messages for the user, and `report` receives the progress in megabytes. `convert`
+    returns the model to write.
 
     Raises:
         ConfigError: the folder does not contain a supported model, or `out` already exists.
@@ -92,6 +119,7 @@ def import_folder(
     source = open_folder(folder)
     for line in describe_source(source):
         say(line)
+    model = convert(source)
     target = expand_path(out, _OUT).absolute()
     length = min(source.sequence_length, TrainConfig().sequence_length)
     with atomic_folder(out, _OUT) as here:
@@ -104,18 +132,13 @@ def import_folder(
             [],
             {
                 "train": {"steps": 1, "sequence_length": length},
-                "model": {**source.model_dtypes, **source.description.section},
+                "model": model.section,
                 "tokenizer": tokenizer,
             },
             str(source.folder / FILE),
         )
-        origin: Origin = {
-            "dtype": source.dtype,
-            "dtypes": {n: dtype for n, dtype in source.dtypes.items() if dtype != source.dtype},
-            "folder": hub_id(source.folder) or str(source.folder.absolute()),
-        }
-        data = {"fingerprint": fingerprint, ORIGIN: origin}
-        write_import(here, target, saved, _params(source), data, tokenizer, report)
+        data = {"fingerprint": fingerprint, ORIGIN: model.origin}
+        write_import(here, target, saved, model.params, data, tokenizer, report)
     for line in next_steps(target, f"train.sequence_length={length}"):
         say(line)
 
@@ -200,15 +223,12 @@ def next_steps(target: Path, *settings: str) -> list[str]:
     return [f"wrote {target}", f"next: maxpipe train {config} {more}"]
 
 
-def _params(source: HuggingFaceFolder) -> dict[str, writer.LazySlabArray]:
-    """Return lazily read parameters in checkpoint layout, in the dtypes of the weight files."""
-    arrays: dict[str, writer.LazySlabArray] = {}
-    for name, shape in source.mapping.shapes.items():
-        dtype = source.stored_dtype(name)
-        slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
-        read = partial(source.read_region, name, dtype)
-        arrays[name] = writer.LazySlabArray(shape, dtype, slab, read, is_finite=True)
-    return arrays
+def lazy_array(source: HuggingFaceFolder, name: str) -> writer.LazySlabArray:
+    """Return a lazily read parameter in checkpoint layout, in the dtype of the weight files."""
+    dtype = source.stored_dtype(name)
+    slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
+    read = partial(source.read_region, name, dtype)
+    return writer.LazySlabArray(source.mapping.shapes[name], dtype, slab, read, is_finite=True)
 
 
 def _tokenizer(

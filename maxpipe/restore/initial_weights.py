@@ -50,6 +50,7 @@ from maxpipe.huggingface.folder import (
 from maxpipe.huggingface.folder import open_folder as open_folder
 from maxpipe.huggingface.import_ import WEIGHTS_ONLY, describe_source
 from maxpipe.huggingface.peft_folder import PeftFolder
+from maxpipe.huggingface.upcycle import has_experts
 from maxpipe.io.typed_json import check_type
 from maxpipe.models.adapters import DOWN, LENGTH, UP
 from maxpipe.models.config import AdapterConfig, ModelConfig
@@ -252,6 +253,16 @@ def _read_folder_weights(
     """Read the weights of a Hugging Face folder."""
     config = loaded.config
     source = open_folder(folder, error_location(KEY, loaded.origins))
+    if has_experts(describe(config.model)) and not has_experts(describe(source.config)):
+        raise ConfigError.one(
+            Code.HF_UPCYCLE,
+            error_location(KEY, loaded.origins),
+            PREFIX + folder,
+            f"must hold a model with experts, as model.family={config.model.family}, but the "
+            f"folder holds a dense {source.description.table.architecture}.",
+            f"Run `maxpipe import {folder} --out NEW --upcycle` with the model keys of this run, "
+            f"and set {KEY}=NEW.",
+        )
     wanted = to_dict(config)["model"]
     decided = {**WITHOUT_MTP, **source.description.section}
     if decided["mtp_heads"] and not config.model.mtp_heads:
