@@ -32,7 +32,11 @@ from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.writer import Region
 from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
-from maxpipe.huggingface.folder import HuggingFaceFolder, folder_of, open_folder
+from maxpipe.huggingface.folder import (
+    HuggingFaceFolder,
+    folder_of,
+    open_folder,
+)
 from maxpipe.huggingface.peft_layout import (
     CONFIG,
     SUFFIXES,

@@ -20,10 +20,10 @@ from maxpipe.huggingface.peft_layout import PREFIX, SUFFIXES, AdaptedTensor, ada
 from maxpipe.huggingface.safetensors import (
     DTYPES,
     SafetensorsReader,
-    canonical,
     format_names,
     format_shape,
 )
+from maxpipe.huggingface.tensor_layouts import canonical
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.adapters import DOWN, UP
 from maxpipe.models.config import AdapterConfig, ModelConfig

@@ -24,7 +24,7 @@ from maxpipe.config.peft_settings import CONFIG as CONFIG
 from maxpipe.config.peft_settings import WEIGHTS as WEIGHTS
 from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface.mapping import TensorMapping, map_tensors
-from maxpipe.huggingface.safetensors import adapt_table
+from maxpipe.huggingface.tensor_layouts import adapt_table
 from maxpipe.models.adapters import DOWN, LENGTH, UP, without_adapters
 from maxpipe.models.huggingface import HuggingFace
 from maxpipe.models.param_names import names_in_layers

@@ -33,12 +33,7 @@ from maxpipe.config.rules import format_value
 from maxpipe.errors import Code, ConfigError, Problem
 from maxpipe.huggingface import mapping
 from maxpipe.huggingface.config_json import FILE
-from maxpipe.huggingface.folder import (
-    HuggingFaceFolder,
-    MessageCallback,
-    ProgressCallback,
-    ignore_progress,
-)
+from maxpipe.huggingface.folder import HuggingFaceFolder
 from maxpipe.huggingface.import_ import (
     SLAB_BYTES,
     ConvertedModel,
@@ -47,6 +42,11 @@ from maxpipe.huggingface.import_ import (
     lazy_array,
 )
 from maxpipe.huggingface.mapping import import_slab_shape
+from maxpipe.huggingface.output_folder import (
+    MessageCallback,
+    ProgressCallback,
+    ignore_progress,
+)
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.attention import Rope
