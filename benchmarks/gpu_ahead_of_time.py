@@ -172,9 +172,12 @@ def main() -> None:
         else:
             continue
         total = reported("plan", row)["total_bytes"] / GIB
+        ratio = f"{total / sizes[1]:.3f}"
+        if options.only not in name and values[2] == f"{total:.2f}":
+            ratio = values[3]  # sizes on the page are rounded
         lines.append(
             f"| {name} | {attention} | {sizes[0]:.2f} | {sizes[1]:.2f} "
-            f"| {total:.2f} | {total / sizes[1]:.3f} | {seconds} |"
+            f"| {total:.2f} | {ratio} | {seconds} |"
         )
         print(lines[-1], flush=True)
     if options.write:
