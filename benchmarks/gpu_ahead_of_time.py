@@ -142,7 +142,7 @@ def name_of(row: tuple[str, str, int, str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="compile only rows whose name contains TEXT"
@@ -155,7 +155,7 @@ def main() -> None:
     written = {name: values for name, *values in cells if values}
     lines, versions = [], ""
     for row in ROWS:
-        name = name_of(row)
+        name, ratios = name_of(row), {}
         if options.only in name:
             stated = reported("compile", row)
             used = {
@@ -167,14 +167,13 @@ def main() -> None:
             sizes = stated["argument_bytes"] / GIB, stated["total_bytes"] / GIB
             attention, seconds = stated["attention"], f"{stated['compile_seconds']:.0f} s"
         elif name in written:
-            attention, *values, seconds = written[name]
-            sizes = float(values[0]), float(values[1])
+            attention, arguments, most, predicted, ratio, seconds = written[name]
+            sizes = float(arguments), float(most)
+            ratios = {predicted: ratio}  # more precise than the rounded sizes
         else:
             continue
         total = reported("plan", row)["total_bytes"] / GIB
-        ratio = f"{total / sizes[1]:.3f}"
-        if options.only not in name and values[2] == f"{total:.2f}":
-            ratio = values[3]  # sizes on the page are rounded
+        ratio = ratios.get(f"{total:.2f}", f"{total / sizes[1]:.3f}")
         lines.append(
             f"| {name} | {attention} | {sizes[0]:.2f} | {sizes[1]:.2f} "
             f"| {total:.2f} | {ratio} | {seconds} |"
