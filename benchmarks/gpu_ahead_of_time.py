@@ -2,6 +2,9 @@
 
     python benchmarks/gpu_ahead_of_time.py            # prints the table
     python benchmarks/gpu_ahead_of_time.py --write    # and writes gpu_ahead_of_time.md
+    python benchmarks/gpu_ahead_of_time.py --only 70b # only rows whose name contains 70b
+
+If `--write` is combined with `--only`, the page keeps the compiler results of all other rows.
 
 For each row, `maxpipe compile` compiles the real train step for GPUs ahead of time
 (`pip install '.[gpu-aot]'`), and `maxpipe plan` predicts its memory. No GPU is used. The script
@@ -53,6 +56,54 @@ ROWS = [
         "mesh.dcn_stage=4 mesh.ici_fsdp=8 train.batch_size=128 train.sequence_length=4096 "
         "pipeline.microbatches=8 pipeline.schedule=zb_h1",
     ),
+    (
+        *("olmo3-7b", "h100:8", 1),
+        "mesh.ici_fsdp=8 train.batch_size=8 train.sequence_length=4096 pipeline.remat=names",
+    ),
+    (
+        *("smollm3-3b", "h100:8", 1),
+        "mesh.ici_stage=4 mesh.ici_fsdp=2 train.batch_size=32 train.sequence_length=4096 "
+        "pipeline.microbatches=8 pipeline.repeats=3",
+    ),
+    (
+        *("ministral3-8b", "h100:8", 1),
+        "mesh.ici_fsdp=8 train.batch_size=8 train.sequence_length=16384 pipeline.remat=full",
+    ),
+    (
+        *("llama4-scout-109b-a17b", "h100:8", 4),
+        "model.num_layers=16 mesh.dcn_stage=4 mesh.ici_fsdp=8 train.batch_size=64 "
+        "train.sequence_length=4096 pipeline.microbatches=8 pipeline.schedule=zb_h1",
+    ),
+    (
+        *("qwen3.5-9b", "h100:8", 2),
+        "mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 train.batch_size=64 "
+        "train.sequence_length=2048 pipeline.microbatches=8 pipeline.remat=names",
+    ),
+    (
+        *("qwen3.5-35b-a3b", "h100:8", 4),
+        "mesh.dcn_fsdp=4 mesh.ici_expert=8 train.batch_size=32 train.sequence_length=4096",
+    ),
+    (
+        *("qwen3.5-122b-a10b", "h100:8", 4),
+        "model.num_layers=16 mesh.dcn_stage=4 mesh.ici_fsdp=8 train.batch_size=64 "
+        "train.sequence_length=2048 pipeline.microbatches=8 pipeline.schedule=1f1b",
+    ),
+    (
+        *("glm4.5-air-106b-a12b", "h100:8", 4),
+        "model.num_layers=9 mesh.dcn_fsdp=4 mesh.ici_expert=8 train.batch_size=32 "
+        "train.sequence_length=4096 pipeline.remat=full",
+    ),
+    (
+        *("minimax-m2-230b-a10b", "h100:8", 4),
+        "model.num_layers=8 mesh.dcn_stage=2 mesh.dcn_fsdp=2 mesh.ici_fsdp=8 train.batch_size=128 "
+        "train.sequence_length=2048 pipeline.microbatches=8 pipeline.weight_gather=window "
+        "pipeline.repeats=4",
+    ),
+    (
+        *("kimi-k2-1t-a32b", "h100:8", 8),
+        "model.num_layers=3 mesh.dcn_fsdp=8 mesh.ici_expert=8 train.batch_size=64 "
+        "train.sequence_length=2048",
+    ),
 ]
 HEAD = """\
 # Predicted memory compared with XLA for GPUs
@@ -84,27 +135,53 @@ def reported(command: str, row: tuple[str, str, int, str]) -> dict[str, Any]:
     return json.loads(found.stdout)
 
 
+def name_of(row: tuple[str, str, int, str]) -> str:
+    model, topology, slices, keys = row
+    times = f" x {slices}" if slices > 1 else ""
+    return f"{model} {topology}{times}: {keys}"
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--write", action="store_true")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="compile only rows whose name contains TEXT"
+    )
     options = parser.parse_args()
+    if not any(options.only in name_of(row) for row in ROWS):
+        parser.error(f"--only {options.only}: no row has this text in its name")
+    target = Path(__file__).with_suffix(".md")
+    cells = [line.strip("| ").split(" | ") for line in target.read_text("utf-8").splitlines()]
+    written = {name: values for name, *values in cells if values}
     lines, versions = [], ""
     for row in ROWS:
-        model, topology, slices, keys = row
-        stated, predicted = reported("compile", row), reported("plan", row)
-        used = {name: each for name, each in stated["versions"].items() if name != "jaxlib"}
-        versions = ", ".join(f"{name} {each}" for name, each in used.items())
-        most, total = stated["total_bytes"] / GIB, predicted["total_bytes"] / GIB
-        times = f" x {slices}" if slices > 1 else ""
-        name = f"{model} {topology}{times}: {keys}"
+        name, ratios = name_of(row), {}
+        if options.only in name:
+            stated = reported("compile", row)
+            used = {
+                key: each
+                for key, each in stated["versions"].items()
+                if key not in ("jaxlib", "libtpu")
+            }
+            versions = ", ".join(f"{key} {each}" for key, each in used.items())
+            sizes = stated["argument_bytes"] / GIB, stated["total_bytes"] / GIB
+            attention, seconds = stated["attention"], f"{stated['compile_seconds']:.0f} s"
+        elif name in written:
+            attention, arguments, most, predicted, ratio, seconds = written[name]
+            sizes = float(arguments), float(most)
+            ratios = {predicted: ratio}  # more precise than the rounded sizes
+        else:
+            continue
+        total = reported("plan", row)["total_bytes"] / GIB
+        ratio = ratios.get(f"{total:.2f}", f"{total / sizes[1]:.3f}")
         lines.append(
-            f"| {name} | {stated['attention']} | {stated['argument_bytes'] / GIB:.2f} | {most:.2f} "
-            f"| {total:.2f} | {total / most:.3f} | {stated['compile_seconds']:.0f} s |"
+            f"| {name} | {attention} | {sizes[0]:.2f} | {sizes[1]:.2f} "
+            f"| {total:.2f} | {ratio} | {seconds} |"
         )
         print(lines[-1], flush=True)
     if options.write:
         text = HEAD.format(versions=versions) + "\n".join(lines) + "\n"
-        (ROOT / "benchmarks" / "gpu_ahead_of_time.md").write_text(text, encoding="utf-8")
+        target.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ PROGRAM = ("runtime.py", "compile.py", "hlo_parser.py", "instruction_costs.py")
 """Files outside `FOLDERS` in the cache digest: they affect the compiled program or its report."""
 FOLDERS = {"models", "nn", "schedule", "parallel", "pipeline", "optim", "step"}
 CACHE = Path(tempfile.gettempdir()) / "maxpipe-predicted-memory"
-AXES = ("stage", "data", "fsdp", "tensor")
+AXES = ("stage", "data", "fsdp", "expert", "tensor")
 PIPELINE = ("schedule", "repeats", "group", "microbatches", "weight_gather", "remat")
 SECTION = {
     **{f"{link}_{axis}": "mesh" for link in ("ici", "dcn") for axis in AXES},
@@ -322,6 +322,138 @@ ROWS = [
             1,
             "model.moe.num_dense_layers=4 ici_stage=4 ici_fsdp=4 ici_tensor=2 schedule=zb_h1 "
             "microbatches=16 batch_size=64 sequence_length=1024 remat=names",
+        ),
+        (
+            "olmo3-7b",
+            "v5p:2x2x4",
+            1,
+            "ici_fsdp=16 microbatches=2 batch_size=64 sequence_length=4096 remat=names",
+        ),
+        (
+            "olmo3-7b",
+            "v6e:4x8",
+            1,
+            "ici_stage=2 ici_fsdp=16 repeats=2 microbatches=8 batch_size=128 sequence_length=2048",
+        ),
+        (
+            "smollm3-3b",
+            "v5p:2x2x4",
+            1,
+            "ici_stage=4 ici_fsdp=4 repeats=3 microbatches=8 batch_size=64 "
+            "sequence_length=4096 remat=full",
+        ),
+        (
+            "smollm3-3b",
+            "v6e:4x4",
+            1,
+            "ici_fsdp=8 ici_tensor=2 microbatches=2 batch_size=16 sequence_length=16384",
+        ),
+        (
+            "ministral3-8b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=2 ici_fsdp=16 schedule=1f1b microbatches=8 batch_size=128 "
+            "sequence_length=4096 weight_gather=step remat=names",
+        ),
+        (
+            "ministral3-8b",
+            "v6e:4x8",
+            1,
+            "ici_fsdp=32 microbatches=1 batch_size=32 sequence_length=16384",
+        ),
+        (
+            "llama4-scout-109b-a17b",
+            "v5p:2x4x4",
+            1,
+            "model.num_layers=16 ici_stage=4 ici_fsdp=8 schedule=zb_h1 microbatches=8 "
+            "batch_size=64 sequence_length=4096",
+        ),
+        (
+            "llama4-scout-109b-a17b",
+            "v6e:8x8",
+            1,
+            "model.num_layers=8 ici_fsdp=16 ici_expert=4 microbatches=1 batch_size=64 "
+            "sequence_length=16384",
+        ),
+        (
+            "qwen3.5-9b",
+            "v5p:2x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=8 repeats=2 microbatches=16 batch_size=128 sequence_length=2048",
+        ),
+        (
+            "qwen3.5-9b",
+            "v6e:4x8",
+            1,
+            "ici_fsdp=32 microbatches=2 batch_size=64 sequence_length=2048 remat=names",
+        ),
+        (
+            "qwen3.5-35b-a3b",
+            "v5p:2x4x4",
+            1,
+            "ici_fsdp=8 ici_expert=4 microbatches=2 batch_size=64 sequence_length=4096",
+        ),
+        (
+            "qwen3.5-35b-a3b",
+            "v6e:8x8",
+            1,
+            "ici_stage=2 ici_fsdp=32 repeats=2 microbatches=8 batch_size=256 sequence_length=2048",
+        ),
+        (
+            "qwen3.5-122b-a10b",
+            "v5p:2x4x4",
+            1,
+            "model.num_layers=16 ici_stage=2 ici_fsdp=16 schedule=zb_h1 microbatches=8 "
+            "batch_size=128 sequence_length=2048",
+        ),
+        (
+            "qwen3.5-122b-a10b",
+            "v6e:8x8",
+            1,
+            "model.num_layers=12 ici_fsdp=16 ici_expert=4 microbatches=2 batch_size=128 "
+            "sequence_length=4096",
+        ),
+        (
+            "glm4.5-air-106b-a12b",
+            "v5p:2x4x4",
+            1,
+            "model.num_layers=9 ici_stage=2 ici_fsdp=16 repeats=4 microbatches=8 "
+            "batch_size=128 sequence_length=4096 weight_gather=window",
+        ),
+        (
+            "glm4.5-air-106b-a12b",
+            "v6e:8x8",
+            1,
+            "model.num_layers=9 ici_fsdp=64 microbatches=1 batch_size=64 sequence_length=4096 "
+            "remat=full",
+        ),
+        (
+            "minimax-m2-230b-a10b",
+            "v5p:2x4x4",
+            1,
+            "model.num_layers=8 ici_stage=4 ici_fsdp=8 schedule=1f1b microbatches=8 "
+            "batch_size=64 sequence_length=4096 weight_gather=step remat=full",
+        ),
+        (
+            "minimax-m2-230b-a10b",
+            "v6e:8x8",
+            1,
+            "model.num_layers=8 ici_fsdp=16 ici_expert=4 microbatches=1 batch_size=64 "
+            "sequence_length=4096",
+        ),
+        (
+            "kimi-k2-1t-a32b",
+            "v5p:4x4x4",
+            1,
+            "model.num_layers=5 ici_fsdp=8 ici_expert=8 microbatches=1 batch_size=64 "
+            "sequence_length=4096",
+        ),
+        (
+            "kimi-k2-1t-a32b",
+            "v6e:16x16",
+            1,
+            "model.num_layers=5 ici_fsdp=8 ici_expert=32 microbatches=1 batch_size=256 "
+            "sequence_length=2048",
         ),
     )
 ]
