@@ -72,7 +72,7 @@ def test_files_merge_within_family_section(tmp_path: Path) -> None:
     [
         ([*GEMMA, "model.llama.rope_factor=2"], "requires model.family=llama"),
         ([*LLAMA, "model.gemma3.sliding_window=2"], "or set model.family=gemma3."),
-        ([*LLAMA, "model.family=gemma"], "Set model.family=gemma3."),
+        ([*LLAMA, "model.family=gemma"], "Set model.family=gemma4."),
         ([*GEMMA, "model.gemma3.windw=2"], "Did you mean model.gemma3.sliding_window?"),
         ([*GEMMA, "model.gemma3.sliding_window_pattern=0"], "must be at least 1."),
         ([*GEMMA, "model.gemma3.sliding_window=2147483648"], "must be from 1 to 2147483647"),
