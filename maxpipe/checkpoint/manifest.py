@@ -47,7 +47,7 @@ from maxpipe.checkpoint.storage import (
     translate_read_errors,
 )
 from maxpipe.errors import Code, DivergenceError, MaxpipeError, StorageError
-from maxpipe.io.stores import array_store
+from maxpipe.io.array_store import array_store
 from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed, parse_json
 
 Tree = Any

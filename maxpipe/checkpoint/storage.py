@@ -1,8 +1,8 @@
 """Store runs and checkpoints in local folders and in buckets of object stores.
 
-A bucket path has the form `gs://BUCKET/PATH` or `s3://BUCKET/PATH`. epath and orbax access objects
-through fsspec; this module adds operations that they lack. orbax itself supports only `gs://`, so
-`to_epath` extends the functions with which orbax recognizes a bucket.
+A bucket path has the form `SCHEME://BUCKET/PATH`. epath and orbax access objects through fsspec;
+this module adds operations that they lack. orbax itself supports only `gs://`, so `to_epath`
+extends the functions with which orbax recognizes a bucket.
 
 The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
 its content was read and differs from the saved content, or is missing. All other failures are
@@ -26,16 +26,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from etils import epath
+from etils.epath import backend, gpath
 
 from maxpipe.config.config_files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
+from maxpipe.io.array_store import array_store
 from maxpipe.io.files import UnsafeFileError, expand_path, open_regular, url_scheme
 from maxpipe.io.stores import (
-    CHECKPOINT_STORES,
-    array_store,
+    create_object,
+    is_checkpoint_store,
     missing_package,
     store_filesystem,
     strip_scheme,
@@ -121,7 +123,8 @@ def url_of_copy(folder: epath.PathLike) -> str:
     if in_bucket(folder) or not path.is_relative_to(_copies()):
         return ""
     scheme, *parts = path.relative_to(_copies()).parts or ("",)
-    return f"{scheme}://{'/'.join(parts)}" if scheme in CHECKPOINT_STORES else ""
+    url = f"{scheme}://{'/'.join(parts)}"
+    return url if is_checkpoint_store(url) else ""
 
 
 def _copies(kind: str = "runs") -> str:
@@ -187,11 +190,9 @@ def to_epath(path: epath.PathLike) -> epath.Path:
     if not in_bucket(path):
         return epath.Path("/") / expand_path(os.fspath(path)).absolute()
     scheme = url_scheme(path)
-    if scheme not in CHECKPOINT_STORES:
-        rule = (
-            f"must be a folder or a path in a gs:// or s3:// bucket: {scheme}:// is not supported."
-        )
-        action = "Give gs://BUCKET/PATH, s3://BUCKET/PATH or a folder, such as a mounted store."
+    if not is_checkpoint_store(path):
+        rule = f"must be a folder or a path in an object store: {scheme}:// is not supported."
+        action = "Give a folder, gs://BUCKET/PATH, s3://BUCKET/PATH or az://CONTAINER/PATH."
         raise ConfigError.one(Code.IO_PATH, os.fspath(path), None, rule, action)
     try:
         store_filesystem(path)
@@ -200,9 +201,32 @@ def to_epath(path: epath.PathLike) -> epath.Path:
         raise StorageError(
             Code.ENV_PACKAGE, f"{path}: cannot be reached\n  {rule}\n  {action}"
         ) from error
-    if scheme == "s3":
+    if scheme != "gs":
         _extend_orbax()
+    if scheme not in ("gs", "s3"):
+        epath.register_path_cls(f"{scheme}://")(StorePath)
     return epath.Path(path)
+
+
+class StorePath(gpath.PosixGPath):
+    """An epath in a store that epath cannot open, or opens without the options in its URL."""
+
+    @property
+    def _path_str(self) -> str:
+        scheme, *parts = self.parts  # pathlib removes one of the slashes after the scheme
+        return f"{scheme}//{'/'.join(parts)}"
+
+    @property
+    def _backend(self) -> Any:
+        return _STORE_BACKEND
+
+
+class _StoreBackend(type(backend.fsspec_backend)):
+    def fs(self, path: epath.PathLike) -> Any:
+        return store_filesystem(path)
+
+
+_STORE_BACKEND = _StoreBackend()
 
 
 def _array_store(path: str) -> dict[str, Any]:
@@ -213,7 +237,7 @@ def _array_store(path: str) -> dict[str, Any]:
 
 @functools.cache
 def _extend_orbax() -> None:
-    """Extend the functions with which orbax recognizes `gs://` to `s3://`.
+    """Extend the functions with which orbax recognizes `gs://` to all stores.
 
     orbax then commits a checkpoint by an object in place of a rename, and writes arrays with the
     S3 driver of tensorstore.
@@ -242,7 +266,7 @@ def _extend_orbax() -> None:
             if not callable(getattr(module, name, None)):
                 raise StorageError(
                     Code.ENV_PACKAGE,
-                    "checkpoints: cannot be stored in S3\n"
+                    "checkpoints: cannot be stored in this object store\n"
                     f"  the installed orbax-checkpoint has no function {name}.\n"
                     "  Run: pip install 'orbax-checkpoint==0.12.8'",
                 )
@@ -293,7 +317,7 @@ def create(path: epath.PathLike, text: str) -> None:
     Raises:
         FileExistsError: the object exists.
     """
-    store_filesystem(path).pipe_file(os.fspath(path), text.encode(), mode="create")
+    create_object(os.fspath(path), text.encode())
 
 
 class PinnedFolder:
