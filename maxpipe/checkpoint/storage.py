@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -33,10 +34,13 @@ from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
+from maxpipe.io import store_server
 from maxpipe.io.array_store import array_store
 from maxpipe.io.files import UnsafeFileError, expand_path, open_regular, url_scheme
 from maxpipe.io.stores import (
     create_object,
+    create_parent,
+    find_objects,
     is_checkpoint_store,
     missing_package,
     store_filesystem,
@@ -185,7 +189,7 @@ def to_epath(path: epath.PathLike) -> epath.Path:
 
     Raises:
         ConfigError: the URL scheme is not supported.
-        StorageError: gcsfs, which buckets require, is not installed.
+        StorageError: the package of the store is not installed, or has no credentials.
     """
     if not in_bucket(path):
         return epath.Path("/") / expand_path(os.fspath(path)).absolute()
@@ -201,11 +205,27 @@ def to_epath(path: epath.PathLike) -> epath.Path:
         raise StorageError(
             Code.ENV_PACKAGE, f"{path}: cannot be reached\n  {rule}\n  {action}"
         ) from error
+    except Exception as error:
+        raise StorageError(
+            Code.CKPT_STORAGE,
+            f"{path}: cannot be reached\n"
+            f"  the library of the store reports: {root_cause_text(error)}.\n"
+            "  Check the URL, and the environment variables with the credentials of the store.",
+        ) from error
     if scheme != "gs":
         _extend_orbax()
     if scheme not in ("gs", "s3"):
         epath.register_path_cls(f"{scheme}://")(StorePath)
+        _extend_array_contexts()
     return epath.Path(path)
+
+
+@functools.cache
+def _extend_array_contexts() -> None:
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    for name in ("_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"):
+        getattr(tensorstore_utils, name, {}).update(store_server.CONTEXT)
 
 
 class StorePath(gpath.PosixGPath):
@@ -213,8 +233,9 @@ class StorePath(gpath.PosixGPath):
 
     @property
     def _path_str(self) -> str:
-        scheme, *parts = self.parts  # pathlib removes one of the slashes after the scheme
-        return f"{scheme}//{'/'.join(parts)}"
+        if self.parts and self.parts[0].endswith(":"):  # the scheme, if epath does not know it
+            return f"{self.parts[0]}//{'/'.join(self.parts[1:])}"
+        return super()._path_str
 
     @property
     def _backend(self) -> Any:
@@ -224,6 +245,23 @@ class StorePath(gpath.PosixGPath):
 class _StoreBackend(type(backend.fsspec_backend)):
     def fs(self, path: epath.PathLike) -> Any:
         return store_filesystem(path)
+
+    def exists(self, path: epath.PathLike) -> bool:
+        try:
+            store_filesystem(path).info(os.fspath(path))  # fsspec's `exists` hides errors
+        except FileNotFoundError:
+            return False
+        return True
+
+    def open(self, path: epath.PathLike, mode: str) -> Any:
+        if "w" in mode:
+            create_parent(os.fspath(path))
+        return super().open(path, mode)
+
+    def glob(self, path: epath.PathLike) -> list[str]:
+        above = re.split(r"[*?[]", os.fspath(path))[0].rpartition("/")[0]
+        begin = len(strip_scheme(above))  # names in lists may lack the host of the URL
+        return [f"{above}{name[begin:]}" for name in store_filesystem(path).glob(path)]
 
 
 _STORE_BACKEND = _StoreBackend()
@@ -442,8 +480,18 @@ def rename(path: epath.Path, target: epath.Path) -> None:
         return
     store = store_filesystem(path)
     for name in files(path):
-        store.cp_file(os.fspath(path / name), os.fspath(target / name))
+        _copy(store, os.fspath(path / name), os.fspath(target / name))
     store.rm(os.fspath(path), recursive=True)
+
+
+def _copy(store: Any, path: str, target: str) -> None:
+    create_parent(target)
+    if url_scheme(path) == "s3":
+        store.cp_file(path, target)
+        return
+    # Other stores may lack copies, or return before a copy is complete.
+    with store.open(path, "rb") as source, store.open(target, "wb") as copied:
+        shutil.copyfileobj(source, copied, 1 << 23)
 
 
 def modified_seconds(path: epath.PathLike) -> float:
@@ -487,7 +535,7 @@ def files(folder: epath.Path) -> dict[str, int]:
     if not in_bucket(folder):
         return call_with_retries(lambda: dict(_walk(folder)))
     with translate_read_errors(folder):
-        objects = store_filesystem(folder).find(os.fspath(folder), detail=True)
+        objects = find_objects(os.fspath(folder))
     begin = len(strip_scheme(folder)) + 1
     return {name[begin:]: info["size"] for name, info in objects.items() if name[-1] != "/"}
 

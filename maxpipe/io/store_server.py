@@ -27,16 +27,16 @@ from xml.sax.saxutils import escape
 
 from maxpipe.errors import exception_chain
 from maxpipe.io.redact import register_secret
-from maxpipe.io.stores import create_parent, store_filesystem
+from maxpipe.io.stores import create_parent, find_objects, store_filesystem, strip_scheme
 
 _BLOCK = 8 << 20
 """Bytes that a request reads or writes at once. Smaller objects are written atomically."""
-_MAX_INDEX_BYTES = 1 << 20
-"""Size above which an object has data of arrays, and is not overwritten by other content."""
-_REQUESTS = 16
-"""Concurrent requests, which limits the memory of the server to twice this number of blocks."""
-RETRIES = {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"}
-"""Retries of tensorstore, in addition to those of the store's library."""
+CONTEXT: dict[str, Any] = {
+    "s3_request_concurrency": {"limit": 16},
+    "s3_request_retries": {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"},
+}
+"""tensorstore context of served arrays, which limits memory to two blocks per request. The library
+of the store repeats requests, too. Resources in a spec would make copies of indexes impossible."""
 
 
 def served_array_store(path: str) -> dict[str, Any]:
@@ -50,8 +50,7 @@ def served_array_store(path: str) -> dict[str, Any]:
         "path": path.replace("://", "/", 1),
         "aws_region": "us-east-1",
         "aws_credentials": {"type": "anonymous"},
-        "s3_request_concurrency": {"limit": _REQUESTS},
-        "s3_request_retries": RETRIES,
+        "use_conditional_write": True,
     }
 
 
@@ -72,8 +71,9 @@ class _Server(ThreadingHTTPServer):
         super().__init__(*arguments)
         self.endpoint = f"http://127.0.0.1:{self.server_port}"
         self.token = secrets.token_hex(16)
-        self.condition = threading.Lock()
-        """Held during conditional writes. Each array database has only one writing process."""
+        self.lock = threading.Lock()
+        """Held while an index is read or written, because some stores write in place. Only one
+        process writes each index."""
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), OSError):  # the client closed the connection
@@ -138,12 +138,19 @@ class _Request(BaseHTTPRequestHandler):
         return 0
 
     def _read(self, path: str) -> None:
-        store = store_filesystem(path)
-        size, etag, content = _inspect(path)
-        if status := self._check_conditions(etag):
-            return self._answer(status, ETag=etag)
+        store, content = store_filesystem(path), b""
+        if is_data := _is_data(path):
+            info = store.info(path)
+            if info["type"] != "file":
+                raise FileNotFoundError(path)
+            size = info["size"]
+        else:
+            with self.server.lock:
+                size = len(content := store.cat_file(path))
+        headers: dict[str, str] = {"ETag": _entity_tag(path, content)}
+        if status := self._check_conditions(headers["ETag"]):
+            return self._answer(status, **headers)
         status, start, end = 200, 0, size
-        headers: dict[str, str] = {"ETag": etag}
         if found := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
             first, last = found.groups()
             start = int(first) if first else max(0, size - int(last))
@@ -156,21 +163,24 @@ class _Request(BaseHTTPRequestHandler):
             return
         for begin in range(start, end, _BLOCK):
             stop = min(end, begin + _BLOCK)
-            block = store.cat_file(path, begin, stop) if content is None else content[begin:stop]
+            block = store.cat_file(path, begin, stop) if is_data else content[begin:stop]
             if len(block) < stop - begin:
                 raise ConnectionError("the object was changed")
             self.wfile.write(block)
 
     def _write(self, path: str) -> None:
-        if not (self.headers.get("If-Match") or self.headers.get("If-None-Match")):
+        if _is_data(path):
             return self._answer(200, ETag=self._store(path))
-        with self.server.condition:
-            try:
-                etag = _inspect(path)[1]
-            except FileNotFoundError:
-                etag = None
-            if status := self._check_conditions(etag):
-                return self._answer_error(status, "PreconditionFailed", "the object was changed")
+        with self.server.lock:
+            if self.headers.get("If-Match") or self.headers.get("If-None-Match"):
+                try:
+                    etag = _entity_tag(path, store_filesystem(path).cat_file(path))
+                except FileNotFoundError:
+                    etag = None
+                if status := self._check_conditions(etag):
+                    return self._answer_error(
+                        status, "PreconditionFailed", "the object was changed"
+                    )
             self._answer(200, ETag=self._store(path))
 
     def _store(self, path: str) -> str:
@@ -181,7 +191,7 @@ class _Request(BaseHTTPRequestHandler):
         if size <= _BLOCK:
             content = next(self._blocks(size), b"")
             store.pipe_file(path, content)
-            return _entity_tag(size, content)
+            return _entity_tag(path, content)
         file = store.open(path, "wb", block_size=_BLOCK)
         try:
             for block in self._blocks(size):
@@ -190,7 +200,7 @@ class _Request(BaseHTTPRequestHandler):
             file.closed = True  # an incomplete object is not committed
             raise
         file.close()
-        return _entity_tag(size)
+        return _entity_tag(path, b"")
 
     def _blocks(self, size: int) -> Iterator[bytes]:
         for begin in range(0, size, _BLOCK):
@@ -207,8 +217,7 @@ class _Request(BaseHTTPRequestHandler):
     def _list(self, prefix: str) -> None:
         scheme, _, name = prefix.partition("/")
         above = f"{scheme}://{name.rpartition('/')[0]}"
-        store = store_filesystem(above)
-        begin, objects = len(store._strip_protocol(above)), store.find(above, detail=True)
+        begin, objects = len(strip_scheme(above)), find_objects(above)
         keys = {
             f"{above}{found[begin:]}".replace("://", "/", 1): objects[found] for found in objects
         }
@@ -221,26 +230,18 @@ class _Request(BaseHTTPRequestHandler):
         self._answer(200, f"<ListBucketResult>{head}{entries}</ListBucketResult>".encode())
 
 
-def _inspect(path: str) -> tuple[int, str, bytes | None]:
-    """Return the size, the entity tag and, if it is small, the content of an object."""
-    store = store_filesystem(path)
-    info = store.info(path)
-    if info["type"] != "file":
-        raise FileNotFoundError(path)
-    if info["size"] > _MAX_INDEX_BYTES:
-        return info["size"], _entity_tag(info["size"]), None
-    content = store.cat_file(path)
-    return len(content), _entity_tag(len(content), content), content
+def _is_data(path: str) -> bool:
+    """Return whether an object is a data file of an OCDBT database, which never changes."""
+    return re.search(r"/d/[0-9a-f]{32}$", path) is not None
 
 
-def _entity_tag(size: int, content: bytes = b"") -> str:
-    """Return the entity tag of an object.
+def _entity_tag(path: str, content: bytes) -> str:
+    """Return the entity tag of an object: the random name of data, or a digest of an index.
 
-    Stores differ in the tags and times that they record. Objects that are overwritten, such as the
-    index of arrays, are small, so their tag is a digest. Larger objects hold data of arrays.
+    The tags and times that stores record differ, and may be too coarse.
     """
-    if size > _MAX_INDEX_BYTES:
-        return f'"{size}"'
+    if _is_data(path):
+        return f'"{path[-32:]}"'
     return f'"{hashlib.sha256(content).hexdigest()}"'
 
 

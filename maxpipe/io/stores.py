@@ -85,6 +85,21 @@ def _filesystem(scheme: str, **options: Any) -> Any:
     return fsspec.filesystem(scheme, **options)
 
 
+def find_objects(folder: str) -> dict[str, dict[str, Any]]:
+    """Return the metadata of all objects in a folder, by name.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    store = store_filesystem(folder)
+    if url_scheme(folder) in _EXTRAS:
+        return store.find(folder, detail=True)
+    try:
+        return store.find(folder, detail=True, on_error="raise")  # fsspec would omit the folder
+    except FileNotFoundError:
+        return {}
+
+
 def create_parent(path: str) -> None:
     """Create the folder of a new object in stores that have folders. Buckets are not created."""
     if url_scheme(path) not in _EXTRAS:
