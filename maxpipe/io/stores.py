@@ -6,6 +6,7 @@ store from the environment or its login.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -94,10 +95,16 @@ def find_objects(folder: str) -> dict[str, dict[str, Any]]:
     store = store_filesystem(folder)
     if url_scheme(folder) in _EXTRAS:
         return store.find(folder, detail=True)
-    try:
-        return store.find(folder, detail=True, on_error="raise")  # fsspec would omit the folder
-    except FileNotFoundError:
-        return {}
+    # fsspec's `find` omits folders whose listing fails.
+    objects, folders = {}, [folder]
+    while folders:
+        with contextlib.suppress(FileNotFoundError):
+            for info in store.ls(above := folders.pop(), detail=True):
+                if info["type"] != "directory":
+                    objects[info["name"]] = info
+                elif len(info["name"]) > len(store._strip_protocol(above)):
+                    folders.append(info["name"])
+    return objects
 
 
 def create_parent(path: str) -> None:

@@ -13,7 +13,6 @@ import pytest
 from maxpipe.checkpoint.run_copy import folder_of_records
 from maxpipe.cli import main
 from maxpipe.io import store_server
-from tests import folder_store
 from tests.folder_store import STALL, STALLED, FolderStore
 from tests.train.test_run_in_s3 import settings
 from tests.waiting import wait_until
@@ -37,9 +36,7 @@ def test_run_that_is_killed_in_a_save_resumes_and_is_used(
     command = [sys.executable, "-m", "tests.folder_store", *train, "train.steps=100"]
     environment = os.environ | {STALL: "/checkpoints/4/state/ocdbt.process_0/d/"}
     with subprocess.Popen(command, env=environment, cwd=ROOT) as process:
-        wait_until(
-            lambda: (folder_store / STALLED).exists() or process.poll() is not None, 120
-        )
+        wait_until(lambda: (folder_store / STALLED).exists() or process.poll() is not None, 120)
         process.send_signal(signal.SIGKILL)
     saved = folder_store / "bucket/runs/a/checkpoints"
     assert (saved / "2/manifest.json").exists() and not (saved / "4/manifest.json").exists()
