@@ -30,7 +30,7 @@ class FolderStore(LocalFileSystem):
     @classmethod
     def _strip_protocol(cls, path: Any) -> str:
         root, name = os.environ[ROOT], os.fspath(path).removeprefix("folder://")
-        return (name if name.startswith(root) else f"{root}/{name}").rstrip("/")
+        return (name if name.startswith("/") else f"{root}/{name}").rstrip("/")
 
     def info(self, path: Any, **options: Any) -> dict[str, Any]:
         FolderStore.fault("info", os.fspath(path))

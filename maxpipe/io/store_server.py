@@ -147,7 +147,7 @@ class _Request(BaseHTTPRequestHandler):
         else:
             with self.server.lock:
                 size = len(content := store.cat_file(path))
-        headers: dict[str, str] = {"ETag": _entity_tag(path, content)}
+        headers: dict[str, Any] = {"ETag": _entity_tag(path, content)}
         if status := self._check_conditions(headers["ETag"]):
             return self._answer(status, **headers)
         status, start, end = 200, 0, size
