@@ -210,6 +210,18 @@ def bucket() -> Iterator[Bucket]:
         yield bucket
 
 
+@pytest.fixture
+def folder_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder with the buckets of `folder://`, a store that tensorstore has no driver for."""
+    from maxpipe.io import stores
+    from tests import folder_store
+
+    folder_store.register()
+    monkeypatch.setattr(stores, "CREATE_SECONDS", 0.01)
+    monkeypatch.setenv(folder_store.ROOT, str(tmp_path / "store"))
+    return tmp_path / "store"
+
+
 @pytest.fixture(scope="session")
 def s3_session() -> Iterator[Store]:
     """S3 server for `s3://` in this process and in processes that are started later."""

@@ -61,8 +61,8 @@ from maxpipe.train.session import (
 
 _EXTRA = "extra"
 RunLocation = str | os.PathLike[str] | Trainer
-"""A run: the name of a run in `runs/`, the path of a run folder, gs://BUCKET/PATH, s3://BUCKET/PATH
-or a trainer."""
+"""A run: the name of a run in `runs/`, the path of a run folder, a URL such as s3://BUCKET/PATH, or
+a trainer."""
 
 
 @dataclass(frozen=True)

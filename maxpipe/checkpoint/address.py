@@ -1,6 +1,6 @@
 """Parse run and checkpoint addresses, as used in commands and config keys.
 
-    RUN          the name of a run in `run.dir`, the path of its folder, or gs://BUCKET/PATH/NAME (s3://)
+    RUN          the name of a run in `run.dir`, the path of its folder, or a URL
     RUN@STEP     one checkpoint of a run; STEP is a step number, `newest` or `best`
     PATH         the folder of one checkpoint: runs/quickstart/checkpoints/120
 

@@ -47,7 +47,9 @@ from maxpipe.checkpoint.storage import (
     translate_read_errors,
 )
 from maxpipe.errors import Code, DivergenceError, MaxpipeError, StorageError
-from maxpipe.io.stores import array_store
+from maxpipe.io.array_store import array_store
+from maxpipe.io.files import url_scheme
+from maxpipe.io.store_server import CONTEXT
 from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed, parse_json
 
 Tree = Any
@@ -479,7 +481,8 @@ def open_array(folder: epath.Path, name: str) -> Any:
         base = {"driver": "file", "path": base}
     kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": kvstore}
-    return tensorstore.open(spec, open=True, read=True).result()
+    context = tensorstore.Context(CONTEXT if url_scheme(folder) not in ("", "gs", "s3") else {})
+    return tensorstore.open(spec, open=True, read=True, context=context).result()
 
 
 def _check_index(path: str) -> None:

@@ -143,10 +143,11 @@ def _replace_records(url: str, folder: Path) -> None:
     """Replace the records in a folder by those in the bucket. Each file is replaced atomically."""
     store = store_filesystem(url)
     begin, names = len(strip_scheme(url)) + 1, []
-    for above, folders, files in store.walk(url):
-        if CHECKPOINTS_FOLDER in folders:
-            folders.remove(CHECKPOINTS_FOLDER)  # may contain many objects
-        names += [f"{above}/{name}"[begin:] for name in files]
+    with contextlib.suppress(FileNotFoundError):
+        for above, folders, files in store.walk(url, on_error="raise"):
+            if CHECKPOINTS_FOLDER in folders:
+                folders.remove(CHECKPOINTS_FOLDER)  # may contain many objects
+            names += [f"{above}/{name}"[begin:] for name in files]
     names = [name for name in names if _is_record(name) and os.path.basename(name) != _TOKEN]
     for name in _stamps(folder).keys() - {*names, _TOKEN}:
         (folder / name).unlink()

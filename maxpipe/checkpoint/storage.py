@@ -1,8 +1,8 @@
 """Store runs and checkpoints in local folders and in buckets of object stores.
 
-A bucket path has the form `gs://BUCKET/PATH` or `s3://BUCKET/PATH`. epath and orbax access objects
-through fsspec; this module adds operations that they lack. orbax itself supports only `gs://`, so
-`to_epath` extends the functions with which orbax recognizes a bucket.
+A bucket path has the form `SCHEME://BUCKET/PATH`. epath and orbax access objects through fsspec;
+this module adds operations that they lack. orbax itself supports only `gs://`, so `to_epath`
+extends the functions with which orbax recognizes a bucket.
 
 The module also distinguishes damage from storage failures. A checkpoint counts as damaged only if
 its content was read and differs from the saved content, or is missing. All other failures are
@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -26,16 +27,21 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 from etils import epath
+from etils.epath import backend, gpath
 
 from maxpipe.config.config_files import CHECKPOINTS_FOLDER, CONFIG_FILE
 from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
+from maxpipe.io import store_server
+from maxpipe.io.array_store import array_store
 from maxpipe.io.files import UnsafeFileError, expand_path, open_regular, url_scheme
 from maxpipe.io.stores import (
-    CHECKPOINT_STORES,
-    array_store,
+    create_object,
+    create_parent,
+    find_objects,
+    is_checkpoint_store,
     missing_package,
     store_filesystem,
     strip_scheme,
@@ -121,7 +127,8 @@ def url_of_copy(folder: epath.PathLike) -> str:
     if in_bucket(folder) or not path.is_relative_to(_copies()):
         return ""
     scheme, *parts = path.relative_to(_copies()).parts or ("",)
-    return f"{scheme}://{'/'.join(parts)}" if scheme in CHECKPOINT_STORES else ""
+    url = f"{scheme}://{'/'.join(parts)}"
+    return url if is_checkpoint_store(url) else ""
 
 
 def _copies(kind: str = "runs") -> str:
@@ -182,16 +189,14 @@ def to_epath(path: epath.PathLike) -> epath.Path:
 
     Raises:
         ConfigError: the URL scheme is not supported.
-        StorageError: gcsfs, which buckets require, is not installed.
+        StorageError: the package of the store is not installed, or has no credentials.
     """
     if not in_bucket(path):
         return epath.Path("/") / expand_path(os.fspath(path)).absolute()
     scheme = url_scheme(path)
-    if scheme not in CHECKPOINT_STORES:
-        rule = (
-            f"must be a folder or a path in a gs:// or s3:// bucket: {scheme}:// is not supported."
-        )
-        action = "Give gs://BUCKET/PATH, s3://BUCKET/PATH or a folder, such as a mounted store."
+    if not is_checkpoint_store(path):
+        rule = f"must be a folder or a path in an object store: {scheme}:// is not supported."
+        action = "Give a folder, gs://BUCKET/PATH, s3://BUCKET/PATH or az://CONTAINER/PATH."
         raise ConfigError.one(Code.IO_PATH, os.fspath(path), None, rule, action)
     try:
         store_filesystem(path)
@@ -200,9 +205,66 @@ def to_epath(path: epath.PathLike) -> epath.Path:
         raise StorageError(
             Code.ENV_PACKAGE, f"{path}: cannot be reached\n  {rule}\n  {action}"
         ) from error
-    if scheme == "s3":
+    except Exception as error:
+        raise StorageError(
+            Code.CKPT_STORAGE,
+            f"{path}: cannot be reached\n"
+            f"  the library of the store reports: {root_cause_text(error)}.\n"
+            "  Check the URL, and the environment variables with the credentials of the store.",
+        ) from error
+    if scheme != "gs":
         _extend_orbax()
+    if scheme not in ("gs", "s3"):
+        epath.register_path_cls(f"{scheme}://")(StorePath)
+        _extend_array_contexts()
     return epath.Path(path)
+
+
+@functools.cache
+def _extend_array_contexts() -> None:
+    from orbax.checkpoint._src.serialization import tensorstore_utils
+
+    for name in ("_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"):
+        getattr(tensorstore_utils, name, {}).update(store_server.CONTEXT)
+
+
+class StorePath(gpath.PosixGPath):
+    """An epath in a store that epath cannot open, or opens without the options in its URL."""
+
+    @property
+    def _path_str(self) -> str:
+        if self.parts and self.parts[0].endswith(":"):  # the scheme, if epath does not know it
+            return f"{self.parts[0]}//{'/'.join(self.parts[1:])}"
+        return super()._path_str
+
+    @property
+    def _backend(self) -> Any:
+        return _STORE_BACKEND
+
+
+class _StoreBackend(type(backend.fsspec_backend)):
+    def fs(self, path: epath.PathLike) -> Any:
+        return store_filesystem(path)
+
+    def exists(self, path: epath.PathLike) -> bool:
+        try:
+            store_filesystem(path).info(os.fspath(path))  # fsspec's `exists` hides errors
+        except FileNotFoundError:
+            return False
+        return True
+
+    def open(self, path: epath.PathLike, mode: str) -> Any:
+        if "w" in mode:
+            create_parent(os.fspath(path))
+        return super().open(path, mode)
+
+    def glob(self, path: epath.PathLike) -> list[str]:
+        above = re.split(r"[*?[]", os.fspath(path))[0].rpartition("/")[0]
+        begin = len(strip_scheme(above))  # names in lists may lack the host of the URL
+        return [f"{above}{name[begin:]}" for name in store_filesystem(path).glob(path)]
+
+
+_STORE_BACKEND = _StoreBackend()
 
 
 def _array_store(path: str) -> dict[str, Any]:
@@ -213,7 +275,7 @@ def _array_store(path: str) -> dict[str, Any]:
 
 @functools.cache
 def _extend_orbax() -> None:
-    """Extend the functions with which orbax recognizes `gs://` to `s3://`.
+    """Extend the functions with which orbax recognizes `gs://` to all stores.
 
     orbax then commits a checkpoint by an object in place of a rename, and writes arrays with the
     S3 driver of tensorstore.
@@ -242,7 +304,7 @@ def _extend_orbax() -> None:
             if not callable(getattr(module, name, None)):
                 raise StorageError(
                     Code.ENV_PACKAGE,
-                    "checkpoints: cannot be stored in S3\n"
+                    "checkpoints: cannot be stored in this object store\n"
                     f"  the installed orbax-checkpoint has no function {name}.\n"
                     "  Run: pip install 'orbax-checkpoint==0.12.8'",
                 )
@@ -293,7 +355,7 @@ def create(path: epath.PathLike, text: str) -> None:
     Raises:
         FileExistsError: the object exists.
     """
-    store_filesystem(path).pipe_file(os.fspath(path), text.encode(), mode="create")
+    create_object(os.fspath(path), text.encode())
 
 
 class PinnedFolder:
@@ -418,8 +480,18 @@ def rename(path: epath.Path, target: epath.Path) -> None:
         return
     store = store_filesystem(path)
     for name in files(path):
-        store.cp_file(os.fspath(path / name), os.fspath(target / name))
+        _copy(store, os.fspath(path / name), os.fspath(target / name))
     store.rm(os.fspath(path), recursive=True)
+
+
+def _copy(store: Any, path: str, target: str) -> None:
+    create_parent(target)
+    if url_scheme(path) == "s3":
+        store.cp_file(path, target)
+        return
+    # Other stores may lack copies, or return before a copy is complete.
+    with store.open(path, "rb") as source, store.open(target, "wb") as copied:
+        shutil.copyfileobj(source, copied, 1 << 23)
 
 
 def modified_seconds(path: epath.PathLike) -> float:
@@ -463,7 +535,7 @@ def files(folder: epath.Path) -> dict[str, int]:
     if not in_bucket(folder):
         return call_with_retries(lambda: dict(_walk(folder)))
     with translate_read_errors(folder):
-        objects = store_filesystem(folder).find(os.fspath(folder), detail=True)
+        objects = find_objects(os.fspath(folder))
     begin = len(strip_scheme(folder)) + 1
     return {name[begin:]: info["size"] for name, info in objects.items() if name[-1] != "/"}
 

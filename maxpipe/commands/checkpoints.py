@@ -195,7 +195,7 @@ def add(commands: Commands) -> None:
         "checkpoints",
         help=about,
         description=f"{capitalize_first(about)}. RUN is a run folder,\n"
-        "the name of a run in runs/, gs://BUCKET/PATH or s3://BUCKET/PATH. A checkpoint is\n"
+        "the name of a run in runs/, or a URL such as s3://BUCKET/PATH. A checkpoint is\n"
         "RUN@STEP, RUN@newest, RUN@best (by checkpoint.best_metric), or the path of a checkpoint\n"
         "folder.",
     )

@@ -213,7 +213,7 @@ def add_address(
     parser.add_argument(
         name or ("checkpoint" if step else "run"),
         metavar=STEP if needed else shown,
-        help=about or "run folder, name of a run in runs/, gs://BUCKET/PATH or s3://BUCKET/PATH",
+        help=about or "run folder, name of a run in runs/, or a URL such as s3://BUCKET/PATH",
     )
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import format_nested
-from maxpipe.io.stores import CHECKPOINT_STORES
+from maxpipe.io.stores import is_checkpoint_store
 from maxpipe.models.config import Bound
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
@@ -115,17 +115,16 @@ def add_folder_or_bucket_rule(key: str) -> None:
 
     @rule(key)
     def find(config: Config) -> Iterator[RuleViolation]:
-        scheme = url_scheme(value_of(config, key))
-        if scheme and scheme not in CHECKPOINT_STORES:
+        scheme = url_scheme(path := value_of(config, key))
+        if scheme and not is_checkpoint_store(path):
             yield RuleViolation(
                 Code.IO_PATH,
                 key,
-                f"must be a folder, gs://BUCKET/PATH or s3://BUCKET/PATH: {scheme}:// is not "
-                "supported.",
-                f"Set {key}=gs://my-bucket/runs or s3://my-bucket/runs, or mount the storage and "
-                f"set {key} to its folder.",
+                f"must be a folder or a path in an object store: {scheme}:// is not supported.",
+                f"Set {key}=gs://my-bucket/runs, s3://my-bucket/runs or az://my-container/runs, or "
+                f"mount the storage and set {key} to its folder.",
             )
-        elif scheme and not re.match(r"\w+://[a-z0-9]", value_of(config, key)):
+        elif scheme and not re.match(r"[^/]+//[A-Za-z0-9]", path):
             action = f"Set {key}={scheme}://my-bucket/runs."
             yield RuleViolation(Code.IO_PATH, key, "must contain a bucket name.", action)
 

@@ -6,9 +6,11 @@ store from the environment or its login.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
+import time
 from typing import Any
 
 from maxpipe.io.files import url_scheme
@@ -31,8 +33,9 @@ _NOT_STORES = frozenset(
 )
 """Schemes of fsspec that are not object stores; `maxpipe fetch` downloads files of a hub."""
 
-CHECKPOINT_STORES = ("gs", "s3")
-"""Schemes of the stores in which orbax and tensorstore can write arrays."""
+CREATE_SECONDS = 1.0
+"""Pause after creating an object in a store whose library cannot create objects exclusively. It
+must be longer than a request takes."""
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
@@ -41,6 +44,11 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 
     scheme = url_scheme(path)
     return scheme in _EXTRAS or (scheme in available_protocols() and scheme not in _NOT_STORES)
+
+
+def is_checkpoint_store(path: str | os.PathLike[str]) -> bool:
+    """Return whether runs and checkpoints can be in the store of a URL."""
+    return is_store(path) and url_scheme(path) != "memory"
 
 
 def store_filesystem(path: str | os.PathLike[str]) -> Any:
@@ -52,11 +60,21 @@ def store_filesystem(path: str | os.PathLike[str]) -> Any:
     """
     if not is_store(path):
         raise ValueError(f"{url_scheme(path)}:// is not supported")
-    return _filesystem(url_scheme(path))
+    if (scheme := url_scheme(path)) in ("gs", "s3"):
+        return _filesystem(scheme)
+    return _filesystem(scheme, **_options_in_url(os.fspath(path)))
+
+
+@functools.lru_cache(4096)
+def _options_in_url(url: str) -> dict[str, Any]:
+    """Return options such as the host of `sftp://HOST/PATH`, or the account of `abfs://`."""
+    import fsspec
+
+    return fsspec.get_filesystem_class(url_scheme(url))._get_kwargs_from_urls(url)
 
 
 @functools.cache
-def _filesystem(scheme: str) -> Any:
+def _filesystem(scheme: str, **options: Any) -> Any:
     import fsspec
     from fsspec.config import conf
 
@@ -65,7 +83,57 @@ def _filesystem(scheme: str) -> Any:
     logging.getLogger(package).setLevel(logging.CRITICAL)
     # Cached listings would miss files that tensorstore and other hosts write.
     conf.setdefault("gcs" if scheme == "gs" else scheme, {})["use_listings_cache"] = False
-    return fsspec.filesystem(scheme)
+    return fsspec.filesystem(scheme, **options)
+
+
+def find_objects(folder: str) -> dict[str, dict[str, Any]]:
+    """Return the metadata of all objects in a folder, by name.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    store = store_filesystem(folder)
+    if url_scheme(folder) in _EXTRAS:
+        return store.find(folder, detail=True)
+    # fsspec's `find` omits folders whose listing fails.
+    objects, folders = {}, [folder]
+    while folders:
+        with contextlib.suppress(FileNotFoundError):
+            for info in store.ls(above := folders.pop(), detail=True):
+                if info["type"] != "directory":
+                    objects[info["name"]] = info
+                elif len(info["name"]) > len(store._strip_protocol(above)):
+                    folders.append(info["name"])
+    return objects
+
+
+def create_parent(path: str) -> None:
+    """Create the folder of a new object in stores that have folders. Buckets are not created."""
+    if url_scheme(path) not in _EXTRAS:
+        store = store_filesystem(path)
+        store.makedirs(store._parent(path), exist_ok=True)
+
+
+def create_object(path: str, content: bytes) -> None:
+    """Create an object. If several processes try to create the object, exactly one succeeds.
+
+    Google Cloud Storage, S3 and Azure guarantee it. In other stores, a process succeeds if its
+    content is still there after a pause, because the last of several writes remains.
+
+    Raises:
+        FileExistsError: the object exists.
+    """
+    store = store_filesystem(path)
+    if url_scheme(path) in _EXTRAS:
+        store.pipe_file(path, content, mode="create")
+        return
+    create_parent(path)
+    if store.exists(path):
+        raise FileExistsError(path)
+    store.pipe_file(path, content)
+    time.sleep(CREATE_SECONDS)
+    if store.cat_file(path) != content:
+        raise FileExistsError(path)
 
 
 def strip_scheme(path: str | os.PathLike[str]) -> str:
@@ -85,24 +153,3 @@ def missing_package(path: str | os.PathLike[str]) -> tuple[str, str]:
     reason = known_implementations.get(scheme, {}).get("err", "fsspec reports no package")
     rule = f"{scheme}:// requires a package that is not installed: {reason}."
     return rule, "Install the package with pip."
-
-
-def array_store(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the tensorstore spec for arrays below a folder of a store.
-
-    tensorstore does not read AWS_ENDPOINT_URL, so the endpoint and the region are those of s3fs.
-    """
-    scheme = url_scheme(path)
-    bucket, _, name = os.fspath(path).partition("://")[2].partition("/")
-    spec: dict[str, Any] = {"driver": "gcs", "bucket": bucket, "path": name}
-    if scheme == "s3":
-        store = store_filesystem(path)
-        store.connect()
-        meta = store.s3.meta
-        spec["driver"] = "s3"
-        if not (meta.endpoint_url or "").partition("?")[0].endswith(".amazonaws.com"):
-            spec |= {"endpoint": meta.endpoint_url, "aws_region": meta.region_name or "us-east-1"}
-        if os.environ.get("AWS_ACCESS_KEY_ID"):
-            # Other sources are not searched, which would print messages.
-            spec["aws_credentials"] = {"type": "environment"}
-    return spec

@@ -80,8 +80,8 @@ def test_checkpoint_home():
 
 
 def test_unsupported_or_unreachable_storage_is_reported(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(ConfigError, match="az:// is "):
-        to_epath("az://bucket/run")
+    with pytest.raises(ConfigError, match="https:// is "):
+        to_epath("https://bucket/run")
 
     def without_package(path: str) -> None:
         raise ImportError

@@ -152,7 +152,7 @@ def test_start_of_a_run_claims_the_bucket(s3: Store) -> None:
         assert s3.names("bucket/runs/a") == {".copy"}
 
 
-@pytest.mark.parametrize("url", ["az://bucket/run", "http://host/run", "foo://x"])
+@pytest.mark.parametrize("url", ["memory://bucket/run", "http://host/run", "foo://x"])
 def test_records_of_other_stores_are_an_error(url: str) -> None:
     with pytest.raises(ConfigError):
         folder_of_records(url)

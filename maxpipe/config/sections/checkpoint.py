@@ -61,10 +61,10 @@ class CheckpointConfig:
     continues training until the next checkpoint is due. The save at the end of the run must
     succeed. Multi-process runs always use `stop`."""
     dir: str = ""
-    """Folder, `gs://BUCKET/PATH` or `s3://BUCKET/PATH`, for the durable checkpoints of all runs.
-    Each run saves its checkpoints in `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require
-    `pip install 'maxpipe[gcs]'` or `pip install 'maxpipe[s3]'`. If empty, checkpoints are saved in
-    the run folder."""
+    """Folder or URL, such as `gs://BUCKET/PATH`, `s3://BUCKET/PATH` or `az://CONTAINER/PATH`, for
+    the durable checkpoints of all runs. Each run saves its checkpoints in
+    `<checkpoint.dir>/<run.name>/checkpoints`. Buckets require an extra, such as
+    `pip install 'maxpipe[azure]'`. If empty, checkpoints are saved in the run folder."""
     local_dir: str = ""
     """Folder on a fast disk for additional checkpoints between the durable ones. Only the newest
     local checkpoint is kept, and all processes must share the folder. A run resumes from its newest
@@ -76,7 +76,7 @@ class CheckpointConfig:
     """Checkpoint of another run from which this run starts: `RUN@STEP`, `RUN@newest`, `RUN@best`
     (according to that run's `checkpoint.best_metric`), or the path of a checkpoint folder. `RUN`
     without a step selects the newest checkpoint. `RUN` is a run folder, the name of a run in
-    `run.dir`, `gs://BUCKET/PATH/NAME` or `s3://BUCKET/PATH/NAME`. `hf:DIR` loads the weights in a
+    `run.dir`, or a URL such as `s3://BUCKET/PATH/NAME`. `hf:DIR` loads the weights in a
     Hugging Face folder. Ignored if this run already has a checkpoint, because it then resumes from
     that checkpoint."""
     restore: Literal["all", "weights"] = "all"

@@ -31,8 +31,9 @@ class RunConfig:
     `my-run.yml`."""
     dir: str = "runs"
     """Folder that contains the run folders. If a run's folder contains a checkpoint, the run
-    resumes from that checkpoint. For `gs://BUCKET/PATH` and `s3://BUCKET/PATH`, checkpoints are
-    saved in the bucket, and all other files are copied to it during the run."""
+    resumes from that checkpoint. For object stores, such as `gs://BUCKET/PATH`, `s3://BUCKET/PATH`
+    and `az://CONTAINER/PATH`, checkpoints are saved in the bucket, and all other files are copied
+    to it during the run."""
     seed: int = 0
     """Random seed for parameter initialization, data order and dropout. The same seed produces the
     same loss curve for every mesh, schedule and number of processes."""
