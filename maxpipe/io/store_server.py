@@ -36,7 +36,7 @@ CONTEXT: dict[str, Any] = {
     "s3_request_retries": {"max_retries": 5, "initial_delay": "1s", "max_delay": "8s"},
 }
 """tensorstore context of served arrays, which limits memory to two blocks per request. The library
-of the store repeats requests, too. Resources in a spec would make copies of indexes impossible."""
+of the store also repeats requests. Resources in a spec would make copies of indexes impossible."""
 
 
 def served_array_store(path: str) -> dict[str, Any]:

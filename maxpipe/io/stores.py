@@ -35,7 +35,7 @@ _NOT_STORES = frozenset(
 
 CREATE_SECONDS = 1.0
 """Pause after creating an object in a store whose library cannot create objects exclusively. It
-must be longer than a request takes."""
+must be longer than a request."""
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:

@@ -60,7 +60,17 @@ CONTEXT = [
         2, 1, 3, context=2, own=GEMMA4, epsilon=1.0, tied=True, layers=5, fsdp=2, schedule="zb_h1"
     ),
     Case(2, 1, 3, context=2, own=GEMMA4_SMALL, epsilon=1.0, tied=True, layers=7, tensor=2),
-    Case(2, 1, 3, context=3, attends="ring", own=GEMMA4_SMALL, epsilon=1.0, tied=True, layers=7),
+    Case(
+        2,
+        1,
+        3,
+        context=3,
+        attends="ring",
+        own=replace(GEMMA4_SMALL, hidden_size_per_layer_input=9),
+        epsilon=1.0,
+        tied=True,
+        layers=7,
+    ),
 ]
 
 
