@@ -66,6 +66,7 @@ CONTEXT = [
         3,
         context=3,
         attends="ring",
+        idle="compute",
         own=replace(GEMMA4_SMALL, hidden_size_per_layer_input=9),
         epsilon=1.0,
         tied=True,
