@@ -119,6 +119,8 @@ class RunLock:
         self._token = secrets.token_hex(8)
         self._beat_seconds, self._stale_seconds = beat_seconds, stale_seconds
         self._released = threading.Event()
+        # Some stores write in place, so the lock must not be read while a heartbeat writes it.
+        self._access = threading.RLock()
         self._heart = threading.Thread(target=self._beat, name="run-lock", daemon=True)
 
     def __enter__(self) -> RunLock:
@@ -198,7 +200,7 @@ class RunLock:
         Temporary storage failures are ignored. A lost lock is never regained.
         """
         if not self.lost_reason:
-            with contextlib.suppress(OSError), translate_bucket_errors(self.path):
+            with self._access, contextlib.suppress(OSError), translate_bucket_errors(self.path):
                 self.lost_reason = self._why_lost()
         return not self.lost_reason
 
@@ -346,9 +348,10 @@ class RunLock:
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
             # Do not refresh a lock that another process has replaced.
-            if self.check_held():
-                with contextlib.suppress(OSError), translate_bucket_errors(self.path):
-                    _touch(self.path)
+            with self._access:
+                if self.check_held():
+                    with contextlib.suppress(OSError), translate_bucket_errors(self.path):
+                        _touch(self.path)
 
 
 def _write(path: Path, token: str) -> None:

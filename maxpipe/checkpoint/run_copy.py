@@ -28,7 +28,7 @@ from maxpipe.checkpoint.storage import (
     url_of_copy,
 )
 from maxpipe.errors import Code, StorageError
-from maxpipe.io.stores import store_filesystem, strip_scheme
+from maxpipe.io.stores import create_parent, store_filesystem, strip_scheme
 
 UPLOAD_SECONDS = 30.0
 """Time between uploads of changed files."""
@@ -77,6 +77,7 @@ class RunCopy:
                 store = store_filesystem(self._url)
                 for name, stamp in _stamps(self._folder).items():
                     if self._uploaded.get(name) != stamp:
+                        create_parent(f"{self._url}/{name}")
                         store.put_file(str(self._folder / name), f"{self._url}/{name}")
                         self._uploaded[name] = stamp
             self._failed = False
