@@ -505,15 +505,16 @@ MTP_PENDING_ACTIVATIONS = 8.0
 head."""
 
 
-def _mtp_pending_bytes(sizes: Sizes) -> float:
+def _mtp_pending_bytes(sizes: Sizes, platform: str) -> float:
     """Return the bytes of MTP arrays that are live at the same time as the logits.
 
-    The result includes the copies of the head gradient.
+    On CPUs and GPUs, the result includes two copies of the head gradient. TPUs add the gradients of
+    all heads in place.
     """
     if not sizes.layers.mtp:
         return 0.0
-    pending = _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
-    return pending + 2 * 4.0 * sizes.trained.head_elements(whole=True)
+    gradients = 0.0 if platform == "tpu" else 2 * 4.0 * sizes.trained.head_elements(whole=True)
+    return _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS) + gradients
 
 
 def _chunk_inputs(sizes: Sizes) -> float:
@@ -560,4 +561,4 @@ def _logits(sizes: Sizes, platform: str) -> float:
         # Count the inputs and outputs of all blocks, and the sums over blocks and heads.
         sums = (platform != "tpu") + (sizes.layers.mtp_heads > 0)
         most += gradient * sums + 2 * size * sizes.activations.whole_hidden
-    return most + size * matrix * gathers + _mtp_pending_bytes(sizes)
+    return most + size * matrix * gathers + _mtp_pending_bytes(sizes, platform)
