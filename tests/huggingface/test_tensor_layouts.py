@@ -290,7 +290,7 @@ def test_peft_adapter_folder_is_rejected_as_model(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="is a PEFT adapter") as caught:
             open_folder(str(tmp_path))
-        assert "merge_and_unload" in str(caught.value)
+        assert f"set adapter.restore_from={tmp_path}" in str(caught.value)
         # Some tools copy the base model's config.json into the adapter folder.
         (tmp_path / "config.json").write_text(json.dumps(maker.llama()[0]))
 
