@@ -824,6 +824,15 @@ def test_bundled_models_round_trip_through_config_json(every: int, tmp_path: Pat
         assert count(once) == count(both.shapes) == num_params(describe(config)), name
 
 
+@pytest.mark.parametrize("key", ["layer_types", "moe_layers", "no_rope_layers"])
+def test_layer_count_is_checked_before_lists_of_layers(key: str, tmp_path: Path) -> None:
+    config = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+    values = {"num_hidden_layers": 10**12, key: [0, 1]}
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(ConfigError, match="num_hidden_layers = 1000000000000: must be at most"):
+        read_description(tmp_path)
+
+
 @pytest.mark.parametrize("most", [1, 700, 3 * 10**6, 10**12])
 def test_slab_shapes_respect_size_limit_and_cover_whole_rows(most: int) -> None:
     for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
