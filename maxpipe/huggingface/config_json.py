@@ -405,11 +405,6 @@ def read_description(folder: Path) -> ModelDescription:
     for name, value in ours.items():
         *outer, key = name.split(".")
         (section[family] if outer else section)[key] = value
-    if ours["num_layers"] > _MAX_LAYERS:
-        rule = f"must be at most {_MAX_LAYERS}, the maximum number of layers."
-        raise ConfigError.one(
-            Code.HF_UNSUPPORTED, f"{path}: num_hidden_layers", ours["num_layers"], rule, _COPY
-        )
     known = table.names() | _IGNORED_KEYS
     kept = {
         row.theirs: content[row.theirs]
@@ -489,6 +484,10 @@ def _read(path: Path, table: HuggingFace, content: Mapping[str, Any]) -> dict[st
         try:
             for name, value in row.read(content, ours).items():
                 ours[name] = _coerce(f"model.{name}", value)
+            # The following rows build lists with one entry per layer.
+            if (count := ours.get("num_layers", 0)) > _MAX_LAYERS:
+                rule = f"must be at most {_MAX_LAYERS}, the maximum number of layers."
+                raise UnsupportedError("num_hidden_layers", count, rule, _COPY)
         except UnsupportedError as error:
             raise _conversion_error(str(path), table, error) from error
         except (TypeError, ZeroDivisionError, OverflowError) as error:

@@ -287,11 +287,17 @@ def dequantized(
 ) -> dict[str, TensorReader]:
     """Return the reader of each tensor, keyed by the name of the dequantized tensor.
 
-    Tensors without scales are plain tensors.
+    Tensors without scales are plain tensors. Activations are not quantized, so tensors with their
+    scales are omitted.
 
     Raises:
         ConfigError: codes or scales are missing, or their dtypes or shapes do not match the format.
     """
+    present = {
+        name: reader
+        for name, reader in present.items()
+        if not name.endswith(quantization.encoding.activation_scales)
+    }
     readers: dict[str, TensorReader] = {}
     used = set[str]()
     for name, codes in _quantized(folder, present, quantization):

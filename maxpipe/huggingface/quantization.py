@@ -63,13 +63,21 @@ class Encoding:
     """Suffix of the tensor that stores the shape of the weight matrix, if any."""
     rounds_to_scale_dtype: bool = False
     """Whether products are rounded to the dtype of the scales first."""
+    activation_scales: tuple[str, ...] = ()
+    """Suffixes of tensors with the scales of quantized activations, which imports ignore."""
 
 
 _FLOATS = ("F32", "BF16", "F16")
 _FP8_VALUES = np.arange(256, dtype=np.uint8).view(FP8).astype(np.float32)
-_BLOCK_FP8 = Encoding("FP8", "", "F8_E4M3", "_scale_inv", (*_FLOATS, "F8_E8M0"), _FP8_VALUES)
+_BLOCK_FP8 = Encoding(
+    *("FP8", "", "F8_E4M3", "_scale_inv", (*_FLOATS, "F8_E8M0"), _FP8_VALUES),
+    activation_scales=(".activation_scale", "_activation_scale"),
+)
+_COMPRESSED_ACTIVATIONS = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale")
 _FLOAT_FP8 = Encoding(
-    "FP8", "", "F8_E4M3", "_scale", _FLOATS, _FP8_VALUES, rounds_to_scale_dtype=True
+    *("FP8", "", "F8_E4M3", "_scale", _FLOATS, _FP8_VALUES),
+    rounds_to_scale_dtype=True,
+    activation_scales=_COMPRESSED_ACTIVATIONS,
 )
 MXFP4 = Encoding(
     "MXFP4",
@@ -82,6 +90,7 @@ _INT4 = Encoding(
     _pairs(range(-8, 8)),
     shape="_shape",
     rounds_to_scale_dtype=True,
+    activation_scales=_COMPRESSED_ACTIVATIONS,
 )
 
 

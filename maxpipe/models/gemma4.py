@@ -362,7 +362,7 @@ class _Experts:
     ours = ("gemma4.num_experts", "gemma4.top_k", "gemma4.d_expert")
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
-        if not theirs.get("enable_moe_block"):
+        if not huggingface.a_flag(theirs, "enable_moe_block"):
             return {"gemma4.num_experts": 0}
         for name in self.names[1:]:
             if theirs.get(name) is None:

@@ -262,6 +262,18 @@ def an_object(theirs: Theirs, key: str) -> Theirs:
     return section
 
 
+def a_flag(theirs: Theirs, key: str, default: bool = False) -> bool:
+    """Return true or false, or the default for null.
+
+    Raises:
+        UnsupportedError: the value has another type.
+    """
+    value = theirs.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UnsupportedError(key, value, "must be true, false or null.")
+    return default if value is None else value
+
+
 @dataclass(frozen=True)
 class Twice:
     """Two `config.json` keys with the same meaning. transformers prefers the first key."""
@@ -425,7 +437,8 @@ class OrNone:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the value of the key, or 0 if it is null in `config.json`."""
-        return {self.ours: theirs.get(self.theirs, self.default) or 0}
+        value = theirs.get(self.theirs, self.default)
+        return {self.ours: 0 if value is None else value}
 
     def write(self, ours: Ours) -> Theirs:
         """Return the value of the key for `config.json`: null instead of 0."""
@@ -483,7 +496,7 @@ class NoWindow:
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Check that no layer uses a window."""
         window = theirs.get("sliding_window", 4096)
-        if not theirs.get("use_sliding_window") or window is None:
+        if not a_flag(theirs, "use_sliding_window") or window is None:
             return {}
         first = 0
         if self.first is not None:

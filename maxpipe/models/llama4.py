@@ -194,10 +194,10 @@ class _Temperature:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the strength of the scaling, or 0 if the scaling is disabled."""
-        scale, enabled = (theirs.get(name) for name in self.names)
-        if enabled not in (None, False, True):
-            raise UnsupportedError(self.names[1], enabled, "must be true or false.")
-        return {self.ours: 0.0 if enabled is False else 0.1 if scale is None else scale}
+        scale = theirs.get(self.names[0])
+        if not huggingface.a_flag(theirs, self.names[1], True):
+            return {self.ours: 0.0}
+        return {self.ours: 0.1 if scale is None else scale}
 
     def write(self, ours: Ours) -> Theirs:
         """Return both keys."""

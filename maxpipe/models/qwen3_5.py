@@ -57,8 +57,9 @@ class _MtpLayer:
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the number of multi-token prediction heads and their architecture."""
-        count = theirs.get(self.names[0]) or 0
-        if count:
+        count = theirs.get(self.names[0])
+        count = 0 if count is None else count
+        if count != 0:
             self._check(self.names[0], count, ours)
         return {"mtp_heads": count, "mtp_kind": "layer" if count else "projection"}
 

@@ -230,10 +230,10 @@ class _Length:
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the attention factor, or 0 if it equals the published value."""
         value, above, below = (theirs.get(name) for name in self.names)
-        if value is None and above and below:
+        if value is None and above is not None and below is not None and above * below != 0:
             more = 0.1 * math.log(max(theirs.get("factor") or 1.0, 1.0))
             value = (above * more + 1.0) / (below * more + 1.0)
-        return {self.ours: value or 0.0}
+        return {self.ours: 0.0 if value is None else value}
 
     def write(self, ours: Ours) -> Theirs:
         """Return the attention factor unless it equals the published value."""
@@ -289,7 +289,8 @@ class _AttentionFactor(_Length):
 
     def read(self, theirs: Theirs, ours: Ours) -> Ours:
         """Return the attention factor, or 0 if it equals the published value."""
-        return {self.ours: theirs.get("attention_factor") or 0.0}
+        value = theirs.get("attention_factor")
+        return {self.ours: 0.0 if value is None else value}
 
 
 @dataclass(frozen=True)
@@ -321,8 +322,8 @@ class Turns:
                 f"Set {self.theirs} to the published value, {self.paper} for Llama 3.1 to 3.3, "
                 "next to rope_type in config.json.",
             )
-        value = theirs.get(self.theirs) or 0.0
-        return {self.ours: 0.0 if value == self.paper else value}
+        value = theirs.get(self.theirs)
+        return {self.ours: 0.0 if value is None or value == self.paper else value}
 
     def write(self, ours: Ours) -> Theirs:
         """Return the number of rotations, even if it equals the published value, because the Llama

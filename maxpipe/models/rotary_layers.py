@@ -35,7 +35,7 @@ class RotaryLayers:
         layers if there is one.
         """
         layers, count = theirs.get(self.names[0]), ours["num_layers"]
-        if not layers:
+        if layers is None or layers == []:
             interval = theirs.get(self.names[1])
             return {self.ours: self.default if interval is None else interval}
         if isinstance(layers, list) and len(layers) >= count:

@@ -250,6 +250,27 @@ def test_fp8_scales_do_not_depend_on_the_order_of_rows(tmp_path: Path) -> None:
     ).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        ("qwen3", "model.layers.0.self_attn.o_proj.activation_scale"),
+        ("qwen3", "model.layers.0.mlp.experts.down_proj_activation_scale"),
+        ("fp8 rows", "model.layers.0.self_attn.o_proj.input_scale"),
+        ("fp8 rows", "model.layers.0.self_attn.k_scale"),
+        ("kimi", "model.layers.1.mlp.experts.2.up_proj.output_scale"),
+    ],
+)
+def test_scales_of_activations_are_ignored(name: str, scale: str, folders, tmp_path: Path) -> None:
+    made = folders(name)
+    tensors = made.tensors | {scale: np.ones((), np.float32)}
+    source = open_folder(str(maker.write(tmp_path / "hf", made.config, tensors)))
+    plain = open_folder(str(made.dequantized))
+    for param, shape in source.mapping.shapes.items():
+        whole = [slice(None)] * len(shape)
+        found, wanted = (each.read_region(param, BF16, whole) for each in (source, plain))
+        assert found.tobytes() == wanted.tobytes(), param
+
+
 # Errors.
 
 Change = Callable[[maker.Tensors, dict[str, Any]], object]

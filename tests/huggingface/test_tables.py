@@ -824,6 +824,45 @@ def test_bundled_models_round_trip_through_config_json(every: int, tmp_path: Pat
         assert count(once) == count(both.shapes) == num_params(describe(config)), name
 
 
+@pytest.mark.parametrize("key", ["layer_types", "moe_layers", "no_rope_layers"])
+def test_layer_count_is_checked_before_lists_of_layers(key: str, tmp_path: Path) -> None:
+    config = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text"}
+    values = {"num_hidden_layers": 10**12, key: [0, 1]}
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(ConfigError, match="num_hidden_layers = 1000000000000 "):
+        read_description(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        ("Gemma4ForCausalLM", "enable_moe_block", {}),
+        ("Gemma4ForCausalLM", "enable_moe_block", "false"),
+        ("Gemma4ForCausalLM", "final_logit_softcapping", False),
+        ("Llama4ForCausalLM", "attention_chunk_size", []),
+        ("Llama4ForCausalLM", "attn_temperature_tuning", 0),
+        ("Llama4ForCausalLM", "no_rope_layers", {}),
+        ("SmolLM3ForCausalLM", "no_rope_layers", ""),
+        ("SmolLM3ForCausalLM", "use_sliding_window", 0),
+        ("DeepseekV3ForCausalLM", "q_lora_rank", ""),
+        ("Qwen3_5ForCausalLM", "mtp_num_hidden_layers", []),
+        ("Ministral3ForCausalLM", "beta_slow", ""),
+        ("Ministral3ForCausalLM", "mscale", {}),
+        ("Ministral3ForCausalLM", "attention_factor", ""),
+    ],
+)
+def test_empty_values_of_another_type_are_rejected(
+    architecture: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "mscale_all_dim": 1.0}
+    rope |= {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1, key: value}
+    values = {"rope_parameters": rope} if architecture.startswith("Ministral3") else {key: value}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [architecture], **values}))
+    with pytest.raises(ConfigError) as caught:
+        read_description(tmp_path)
+    assert key in str(caught.value) and "must " in str(caught.value)
+
+
 @pytest.mark.parametrize("most", [1, 700, 3 * 10**6, 10**12])
 def test_slab_shapes_respect_size_limit_and_cover_whole_rows(most: int) -> None:
     for name in ("llama3-8b", "phi4", "mixtral-8x7b"):
