@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import math
 import re
 from typing import TYPE_CHECKING
 
@@ -81,8 +80,9 @@ def _check_import(options: argparse.Namespace) -> None:
         if "=" in each and not each.startswith(("model.", "model=", "run.seed=")):
             rule = "must be a key of the section model, or run.seed: an import reads no other keys."
             raise error(each, None, rule, "Pass this key to `maxpipe train`.")
-    if not 0 < options.router_scale < math.inf:
-        rule = "must be greater than 0, because equal router logits select the same experts."
+    if not 1e-6 <= options.router_scale <= 1e6:
+        rule = "must be from 1e-6 to 1e6: equal router logits select the same experts, and large "
+        rule += "logits overflow."
         raise error("--router-scale", options.router_scale, rule, "Use --router-scale 1.")
     if not 0 <= options.drop_ratio <= 1:
         rule = "must be from 0 to 1."

@@ -464,12 +464,10 @@ def _build(
     sections["model"] = dataclasses.replace(sections["model"], own=own)
     config = Config(**sections)
     if config.adapter.restore_from and not problems:
-        try:
-            config = with_peft_values(config, origins)
-        except ConfigError as error:
-            raise ConfigError([*problems, *error.problems]) from error
-        if not config.adapter.rank and origins["adapter.rank"] == DEFAULT:
-            wrong.add(PEFT_KEY)  # the errors below are about the base model
+        config = with_peft_values(config, origins)
+    has_unread_rank = not config.adapter.rank and origins["adapter.rank"] == DEFAULT
+    if config.adapter.restore_from and has_unread_rank:
+        wrong.add(PEFT_KEY)  # the folder, which defines the rank, was not read
     broken = check(config, origins, skip=wrong.union(missing, unchecked))
     if to_train:
         broken += check_training(config, origins, skip=wrong.union(missing))

@@ -14,8 +14,9 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ SETTINGS = ("rank", "alpha", "rslora", "kind", "dropout", "targets")
 """Keys of the section `adapter` that a PEFT folder defines."""
 
 _MAX_CONFIG_BYTES, _MAX_HEADER_BYTES = 1 << 24, 100_000_000
+_MAX_PATTERNS = 1000
 _IGNORED = frozenset(
     {
         *("peft_type", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
@@ -56,7 +58,7 @@ _PATTERN = re.compile(r"\^?(?:\.\*\\?\.|[\w.]|\\\.){1,200}\$?")
 regular expression could need exponential time."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PeftSettings:
     """Content of `adapter_config.json`."""
 
@@ -74,10 +76,15 @@ class PeftSettings:
 
     def alpha_of(self, target: str) -> float:
         """Return the value of alpha for a module or parameter."""
-        for pattern, alpha in self.alpha_pattern.items():
-            if re.match(rf"(.*\.)?({pattern})$", target):
+        for pattern, alpha in self._alphas:
+            if pattern.match(target):
                 return alpha
         return self.alpha
+
+    @cached_property
+    def _alphas(self) -> list[tuple[re.Pattern[str], float]]:
+        pairs = self.alpha_pattern.items()
+        return [(re.compile(rf"(.*\.)?({pattern})$"), alpha) for pattern, alpha in pairs]
 
 
 def read_peft_settings(folder: str, where: str = KEY) -> PeftSettings:
@@ -89,7 +96,8 @@ def read_peft_settings(folder: str, where: str = KEY) -> PeftSettings:
     path = expand_path(folder, where)
     if "\0" in folder or not path.is_dir():
         rule = f"must be a folder on this machine with {CONFIG} and {WEIGHTS}."
-        action = "Download the adapter with `maxpipe fetch`, and use the path of its folder."
+        action = "Download the adapter with `maxpipe fetch`, and use the path of its folder. To "
+        action += "resume a run without the folder, use the config.yml in the run's folder."
         raise ConfigError.one(Code.HF_FOLDER, where, folder, rule, action)
     if not (path / WEIGHTS).exists():
         raise _missing_weights(path, where)
@@ -160,6 +168,9 @@ def _settings(file: Path, content: Mapping[str, Any]) -> PeftSettings:
             raise refuse(
                 key, "must map names to positive numbers.", "Use the file that PEFT wrote."
             )
+    if len(patterns["alpha_pattern"]) > _MAX_PATTERNS:
+        rule = f"must have at most {_MAX_PATTERNS:,} keys: each key is compared with each module."
+        raise refuse("alpha_pattern", rule, "Merge the adapter into its base model with PEFT.")
     for pattern in patterns["alpha_pattern"]:
         if not _PATTERN.fullmatch(pattern) or pattern.count(".*") > 2:
             rule = "must have names of modules as its keys, not general regular expressions."
@@ -232,8 +243,7 @@ def _targets(
     names: Sequence[str], settings: PeftSettings, model: Model, table: HuggingFace
 ) -> Iterator[str]:
     """Yield the checkpoint names of the matrices with adapters."""
-    found = (_MODULE.search(name) for name in names)
-    modules = {re.sub(r"\.experts\.\d+\.", ".experts.#.", match[1]) for match in found if match}
+    modules = {re.sub(r"\.experts\.\d+\.", ".experts.#.", module) for module in _modules(names)}
     rows = {row.ours: row for row in table.tensors}
     both = any(name.endswith(".experts.base_layer") for name in modules)
     for number, layer_type in enumerate(model.layers):
@@ -254,7 +264,15 @@ def _targets(
                 yield checkpoint_names[key]
 
 
-_MODULE = re.compile(r"\b(layers\.\d+\..*)\.lora_[\w.]+$")
+def _modules(names: Iterable[str]) -> Iterator[str]:
+    """Yield the names of the modules with adapters, from the word `layers` on."""
+    for name in names:
+        # Matching the name with a single regular expression would need cubic time.
+        module, separator, _ = name.rpartition(".lora_")
+        if separator and (match := re.search(r"\blayers\.\d+\.", module)):
+            yield module[match.start() :]
+
+
 _STACKED = re.compile(r"\.experts(\.base_layer)*$")
 
 

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from etils import epath
 
@@ -392,7 +391,7 @@ def _write_tensors(
             if scales is not None and piece.tensor in scales:
                 cast = scales.quantize(piece.tensor, tensor, first)
             else:
-                cast = _cast(tensor, writer, piece.tensor)
+                cast = mapping.cast(tensor, writer.dtype(piece.tensor), piece.tensor)
             writer.write(
                 piece.tensor, cast, first, *piece.interleave[:2], piece.interleave.is_block
             )
@@ -476,23 +475,6 @@ def _read_param(
             raise DamagedError("; ".join(wrong))
     except DamagedError as damage:
         raise _damaged(chosen.path, str(damage)) from damage
-
-
-def _cast(values: np.ndarray, writer: SafetensorsWriter, name: str) -> np.ndarray:
-    dtype = writer.dtype(name)
-    cast = np.empty(values.shape, dtype)
-    with np.errstate(over="ignore"):
-        mapping.copy(cast, values)
-    if dtype.itemsize < values.dtype.itemsize and not np.isfinite(cast).all():
-        raise ConfigError.one(
-            Code.HF_EXPORT,
-            "command line: --dtype",
-            str(dtype),
-            f"cannot represent {name}: its largest magnitude is {np.abs(values).max():g}, but the "
-            f"{dtype} maximum is {float(ml_dtypes.finfo(dtype).max):g}.",
-            "Use --dtype bfloat16 or --dtype float32.",
-        )
-    return cast
 
 
 def _imported_config(folders: tuple[Path, ...]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
+from maxpipe.errors import Code, ConfigError
 from maxpipe.models.huggingface import HuggingFace, Tensor
 from maxpipe.models.spec import LayersAhead, LayerType, Model, Param
 
@@ -504,6 +506,27 @@ def copy(target: np.ndarray, source: np.ndarray) -> None:
     target, source = np.moveaxis(target, fast, (-1, -2)), np.moveaxis(source, fast, (-1, -2))
     for outer in np.ndindex(target.shape[:-2]):
         _transpose(target[outer], source[outer].T)
+
+
+def cast(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
+    """Return the values of a tensor in the dtype of its file.
+
+    Raises:
+        ConfigError: the dtype cannot represent a finite value.
+    """
+    cast = np.empty(values.shape, dtype)
+    with np.errstate(over="ignore"):
+        copy(cast, values)
+    if dtype != values.dtype and not np.isfinite(cast).all():
+        raise ConfigError.one(
+            Code.HF_EXPORT,
+            "command line: --dtype",
+            str(dtype),
+            f"cannot represent {name}: its largest magnitude is {np.abs(values).max():g}, but the "
+            f"{dtype} maximum is {float(ml_dtypes.finfo(dtype).max):g}.",
+            "Use --dtype bfloat16 or --dtype float32.",
+        )
+    return cast
 
 
 def _transpose(target: np.ndarray, source: np.ndarray) -> None:

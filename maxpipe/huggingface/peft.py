@@ -32,6 +32,7 @@ from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
 from maxpipe.checkpoint.writer import Region
 from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
+from maxpipe.huggingface import mapping
 from maxpipe.huggingface.folder import (
     HuggingFaceFolder,
     folder_of,
@@ -229,13 +230,13 @@ def write_adapters(
     is written.
 
     Raises:
-        ConfigError: PEFT does not support one of the adapters.
+        ConfigError: PEFT does not support one of the adapters, or `dtype` cannot represent a value.
     """
     adapted, names = adapted_tensors(model, table)
     tensors = {name: (DTYPES[dtype], values.shape) for name, values in _tensors(adapters, adapted)}
     with SafetensorsWriter(here / WEIGHTS, tensors) as writer:
         for name, values in _tensors(adapters, adapted):
-            writer.write(name, values.astype(DTYPES[dtype]))
+            writer.write(name, mapping.cast(values, writer.dtype(name), name))
     config = adapters.config.adapter
     text = json.dumps(
         _config(config, base or adapters.base_record["address"], adapted, names), indent=2

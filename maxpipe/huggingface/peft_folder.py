@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from maxpipe.config.check import error_location
-from maxpipe.config.peft_settings import KEY, WEIGHTS, read_peft_settings
+from maxpipe.config.peft_settings import CONFIG, KEY, WEIGHTS, read_peft_settings
 from maxpipe.config.rules import format_value
 from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface.config_json import table_for
@@ -42,13 +43,21 @@ class PeftFolder:
         where = error_location(KEY, origins)
         self._settings = read_peft_settings(adapter.restore_from, where)
         self._config = adapter
+        own_config = os.path.join(adapter.restore_from, CONFIG)
+        self._has_own_targets = origins.get("adapter.targets") == own_config
         self._check_settings(origins)
         self._model = describe(replace(config, adapter=adapter))
         self._reader = SafetensorsReader(self._settings.path / WEIGHTS)
         self._names = self._canonical_names()
         stacked = any(re.search(r"\.experts(\.base_layer)*\.lora_", name) for name in self._names)
         table, _ = table_for(config)
-        self._tensors, _ = adapted_tensors(self._model, table, stacked=stacked)
+        try:
+            self._tensors, _ = adapted_tensors(self._model, table, stacked=stacked)
+        except ConfigError as error:
+            file = str(self._settings.path / CONFIG)
+            rule = f"is not supported: {error.problems[0].rule}"
+            action = "Merge the adapter into its base model with PEFT."
+            raise ConfigError.one(Code.HF_UNSUPPORTED, file, None, rule, action) from error
         self._check_tensors()
 
     def note(self) -> str:
@@ -117,17 +126,35 @@ class PeftFolder:
         other = self._settings.base or "the base model of the adapter"
         if missing:
             rule = f"lacks {pluralize(len(missing), 'tensor')}: {format_names(missing)}."
-            raise self._error(
-                rule, f"Copy the file again, or set checkpoint.restore_from to {other}."
-            )
+            action = f"Copy the file again, or set checkpoint.restore_from to {other}."
+            if self._has_in_other_layers(missing):
+                rule = f"{rule[:-1]}, although a matrix must have adapters in all its layers."
+                action = "Merge the adapter into its base model with PEFT, or set "
+                action += f"checkpoint.restore_from to {other}."
+            raise self._error(rule, action)
         if surplus:
-            rule = (
-                f"has {pluralize(len(surplus), 'tensor')} that no matrix in adapter.targets uses: "
-            )
-            action = f"Omit adapter.targets, or set checkpoint.restore_from to {other}."
+            rule = f"has {pluralize(len(surplus), 'tensor')} that "
+            if self._has_own_targets:
+                rule += "belong to no matrix that supports adapters in this base model: "
+                action = "Merge the adapter into its base model with PEFT, or "
+            else:
+                rule += "no matrix in adapter.targets uses: "
+                action = "Omit adapter.targets, or "
+            action += f"set checkpoint.restore_from to {other}."
             raise self._error(f"{rule}{format_names(surplus)}.", action)
         for tensor in self._tensors:
             self._check_shapes(tensor, ends)
+
+    def _has_in_other_layers(self, missing: Sequence[str]) -> bool:
+        """Return whether each missing tensor's module has no adapter, and the module of another
+        layer has one.
+        """
+        modules = {name.rpartition(".lora_")[0] for name in self._names}
+        anywhere = {re.sub(r"\.\d+\.", ".#.", module) for module in modules}
+        lacking = {name.rpartition(".lora_")[0] for name in missing}
+        return not lacking & modules and all(
+            re.sub(r"\.\d+\.", ".#.", module) in anywhere for module in lacking
+        )
 
     def _check_shapes(self, tensor: AdaptedTensor, ends: Mapping[str, str]) -> None:
         rank, other = self._config.rank, self._settings.base or "the base model of the adapter"

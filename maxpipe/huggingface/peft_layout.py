@@ -319,7 +319,7 @@ def _unsupported(name: str, tensor: str, why: str) -> ConfigError:
         Code.HF_EXPORT,
         "command line: --adapter",
         None,
-        f"{name} has an adapter that PEFT cannot represent: the matrix {why} ({tensor}).",
+        f"{name} has an adapter with no equivalent in PEFT: the matrix {why} ({tensor}).",
         "Omit --adapter to export the merged model.",
     )
 

@@ -390,8 +390,9 @@ class UpcycledModel:
             copies = "a copy" if split.num_shards == 1 else f"one of {split.num_shards} shards"
             columns = f"columns {split.first} to {width - 1} of " if split.first else ""
             lines.append(
-                f"{pluralize(self.model.layers.count(name), 'layer')} with {part.num_experts} "
-                f"experts of width {part.d_mlp}, each {copies} of {columns}the dense MLP; "
+                f"{pluralize(self.model.layers.count(name), 'layer')} with "
+                f"{pluralize(part.num_experts, 'expert')} of width {part.d_mlp}, each {copies} of "
+                f"{columns}the dense MLP; "
                 f"their down projections are multiplied by {split.routed_scale:g}"
             )
             if part.shared is not None:

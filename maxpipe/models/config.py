@@ -128,7 +128,8 @@ class AdapterConfig:
     """Folder of a PEFT adapter from which a new run starts: `adapter_config.json` and
     `adapter_model.safetensors`. The keys `rank`, `alpha`, `rslora`, `kind`, `dropout` and `targets`
     default to the values of this adapter. Also read by `maxpipe generate hf:DIR` and `eval hf:DIR`,
-    where DIR is the base model. Ignored if this run already has a checkpoint."""
+    where DIR is the base model. If this run already has a checkpoint, only these keys are read from
+    the folder. To resume without the folder, use the config.yml in the run's folder."""
     base_quantization: Literal["default", "int8", "nf4"] = field(
         default="default", metadata=renamed_from("base")
     )

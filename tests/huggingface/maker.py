@@ -48,6 +48,19 @@ def llama(
     )
 
 
+def phi3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
+    """Return a Phi-3 config.json and its tensors, with fused projections."""
+    config = {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", **SIZES, **changes}
+    fused = {
+        "self_attn.qkv_proj": ((HEADS + 2 * KV_HEADS) * HEAD, WIDTH),
+        "self_attn.o_proj": (WIDTH, HEADS * HEAD),
+        "mlp.gate_up_proj": (2 * MLP, WIDTH),
+        "mlp.down_proj": (WIDTH, MLP),
+    }
+    norms = ("input_layernorm", "post_attention_layernorm")
+    return config, _drawn({**_ends(tied=False), **_layers(fused, {}, norms)}, dtype)
+
+
 def gemma3(dtype: str = "BF16", **changes: Any) -> tuple[dict[str, Any], Tensors]:
     """Return a Gemma 3 config.json and its tensors."""
     config = {

@@ -15,10 +15,12 @@ import pytest
 from maxpipe.checkpoint.address import parse_address
 from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.cli import main
+from maxpipe.config.load import load, to_yaml
 from maxpipe.errors import ConfigError
-from maxpipe.huggingface.export import export_adapters
-from maxpipe.huggingface.peft import CONFIG, WEIGHTS
-from maxpipe.huggingface.safetensors import SafetensorsReader
+from maxpipe.huggingface.export import TYPES, export_adapters
+from maxpipe.huggingface.mapping import cast
+from maxpipe.huggingface.peft import CONFIG, WEIGHTS, CheckpointAdapters
+from maxpipe.huggingface.safetensors import DTYPES, SafetensorsReader
 from maxpipe.restore.open_model import open_address_or_folder
 from tests.huggingface import maker
 from tests.huggingface.adapted import Made, begun, made
@@ -154,6 +156,23 @@ INVALID: list[tuple[str, Change, str]] = [
     ("tokens", config_with(trainable_token_indices=[1]), "trainable_token_indices"),
     ("dora", config_with(use_dora=True), "lora_magnitude_vector"),
     ("missing", tensors_with(lambda tensors: tensors.pop(A)), "lacks 1 tensor"),
+    ("long", config_with(alpha_pattern={f"q{n}": 7.0 for n in range(1001)}), "at most 1,000 keys"),
+    ("high rank", config_with(r=maker.WIDTH + 1), "Use a PEFT adapter of a lower rank"),
+    (
+        "some layers",
+        tensors_with(lambda t: [t.pop(name) for name in [*t] if ".layers.0." in name]),
+        "must have adapters in all its layers.\n  Merge the adapter",
+    ),
+    (
+        "output projection",
+        tensors_with(lambda t: t.update({"base_model.model.lm_head.lora_A.weight": t[A]})),
+        "no matrix that supports adapters in this base model",
+    ),
+    (
+        "slow name",
+        tensors_with(lambda t: t.update({"layers.1.lora_x." * 4000 + "-": t[A]})),
+        "has 1 tensor that",
+    ),
     ("surplus", tensors_with(lambda t: t.update({"x.lora_A.weight": t[A]})), "has 1 tensor that"),
     ("no adapter", tensors_with(lambda tensors: tensors.clear()), "must have adapters"),
     ("shape", tensors_with(lambda t: t.update({A: t[A][:, 1:]})), "must have the shape"),
@@ -240,6 +259,54 @@ def test_several_adapters_of_one_base_are_exported(
         assert not (tmp_path / "new").exists()
     assert main([*export[:4], "--add", f"chat={first}"]) == 2
     assert main([*export[:3], "--name", "sql"]) == 2
+
+
+def test_dora_of_a_fused_tensor_is_explained(tmp_path: Path) -> None:
+    """PEFT has one magnitude vector for qkv_proj, and maxpipe has one for each projection."""
+    base, _, peft = peft_folder("phi3", tmp_path, "adapter.targets=['*.query','*.key','*.value']")
+    config_with(use_dora=True)(peft)
+    with pytest.raises(ConfigError, match="shares its tensor") as caught:
+        started(base, peft, tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.where == str(peft / CONFIG) and problem.action.startswith("Merge the adapter")
+
+
+def test_other_errors_do_not_blame_the_unset_rank(valid: tuple[Path, Path], tmp_path: Path) -> None:
+    base, peft = valid
+    with pytest.raises(ConfigError) as caught:
+        started(base, peft, tmp_path, "tokenizer.kind=words")
+    assert [problem.where for problem in caught.value.problems] == ["command line: tokenizer.kind"]
+
+
+def test_run_resumes_with_its_own_config_without_the_folder(
+    valid: tuple[Path, Path], tmp_path: Path
+) -> None:
+    base, peft = valid
+    key = f"adapter.restore_from={shutil.copytree(peft, tmp_path / 'peft')}"
+    config = to_yaml(begun(base, tmp_path, key)[0].config)
+    shutil.rmtree(tmp_path / "peft")
+    with pytest.raises(ConfigError, match="To resume a run without the folder, use the config.yml"):
+        begun(base, tmp_path, key)
+    (tmp_path / "config.yml").write_text(config)
+    assert to_yaml(load([str(tmp_path / "config.yml")]).config) == config
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_out_of_range_of_the_dtype_are_explained(dtype: str) -> None:
+    values = np.full(3, 1e6, DTYPES[TYPES[dtype]])
+    with pytest.raises(ConfigError, match="cannot represent a.weight: .* 65504"):
+        cast(values, np.dtype(np.float16), "a.weight")
+
+
+def test_adapters_out_of_range_of_the_dtype_are_not_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, run, _ = peft_folder("llama", tmp_path)
+    factor = CheckpointAdapters.factor
+    monkeypatch.setattr(CheckpointAdapters, "factor", lambda *args: 1e6 * factor(*args))
+    with pytest.raises(ConfigError, match="the float16 maximum is 65504"):
+        export_adapters(parse_address(str(run.folder)), str(tmp_path / "half"), "float16", quiet)
+    assert not (tmp_path / "half").exists()
 
 
 OF_PEFT: list[tuple[str, dict[str, Any]]] = [

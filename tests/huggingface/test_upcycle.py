@@ -389,6 +389,7 @@ def test_folder_with_experts_is_rejected(tmp_path: Path, capsys: Capture) -> Non
         (["--upcycle", "--drop-ratio", "1.5"], "--drop-ratio"),
         (["--upcycle", "--router-scale", "0"], "--router-scale"),
         (["--upcycle", "--router-scale", "nan"], "--router-scale"),
+        (["--upcycle", "--router-scale", "1e300"], "--router-scale"),
         (["--upcycle", "optim.learning_rate=1"], "optim.learning_rate=1"),
         (["--upcycle", "--rope", "split"], "--rope"),
         (["--upcycle", "--unknown"], "maxpipe import"),

@@ -112,11 +112,14 @@ def _rank_fits_the_matrices(config: Config) -> Iterator[RuleViolation]:
     for name, param in matrices(describe(replace(config.model, adapter=None)), adapter).items():
         small = min(math.prod(size for size, _ in side) for side in sides(param))
         if adapter.rank > small:
+            action = f"Set adapter.rank={small}, or select only larger matrices in adapter.targets."
+            if adapter.restore_from:
+                action = "Use a PEFT adapter of a lower rank, or merge the adapter with PEFT."
             yield RuleViolation(
                 Code.MODEL_ADAPTER,
                 "adapter.rank",
                 f"must be at most {small}, the smaller dimension of {name}, which limits its rank.",
-                f"Set adapter.rank={small}, or select only larger matrices in adapter.targets.",
+                action,
             )
             return
 
