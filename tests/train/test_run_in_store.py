@@ -63,7 +63,7 @@ def test_run_that_is_killed_in_a_save_resumes_and_is_used(
     assert list(Path(folder_of_records(RUNS)).glob("a/tensorboard/*"))
     start = settings("run.name=b", f"checkpoint.restore_from={RUN}", "train.steps=5")
     assert main(["train", *start, f"run.dir={tmp_path}", f"checkpoint.dir={RUNS}"]) == 0
-    assert main(["checkpoints", "delete", f"{RUN}@2", "--yes"]) == 0
+    assert main(["checkpoints", "delete", f"{RUN}@2"]) == 0
     assert os.listdir(saved) == ["4"]
 
 
