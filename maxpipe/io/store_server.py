@@ -41,7 +41,8 @@ of the store also repeats requests. Resources in a spec would make copies of ind
 
 def served_array_store(path: str) -> dict[str, Any]:
     """Return the tensorstore spec for arrays below a folder of any store."""
-    server = _server()
+    with _START:
+        server = _server()
     register_secret(server.token)  # errors of tensorstore contain the spec
     return {
         "driver": "s3",
@@ -52,6 +53,11 @@ def served_array_store(path: str) -> dict[str, Any]:
         "aws_credentials": {"type": "anonymous"},
         "use_conditional_write": True,
     }
+
+
+_START = threading.Lock()
+"""Held while the server of the process is started, because its lock protects indexes only if all
+requests use the same server."""
 
 
 @functools.cache

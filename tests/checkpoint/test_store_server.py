@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import os
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,24 @@ def newest() -> int | None:
         found = checkpoints.restore_newest(abstract())
         assert found is None or tree_digest(found.state) == tree_digest(tree(found.step))
         return found and found.step
+
+
+def test_concurrent_first_uses_start_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of a server protects indexes only if all requests use this server."""
+
+    class SlowServer(store_server._Server):
+        def __init__(self, *arguments: Any):
+            time.sleep(0.1)
+            super().__init__(*arguments)
+
+    started = store_server._server.__wrapped__
+    monkeypatch.setattr(store_server, "_Server", SlowServer)
+    monkeypatch.setattr(store_server, "_server", functools.cache(started))
+    with ThreadPoolExecutor(4) as threads:
+        specs = list(threads.map(store_server.served_array_store, ["folder://bucket"] * 4))
+    assert len({spec["endpoint"] for spec in specs}) == 1
+    store_server._server().shutdown()
+    store_server._server().server_close()
 
 
 # --- checkpoints ----------------------------------------------------------------------------
