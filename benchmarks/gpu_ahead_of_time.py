@@ -75,6 +75,15 @@ ROWS = [
         "train.sequence_length=4096 pipeline.microbatches=8 pipeline.schedule=zb_h1",
     ),
     (
+        *("gemma4-26b-a4b", "h100:8", 2),
+        "mesh.dcn_fsdp=2 mesh.ici_expert=8 train.batch_size=16 train.sequence_length=4096",
+    ),
+    (
+        *("gemma4-e4b", "h100:8", 1),
+        "mesh.ici_stage=2 mesh.ici_fsdp=4 train.batch_size=32 train.sequence_length=4096 "
+        "pipeline.microbatches=4",
+    ),
+    (
         *("qwen3.5-9b", "h100:8", 2),
         "mesh.dcn_stage=2 mesh.ici_fsdp=8 pipeline.repeats=2 train.batch_size=64 "
         "train.sequence_length=2048 pipeline.microbatches=8 pipeline.remat=names",

@@ -442,6 +442,30 @@ ROWS = [
             "sequence_length=4096",
         ),
         (
+            "gemma4-31b",
+            "v5p:2x4x4",
+            1,
+            "ici_fsdp=32 microbatches=2 batch_size=64 sequence_length=4096",
+        ),
+        (
+            "gemma4-e4b",
+            "v5p:2x2x4",
+            1,
+            "ici_stage=4 ici_fsdp=4 microbatches=8 batch_size=64 sequence_length=2048",
+        ),
+        (
+            "gemma4-e4b",
+            "v6e:4x4",
+            1,
+            "ici_fsdp=16 microbatches=1 batch_size=16 sequence_length=4096",
+        ),
+        (
+            "gemma4-26b-a4b",
+            "v6e:8x8",
+            1,
+            "ici_fsdp=16 ici_expert=4 microbatches=1 batch_size=64 sequence_length=4096",
+        ),
+        (
             "kimi-k2-1t-a32b",
             "v5p:4x4x4",
             1,
