@@ -21,7 +21,12 @@ TRAINERS: dict[str, dict[str, str]] = json.loads(
 """For each trainer, its keys and their default values as strings."""
 
 BASE = ["tiny", "train.steps=100"]
-MODEL_OF = {"deepseek": "deepseek-v2-lite", "gemma2": "gemma2-2b", "moe": "tiny-moe"}
+MODEL_OF = {
+    "deepseek": "deepseek-v2-lite",
+    "gemma2": "gemma2-2b",
+    "gemma4": "gemma4-31b",
+    "moe": "tiny-moe",
+}
 """Shipped models of families that require keys in addition to `model.family`."""
 NEEDS = {
     "data.source": ["data.path=c4/en:3.1.0"],
