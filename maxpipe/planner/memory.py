@@ -508,12 +508,13 @@ head."""
 def _mtp_pending_bytes(sizes: Sizes, platform: str) -> float:
     """Return the bytes of MTP arrays that are live at the same time as the logits.
 
-    On CPUs and GPUs, the result includes two copies of the head gradient. TPUs add the gradients of
-    all heads in place.
+    TPUs add the gradients of all heads in place; GPUs need one more copy of the head gradient, and
+    CPUs two.
     """
     if not sizes.layers.mtp:
         return 0.0
-    gradients = 0.0 if platform == "tpu" else 2 * 4.0 * sizes.trained.head_elements(whole=True)
+    copies = {"tpu": 0, "cpu": 2}.get(platform, 1)
+    gradients = copies * 4.0 * sizes.trained.head_elements(whole=True)
     return _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS) + gradients
 
 
