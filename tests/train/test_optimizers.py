@@ -175,7 +175,7 @@ def test_resume_with_changed_optimizer_is_rejected(tiny: Path, run: Run, tmp_pat
     run("train", *arguments, "train.steps=4", "optim.name=lion")
     assert saved(tmp_path / "run").state["optimizer"].keys() == {"mu"}
     output = run("train", *arguments, "train.steps=6", code=2)
-    assert "optim.name = adamw\n" in output
+    assert "optim.name = adamw  [MP-" in output
     assert "must be lion, as in the checkpoint of step 4" in output
     assert "Set optim.name=lion, or run.name to a new name, checkpoint.restore_from=run" in output
     kept = ("train.steps=6", "optim.name=lion")
