@@ -123,7 +123,7 @@ class Matmul(NamedTuple):
     """Fraction of the parameter's elements that the matmul actually multiplies per token."""
 
 
-Stands = Literal["scores", "mask", "block"]
+ScoreStorage = Literal["scores", "mask", "block"]
 """Token-pair arrays of attention that are stored in memory. `scores`: the scores of all heads,
 which the backward pass reads. `mask`: one mask for all heads, used as input of a fused kernel.
 `block`: the scores of one block of token pairs at a time. With `mask` and `block`, the backward
@@ -142,7 +142,7 @@ class Scores(NamedTuple):
     """Name of the per-layer value (`Model.values`) that stores the attention window in tokens; a
     window of 0 means all tokens. Pairs outside the window are not counted as model FLOPs, although
     they are computed, because one program serves all layers."""
-    storage: Stands = "scores"
+    storage: ScoreStorage = "scores"
     """Token-pair arrays that are stored in memory."""
     query: Dims = ()
     """Dims of the queries."""

@@ -51,6 +51,7 @@ ALL_FEATURES: dict[str, dict[str, Any]] = {
     },
     # With one expert per token, normalized routing weights are 1 and routers have no gradient.
     "qwen3_5_moe": {"num_experts_per_tok": 2},
+    "gemma4_moe": {"top_k_experts": 2},
     "llama4": {
         **{"no_rope_layer_interval": 3, "attention_chunk_size": 5, "use_qk_norm": True},
         **{"attn_temperature_tuning": True, "attn_scale": 0.7, "floor_scale": 3},

@@ -19,7 +19,7 @@ from maxpipe.models.spec import (
     Param,
     Part,
     Scores,
-    Stands,
+    ScoreStorage,
 )
 
 AUTO = "auto"
@@ -41,17 +41,17 @@ LOG_SUM = "attention_lse"
 token's scores. Backends with a custom gradient save this array with `context`, to recompute the
 probabilities."""
 
-_STANDS: Mapping[str, Stands] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
+_SCORE_STORAGE: Mapping[str, ScoreStorage] = {AUTO: "scores", "xla": "scores", "cudnn": "mask"}
 
 
-def stands(backend: str) -> Stands:
+def score_storage(backend: str) -> ScoreStorage:
     """Return the type of the token-pair arrays that a backend stores in memory."""
-    return _STANDS.get(backend, "block")
+    return _SCORE_STORAGE.get(backend, "block")
 
 
 def kept_with_context(backend: str, heads: Dims) -> Mapping[str, Mapping[str, Dims]]:
     """Return the arrays that a backend saves along with `context`, for `Part.saved_with`."""
-    return {} if stands(backend) == "scores" else {"context": {LOG_SUM: heads}}
+    return {} if score_storage(backend) == "scores" else {"context": {LOG_SUM: heads}}
 
 
 Scaling = Literal["linear", "dynamic", "llama3", "yarn"]
@@ -231,7 +231,7 @@ class Attention(Part):
             "heads",
             self.head_dim,
             self.window,
-            storage=stands(self.backend),
+            storage=score_storage(self.backend),
             query=self._query,
             keys=(self._key, self._key),
             mixed=self._query,
@@ -255,10 +255,10 @@ class Attention(Part):
         values, and the float32 gradients of keys and values. Kernels that need a dense mask add key
         and value gradients for each query head.
         """
-        if stands(self.backend) == "mask":
+        if score_storage(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
         held = Held(pairs=(1.0, 1.0, 0.0))
-        if stands(self.backend) == "block":
+        if score_storage(self.backend) == "block":
             held += Held(
                 compute_dtype=((2.0, self._query), (1.0, self._key)), float32=((1.0, self._key),)
             )
@@ -281,7 +281,7 @@ class Attention(Part):
         turned = self.rope.rotary_dims or self.head_dim
         wide, statistics = ((2.0, ((turned, ""),)),), 2.0 + self.sinks
         held = Held(compute_dtype=narrow, float32=wide)
-        if stands(self.backend) == "scores":
+        if score_storage(self.backend) == "scores":
             pairs = (1.0, 2.0 if self.soft_cap else 1.0, 1.0)
             held += Held(float32=((statistics, self._heads),), blocks=keys, pairs=pairs)
         else:
@@ -291,7 +291,7 @@ class Attention(Part):
             )
         if self.query_scaling is not None:
             held += Held(float32=((1.0, ()),))
-        if self.chunked and stands(self.backend) != "scores":
+        if self.chunked and score_storage(self.backend) != "scores":
             held += Held(float32=((1.0, ()),))  # the segment IDs of chunks
         if self.rotary_norm is not None:
             if self.rope.enabled:
@@ -321,7 +321,7 @@ class Attention(Part):
         held = Held(compute_dtype=(width, (2.0 + gates, self._query), (keys, self._key)))
         if self.sinks:
             both = ((2.0, self._heads),)
-            by_blocks = stands(self.backend) == "block"
+            by_blocks = score_storage(self.backend) == "block"
             held += (
                 Held(float32_token_independent=(self._heads,)) if by_blocks else Held(float32=both)
             )

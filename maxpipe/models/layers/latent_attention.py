@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from maxpipe.models.layers.attention import CANNOT, Rope, kept_with_context, stands
+from maxpipe.models.layers.attention import CANNOT, Rope, kept_with_context, score_storage
 from maxpipe.models.layers.mlp import RMSNorm
 from maxpipe.models.spec import Dims, Held, Matmul, Normal, Operation, Param, Part, Scores
 
@@ -129,7 +129,7 @@ class LatentAttention(Part):
             self.num_heads,
             "heads",
             mean,
-            storage=stands(self.backend),
+            storage=score_storage(self.backend),
             query=self._query,
             keys=(self._query, self._value),
             mixed=self._value,
@@ -153,10 +153,10 @@ class LatentAttention(Part):
         Blockwise attention adds block-ordered copies of the attention inputs. Kernels that need a
         dense mask add gradient arrays for each packed document.
         """
-        if stands(self.backend) == "mask":
+        if score_storage(self.backend) == "mask":
             return Held(pairs=(1.0, 0.0, 0.0), documents=((4.0, self._query),))
         held = Held(pairs=(1.0, 1.0, 0.0))
-        if stands(self.backend) == "block":
+        if score_storage(self.backend) == "block":
             narrow = ((1.5, self._query), (1.5, self._value))
             held += Held(compute_dtype=narrow, float32=((1.0, self._value),))
         return held
@@ -173,7 +173,7 @@ class LatentAttention(Part):
         narrow = ((1.0, self._width), (1.0, self._query), (1.0, self._value))
         keys = ((1.0, self._query), (1.0, self._value))
         turned, heads = (2.0, ((self.rope_size, ""),)), ((self.num_heads, "heads"),)
-        if stands(self.backend) == "scores":
+        if score_storage(self.backend) == "scores":
             wide, pairs = (turned, (2.0, heads)), (1.0, 1.0, 1.0)
             held = Held(compute_dtype=narrow, float32=wide, blocks=keys, pairs=pairs)
         else:
