@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import format_nested
-from maxpipe.io.stores import is_checkpoint_store
+from maxpipe.io.stores import is_checkpoint_store, is_store
 from maxpipe.models.config import Bound
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
@@ -127,6 +127,10 @@ def add_folder_or_bucket_rule(key: str) -> None:
         elif scheme and not re.match(r"[^/]+//[A-Za-z0-9]", path):
             action = f"Set {key}={scheme}://my-bucket/runs."
             yield RuleViolation(Code.IO_PATH, key, "must contain a bucket name.", action)
+        elif (found := re.match(r"(\w+):/(?!/)", path)) and is_store(f"{found[1]}://bucket"):
+            rule = f"must have two slashes after {found[1]}:, because this is a path in a store."
+            action = f"Set {key}={found[1]}://{path[found.end() :]}."
+            yield RuleViolation(Code.IO_PATH, key, rule, action)
 
 
 def add_local_folder_rule(key: str, action: str) -> None:

@@ -275,3 +275,15 @@ def test_store_without_credentials_is_explained(monkeypatch: pytest.MonkeyPatch)
         to_epath("az://bucket/a")
     with raises(ConfigError, "memory://bucket/a", suggests="az://CONTAINER/PATH"):
         to_epath("memory://bucket/a")
+
+
+@pytest.mark.parametrize("key", ["run.dir", "checkpoint.dir"])
+@pytest.mark.parametrize("scheme", ["gs", "s3", "az", "folder"])
+def test_url_with_one_slash_is_not_a_local_folder(
+    folder_store: Path, key: str, scheme: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["config", "print", "tiny", "train.steps=1", f"{key}={scheme}:/bucket/runs"]
+    assert main(given) == 2
+    message = capsys.readouterr().err
+    assert "must have two slashes" in message and f"Set {key}={scheme}://bucket/runs." in message
+    assert main(["config", "print", "tiny", "train.steps=1", f"{key}=./{scheme}:/bucket"]) == 0
