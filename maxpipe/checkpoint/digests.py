@@ -245,10 +245,11 @@ def _sum(words: np.ndarray, start: tuple[int, ...]) -> int:
     axis, size = split - 1, shape[split - 1]
     outer = _keys(0, shape[:axis], start[:axis])
     lines = words.reshape(outer.size, size * inner)
-    step, total = max(1, _BLOCK // inner), 0
+    step, total, first = max(1, _BLOCK // inner), 0, start[axis]
+    whole = _axis_keys(axis, first, first + min(size, _BLOCK))
     for begin in range(0, size, step):
-        end = min(begin + step, size)
-        along, keys = _axis_keys(axis, start[axis] + begin, start[axis] + end), row
+        end, keys = min(begin + step, size), row
+        along = whole[begin:end] if size <= _BLOCK else _axis_keys(axis, first + begin, first + end)
         if inner < _SHORT:
             along, keys = np.ones(1, np.uint64), np.multiply.outer(along, row).reshape(-1)
         for line, key in zip(lines, outer, strict=True):

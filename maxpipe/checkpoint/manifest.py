@@ -20,10 +20,9 @@ import hashlib
 import itertools
 import operator
 import os
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, NotRequired, TypedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 import jax
 import orbax.checkpoint as ocp
@@ -63,8 +62,6 @@ FILE = "manifest.json"
 
 _VERSION = 2
 _PARTIAL = f"{FILE}.partial"
-_SCAN_EVERY = 8
-"""The folder is scanned for new files each time this many writers have finished."""
 _MAX_BYTES = 1 << 26
 _INDEX = "manifest.ocdbt"
 _MAX_INDEX_BYTES = 1 << 30
@@ -74,7 +71,7 @@ _NUM_CHUNK_THREADS = 2
 # Most of the time for computing digests is spent on reads, especially on network file systems.
 _NUM_THREADS = 16
 # Files that must be listed in every manifest.
-_REQUIRED_FILES = ("facts/metadata", "state/_METADATA", "state/manifest.ocdbt")
+_REQUIRED_FILES = ("facts/metadata", "state/_METADATA")
 
 
 class ManifestFile(TypedDict):
@@ -84,6 +81,15 @@ class ManifestFile(TypedDict):
     sha256: str
 
 
+class VerifiedFiles(NamedTuple):
+    """Content of a step that was flushed, read back from disk and compared with memory."""
+
+    files: Mapping[str, ManifestFile]
+    """Manifest entries, keyed by path relative to the step's folder."""
+    arrays: Mapping[str, ArrayDigest]
+    """Digests of the arrays that these files store completely."""
+
+
 class _ManifestContent(TypedDict):
     version: Literal[1, 2]
     step: int
@@ -91,87 +97,17 @@ class _ManifestContent(TypedDict):
     arrays: NotRequired[dict[str, ArrayEntry]]
 
 
-class BackgroundDigester:
-    """Hashes the files of a local folder in the background while other files are being written.
-
-    Each file must be written entirely inside one `writing` context. Several threads may enter
-    `writing` concurrently. After a file is hashed, it is flushed to disk and dropped from the page
-    cache, so that later reads come from disk.
-    """
-
-    def __init__(self, folder: epath.Path):
-        self._folder, self._lock = folder, threading.Lock()
-        self._pool = ThreadPoolExecutor(1)
-        self._writers: set[object] = set()
-        self._ended = 0
-        self._seen: list[tuple[list[str], set[object]]] = []
-        """Pairs of file names and the writers that must finish before those files are complete."""
-        self._digests: dict[str, Future[ManifestFile]] = {}
-
-    def __enter__(self) -> BackgroundDigester:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Context in which the caller writes files."""
-        writer = object()
-        with self._lock:
-            self._writers.add(writer)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._end(writer)
-
-    def _end(self, writer: object) -> None:
-        self._writers.remove(writer)
-        self._ended += 1
-        for _, writers in self._seen:
-            writers.discard(writer)
-        while self._seen and not self._seen[0][1]:
-            for name in self._seen.pop(0)[0]:
-                self._digests[name] = self._pool.submit(_flush_and_digest, self._folder / name)
-        if self._ended % _SCAN_EVERY == 0:
-            known = {name for names, _ in self._seen for name in names} | self._digests.keys()
-            names = os.listdir(self._folder) if self._folder.is_dir() else []
-            # The name of a file contains a dot until the file is complete and renamed.
-            new = [name for name in names if "." not in name and name not in known]
-            self._seen.append((new, set(self._writers)))
-
-    def results(self) -> dict[str, ManifestFile]:
-        """Wait for pending digests, and return the sizes and digests of the files hashed so far,
-        keyed by file name.
-
-        Raises:
-            OSError: a file cannot be read or flushed to disk.
-        """
-        digests = {name: digest.result() for name, digest in self._digests.items()}
-        if digests:
-            _flush_folder(self._folder)
-        return digests
-
-
-def _flush_and_digest(path: epath.Path) -> ManifestFile:
-    _flush(path)
-    digest = call_with_retries(lambda: _digest(path, False))
-    _drop(path)
-    return digest
-
-
 def digest_files(
-    folder: epath.Path, ahead: Mapping[str, ManifestFile] | None = None
+    folder: epath.Path, verified: Mapping[str, ManifestFile] | None = None
 ) -> dict[str, ManifestFile]:
     """Flush all files of a folder to disk, and return their sizes and digests.
 
-    `ahead` contains the entries of files that have already been flushed and are not read again.
+    `verified` contains the entries of files that have already been flushed and are not read again.
 
     Raises:
         OSError: a file cannot be read.
     """
-    names, known = sorted(files(folder).keys() - {FILE, _PARTIAL}), ahead or {}
+    names, known = sorted(files(folder).keys() - {FILE, _PARTIAL}), verified or {}
     entries = {name: known[name] for name in names if name in known}
     unread = [name for name in names if name not in entries]
     for name, file in zip(unread, _digests(folder, unread, flush=True), strict=True):
@@ -458,8 +394,10 @@ def read_expected_digests(folder: epath.Path, step: int) -> RecordedDigests | No
         raise
 
 
-def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
-    """Compute the digests of a step's arrays as stored on disk.
+def compute_stored_digests(
+    folder: epath.Path, known: Mapping[str, ArrayDigest] | None = None
+) -> dict[str, ArrayDigest]:
+    """Compute the digests of a step's arrays as stored on disk, unless they are already known.
 
     Raises:
         DamagedError: an array cannot be decoded.
@@ -467,20 +405,29 @@ def compute_stored_digests(folder: epath.Path) -> dict[str, ArrayDigest]:
     """
     with ThreadPoolExecutor(_NUM_CHUNK_THREADS) as pool:
         return call_detecting_damage(
-            lambda: dict(_iter_stored_digests(folder, leaves_by_name(read_shapes(folder)), pool))
+            lambda: dict(
+                _iter_stored_digests(folder, leaves_by_name(read_shapes(folder)), pool, known or {})
+            )
         )
 
 
 def open_array(folder: epath.Path, name: str) -> Any:
-    """Open one array on disk for partial reads: `array[...].read().result()`."""
-    base: Any = f"{folder / STATE_ITEM}/"
+    """Open one array on disk for partial reads: `array[...].read().result()`.
+
+    Runs store all arrays in one OCDBT database; `slab_writer` stores one folder per array.
+    """
+    state = folder / STATE_ITEM
+    is_database = exists(state / _INDEX)
+    base: Any = f"{state}/" if is_database else f"{state / name}/"
     if in_bucket(folder):
         base = array_store(base)
     else:
-        _check_index(f"{folder / STATE_ITEM / _INDEX}")
+        if is_database:
+            _check_index(f"{state / _INDEX}")
         base = {"driver": "file", "path": base}
-    kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-    spec = {"driver": "zarr", "kvstore": kvstore}
+    if is_database:
+        base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+    spec = {"driver": "zarr", "kvstore": base}
     context = tensorstore.Context(CONTEXT if url_scheme(folder) not in ("", "gs", "s3") else {})
     return tensorstore.open(spec, open=True, read=True, context=context).result()
 
@@ -498,9 +445,15 @@ def _check_index(path: str) -> None:
 
 
 def _iter_stored_digests(
-    folder: epath.Path, leaves: Mapping[str, Any], pool: ThreadPoolExecutor
+    folder: epath.Path,
+    leaves: Mapping[str, Any],
+    pool: ThreadPoolExecutor,
+    known: Mapping[str, ArrayDigest],
 ) -> Iterator[tuple[str, ArrayDigest]]:
-    for name in leaves:
+    for name, leaf in leaves.items():
+        if name in known and known[name].shape == tuple(leaf.shape):
+            yield name, known[name]
+            continue
         array = open_array(folder, name)
         total = ArrayDigest(str(array.dtype.numpy_dtype), tuple(array.shape))
         chunk: tuple[Any, ...] = array.chunk_layout.read_chunk.shape or ()  # a scalar has no chunks
@@ -518,14 +471,21 @@ def _iter_stored_digests(
         yield name, total
 
 
-def verify_arrays(folder: epath.Path, step: int, expected: RecordedDigests | None) -> list[str]:
+def verify_arrays(
+    folder: epath.Path,
+    step: int,
+    expected: RecordedDigests | None,
+    known: Mapping[str, ArrayDigest] | None = None,
+) -> list[str]:
     """Compare a step's arrays and metadata with the recorded digests; return the differences.
+
+    `known` contains digests of stored arrays that are not computed again.
 
     Raises:
         OSError: the storage is unreachable.
     """
     try:
-        stored = compute_stored_digests(folder)
+        stored = compute_stored_digests(folder, known)
         wrong = digests.diff_digests(expected.arrays, stored) if expected else []
         wrong = wrong or digests.describe_non_finite(stored)
         return wrong + verify_metadata(folder, expected) if expected else wrong
@@ -554,11 +514,11 @@ def verify_metadata(folder: epath.Path, expected: RecordedDigests) -> list[str]:
 
 
 def verify_and_write_manifest(
-    folder: epath.Path, step: int, ahead: Mapping[str, ManifestFile] | None = None
+    folder: epath.Path, step: int, verified: VerifiedFiles | None = None
 ) -> int:
     """Read a step back, compare it with the in-memory digests, and write its manifest.
 
-    `ahead` contains the digests of files that were flushed to disk and dropped from the page cache.
+    The files and arrays in `verified` have already been read back, and are not read again.
 
     Returns:
         The total size of the files in bytes.
@@ -584,17 +544,27 @@ def verify_and_write_manifest(
                 "  Lower optim.learning_rate, or restore an earlier checkpoint with "
                 "checkpoint.restore_from; earlier checkpoints are kept.",
             )
-        files = digest_files(folder, ahead)
+        verified = verified or VerifiedFiles({}, {})
+        wrong = _lost_files(folder, verified.files)
+        files = digest_files(folder, verified.files)
+        unverified = {name: file for name, file in files.items() if name not in verified.files}
         with ThreadPoolExecutor(1) as pool:
             # Start the second read after the first one has dropped all files from the page cache,
             # so that the second one reads from disk.
-            again = pool.submit(find_changed_files, folder, files)
-            wrong = verify_arrays(folder, step, expected)
+            again = pool.submit(find_changed_files, folder, unverified)
+            wrong += verify_arrays(folder, step, expected, verified.arrays)
             wrong += again.result()
         entries = {name: one.entry() for name, one in expected.arrays.items()}
         if wrong := wrong or write(folder, step, files, entries):
             raise SaveVerificationError("; ".join(wrong[:3]))
         return sum(file["bytes"] for file in files.values())
+
+
+def _lost_files(folder: epath.Path, expected: Mapping[str, ManifestFile]) -> list[str]:
+    """Return a line for each file that is missing or has another size."""
+    sizes = files(folder)
+    lost = sorted(name for name in expected if sizes.get(name) != expected[name]["bytes"])
+    return [f"{name} is missing or has another size than when it was saved" for name in lost]
 
 
 def write_missing_manifest(folder: epath.Path, step: int) -> None:

@@ -1,42 +1,28 @@
-"""Write checkpoints in the background, or slab by slab with little memory.
+"""Write checkpoints in the background.
 
 `CheckpointWriter` runs one save at a time. orbax copies the arrays to the host while the caller
 waits; threads then write and commit the copies and their digests. Afterwards, everything is read
 back and compared, and the manifest is written. If the run is killed before the manifest is written,
 the next start verifies the checkpoint.
-
-`save` writes arrays that do not fit in memory: every array is computed and written slab by slab.
-orbax chooses the file names, commits the step by a rename and writes all other items. A slab is one
-uncompressed chunk of an array, because weights compress poorly and decoding would cost more time
-than it saves.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
-import itertools
 import logging
-import math
-import operator
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-import tensorstore
-from orbax.checkpoint import future
 
-from maxpipe.checkpoint import digests, manifest
-from maxpipe.checkpoint.digests import ArrayDigest, leaves_by_name
+from maxpipe.checkpoint import digests
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manifest import (
     METADATA_ITEM,
@@ -52,231 +38,6 @@ from maxpipe.checkpoint.storage import (
 )
 from maxpipe.errors import DivergenceError, StorageError
 
-Region = tuple[slice, ...]
-
-T = TypeVar("T")
-
-_DATA = "ocdbt.process_0/d"
-"""Folder of array data inside an orbax item."""
-
-NUM_THREADS = 3
-"""Number of slabs in progress at the same time: one is written while the next is computed."""
-
-
-@dataclass(frozen=True, slots=True)
-class LazySlabArray:
-    """An array that `read` computes region by region. `read` must be thread-safe."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    slab: tuple[int, ...]
-    """Shape of a region. Regions at the array boundary may be smaller."""
-    read: Callable[[Region], np.ndarray]
-    is_finite: bool = False
-    """Whether `read` raises an error for NaN and infinity."""
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the full array in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def save(
-    folder: CheckpointFolder,
-    facts: CheckpointMetadata,
-    state: Tree,
-    written: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Write a step whose state is a pytree of `LazySlabArray`, and its manifest, in one process.
-
-    After each slab is written, `written` is called with its size in bytes, possibly from several
-    threads.
-
-    Raises:
-        SaveVerificationError: the written content differs from the computed arrays.
-        DivergenceError: an array contains NaN or infinity.
-        OSError: the checkpoint cannot be written.
-        Exception: `LazySlabArray.read` raised an exception.
-    """
-    needed = sum(array.nbytes for array in leaves_by_name(state).values())
-    if (free := folder.free_bytes()) is not None and free < needed:
-        words = f"the checkpoint needs {needed:,} bytes, but only {free:,} are free"
-        raise OSError(errno.ENOSPC, words)
-    ignore_orphaned_errors()
-    handler = _Handler(written)
-    content = facts.to_json()
-    checkpointer = ocp.Checkpointer(
-        ocp.CompositeCheckpointHandler(
-            **{
-                STATE_ITEM: ocp.PyTreeCheckpointHandler(
-                    type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                        (LazySlabArray, handler)
-                    )
-                ),
-                METADATA_ITEM: ocp.JsonCheckpointHandler(),
-                digests.DIGEST_ITEM: digests.DigestHandler(),
-            }
-        )
-    )
-    items = ocp.args.Composite(
-        **{
-            STATE_ITEM: ocp.args.PyTreeSave(state),
-            METADATA_ITEM: ocp.args.JsonSave(content),
-            digests.DIGEST_ITEM: digests.DigestSaveArgs(facts.step, content, handler.sums),
-        }
-    )
-    try:
-        checkpointer.save(folder / facts.step, args=items)
-    except BaseException as error:
-        handler.stop()
-        if handler.error is not None:
-            raise handler.error from None
-        if isinstance(error, Exception):
-            raise OSError(root_cause_text(error)) from error
-        raise
-    finally:
-        checkpointer.close()
-    verify_and_write_manifest(folder / facts.step, facts.step, handler.ahead)
-
-
-class _Handler(ocp.type_handlers.TypeHandler):
-    """Orbax type handler that writes the arrays of one save."""
-
-    def __init__(self, written: Callable[[int], None]):
-        self._written = written
-        self._sums: Future[dict[str, ArrayDigest] | None] = Future()
-        self._turn, self._begun, self._stopped = threading.Lock(), False, False
-        self.error: BaseException | None = None
-        """Original exception raised by `LazySlabArray.read`."""
-        self.ahead: dict[str, manifest.ManifestFile] = {}
-        """File digests computed during the save, keyed by path relative to the step's folder."""
-
-    def typestr(self) -> str:
-        """Return the type name of numpy arrays, because slabs are stored like numpy arrays."""
-        return "np.ndarray"
-
-    def sums(self) -> dict[str, ArrayDigest] | None:
-        """Wait until all arrays are written and return their digests, or None if writing failed."""
-        return self._sums.result()
-
-    def stop(self) -> None:
-        """Stop writing, and wait until all threads have stopped."""
-        with self._turn:
-            self._stopped = True
-        if self._begun:
-            self._sums.result()
-        else:
-            self._sums.set_result(None)
-
-    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[future.Future]:
-        """Start writing the arrays. orbax may call this method from a thread even after Ctrl-C."""
-        with self._turn:
-            if self._stopped:
-                raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-            self._begun = True
-        writing = self._write(values, infos)
-        return [future.CommitFutureAwaitingContractedSignals(writing, name="slabs")]
-
-    async def _write(self, values: Sequence[LazySlabArray], infos: Sequence[Any]) -> None:
-        sums, lock, written_sums = {}, threading.Lock(), None
-        try:
-            arrays = {
-                info.name: (array, _create_array(array, info))
-                for array, info in zip(values, infos, strict=True)
-            }
-            sums = {
-                name: ArrayDigest(str(array.dtype), array.shape)
-                for name, (array, _) in arrays.items()
-            }
-
-            def put(task: tuple[str, Region]) -> None:
-                name, region = task
-                array, target = arrays[name]
-                try:
-                    values = array.read(region)
-                except BaseException as error:
-                    self.error = error
-                    raise
-                part = ArrayDigest(str(array.dtype), array.shape)
-                begin = [indices.start for indices in region]
-                part.add(values, begin, is_finite=array.is_finite)
-                with lock:
-                    sums[name].merge(part)
-                with ahead.writing():
-                    target[region].write(
-                        values, can_reference_source_data_indefinitely=True
-                    ).result()
-                self._written(values.nbytes)
-
-            tasks = (
-                (name, region)
-                for name, (array, _) in arrays.items()
-                for region in regions(array.shape, array.slab)
-            )
-            with manifest.BackgroundDigester(infos[0].parent_dir / _DATA) as ahead:
-                run_in_threads(put, itertools.takewhile(lambda _: not self._stopped, tasks))
-                if self._stopped:
-                    raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
-                files = ahead.results()
-            self.ahead = {f"{STATE_ITEM}/{_DATA}/{name}": file for name, file in files.items()}
-            written_sums = sums
-        finally:
-            self._sums.set_result(written_sums)
-
-    async def metadata(self, infos: Any) -> Any:
-        raise NotImplementedError("read the arrays as numpy arrays")
-
-    async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        raise NotImplementedError("read the arrays as numpy arrays")
-
-
-def _create_array(array: LazySlabArray, info: Any) -> Any:
-    """Create the array at the path where orbax expects the arrays of process 0, and open it."""
-    spec = ocp.type_handlers.get_json_tspec_write(
-        info,
-        use_ocdbt=True,
-        global_shape=array.shape,
-        local_shape=array.slab,
-        dtype=array.dtype,
-        process_index=0,
-    )
-    spec["metadata"]["compressor"] = None
-    spec["kvstore"]["base"]["file_io_sync"] = False  # `BackgroundDigester` flushes the files
-    return tensorstore.open(
-        tensorstore.Spec(spec), create=True, open=True, context=info.ts_context
-    ).result()
-
-
-def regions(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Region]:
-    """Yield the slabs of an array. Slabs at the boundary may be smaller."""
-    starts = (range(0, size, step) for size, step in zip(shape, slab, strict=True))
-    for start in itertools.product(*starts):
-        ends = (min(dims) for dims in zip(shape, map(operator.add, start, slab), strict=True))
-        yield tuple(map(slice, start, ends))
-
-
-def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
-    """Call `work` for every task in a few threads, and wait for all running calls.
-
-    Raises:
-        Exception: the first exception raised by a call; pending tasks are dropped.
-    """
-    running: set[Future[object]] = set()
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        try:
-            for task in tasks:
-                running.add(pool.submit(work, task))
-                if len(running) > NUM_THREADS:
-                    finished, running = wait(running, return_when=FIRST_COMPLETED)
-                    for call in finished:
-                        call.result()
-            for call in running:
-                call.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # a task may still be queued
-            raise
-
-
 Tree = Any
 
 _LOG = logging.getLogger(__name__)
@@ -286,8 +47,8 @@ _ATTEMPTS, _PAUSE_SECONDS = 5, 0.1
 
 _IGNORED_MESSAGES = ("exception was never retrieved", "Commit callback in background save thread")
 _IGNORED_MESSAGES += ("_SignalingThread.run() raised an exception",)
-# The function `save` in this module writes no jax.Array.
-_IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry",)
+# `slab_writer.save` writes no jax.Array, and no OCDBT database.
+_IGNORED_MESSAGES += ("No jax.Array in TypeHandlerRegistry", "Skipping merge of OCDBT checkpoints")
 
 
 @dataclass(slots=True)

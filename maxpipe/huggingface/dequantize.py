@@ -7,6 +7,7 @@ them. Products of codes and scales are computed in float32 and rounded to the dt
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,11 @@ class TensorReader(Protocol):
     @property
     def entries(self) -> Mapping[str, TensorEntry]:
         """Dtypes and shapes, keyed by tensor name."""
+        ...
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether `read` never returns NaN or infinity."""
         ...
 
     def read(
@@ -100,6 +106,11 @@ class QuantizedReader:
         """Dtype and shape of the dequantized tensor. The byte range is empty."""
         return {self.name: TensorEntry(self.quantization.dtype, self.shape, 0, 0)}
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all codes, multiplied by the largest accepted scale, are finite in the dtype."""
+        return self.quantization.encoding is MXFP4 and self.quantization.dtype != "F16"
+
     def read(
         self,
         name: str,
@@ -151,6 +162,10 @@ class QuantizedReader:
         """Dequantize lines of codes, without the first `skipped` values of each line."""
         encoding = self.quantization.encoding
         width = self.quantization.block[1] or self.shape[-1]
+        has_full_blocks = not (first_column % width or target.shape[1] % width)
+        if encoding is MXFP4 and target.dtype == ml_dtypes.bfloat16 and has_full_blocks:
+            _look_up_mxfp4(target, codes, scales)
+            return
         values = np.take(encoding.values, codes, axis=0, mode="clip").reshape(len(codes), -1)
         values = values[:, skipped : skipped + target.shape[1]]
         _multiply(values, scales, width, first_column % width)
@@ -209,6 +224,28 @@ class QuantizedReader:
 
 
 _ITEM_BYTES = {"F8_E4M3": 1, "U8": 1, "I32": 4}
+
+
+def _look_up_mxfp4(target: np.ndarray, codes: np.ndarray, scales: np.ndarray) -> None:
+    """Dequantize lines of complete MXFP4 blocks to bfloat16.
+
+    Every pair of values is looked up by its scale and its byte of codes, which is faster than
+    arithmetic in float32.
+    """
+    # The exponents of the scales, in the upper byte.
+    exponents = (scales.view(np.uint32) >> 15 & 0xFF00).astype(np.uint16)
+    blocks = codes.reshape(*scales.shape, -1)
+    index = np.bitwise_or(blocks, exponents[..., None], dtype=np.uint16).reshape(codes.shape)
+    np.take(_mxfp4_pairs(), index, out=target.view(np.uint32), mode="clip")
+
+
+@functools.cache
+def _mxfp4_pairs() -> np.ndarray:
+    """Return pairs of bfloat16 values as 32-bit words, indexed by 256 * scale + byte of codes."""
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        pairs = MXFP4.values[None] * scales[:, None, None]  # [scales, bytes, values of a byte]
+    return (pairs.view(np.uint32) >> 16).astype(np.uint16).reshape(-1, 2).view(np.uint32)[:, 0]
 
 
 def _multiply(values: np.ndarray, scales: np.ndarray, width: int, first: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from maxpipe.checkpoint import digests, manifest, writer
+from maxpipe.checkpoint import digests, manifest, slab_writer
 from maxpipe.checkpoint.address import Address
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manager import open_address_folder, resolve_step
@@ -450,7 +450,7 @@ def _read_param(
             raise DamagedError(f"array {full_name} does not have the shape that the config defines")
         total, lock = digests.ArrayDigest(str(array.dtype), shape), threading.Lock()
 
-        def put(region: writer.Region) -> None:
+        def put(region: slab_writer.Region) -> None:
             values = manifest.call_detecting_damage(lambda: array.read(region))
             part = digests.ArrayDigest(total.dtype, shape)
             part.add(values, [indices.start for indices in region])
@@ -464,8 +464,8 @@ def _read_param(
                     first, _ = piece.rows(taken[piece.outer_remaining_dim])
                     put_rows(piece, tensor, first)
 
-        writer.run_in_threads(
-            put, writer.regions(shape, export_slab_shape(both, name, array.chunk_shape))
+        slab_writer.run_in_threads(
+            put, slab_writer.regions(shape, export_slab_shape(both, name, array.chunk_shape))
         )
         wrong = digests.describe_non_finite({full_name: total})
         if full_name in expected:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
-from maxpipe.checkpoint import writer
+from maxpipe.checkpoint import slab_writer
 from maxpipe.checkpoint.digests import leaves_by_name
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.manifest import SaveVerificationError
@@ -82,7 +82,7 @@ class ConvertedModel(NamedTuple):
 
     section: Mapping[str, Any]
     """Section `model` of its config."""
-    params: Mapping[str, writer.LazySlabArray]
+    params: Mapping[str, slab_writer.LazySlabArray]
     """Lazily read parameters in checkpoint layout, keyed by name."""
     origin: Origin
 
@@ -180,7 +180,7 @@ def write_import(
     folder: Path,
     target: Path,
     loaded: LoadedConfig,
-    params: Mapping[str, writer.LazySlabArray],
+    params: Mapping[str, slab_writer.LazySlabArray],
     data: Mapping[str, Any],
     tokenizer: Mapping[str, str],
     report: ProgressCallback,
@@ -207,7 +207,7 @@ def write_import(
     total = sum(array.nbytes for array in leaves_by_name(state).values())
     written = ByteProgress("writing", total, report)
     try:
-        writer.save(CheckpointFolder(checkpoints), facts, state, written.add)
+        slab_writer.save(CheckpointFolder(checkpoints), facts, state, written.add)
     except SaveVerificationError as error:
         raise unwritable_error(target, OSError(f"{error} during verification")) from error
     section = to_dict(loaded.config)["model"]
@@ -223,12 +223,12 @@ def next_steps(target: Path, *settings: str) -> list[str]:
     return [f"wrote {target}", f"next: maxpipe train {config} {more}"]
 
 
-def lazy_array(source: HuggingFaceFolder, name: str) -> writer.LazySlabArray:
+def lazy_array(source: HuggingFaceFolder, name: str) -> slab_writer.LazySlabArray:
     """Return a lazily read parameter in checkpoint layout, in the dtype of the weight files."""
     dtype = source.stored_dtype(name)
     slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
     read = partial(source.read_region, name, dtype)
-    return writer.LazySlabArray(source.mapping.shapes[name], dtype, slab, read, is_finite=True)
+    return slab_writer.LazySlabArray(source.mapping.shapes[name], dtype, slab, read, is_finite=True)
 
 
 def _tokenizer(

@@ -485,7 +485,7 @@ def count(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(map(math.prod, shapes.values()))
 
 
-_BLOCK = 128
+_BLOCK, _BLOCKS_PER_CALL = 128, 8
 """Side length, in elements, of the square blocks in which arrays are transposed."""
 
 
@@ -530,13 +530,23 @@ def cast(values: np.ndarray, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def _transpose(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy `source` to `target` in blocks, transposing each block. The last dim of each array is
-    contiguous.
+    """Copy `source` to `target`, transposed. The last dim of each array is contiguous.
+
+    Square blocks are copied to a buffer and then transposed into the target. Each numpy call copies
+    a row of blocks, because every call waits for the GIL.
     """
+    end = source.shape[1] // _BLOCK * _BLOCK
     for row in range(0, source.shape[0], _BLOCK):
-        for column in range(0, source.shape[1], _BLOCK):
-            block = source[row : row + _BLOCK, column : column + _BLOCK].astype(target.dtype)
-            target[column : column + _BLOCK, row : row + _BLOCK] = block.T
+        rows = source[row : row + _BLOCK]
+        for column in range(0, end, _BLOCK * _BLOCKS_PER_CALL):
+            columns = slice(column, min(column + _BLOCK * _BLOCKS_PER_CALL, end))
+            blocks = rows[:, columns].reshape(len(rows), -1, _BLOCK)
+            buffer = np.empty((blocks.shape[1], len(rows), _BLOCK), target.dtype)
+            np.copyto(buffer, blocks.transpose(1, 0, 2), casting="unsafe")
+            part = target[columns, row : row + _BLOCK].reshape(-1, _BLOCK, len(rows))
+            np.copyto(part, buffer.transpose(0, 2, 1))
+        if end < source.shape[1]:
+            target[end:, row : row + _BLOCK] = rows[:, end:].astype(target.dtype).T
 
 
 def _merge_contiguous_dims(target: np.ndarray, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -28,8 +28,8 @@ from maxpipe.checkpoint.address import parse_address
 from maxpipe.checkpoint.folder import BASE, AdapterBase, CheckpointFolder
 from maxpipe.checkpoint.manager import resolve_step
 from maxpipe.checkpoint.reader import combine_digests
+from maxpipe.checkpoint.slab_writer import Region
 from maxpipe.checkpoint.storage import CHECKPOINTS_FOLDER as CHECKPOINTS
-from maxpipe.checkpoint.writer import Region
 from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface import mapping

@@ -26,6 +26,7 @@ import numpy as np
 
 from maxpipe.errors import Code, ConfigError
 from maxpipe.huggingface.config_json import FILE, ModelDescription
+from maxpipe.io.direct_io import read_bytes
 from maxpipe.io.files import open_regular
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
@@ -92,6 +93,9 @@ class SafetensorsReader:
                 path, getattr(error, "strerror", None) or str(error)
             ) from error
 
+    is_finite = False
+    """Whether `read` never returns NaN or infinity."""
+
     def read(
         self,
         name: str,
@@ -120,17 +124,19 @@ class SafetensorsReader:
             step, count = shape[-1] * dtype.itemsize, math.prod(shape[:-1])
             begin += columns[0] * dtype.itemsize
             shape = (*shape[:-1], columns[1] - columns[0])
-        array = np.empty(shape, dtype)
-        buffer = _bytes(array)
-        size = len(buffer) // max(count, 1)
+        size = math.prod(shape) * dtype.itemsize
+        place = self._start + begin
         try:
             with open(open_regular(self.path), "rb", buffering=0) as stream:
-                for part in range(count):
-                    _read(
-                        stream.fileno(),
-                        buffer[part * size : (part + 1) * size],
-                        self._start + begin + part * step,
-                    )
+                file = stream.fileno()
+                if count == 1:
+                    array = read_bytes(file, place, size).view(dtype).reshape(shape)
+                else:
+                    array = np.empty(shape, dtype)
+                    buffer, part_size = _bytes(array), size // max(count, 1)
+                    for part in range(count):
+                        part_buffer = buffer[part * part_size : (part + 1) * part_size]
+                        _read(file, part_buffer, place + part * step)
         except EOFError as error:
             reason = f"ends inside the tensor {quote_name(name)}"
             raise damaged_file_error(self.path, reason) from error

@@ -25,8 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxpipe.checkpoint import writer
-from maxpipe.checkpoint.writer import Region
+from maxpipe.checkpoint.slab_writer import LazySlabArray, Region, regions
 from maxpipe.config.check import error_location
 from maxpipe.config.load import LoadedConfig, load, to_dict
 from maxpipe.config.rules import format_value
@@ -47,6 +46,7 @@ from maxpipe.huggingface.output_folder import (
     ProgressCallback,
     ignore_progress,
 )
+from maxpipe.io.direct_io import empty_array
 from maxpipe.io.formatting import pluralize
 from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers.attention import Rope
@@ -416,7 +416,7 @@ class UpcycledModel:
                 )
         return lines
 
-    def lazy_arrays(self) -> dict[str, writer.LazySlabArray]:
+    def lazy_arrays(self) -> dict[str, LazySlabArray]:
         """Return lazily read parameters in checkpoint layout, in the dtypes of the weight files.
 
         Each dense weight is read once for all experts of a layer.
@@ -433,19 +433,19 @@ class UpcycledModel:
 
     def _array(
         self, layer_type: str, key: Key, param: Param, layers: Sequence[int]
-    ) -> writer.LazySlabArray:
+    ) -> LazySlabArray:
         """Return the lazily read parameter of all layers of one type."""
         part, shape = self.model.layer_types[layer_type].parts[key[0]], (len(layers), *param.shape)
         if isinstance(part, Experts) and (key[1] == "router" or isinstance(param.init, Constant)):
             name, _ = self._dense_param(layers[0], (key[0], "gate"))
             dtype = np.dtype(param.own_dtype or self.source.stored_dtype(name))
             read = self._initializer(layer_type, key, dtype)
-            return writer.LazySlabArray(shape, dtype, (1, *param.shape), _stacked(read, layers))
+            return LazySlabArray(shape, dtype, (1, *param.shape), _stacked(read, layers))
         name, _ = self._dense_param(layers[0], key)
         dtype = self.source.stored_dtype(name)
         slab = self._slab(name, param, SLAB_BYTES // dtype.itemsize)
         read, is_finite = self._reader(layer_type, key, param, dtype)
-        return writer.LazySlabArray(shape, dtype, slab, _stacked(read, layers), is_finite)
+        return LazySlabArray(shape, dtype, slab, _stacked(read, layers), is_finite)
 
     def _slab(self, name: str, param: Param, most: int) -> tuple[int, ...]:
         """Return a slab shape of at most `most` elements, which has all experts of one layer.
@@ -571,7 +571,7 @@ class UpcycledModel:
                 shape = self.source.mapping.shapes[name]
                 slab = import_slab_shape(self.source.mapping, name, SLAB_BYTES // 4)
                 total = np.zeros(2)
-                for region in writer.regions(shape[1:], slab[1:]):
+                for region in regions(shape[1:], slab[1:]):
                     whole = (slice(place, place + 1), *region)
                     values = self.source.read_region(name, np.dtype(np.float32), whole)
                     total += values.sum(dtype=np.float64), np.square(values).sum(dtype=np.float64)
@@ -630,7 +630,7 @@ def _read_experts(
         del dense[dims[0]]
         block = read(layer, tuple(dense))
         if values is None:
-            values = np.empty([part.stop - part.start for part in region], block.dtype)
+            values = empty_array([part.stop - part.start for part in region], block.dtype)
         for number in numbers:
             if number % split.num_shards == shard:
                 mapping.copy(np.moveaxis(values, dims[0], 0)[number - experts.start], block)

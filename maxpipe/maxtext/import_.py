@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from maxpipe.checkpoint import writer
+from maxpipe.checkpoint import slab_writer
 from maxpipe.config.config_files import SUFFIXES
 from maxpipe.config.load import LoadedConfig, load
 from maxpipe.config.migration import maxtext
@@ -103,14 +103,14 @@ def _describe(arrays: ParamArrays, layouts: Mapping[str, ParamLayout], config: P
 
 def _params(
     arrays: ParamArrays, layouts: Mapping[str, ParamLayout]
-) -> dict[str, writer.LazySlabArray]:
+) -> dict[str, slab_writer.LazySlabArray]:
     """Return lazily read parameters in checkpoint layout."""
-    lazy: dict[str, writer.LazySlabArray] = {}
+    lazy: dict[str, slab_writer.LazySlabArray] = {}
     for name, layout in layouts.items():
         dtype = arrays.dtype(layout.slices[0].array)
         slab = _slab(layout, SLAB_BYTES // dtype.itemsize)
         read = partial(layout.read, arrays)
-        lazy[name] = writer.LazySlabArray(layout.shape, dtype, slab, read)
+        lazy[name] = slab_writer.LazySlabArray(layout.shape, dtype, slab, read)
     return lazy
 
 

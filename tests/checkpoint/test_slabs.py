@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from etils import epath
 
-from maxpipe.checkpoint import manifest, storage, writer
+from maxpipe.checkpoint import manifest, slab_writer
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.reader import restore
 from maxpipe.errors import DivergenceError
+from maxpipe.io import direct_io
 from tests.checkpoint.test_injected import DAMAGES
 
 ARRAYS = {
@@ -33,7 +32,7 @@ SLABS = {"a": (2, 4, 9), "b": (11,), "c": (1, 1)}
 def state(arrays: dict[str, np.ndarray] = ARRAYS, **changes: Any) -> dict[str, Any]:
     return {
         "params": {
-            name: writer.LazySlabArray(
+            name: slab_writer.LazySlabArray(
                 array.shape, array.dtype, SLABS[name], changes.get(name, array.__getitem__)
             )
             for name, array in arrays.items()
@@ -52,7 +51,7 @@ FACTS = CheckpointMetadata(4, {"model": {}}, {"step": 4})
 
 def test_slab_wise_save_restores_equal_arrays(folder: CheckpointFolder) -> None:
     counts: list[int] = []
-    writer.save(folder, FACTS, state(), counts.append)
+    slab_writer.save(folder, FACTS, state(), counts.append)
     assert folder.steps() == [4]
     assert sum(counts) == sum(array.nbytes for array in ARRAYS.values()) and len(counts) == 10
     found = restore(folder, 4, None)
@@ -64,7 +63,7 @@ def test_slab_wise_save_restores_equal_arrays(folder: CheckpointFolder) -> None:
 
 
 def test_slab_arrays_are_restored_in_requested_dtype(folder: CheckpointFolder) -> None:
-    writer.save(folder, FACTS, state())
+    slab_writer.save(folder, FACTS, state())
     place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     wanted = {
         name: jax.ShapeDtypeStruct(array.shape, np.float32, sharding=place)
@@ -80,13 +79,13 @@ def test_slab_arrays_are_restored_in_requested_dtype(folder: CheckpointFolder) -
 def test_slab_read_error_is_raised_unchanged(folder: CheckpointFolder, kind: type) -> None:
     begun = threading.active_count()
 
-    def read(region: writer.Region) -> np.ndarray:
+    def read(region: slab_writer.Region) -> np.ndarray:
         if region[0].start:
             raise kind("while it was read")
         return ARRAYS["a"][region]
 
     with pytest.raises(kind, match="while it was read"):
-        writer.save(folder, FACTS, state(a=read))
+        slab_writer.save(folder, FACTS, state(a=read))
     assert not folder.steps()
     assert threading.active_count() <= begun + 1  # no writer threads remain
 
@@ -94,7 +93,7 @@ def test_slab_read_error_is_raised_unchanged(folder: CheckpointFolder, kind: typ
 def test_non_finite_slabs_are_rejected(folder: CheckpointFolder) -> None:
     bad = {**ARRAYS, "b": ARRAYS["b"] + np.float16(np.inf)}
     with pytest.raises(DivergenceError, match=r"params\.b contains 11 values"):
-        writer.save(folder, FACTS, state(bad))
+        slab_writer.save(folder, FACTS, state(bad))
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_regions_cover_each_element_once(
     shape: tuple[int, ...], slab: tuple[int, ...], count: int
 ) -> None:
     seen = np.zeros(shape, int)
-    found = [*writer.regions(shape, slab)]
+    found = [*slab_writer.regions(shape, slab)]
     for region in found:
         seen[region] += 1
     assert (seen == 1).all() and len(found) == count
@@ -120,122 +119,123 @@ def test_run_in_threads_stops_after_first_error() -> None:
             raise ValueError("three")
 
     with pytest.raises(ValueError, match="three"):
-        writer.run_in_threads(work, range(1000))
+        slab_writer.run_in_threads(work, range(1000))
     assert len(done) < 20
 
 
-# --- digests that are computed during the save ----------------------------------------------
+# --- verification of written slabs ------------------------------------------------------------
 
 
-@pytest.fixture
-def frequent_scans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "_SCAN_EVERY", 1)
+def damage_before_manifest(monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], None]) -> None:
+    """Damage the step after its slabs were verified, before the manifest is written."""
+
+    def seal(step: Any, number: int, verified: Any) -> int:
+        assert verified.files and verified.arrays
+        damage(Path(step))
+        return manifest.verify_and_write_manifest(step, number, verified)
+
+    monkeypatch.setattr(slab_writer, "verify_and_write_manifest", seal)
 
 
-@pytest.mark.usefixtures("frequent_scans")
-def test_files_are_digested_while_others_are_written(
+def test_slab_files_are_read_once_after_they_are_written(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each file is digested once more when the manifest is written."""
-    real, early, later = manifest._digest, list[str](), list[str]()
-    done = False
-
-    def digest(path: Any, drop: bool) -> manifest.ManifestFile:
-        (later if done else early).append(path.name)
-        return real(path, drop)
-
-    def sealed(*arguments: Any) -> int:
-        nonlocal done
-        done = True
-        return manifest.verify_and_write_manifest(*arguments)
-
-    monkeypatch.setattr(manifest, "_digest", digest)
-    monkeypatch.setattr(writer, "verify_and_write_manifest", sealed)
-    writer.save(folder, FACTS, state())
-    data = {path.name for path in (folder / 4 / "state" / "ocdbt.process_0" / "d").iterdir()}
-    assert len(early) == len({*early}) > 5 and {*early} <= data
-    assert all(later.count(name) == 1 for name in early)
+    read, digested = list[str](), list[str]()
+    from_disk, digest = direct_io.read_from_disk, manifest._digest
+    monkeypatch.setattr(
+        direct_io,
+        "read_from_disk",
+        lambda path, memory: read.append(path) or from_disk(path, memory),
+    )
+    monkeypatch.setattr(
+        manifest, "_digest", lambda path, drop: digested.append(str(path)) or digest(path, drop)
+    )
+    slab_writer.save(folder, FACTS, state())
+    chunks = [
+        path for name in ARRAYS for path in (folder / 4 / "state" / f"params.{name}").iterdir()
+    ]
+    names = sorted(path.name for path in chunks if not path.name.startswith("."))
+    assert len(names) == 10 and sorted(os.path.basename(path) for path in read) == names
+    assert not {os.path.basename(path) for path in digested} & {*names}
     assert not manifest.verify_files(folder / 4, 4)
 
 
-@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.fault("K1")
-@pytest.mark.parametrize("name", [name for name in DAMAGES if name != "names"])
-def test_data_changed_after_early_digest_fails_the_save(
+@pytest.mark.parametrize("wrong", [0, 1, -1])
+def test_damaged_chunk_fails_the_save(
+    wrong: int, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of the chunk is flipped, or the file has one byte more or less."""
+    real, left = direct_io.write_file, [3]
+
+    def write(path: str, memory: np.ndarray, size: int) -> None:
+        real(path, memory, size)
+        left[0] -= 1
+        if left[0] == 0:
+            content = bytearray(Path(path).read_bytes())
+            content[size // 2] ^= 4 if not wrong else 0
+            Path(path).write_bytes(bytes(content) + b"x" if wrong > 0 else content[: size + wrong])
+
+    monkeypatch.setattr(direct_io, "write_file", write)
+    with pytest.raises(manifest.SaveVerificationError, match="state/params.* differs from"):
+        slab_writer.save(folder, FACTS, state())
+    assert left[0] <= 0 and not folder.steps()
+
+
+@pytest.mark.fault("K1")
+@pytest.mark.parametrize("name", [name for name in DAMAGES if name not in ("no index", "flipped")])
+def test_damage_after_verification_of_slabs_fails_the_save(
     name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The damage `names` is left out, because it renames an array that this state lacks."""
+    """A flipped bit is not noticed, because files are not read a second time."""
 
-    def seal(step: Any, number: int, ahead: Any) -> int:
-        assert ahead
-        DAMAGES[name](Path(step))
-        return manifest.verify_and_write_manifest(step, number, ahead)
+    def damage(step: Path) -> None:
+        metadata = step / "state" / "_METADATA"
+        if name == "names":
+            metadata.write_text(metadata.read_text().replace('"b"', '"bb"'))
+        elif name in ("cut", "emptied"):
+            size = (chunk := step / "state" / "params.a" / "1.1.0").stat().st_size
+            os.truncate(chunk, size - 1 if name == "cut" else 0)
+        else:
+            DAMAGES[name](step)
 
-    monkeypatch.setattr(writer, "verify_and_write_manifest", seal)
+    damage_before_manifest(monkeypatch, damage)
     with pytest.raises(manifest.SaveVerificationError):
-        writer.save(folder, FACTS, state())
+        slab_writer.save(folder, FACTS, state())
     assert not manifest.has_manifest(folder / 4)
 
 
-@pytest.mark.usefixtures("frequent_scans")
 @pytest.mark.fault("K1")
-def test_corrupted_early_digest_fails_the_save(
+def test_storage_library_must_find_the_written_slabs(
     folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, left = manifest._digest, [1]
-
-    def digest(path: Any, drop: bool) -> manifest.ManifestFile:
-        found = real(path, drop)
-        if left[0]:
-            left[0] -= 1
-            found["sha256"] = found["sha256"][::-1]
-        return found
-
-    monkeypatch.setattr(manifest, "_digest", digest)
-    with pytest.raises(manifest.SaveVerificationError, match="differs from the saved content"):
-        writer.save(folder, FACTS, state())
+    monkeypatch.setattr(slab_writer, "_chunk_name", lambda region, slab: f"wrong-{region[0].start}")
+    with pytest.raises(manifest.SaveVerificationError, match=r"array params\.. differs"):
+        slab_writer.save(folder, FACTS, state({"b": ARRAYS["b"], "c": ARRAYS["c"]}))
     assert not manifest.has_manifest(folder / 4)
 
 
-@pytest.mark.usefixtures("frequent_scans")
-@pytest.mark.parametrize("name", ["_flush", "_digest", "_drop", "_flush_folder"])
-def test_disk_error_in_background_digest_fails_the_save(
+@pytest.mark.parametrize("name", ["write_file", "read_from_disk"])
+def test_disk_error_fails_the_save(
     name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no retry: after a failed fsync, a second one succeeds although data was lost."""
-    begun, failed = threading.active_count(), [0]
-    real, most = getattr(manifest, name), storage.ATTEMPTS if name == "_digest" else 1
+    begun = threading.active_count()
 
-    def fail(*arguments: Any) -> Any:
-        failed[0] += 1
-        if failed[0] <= most:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(*arguments)
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(manifest, name, fail)
-    monkeypatch.setattr(storage, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(direct_io, name, fail)
     with pytest.raises(OSError, match="Input/output error"):
-        writer.save(folder, FACTS, state({"c": ARRAYS["c"]}))
-    assert failed[0] >= most and not folder.steps()
-    assert threading.active_count() <= begun + 1
+        slab_writer.save(folder, FACTS, state({"c": ARRAYS["c"]}))
+    assert not folder.steps() and threading.active_count() <= begun + 1
 
 
-@pytest.mark.usefixtures("frequent_scans")
-def test_file_is_digested_after_its_writers_finish(tmp_path: Path) -> None:
-    with (
-        manifest.BackgroundDigester(epath.Path(tmp_path)) as ahead,
-        contextlib.ExitStack() as first,
-    ):
-        first.enter_context(ahead.writing())
-        (tmp_path / "a").write_bytes(b"half")
-        (tmp_path / "b.__lock").write_bytes(b"half")
-        with ahead.writing():
-            (tmp_path / "c").write_bytes(b"whole")
-        assert not ahead.results()
-        (tmp_path / "a").write_bytes(b"all of it")
-        first.close()
-        found = ahead.results()
-    assert found == {
-        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-        for name, content in (("a", b"all of it"), ("c", b"whole"))
-    }
+def test_large_slabs_are_written_directly(folder: CheckpointFolder) -> None:
+    """Slabs at the array boundary are padded, and the restored arrays are equal."""
+    array = np.random.default_rng(4).normal(size=(3, 700, 1030)).astype(np.float32)
+    lazy = slab_writer.LazySlabArray(array.shape, array.dtype, (1, 512, 1030), array.__getitem__)
+    slab_writer.save(folder, FACTS, {"params": {"large": lazy}})
+    chunk = (folder / 4 / "state" / "params.large" / "2.1.0").read_bytes()
+    assert len(chunk) == 512 * 1030 * 4 and not any(chunk[188 * 1030 * 4 :])
+    assert restore(folder, 4, None).state["params"]["large"].tobytes() == array.tobytes()

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint import manifest, writer
+from maxpipe.checkpoint import manifest, slab_writer
 from maxpipe.checkpoint.address import parse_address
 from maxpipe.checkpoint.folder import CheckpointFolder
 from maxpipe.cli import main
@@ -406,7 +406,7 @@ def test_second_interrupt_leaves_no_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_stopped_save_handler_does_not_start() -> None:
     """Orbax may call the handler in another thread after Ctrl-C."""
-    handler = writer._Handler(lambda count: None)
+    handler = slab_writer._Handler(lambda count: None)
     handler.stop()
     with pytest.raises(InterruptedError):
         asyncio.run(handler.serialize([], []))

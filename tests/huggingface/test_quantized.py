@@ -576,3 +576,15 @@ def test_weights_are_dequantized_to_the_dtype_in_config_json(folders, tmp_path: 
     codes, scales = made.tensors[Q].astype(np.float32), made.tensors[f"{Q}_scale_inv"]
     wanted = codes * np.kron(scales, np.ones((128, 128), np.float32))[:136, :134]
     assert (bits(found[0].reshape(134, 136).T) == bits(wanted)).all()
+
+
+def test_all_mxfp4_codes_and_scales_equal_products() -> None:
+    """Codes of 4 bits are multiplied by powers of two, from the smallest to the largest scale."""
+    pairs = dequantize._mxfp4_pairs().view(np.uint16).reshape(256, 256, 2)
+    bytes_of_codes = np.arange(256)[:, None] >> np.array([0, 4]) & 15
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[bytes_of_codes & 7]
+    values = np.where(bytes_of_codes & 8, -magnitudes, magnitudes)
+    for code in range(255):  # 255 is NaN
+        with np.errstate(over="ignore"):
+            wanted = (values * 2.0 ** (code - 127)).astype(np.float32)
+        assert (pairs[code] == wanted.astype(ml_dtypes.bfloat16).view(np.uint16)).all(), code

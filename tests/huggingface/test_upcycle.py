@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxpipe.checkpoint import writer
+from maxpipe.checkpoint import slab_writer
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.cli import main
 from maxpipe.config.load import load
@@ -243,7 +243,7 @@ def test_slabs_read_each_dense_weight_once(tmp_path: Path, monkeypatch: pytest.M
         counts["read"] = 0
         array = model.lazy_arrays()[f"layers.experts.{name}"]
         assert math.prod(array.slab) * 4 <= 2000 and array.slab[0] == 1
-        for region in writer.regions(array.shape, array.slab):
+        for region in slab_writer.regions(array.shape, array.slab):
             array.read(region)
         assert counts["read"] == maker.LAYERS * maker.WIDTH * maker.MLP
 
