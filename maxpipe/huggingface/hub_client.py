@@ -283,7 +283,7 @@ class Hub:
                 Code.HF_HUB,
                 f"{self._address}: {what} cannot be downloaded from {self.shown_endpoint}\n"
                 f"  {error}{wait}. Complete files and partial files are kept.\n"
-                "  Check the network, then run the same command again, which continues.",
+                "  Check the network and the proxy, then run the same command again to continue.",
             ) from None
         self._say(f"{what}: {error}; the next attempt is in {seconds:,.0f} s")
         time.sleep(seconds)

@@ -267,6 +267,13 @@ def test_redirect_must_be_a_web_address(hub: Hub, tmp_path: Path, location: str)
             fetch("hf:org/name", str(tmp_path / name))
 
 
+def test_redirect_must_keep_encryption(hub: Hub) -> None:
+    client = hub_client.Hub(hub_client.parse_hub_address("hf:org/name"))
+    with raises(StorageError, "hf:org/name", names=["without encryption"], code=Code.HF_HUB):
+        client._redirected("https://hub.test/a", "http://store.test/b")
+    assert client._redirected("https://hub.test/a", "/b") == "https://hub.test/b"
+
+
 def test_endless_redirect_is_an_error(hub: Hub, tmp_path: Path) -> None:
     place = f"{hub.url}/org/name/resolve/{'c' * 40}/config.json"
     hub.faults["config.json"] = [redirect(place)] * 20
