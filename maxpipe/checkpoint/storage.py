@@ -608,7 +608,10 @@ def _lost_link(path: epath.PathLike) -> str:
 
 
 def root_cause_text(error: BaseException) -> str:
-    """Return the message of an error's root cause; orbax wraps errors in other exceptions."""
+    """Return the message of an error's root cause without a period at its end.
+
+    orbax wraps errors in other exceptions.
+    """
     *_, error = exception_chain(error)
     if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
         return f"{link} is a link to {os.readlink(link)}, which does not exist"
@@ -616,4 +619,9 @@ def root_cause_text(error: BaseException) -> str:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     first, *others = str(error).splitlines() or [type(error).__name__]
     # Messages of botocore put the reason on the second line.
-    return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+    text = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+    return _ANNOTATION.sub("", text).rstrip(".!")
+
+
+_ANNOTATION = re.compile(r"\s*\[(tensorstore_spec|source locations)='([^'\\]|\\.)*'\]")
+"""Part of a tensorstore error that does not help users: the complete spec, or lines of C++ code."""
