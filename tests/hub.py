@@ -21,6 +21,10 @@ from urllib.parse import quote, unquote, urlsplit
 _INFO = re.compile(r"/api/(models|datasets)/(.+?)(?:/revision/(.+))?")
 _FILE = re.compile(r"/(datasets/)?([^/]+/[^/]+)/resolve/([0-9a-f]{40})/(.+)")
 
+TOKEN = "hf_" + "A1b2C3d4" * 4
+WEIGHTS = "model.safetensors"
+LARGE = bytes(range(256)) * 4000
+
 
 @dataclass
 class Repository:
@@ -225,3 +229,18 @@ def served_hub() -> Iterator[Hub]:
             server.shutdown()
             thread.join()
             server.server_close()
+
+
+def model(**changes: object) -> Repository:
+    """Return a model with files of all types."""
+    files = {
+        "config.json": b"{}",
+        WEIGHTS: LARGE,
+        "tokenizer.json": b'{"a": 1}',
+        "pytorch_model.bin": b"pickle",
+        "modeling.py": b"code",
+        "README.md": b"text",
+        "original/params.json": b"{}",
+        "consolidated.safetensors": b"twice",
+    }
+    return Repository(files, frozenset({WEIGHTS}), **changes)  # type: ignore[arg-type]

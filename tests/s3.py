@@ -18,10 +18,13 @@ KEY = "AKIAFAKEFAKEFAKEFAKE"
 
 @dataclass
 class Store:
-    """An S3 server. `fault` may answer a request before it reaches the server."""
+    """An S3 server. `fault` may answer a request before it reaches the server, and `lost` selects
+    requests whose response is lost.
+    """
 
     url: str = ""
     fault: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
+    lost: Callable[[BaseHTTPRequestHandler], bool] = lambda handler: False
     requests: list[str] = field(default_factory=list)
     filesystem: Any = None
 
@@ -49,6 +52,9 @@ class _Proxy(BaseHTTPRequestHandler):
         connection.request(self.command, self.path, body, headers)
         answer = connection.getresponse()
         content = answer.read()
+        if self.store.lost(self):
+            self.close_connection = True
+            return
         self.send_response(answer.status)
         for name, value in answer.getheaders():
             if name.lower() not in ("connection", "transfer-encoding", "date", "server"):

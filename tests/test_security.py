@@ -93,7 +93,7 @@ SOCKETS = {
     *(f"maxpipe/distributed/{name}.py" for name in ("protocol", "runtime")),
     "maxpipe/launch/local.py",
 }
-# Downloads models and datasets: see tests/huggingface/test_hub.py.
+# Downloads models and datasets: see tests/huggingface/test_hub_client.py.
 DOWNLOADS = {"maxpipe/huggingface/hub_client.py"}
 # Serves arrays on the loopback interface: see tests/checkpoint/test_store_server.py.
 SERVERS = {"maxpipe/io/store_server.py"}

@@ -22,6 +22,7 @@ from maxpipe.config.rules import did_you_mean
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError
 from maxpipe.io.files import expand_path
+from maxpipe.io.stores import corrected_url
 
 Step = int | Literal["newest", "best"] | None
 
@@ -89,6 +90,9 @@ def parse_address(text: str, where: str = "", runs: str = "", begin: Path = Path
         text = f"{runs.rstrip('/')}/{text}"
     if in_bucket(text):
         return _in_bucket(text, where)
+    if url := corrected_url(text):
+        rule = "must have a scheme in lowercase and two slashes, because this is a store."
+        raise _wrong(text, where, rule, f"Give {url}.")
     finder = _Finder(text, where, runs or RunConfig().dir, begin)
     if not text.strip() or "\0" in text:
         finder.refuse("must name a run.", "Give the folder of a run (default: runs/<run.name>).")
@@ -299,6 +303,9 @@ def _above(path: Path, count: int) -> Path:
 
 def _in_bucket(text: str, where: str) -> Address:
     """Return the address of a run in a bucket, where `@STEP` always denotes a step."""
+    if not re.match(r"[^/]+//[^/]", text):
+        action = f"Give a path such as {text.partition('://')[0]}://my-bucket/runs/my-run."
+        raise _wrong(text, where, "must contain a bucket name.", action)
     plain, step = text.rstrip("/"), None
     if (suffix := _SUFFIX.fullmatch(plain)) and (found := _step(suffix["step"])) is not None:
         plain, step = suffix["run"].rstrip("/"), found

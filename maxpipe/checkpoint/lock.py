@@ -509,7 +509,7 @@ def _claim(lock: Path, token: str) -> Iterator[bool]:
                 probe.unlink()
             if abs(now - _heartbeat_stamp(path)[0]) > _CLAIM_SECONDS:
                 path.unlink()
-        _write(path, token)
+        _write(path, secrets.token_hex(8))
     except FileExistsError:
         yield False
         return

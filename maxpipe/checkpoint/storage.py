@@ -41,6 +41,7 @@ from maxpipe.io.stores import (
     create_object,
     create_parent,
     find_objects,
+    invalid_part,
     is_checkpoint_store,
     missing_package,
     store_filesystem,
@@ -198,6 +199,9 @@ def to_epath(path: epath.PathLike) -> epath.Path:
         rule = f"must be a folder or a path in an object store: {scheme}:// is not supported."
         action = "Give a folder, gs://BUCKET/PATH, s3://BUCKET/PATH or az://CONTAINER/PATH."
         raise ConfigError.one(Code.IO_PATH, os.fspath(path), None, rule, action)
+    if reason := invalid_part(path):
+        action = f"Give a path such as {scheme}://my-bucket/runs/my-run."
+        raise ConfigError.one(Code.IO_PATH, os.fspath(path), None, reason, action)
     try:
         store_filesystem(path)
     except ImportError as error:
@@ -344,8 +348,8 @@ def translate_read_errors(path: epath.PathLike) -> Iterator[None]:
             Code.CKPT_STORAGE,
             f"{path}: cannot be read\n"
             f"  {root_cause_text(error)}.\n"
-            "  Check the network of this machine and the permissions of its account, then start "
-            "again.",
+            "  Check the network of this machine, and the credentials and permissions of its "
+            "account, then start again.",
         ) from error
 
 
@@ -604,10 +608,20 @@ def _lost_link(path: epath.PathLike) -> str:
 
 
 def root_cause_text(error: BaseException) -> str:
-    """Return the message of an error's root cause; orbax wraps errors in other exceptions."""
+    """Return the message of an error's root cause without a period at its end.
+
+    orbax wraps errors in other exceptions.
+    """
     *_, error = exception_chain(error)
     if isinstance(error, FileExistsError) and (link := _lost_link(error.filename or "")):
         return f"{link} is a link to {os.readlink(link)}, which does not exist"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    first, *others = str(error).splitlines() or [type(error).__name__]
+    # Messages of botocore put the reason on the second line.
+    text = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
+    return _ANNOTATION.sub("", text).rstrip(".!")
+
+
+_ANNOTATION = re.compile(r"\s*\[(tensorstore_spec|source locations)='([^'\\]|\\.)*'\]")
+"""Part of a tensorstore error that does not help users: the complete spec, or lines of C++ code."""

@@ -45,6 +45,7 @@ def link(folder: Path, links: Path) -> int:
 def _board(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import run_names
     from maxpipe.checkpoint.run_copy import folder_of_records
+    from maxpipe.checkpoint.storage import in_bucket
     from maxpipe.config.sections.run import RunConfig
 
     folder, runs = Path(folder_of_records(options.folder)), RunConfig().dir
@@ -57,6 +58,11 @@ def _board(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="maxpipe-board-") as name:
         links = Path(name)
         if not link(folder, links):
+            if in_bucket(options.folder):  # the records of later runs would not be downloaded
+                rule = "contains no run with records for TensorBoard."
+                action = "Specify the run.dir of your runs, or a run that has started."
+                where = f"command line: {options.folder}"
+                raise ConfigError.one(Code.CLI_VALUE, where, None, rule, action)
             print(f"no runs in {folder} yet: runs will appear when they start")
         command = [sys.executable, "-m", "tensorboard.main", "--logdir", name]
         command += ["--port", str(options.port), "--host", options.host]

@@ -13,14 +13,18 @@ from maxpipe.telemetry.console import ProgressBar, print_line
 def _fetch(options: argparse.Namespace) -> int:
     from maxpipe.huggingface.hub import fetch
 
-    with contextlib.closing(ProgressBar(" MB")) as progress:
-        fetch(
-            options.repository,
-            options.out,
-            options.include,
-            say=print_line,
-            report=progress.report,
-        )
+    try:
+        with contextlib.closing(ProgressBar(" MB")) as progress:
+            fetch(
+                options.repository,
+                options.out,
+                options.include,
+                say=print_line,
+                report=progress.report,
+            )
+    except KeyboardInterrupt:
+        print_line("interrupted; the same command continues the download")
+        raise
     print_line(f"{options.out} is complete, and all digests match")
     return ExitCode.DONE
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.files import url_scheme
 from maxpipe.io.formatting import format_nested
-from maxpipe.io.stores import is_checkpoint_store, is_store
+from maxpipe.io.stores import corrected_url, invalid_part, is_checkpoint_store
 from maxpipe.models.config import Bound
 from maxpipe.parallel.axes import DEFAULT_AXIS_RULES, MeshConfig
 
@@ -127,10 +127,12 @@ def add_folder_or_bucket_rule(key: str) -> None:
         elif scheme and not re.match(r"[^/]+//[A-Za-z0-9]", path):
             action = f"Set {key}={scheme}://my-bucket/runs."
             yield RuleViolation(Code.IO_PATH, key, "must contain a bucket name.", action)
-        elif (found := re.match(r"(\w+):/(?!/)", path)) and is_store(f"{found[1]}://bucket"):
-            rule = f"must have two slashes after {found[1]}:, because this is a path in a store."
-            action = f"Set {key}={found[1]}://{path[found.end() :]}."
-            yield RuleViolation(Code.IO_PATH, key, rule, action)
+        elif scheme and (reason := invalid_part(path)):
+            action = f"Set {key}={scheme}://my-bucket/runs."
+            yield RuleViolation(Code.IO_PATH, key, reason, action)
+        elif url := corrected_url(path):
+            rule = "must have a scheme in lowercase and two slashes, because this is a store."
+            yield RuleViolation(Code.IO_PATH, key, rule, f"Set {key}={url}.")
 
 
 def add_local_folder_rule(key: str, action: str) -> None:

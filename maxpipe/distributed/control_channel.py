@@ -90,7 +90,7 @@ _NO_SECRET = "; process 0 has not written a secret to the run folder"
 _OTHER_SECRET = "; the program at this address does not have the secret of this run"
 _SAME_SECRET = (
     f"Start all processes with the same value of {VARIABLE}. Or leave it unset, and set run.dir to "
-    "a folder that all hosts share."
+    "a folder on a disk that all hosts share."
 )
 _RESEND_SECONDS = 0.05
 _MAX_TEXT = 8000

@@ -19,6 +19,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -35,7 +36,10 @@ from maxpipe.huggingface.hub_client import (
     RemoteFile,
     RetryableError,
     parse_hub_address,
+    read_blocks,
+    shown_name,
 )
+from maxpipe.huggingface.output_folder import check_local
 from maxpipe.io.files import expand_path, lock, open_regular, read, write
 from maxpipe.io.formatting import pluralize
 from maxpipe.io.typed_json import parse_json
@@ -50,6 +54,9 @@ _CHUNK_BYTES = 1 << 20
 _MEGABYTE = 10**6
 _RESERVE_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 1 << 28
+_WRITE_SECONDS = 5.0
+"""Interval at which the manifest is written. The time of one write grows with the number of files,
+and a complete file that the manifest does not record yet is recognized by its stated digest."""
 _FORMAT = 1
 
 _OUT = "command line: --out"
@@ -104,8 +111,9 @@ def fetch(
         StorageError: the hub or the disk failed, or a file differs from its stated digest.
     """
     address = parse_hub_address(text)
+    check_local(out, _OUT)
     folder = expand_path(out, _OUT)
-    hub = Hub(address)
+    hub = Hub(address, say)
     with _locked(folder):
         before = _read_manifest(folder, address)
         commit = before["commit"] if before else ""
@@ -134,12 +142,16 @@ def fetch(
             missing = [f for f in files if not _is_complete(folder, f, manifest, progress)]
             _check_space(folder, missing)
             _write_manifest(folder, manifest)
+            written = time.monotonic()
             for file in missing:
                 progress.begin(file)
                 entry = manifest["files"][file.path]
                 entry["sha256"] = _fetch_file(hub, folder, file, commit, progress)
-                _write_manifest(folder, manifest)
+                if time.monotonic() - written > _WRITE_SECONDS:
+                    _write_manifest(folder, manifest)
+                    written = time.monotonic()
                 say(f"{file.path}: sha256 {entry['sha256']}")
+            _write_manifest(folder, manifest)
             shutil.rmtree(folder / PARTIAL_FOLDER, ignore_errors=True)
     return commit
 
@@ -180,13 +192,19 @@ def _select(
     if not chosen:
         others = sorted({os.path.splitext(f.path)[1] or f.path for f in files})[:8]
         kind = "data" if address.kind == "dataset" else "safetensors"
-        rule = f"has no {kind} files" + (f" that match {' or '.join(include)}" if include else "")
-        rule += f": its {pluralize(len(files), 'file')} end with {', '.join(others)}."
+        rule = f"has no {kind} files"
+        if include:
+            rule += f" that match {' or '.join(map(shown_name, include))}"
+        if files:
+            rule += f": its {pluralize(len(files), 'file')} end with "
+            rule += f"{', '.join(shown_name(text)[1:-1] for text in others)}."
+        else:
+            rule += ": the repository is empty."
         action = "Choose a repository with these files; code and pickle files are never downloaded."
         raise ConfigError.one(Code.HF_ACCESS, WHERE, address, rule, action)
     for file in chosen:
         if not _STATED.fullmatch(file.stated):
-            rule = f"the hub states no digest of {file.path!r}."
+            rule = f"the hub states no digest of {shown_name(file.path)}."
             action = "Check HF_ENDPOINT, or download another repository."
             raise ConfigError.one(Code.HF_ACCESS, WHERE, address, rule, action)
     return sorted(chosen)
@@ -215,10 +233,10 @@ def _check_names(address: HubAddress, paths: Sequence[str]) -> None:
             key = unicodedata.normalize("NFC", place.removesuffix("/")).casefold()
             known = seen.setdefault(key, place)
             if known != place or (place == path and path in done):
-                reason = reason or f"collides with {known} on some file systems"
+                reason = reason or f"collides with {shown_name(known)} on some file systems"
         done.add(path)
         if reason:
-            rule = f"has the file {path!r}, whose name {reason}. Nothing was downloaded."
+            rule = f"has the file {shown_name(path)}, whose name {reason}. Nothing was downloaded."
             action = "Do not use this repository, or select other files with --include."
             raise ConfigError.one(Code.HF_NAMES, WHERE, address, rule, action)
 
@@ -334,20 +352,21 @@ def _check_space(folder: Path, files: Sequence[RemoteFile]) -> None:
 
 
 def _is_complete(folder: Path, file: RemoteFile, manifest: _Manifest, progress: _Progress) -> bool:
-    """Return whether the folder contains the file with its recorded digest."""
-    expected = manifest["files"][file.path]["sha256"]
-    path = folder / file.path
+    """Return whether the folder contains the file with its stated digest. Record its SHA-256."""
+    entry, path = manifest["files"][file.path], folder / file.path
+    entry["sha256"] = ""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         found = os.lstat(path)
-        if not expected or not stat.S_ISREG(found.st_mode) or found.st_size != file.size:
+        if not stat.S_ISREG(found.st_mode) or found.st_size != file.size:
             return False
         progress.begin(file)
         digest = _Digest(file.size)
         with open(open_regular(path), "rb") as stream:
             digest.read(stream, progress.add)
-        if digest.sha256 == expected and digest.matches(file.stated):
+        if digest.matches(file.stated):
+            entry["sha256"] = digest.sha256
             return True
-        progress.add(-file.size)
+        progress.add(-digest.size)
     return False
 
 
@@ -414,15 +433,13 @@ def _fetch_file(hub: Hub, folder: Path, file: RemoteFile, commit: str, progress:
     _make_folder(path.parent)
     with open(open_regular(path, os.O_RDWR | os.O_CREAT), "r+b") as stream:
         partial = _PartialFile(stream, file, progress)
-        is_resumed = partial.digest.size > 0
-        while not partial.is_complete:
+        _download_rest(hub, partial, commit)
+        if not partial.is_complete and partial.is_resumed:
+            partial.restart()  # some response may have had the wrong part of the content
             _download_rest(hub, partial, commit)
-            if partial.is_complete:
-                break
+        if not partial.is_complete:
             partial.restart()
-            if not is_resumed:
-                raise _digest_error(file)
-            is_resumed = False
+            raise _digest_error(file)
         stream.flush()
         os.fsync(stream.fileno())
     os.replace(path, target)
@@ -430,7 +447,10 @@ def _fetch_file(hub: Hub, folder: Path, file: RemoteFile, commit: str, progress:
 
 
 class _PartialFile:
-    """A partly downloaded file and the digest of its content."""
+    """A partly downloaded file and the digest of its content.
+
+    `is_resumed` is True if the content was received in several responses.
+    """
 
     def __init__(self, stream: Any, file: RemoteFile, progress: _Progress):
         self.file, self._stream, self._progress = file, stream, progress
@@ -438,6 +458,7 @@ class _PartialFile:
         if os.fstat(stream.fileno()).st_size > file.size:
             stream.truncate(0)
         self.digest.read(stream, progress.add)
+        self.is_resumed = self.digest.size > 0
 
     @property
     def is_complete(self) -> bool:
@@ -448,6 +469,7 @@ class _PartialFile:
         self._stream.seek(0)
         self._stream.truncate(0)
         self.digest.reset()
+        self.is_resumed = False
 
     def append(self, data: bytes) -> None:
         if self.digest.size + len(data) > self.file.size:
@@ -460,7 +482,7 @@ class _PartialFile:
 
 def _download_rest(hub: Hub, partial: _PartialFile, commit: str) -> None:
     """Download the rest of a file, with several attempts."""
-    file, attempt = partial.file, 0
+    file, attempt, most = partial.file, 0, partial.digest.size
     while (before := partial.digest.size) < file.size:
         try:
             with hub.open(file.path, commit, before) as response:
@@ -470,13 +492,16 @@ def _download_rest(hub: Hub, partial: _PartialFile, commit: str) -> None:
                     partial.restart()  # the server ignores ranges
                     if response.status_code != 200:
                         raise RetryableError(f"HTTP status {response.status_code} for a range")
-                for data in response.iter_bytes():
+                partial.is_resumed |= partial.digest.size > 0
+                for data in read_blocks(response):
                     partial.append(data)
             if partial.digest.size < file.size:
                 end = f"{partial.digest.size:,} of {file.size:,} bytes"
                 raise RetryableError(f"the connection ended after {end}")
         except RetryableError as error:
-            attempt = 0 if partial.digest.size > before else attempt
+            if partial.digest.size > most and not error.is_slow:
+                attempt = 0
+            most = max(most, partial.digest.size)
             hub.pause(file.path, attempt, error)
             attempt += 1
 

@@ -1,6 +1,7 @@
 """Requests to the Hugging Face Hub: lists of files and their content, with retries.
 
-The package `huggingface_hub` lists the repository, finds the token and configures HTTP. The token
+The package `huggingface_hub` finds the token and configures HTTP. Its function that lists a
+repository neither limits the size of a response nor rejects redirects without encryption. The token
 is sent only to the origin of the hub. Messages never contain the address of a redirect, which may
 be signed.
 """
@@ -8,18 +9,20 @@ be signed.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
+import maxpipe
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.huggingface.folder import PREFIX
 from maxpipe.io import redact
+from maxpipe.io.typed_json import parse_json
 
 T = TypeVar("T")
 
@@ -27,7 +30,11 @@ ATTEMPTS, FIRST_PAUSE_SECONDS, MAX_WAIT_SECONDS = 5, 1.0, 300.0
 """Number of attempts without progress, pause after the first attempt, and longest accepted
 `Retry-After`."""
 _TIMEOUT_SECONDS = 30.0
+SLOW_SECONDS, MIN_BYTES_PER_SECOND = 60.0, 1000
+"""A connection that delivers fewer bytes for this time counts as an attempt without progress."""
 _MAX_REDIRECTS = 10
+MAX_LIST_BYTES = 1 << 28
+_MAX_LIST_DEPTH = 200
 
 WHERE = "command line: REPOSITORY"
 _DATASETS = "datasets/"
@@ -35,7 +42,12 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _ADDRESS = re.compile(rf"hf:(?P<kind>datasets/)?(?P<name>({_NAME}/)?{_NAME})(@(?P<revision>.*))?")
 _REVISION = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/+-]{0,254}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_RETRIED = frozenset((408, 425, 429, 500, 502, 503, 504))
+_LINK = re.compile(
+    rf"\s*(hf:/*|https?://[^/]+/|huggingface\.co/|)(models/)?(?P<name>(datasets/)?{_NAME}/{_NAME}?)"
+    r"(\.git|/(tree|blob|resolve|commit)/(?P<revision>[^/?#]+)[^?#]*)?/?([?#].*)?\s*",
+    re.IGNORECASE,
+)
+"""Other forms of an address, such as the link to a page of the hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +73,28 @@ class RemoteFile(NamedTuple):
 class RetryableError(Exception):
     """Raised if an attempt failed and another attempt may succeed after `seconds`."""
 
-    def __init__(self, reason: str, seconds: float | None = None):
+    def __init__(self, reason: str, seconds: float | None = None, *, is_slow: bool = False):
         super().__init__(reason)
-        self.seconds = seconds
+        self.seconds, self.is_slow = seconds, is_slow
+
+
+class _LargeFile(TypedDict):
+    size: int
+    sha256: str
+
+
+class _ListedFile(TypedDict):
+    rfilename: str
+    size: NotRequired[int | None]
+    blobId: NotRequired[str | None]
+    lfs: NotRequired[_LargeFile | None]
+
+
+class _Listing(TypedDict):
+    """Response to a request for the list of files. Other keys are ignored."""
+
+    sha: str
+    siblings: list[_ListedFile]
 
 
 def parse_hub_address(text: str) -> HubAddress:
@@ -76,6 +107,11 @@ def parse_hub_address(text: str) -> HubAddress:
     if match is None:
         rule = "must have the form hf:ORG/NAME@REVISION, or hf:datasets/ORG/NAME@REVISION."
         action = "Write the name of the repository as on the hub, such as hf:ORG/NAME."
+        if link := _LINK.fullmatch(text):
+            address = f"{PREFIX}{link['name']}" + (
+                f"@{link['revision']}" if link["revision"] else ""
+            )
+            action = f"Did you mean {address}?"
         raise ConfigError.one(Code.CLI_VALUE, WHERE, text or "''", rule, action)
     revision = match["revision"]
     if revision is not None and not _REVISION.fullmatch(revision):
@@ -88,28 +124,32 @@ def parse_hub_address(text: str) -> HubAddress:
 class Hub:
     """Client for one repository of the hub that `HF_ENDPOINT` names."""
 
-    def __init__(self, address: HubAddress):
+    def __init__(self, address: HubAddress, say: Callable[[str], None] = lambda line: None):
+        self._address, self._say = address, say
         try:
             import httpx2
             import huggingface_hub
             from huggingface_hub import constants
+            from huggingface_hub.utils import logging
         except ImportError as error:
             rule = "requires the package huggingface_hub, which is not installed."
             action = "Run: pip install 'maxpipe[hub]'"
             raise ConfigError.one(Code.ENV_PACKAGE, WHERE, address, rule, action) from error
-        # Messages of the library may contain signed URLs.
-        logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
-        self._address, self._library, self._httpx = address, huggingface_hub, httpx2
+        except ValueError as error:  # the package reads its variables when it is imported
+            _check_endpoint(os.environ.get("HF_ENDPOINT", _DEFAULT_ENDPOINT))
+            where = "environment: variables that begin with HF_"
+            rule = f"must have values that huggingface_hub accepts: {error}."
+            action = "Unset the variable with this value."
+            raise ConfigError.one(Code.HF_HUB, where, None, rule, action) from error
+        self._httpx = httpx2
         self._endpoint = constants.ENDPOINT.rstrip("/")
-        self._token = huggingface_hub.get_token()
-        if self._token:
-            redact.register_secret(self._token)
-        parts = urlsplit(self._endpoint)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
-            rule = "must be the http or https address of a hub, without a user name."
-            action = "Unset HF_ENDPOINT to use https://huggingface.co."
-            raise ConfigError.one(Code.HF_HUB, "environment: HF_ENDPOINT", None, rule, action)
+        _check_endpoint(self._endpoint)
         self.shown_endpoint = redact.redact_text(self._endpoint)
+        self._token = _read_token()
+        with _translate_session_errors():
+            self._session = huggingface_hub.get_session()
+        # Messages of the library may contain signed URLs.
+        logging.get_logger().setLevel("CRITICAL")
 
     def list_files(self, commit: str) -> tuple[str, list[RemoteFile]]:
         """Return the commit of the revision and all files of the repository.
@@ -117,29 +157,31 @@ class Hub:
         If `commit` is empty, the revision of the address is resolved.
         """
         revision = commit or self._address.revision
-        api = self._library.HfApi(endpoint=self._endpoint, token=self._token or False)
-
-        def ask() -> Any:
-            with self._translate_http_errors():
-                return api.repo_info(
-                    self._address.name,
-                    revision=revision,
-                    repo_type=self._address.kind,
-                    timeout=_TIMEOUT_SECONDS,
-                    files_metadata=True,
-                )
-
+        url = f"{self._endpoint}/api/{self._address.kind}s/{self._address.name}/revision/"
+        url += f"{quote(revision, safe='')}?blobs=true"
+        text = self._with_retries("the list of files", lambda: self._read_list(url))
         try:
-            info = self._with_retries("the list of files", ask)
-            sha, siblings = info.sha, info.siblings
-            files = [_remote_file(sibling) for sibling in siblings]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            listing = parse_json(text, _Listing, most_depth=_MAX_LIST_DEPTH)
+            files = [_remote_file(file) for file in listing["siblings"]]
+        except ValueError as error:
             raise self._invalid_response(f"the list of files is invalid: {error}") from error
-        if not isinstance(sha, str) or not COMMIT.fullmatch(sha):
+        if not COMMIT.fullmatch(sha := listing["sha"]):
             raise self._invalid_response("the list of files names no commit")
         if COMMIT.fullmatch(revision) and sha != revision:
             raise self._invalid_response(f"commit {sha} was returned in place of {revision}")
         return sha, files
+
+    def _read_list(self, url: str) -> bytes:
+        content = bytearray()
+        with self._open(url, 0) as response:
+            if response.status_code != 200:
+                raise self._invalid_response(f"HTTP status {response.status_code}")
+            for data in read_blocks(response):
+                content += data
+                if len(content) > MAX_LIST_BYTES:
+                    rule = f"the list of files has more than {MAX_LIST_BYTES:,} bytes"
+                    raise self._invalid_response(rule)
+        return bytes(content)
 
     def open(self, path: str, commit: str, start: int) -> Any:
         """Return a context manager that yields the response for a file from byte `start`."""
@@ -150,18 +192,17 @@ class Hub:
 
     @contextlib.contextmanager
     def _open(self, url: str, start: int) -> Iterator[Any]:
-        from huggingface_hub.utils import build_hf_headers
-
-        headers = build_hf_headers(token=self._token or False)
-        headers |= {"Accept-Encoding": "identity"}
+        headers = {"Accept-Encoding": "identity", "User-Agent": f"maxpipe/{maxpipe.__version__}"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
         if start:
             headers["Range"] = f"bytes={start}-"
         for _ in range(_MAX_REDIRECTS):
             if _origin(url) != _origin(self._endpoint):
-                headers = {k: v for k, v in headers.items() if k.lower() != "authorization"}
+                headers.pop("Authorization", None)
             with self._translate_http_errors(), contextlib.ExitStack() as stack:
                 response = stack.enter_context(
-                    self._library.get_session().stream(
+                    self._session.stream(
                         "GET",
                         url,
                         headers=headers,
@@ -185,18 +226,21 @@ class Hub:
         except ValueError:
             target = scheme = host = ""
         if scheme not in ("http", "https") or not host:
-            raise self._invalid_response("a file is redirected to an address outside the web")
+            raise self._invalid_response("a request is redirected to an address outside the web")
         if scheme == "http" and urlsplit(url).scheme == "https":
-            raise self._invalid_response(f"a file is redirected to {host} without encryption")
+            raise self._invalid_response(f"a request is redirected to {host} without encryption")
         return target
 
     def _check_status(self, response: Any, at_hub: bool) -> None:
-        status = response.status_code
+        status, cause = response.status_code, response.headers.get("X-Error-Code", "")
         # A signed address of another host expires; the next attempt requests a new one.
-        if status in _RETRIED or (not at_hub and status in (401, 403, 410)):
+        is_expired = not at_hub and status in (401, 403, 410)
+        if status in (408, 425, 429) or status >= 500 or is_expired:
             raise RetryableError(f"HTTP status {status}", _retry_after(response.headers))
-        if status in (401, 403, 404):
-            raise self._access_error(f"HTTP status {status}")
+        if cause == "RevisionNotFound":
+            raise self._unknown_revision()
+        if status in (400, 401, 403, 404):
+            raise self._access_error(status, is_gated=cause == "GatedRepo")
         if status not in (200, 206, 416):
             raise self._invalid_response(f"HTTP status {status}")
 
@@ -213,26 +257,6 @@ class Hub:
             raise ConfigError.one(
                 Code.HF_HUB, "environment: HF_HUB_OFFLINE", None, rule, action
             ) from None
-        except errors.HFValidationError:
-            raise self._access_error("the hub accepts no such name") from None
-        except errors.RevisionNotFoundError:
-            rule = f"the repository has no revision {self._address.revision}."
-            action = f"Write {self._address}@main, or the name of a branch, tag or commit."
-            raise ConfigError.one(
-                Code.HF_ACCESS,
-                WHERE,
-                f"{self._address}@{self._address.revision}",
-                rule,
-                action,
-            ) from None
-        except errors.HfHubHTTPError as error:
-            status = error.response.status_code
-            if status in _RETRIED:
-                seconds = _retry_after(error.response.headers)
-                raise RetryableError(f"HTTP status {status}", seconds) from None
-            if status in (401, 403, 404):
-                raise self._access_error(f"HTTP status {status}") from None
-            raise self._invalid_response(f"HTTP status {status}") from None
         except self._httpx.InvalidURL:
             raise self._invalid_response("an address is invalid") from None
         except self._httpx.HTTPError as error:
@@ -259,15 +283,31 @@ class Hub:
                 Code.HF_HUB,
                 f"{self._address}: {what} cannot be downloaded from {self.shown_endpoint}\n"
                 f"  {error}{wait}. Complete files and partial files are kept.\n"
-                "  Check the network, then run the same command again, which continues.",
+                "  Check the network and the proxy, then run the same command again to continue.",
             ) from None
+        self._say(f"{what}: {error}; the next attempt is in {seconds:,.0f} s")
         time.sleep(seconds)
 
-    def _access_error(self, reason: str) -> ConfigError:
-        kind = "dataset" if self._address.kind == "dataset" else "model"
-        rule = f"must be a {kind} that you may download from {self.shown_endpoint}: {reason}."
-        token = "the token has no access to it" if self._token else "set HF_TOKEN if it is private"
-        action = f"Check the name; {token}, and accept its terms on the hub if it has any."
+    def _unknown_revision(self) -> ConfigError:
+        rule = f"the repository has no revision {self._address.revision}."
+        action = f"Write {self._address}@main, or the name of a branch, tag or commit."
+        given = f"{self._address}@{self._address.revision}"
+        return ConfigError.one(Code.HF_ACCESS, WHERE, given, rule, action)
+
+    def _access_error(self, status: int, *, is_gated: bool) -> ConfigError:
+        kind = self._address.kind
+        rule = f"must be a {kind} that you may download from {self.shown_endpoint}: "
+        rule += f"HTTP status {status}."
+        action = "Check the name; "
+        action += (
+            "a model is hf:ORG/NAME" if kind == "dataset" else "a dataset is hf:datasets/ORG/NAME"
+        )
+        action += ". If it is private, "
+        action += "use a token with access." if self._token else "set HF_TOKEN."
+        if is_gated:
+            rule = f"is gated by terms that the account must accept: HTTP status {status}."
+            page = f"{self.shown_endpoint}/{str(self._address).removeprefix(PREFIX)}"
+            action = f"Accept the terms at {page}, and set HF_TOKEN to a token of the account."
         return ConfigError.one(Code.HF_ACCESS, WHERE, self._address, rule, action)
 
     def _invalid_response(self, reason: str) -> StorageError:
@@ -279,15 +319,97 @@ class Hub:
         )
 
 
-def _remote_file(sibling: Any) -> RemoteFile:
-    path, size, lfs = sibling.rfilename, sibling.size, sibling.lfs
-    stated = f"git:{sibling.blob_id}" if lfs is None else f"sha256:{lfs.sha256}"
-    size = size if lfs is None else lfs.size
-    if not isinstance(path, str):
-        raise TypeError("a file name is not a string")
-    if type(size) is not int or size < 0:
-        raise ValueError(f"{path!r} has no size")
-    return RemoteFile(path, size, stated)
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+
+
+def _check_endpoint(endpoint: str) -> None:
+    """Check that the endpoint is a web address without a user name, query or fragment."""
+    try:
+        is_valid = re.fullmatch(r"https?://[^\s/?#@]+(/[^\s?#]*)?", endpoint) is not None
+        is_valid = is_valid and bool(urlsplit(endpoint).hostname) and urlsplit(endpoint).port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        rule = "must be the http or https address of a hub, without a user name."
+        action = f"Unset HF_ENDPOINT to use {_DEFAULT_ENDPOINT}."
+        raise ConfigError.one(Code.HF_HUB, "environment: HF_ENDPOINT", None, rule, action)
+
+
+def _read_token() -> str:
+    """Return the token in the environment or of the login, or an empty string."""
+    import huggingface_hub
+
+    try:
+        token = huggingface_hub.get_token() or ""
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "the file is not UTF-8 text"
+        rule = f"must be a file with a token: {reason}."
+        action = "Set HF_TOKEN_PATH to another path."
+        where = "environment: HF_TOKEN_PATH"
+        raise ConfigError.one(Code.HF_HUB, where, None, rule, action) from error
+    if token:
+        redact.register_secret(token)
+    if not re.fullmatch(r"[!-~]*", token):
+        rule = "must consist of ASCII characters, without spaces and control characters."
+        action = "Set HF_TOKEN to the token as the hub shows it."
+        raise ConfigError.one(Code.HF_HUB, "environment: HF_TOKEN", None, rule, action)
+    return token
+
+
+@contextlib.contextmanager
+def _translate_session_errors() -> Iterator[None]:
+    """Convert errors of the HTTP library in the configuration of proxies and certificates."""
+    try:
+        yield
+    except ImportError as error:
+        where = "environment: ALL_PROXY, HTTP_PROXY or HTTPS_PROXY"
+        rule = "is a SOCKS proxy, which requires the package socksio."
+        raise ConfigError.one(
+            Code.ENV_PACKAGE, where, None, rule, "Run: pip install socksio"
+        ) from error
+    except OSError as error:
+        where, reason = "environment: SSL_CERT_FILE", _describe(error)
+        rule = f"must be a file with certificates: {reason}."
+        action = "Unset SSL_CERT_FILE, or set it to another file."
+        raise ConfigError.one(
+            Code.HF_HUB, where, os.environ.get("SSL_CERT_FILE"), rule, action
+        ) from error
+    except ValueError as error:
+        where = "environment: ALL_PROXY, HTTP_PROXY or HTTPS_PROXY"
+        rule = "must be the http, https or socks5 address of a proxy."
+        action = "Unset the variable, or correct its value."
+        raise ConfigError.one(Code.HF_HUB, where, None, rule, action) from error
+
+
+def read_blocks(response: Any) -> Iterator[bytes]:
+    """Yield the content of a response.
+
+    Raises:
+        RetryableError: the connection is slower than `MIN_BYTES_PER_SECOND` for `SLOW_SECONDS`.
+    """
+    begin, received = time.monotonic(), 0
+    for data in response.iter_bytes():
+        yield data
+        received += len(data)
+        if (seconds := time.monotonic() - begin) > SLOW_SECONDS:
+            if received < seconds * MIN_BYTES_PER_SECOND:
+                reason = f"only {received:,} bytes arrived in {seconds:,.0f} s"
+                raise RetryableError(reason, is_slow=True)
+            begin, received = time.monotonic(), 0
+
+
+def _remote_file(listed: _ListedFile) -> RemoteFile:
+    large = listed.get("lfs")
+    size = large["size"] if large else listed.get("size")
+    stated = f"sha256:{large['sha256']}" if large else f"git:{listed.get('blobId')}"
+    if size is None or size < 0:
+        raise ValueError(f"{shown_name(listed['rfilename'])} has no size")
+    return RemoteFile(listed["rfilename"], size, stated)
+
+
+def shown_name(path: str) -> str:
+    """Return a name of the hub for a message: quoted, and shortened if it is long."""
+    return repr(path if len(path) <= 200 else f"{path[:100]}...")
 
 
 def _retry_after(headers: Mapping[str, str]) -> float | None:
@@ -308,7 +430,13 @@ def _describe(error: BaseException | None) -> str:
     """Return the reason of a failed connection; the error's own text may contain an address."""
     name = type(error).__name__
     while error is not None:
+        if isinstance(error, ssl.SSLCertVerificationError):
+            return f"the certificate of the server is not valid: {error.verify_message}"
+        if isinstance(error, ssl.SSLError):
+            return f"TLS failed: {(error.reason or name).replace('_', ' ').lower()}"
         if isinstance(error, OSError) and error.errno:
             return os.strerror(error.errno) if error.errno > 0 else "the host name is unknown"
         error = error.__cause__ or error.__context__
-    return name
+    if name.endswith("Timeout"):
+        return f"the server sent nothing for {_TIMEOUT_SECONDS:.0f} s"
+    return f"the connection failed ({name})"

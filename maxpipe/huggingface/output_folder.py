@@ -16,6 +16,7 @@ from pathlib import Path
 from maxpipe.checkpoint.address import check_outside_checkpoints
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import expand_path, lock, read, url_scheme, write
+from maxpipe.io.stores import corrected_url
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -44,13 +45,8 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
         ConfigError: the path already exists.
         StorageError: the folder cannot be written.
     """
-    given = expand_path(path, option)
-    if not path.strip() or "\0" in path or url_scheme(path):
-        rule = "must be a new folder on this machine."
-        raise ConfigError.one(
-            Code.CLI_OUTPUT, option, path or "''", rule, "Use a path such as ./model."
-        )
-    where = given.absolute()
+    check_local(path, option)
+    where = expand_path(path, option).absolute()
     check_outside_checkpoints(where, option)
     if os.path.lexists(where):
         rule = "must not exist, because existing folders are never overwritten."
@@ -81,6 +77,19 @@ def atomic_folder(path: str, option: str) -> Iterator[Path]:
     finally:
         os.close(held)
         _remove(partial)
+
+
+def check_local(path: str, option: str) -> None:
+    """Check that an output path is not empty and not in an object store.
+
+    Raises:
+        ConfigError: the path cannot be a folder on this machine.
+    """
+    if not path.strip() or "\0" in path or url_scheme(path) or corrected_url(path):
+        rule = "must be a folder on this machine."
+        raise ConfigError.one(
+            Code.CLI_OUTPUT, option, path or "''", rule, "Use a path such as ./model."
+        )
 
 
 def _new_partial(parent: Path, prefix: str) -> tuple[Path, int]:

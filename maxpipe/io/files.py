@@ -36,8 +36,11 @@ def expand_path(path: str | Path, where: str = "path") -> Path:
     `where` is the config key or command-line option that holds the path; error messages name it.
 
     Raises:
-        ConfigError: the home folder does not exist, or the option is empty.
+        ConfigError: the home folder does not exist, or the option is empty or a URL.
     """
+    if where.startswith("command line") and url_scheme(path):
+        rule = "must be a path on this machine, not a URL."
+        raise ConfigError.one(Code.IO_PATH, where, path, rule, "Specify a path such as ./out.")
     if where.startswith("command line") and not os.fspath(path):
         rule = "must be a file or a folder."
         raise ConfigError.one(
@@ -118,6 +121,7 @@ def check_can_write(path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    _check_no_url(path)
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -134,6 +138,7 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
     Raises:
         OSError: the file cannot be written, or is not a regular file.
     """
+    _check_no_url(path)
     data = content.encode() if isinstance(content, str) else content
     path = os.path.expanduser(path)
     partial, mode = f"{path}.partial", None
@@ -156,6 +161,12 @@ def write(path: str | os.PathLike[str], content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(partial)
         raise
+
+
+def _check_no_url(path: str | os.PathLike[str]) -> None:
+    if scheme := url_scheme(path):
+        words = f"it must be a path on this machine, but {scheme}:// begins a URL"
+        raise UnsafeFileError(errno.EINVAL, words, str(path))
 
 
 def lock(file: int | IO[bytes], *, wait: bool = False) -> bool:

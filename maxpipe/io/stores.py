@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import re
 import time
 from typing import Any
 
@@ -44,6 +45,28 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 
     scheme = url_scheme(path)
     return scheme in _EXTRAS or (scheme in available_protocols() and scheme not in _NOT_STORES)
+
+
+def corrected_url(path: str | os.PathLike[str]) -> str:
+    """Return the URL that a path with one slash, or with a scheme in capitals, is meant to be."""
+    match = re.match(r"([A-Za-z0-9]+):/(/?)(?=[^/])", text := os.fspath(path))
+    if match is None or (match[2] and match[1].islower()):
+        return ""
+    url = f"{match[1].lower()}://{text[match.end() :]}"
+    return url if is_store(url) else ""
+
+
+def invalid_part(url: str | os.PathLike[str]) -> str:
+    """Return the reason why a URL cannot be the path of a run or checkpoint, or an empty string.
+
+    fsspec expands glob patterns even when it deletes objects, and stores have no parent folders.
+    """
+    name = os.fspath(url).partition("://")[2]
+    if re.search(r"[*?[]", name):
+        return "must not contain *, ? or [, which are glob patterns."
+    if {".", ".."} & set(name.split("/")):
+        return "must not contain . or .. as a folder, because a store has no parent folders."
+    return ""
 
 
 def is_checkpoint_store(path: str | os.PathLike[str]) -> bool:
@@ -115,7 +138,8 @@ def create_parent(path: str) -> None:
 
 
 def create_object(path: str, content: bytes) -> None:
-    """Create an object. If several processes try to create the object, exactly one succeeds.
+    """Create an object. If several processes try to create the object, exactly one succeeds. The
+    content of each process must be unique.
 
     Google Cloud Storage, S3 and Azure guarantee it. In other stores, a process succeeds if its
     content is still there after a pause, because the last of several writes remains.
@@ -125,7 +149,14 @@ def create_object(path: str, content: bytes) -> None:
     """
     store = store_filesystem(path)
     if url_scheme(path) in _EXTRAS:
-        store.pipe_file(path, content, mode="create")
+        try:
+            store.pipe_file(path, content, mode="create")
+        except FileExistsError:
+            # If the response to a request is lost, the library of the store repeats the request.
+            with contextlib.suppress(FileNotFoundError):
+                if store.cat_file(path) == content:
+                    return
+            raise
         return
     create_parent(path)
     if store.exists(path):

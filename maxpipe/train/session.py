@@ -59,6 +59,7 @@ from maxpipe.errors import (
 )
 from maxpipe.io import files, redact
 from maxpipe.io.files import url_scheme
+from maxpipe.io.stores import corrected_url
 from maxpipe.step.build import resolve_mesh, shared_metadata
 from maxpipe.telemetry.console import Console
 from maxpipe.telemetry.writers import EventLog, MetricWriter
@@ -163,6 +164,8 @@ def _problem(key: str, path: str, origins: Mapping[str, str]) -> Iterator[Proble
     if path and not _exists(path):
         rule = f"must name an existing file or folder; none exists relative to {os.getcwd()}."
         action = f"Set {key} to an existing path."
+        if url := corrected_url(path):
+            action = f"Set {key}={url}, with a scheme in lowercase and two slashes."
         if key == "tokenizer.path" and config_files.is_hub_id(path):
             rule += " Only `maxpipe fetch` downloads files."
             action = f"{config_files.hub_download_action(path).removesuffix('.')} as {key}."

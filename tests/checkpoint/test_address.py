@@ -152,6 +152,10 @@ def test_unknown_run_suggests_similar_names(workspace: Path):
         ("x" * 5000, "is not a run"),
         ("~nobody-here/run", "home folder"),
         ("runs/quick/config.yml", "is a file"),
+        ("s3://", "must contain a bucket name."),
+        ("gs:///runs/a", "must contain a bucket name."),
+        ("s3:/bucket/runs/a", "two slashes"),
+        ("S3://bucket/runs/a", "lowercase"),
     ],
 )
 def test_invalid_addresses_are_rejected(text: str, rule: str, workspace: Path):

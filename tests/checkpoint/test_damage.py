@@ -33,6 +33,12 @@ def test_cyclic_exception_chain_terminates():
     assert root_cause_text(first) == "second" and outage(first) is None
     itself = OSError(errno.EIO, "Input/output error")
     assert root_cause_text(chained(itself, itself)) == "Input/output error"
+    assert root_cause_text(ValueError("The container does not exist.\nRequest: 1")) == (
+        "The container does not exist"
+    )
+    spec = r"""[http_response_code='403'] [tensorstore_spec='{\"path\":\"it\'s/\"}']"""
+    denied = ValueError(f"PERMISSION_DENIED: [source locations='s3.cc:1\\na.h:2'] {spec}")
+    assert root_cause_text(denied) == "PERMISSION_DENIED: [http_response_code='403']"
 
 
 @pytest.mark.fault("L2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import platform
 from typing import Any
 
 import pytest
@@ -119,11 +121,43 @@ def test_refused_requests_are_reported_without_secrets(saved: str, s3: Store) ->
     assert SECRET not in str(caught.value)
 
 
+def test_reason_on_the_second_line_of_an_error_is_reported(s3: Store, capsys: Capture) -> None:
+    assert main(["checkpoints", "list", "s3://Not_a_bucket!/runs/a"]) == 74
+    assert "Invalid bucket name" in capsys.readouterr().err
+
+
 def test_second_run_cannot_take_the_lock(s3: Store) -> None:
     with RunLock(RUN):
         assert f"runs/a/{FILE}" in s3.names("bucket")
         with raises(StorageError, RUN, suggests="run.name"), RunLock(RUN):
             pass
+    assert not s3.names("bucket")
+
+
+def test_lock_is_acquired_and_released_if_every_first_response_is_lost(s3: Store) -> None:
+    known: set[str] = set()
+
+    def is_first(handler: Any) -> bool:
+        request = f"{handler.command} {handler.path}"
+        return request not in known and not known.add(request)
+
+    s3.lost = is_first
+    with RunLock(RUN) as held:
+        assert held.check_held()
+    assert any(name.startswith("PUT") and "claim-" in name for name in known)
+    assert not s3.names("bucket")
+
+
+def test_lock_of_a_dead_run_is_taken_over_if_responses_are_lost(s3: Store) -> None:
+    from maxpipe.checkpoint import lock
+
+    dead = {"token": "dead", "pid": 2**22, "host": platform.node(), "process_start": "1"}
+    dead |= {"namespace": lock._namespace()}
+    s3.filesystem.pipe_file(f"{RUN}/{FILE}", json.dumps(dead).encode())
+    known: set[str] = set()
+    s3.lost = lambda handler: handler.path not in known and not known.add(handler.path)
+    with RunLock(RUN) as held:
+        assert "that process is dead" in held.note
     assert not s3.names("bucket")
 
 

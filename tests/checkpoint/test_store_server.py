@@ -277,6 +277,19 @@ def test_store_without_credentials_is_explained(monkeypatch: pytest.MonkeyPatch)
         to_epath("memory://bucket/a")
 
 
+@pytest.mark.parametrize("part", ["a*", "a?", "a[b]", "..", "."])
+def test_glob_patterns_and_parent_folders_are_errors(
+    folder_store: Path, part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"folder://bucket/{part}/a"
+    assert main(["config", "print", "tiny", "train.steps=1", f"run.dir={url}"]) == 2
+    assert f"run.dir = {url}" in capsys.readouterr().err
+    with raises(ConfigError, url, suggests="folder://my-bucket"):
+        to_epath(url)
+    assert main(["checkpoints", "delete", f"{url}@1"]) == 2
+    assert main(["generate", url, "--prompt", "a"]) == 2
+
+
 @pytest.mark.parametrize("key", ["run.dir", "checkpoint.dir"])
 @pytest.mark.parametrize("scheme", ["gs", "s3", "az", "folder"])
 def test_url_with_one_slash_is_not_a_local_folder(
@@ -285,5 +298,5 @@ def test_url_with_one_slash_is_not_a_local_folder(
     given = ["config", "print", "tiny", "train.steps=1", f"{key}={scheme}:/bucket/runs"]
     assert main(given) == 2
     message = capsys.readouterr().err
-    assert "must have two slashes" in message and f"Set {key}={scheme}://bucket/runs." in message
+    assert "two slashes" in message and f"Set {key}={scheme}://bucket/runs." in message
     assert main(["config", "print", "tiny", "train.steps=1", f"{key}=./{scheme}:/bucket"]) == 0

@@ -54,6 +54,13 @@ def check(root: str) -> None:
             opened(path)
 
 
+@pytest.mark.parametrize("path", ["s3://", "gs:///"])
+def test_url_without_a_bucket_is_an_error(path: str) -> None:
+    scheme = path.partition(":")[0]
+    with raises(ConfigError, "data.path", path, suggests=f"{scheme}://my-bucket/data"):
+        opened(path)
+
+
 def test_files_in_s3(s3: Store) -> None:
     fill(s3.filesystem, "bucket/data")
     check("s3://bucket/data")

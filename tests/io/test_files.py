@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from maxpipe.errors import ConfigError
 from maxpipe.io import files
+from tests.errors import raises
 
 
 @pytest.mark.fault("L7")
@@ -25,6 +27,18 @@ def test_failed_write_leaves_file_unchanged(
     with pytest.raises(OSError, match="No space left"):
         files.write(path, "after")
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_urls_are_not_written_to_local_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for check in (files.check_can_write, lambda path: files.write(path, "x")):
+        with pytest.raises(files.UnsafeFileError, match="s3:// begins a URL"):
+            check("s3://bucket/a.svg")
+    with raises(ConfigError, "command line: --out", suggests="./out"):
+        files.expand_path("s3://bucket/a", "command line: --out")
+    assert not os.listdir(tmp_path)
 
 
 def test_write_keeps_file_permissions(tmp_path: Path):

@@ -105,6 +105,14 @@ def test_board_rejects_path_that_is_not_folder(
     assert "is not a folder of runs." in capsys.readouterr().err
 
 
+def test_board_rejects_bucket_without_runs(
+    folder_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["board", "folder://bucket/none"]) == 2
+    assert "contains no run" in capsys.readouterr().err
+
+
 def test_ctrl_c_is_not_passed_to_tensorboard(tmp_path: Path) -> None:
     """The terminal signals the whole process group; TensorBoard would print a traceback."""
     (tmp_path / "tensorboard").mkdir()

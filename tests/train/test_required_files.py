@@ -38,6 +38,13 @@ def test_bundled_sft_configs_report_missing_base_model_and_data(name: str, worki
     assert not missing_files(load([name], to_train=True))
 
 
+@pytest.mark.parametrize("path", ["s3:/bucket/data", "S3://bucket/data", "S3:/bucket/data"])
+def test_misspelled_url_of_a_store_is_corrected(path: str):
+    given = [*BASE, "data.source=jsonl", f"data.path={path}"]
+    [problem] = missing_files(load(given, to_train=True))
+    assert problem.action.startswith("Set data.path=s3://bucket/data, ")
+
+
 def test_missing_files_are_reported_before_device_count(capsys: pytest.CaptureFixture[str]):
     assert (
         main(

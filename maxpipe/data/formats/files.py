@@ -176,15 +176,18 @@ def _find_in_bucket(path: str, suffixes: tuple[str, ...]) -> list[File]:
 
 
 def check_store(key: str, path: str) -> None:
-    """Check that a URL names an object store.
+    """Check that a URL names an object store and a bucket.
 
     Raises:
-        ConfigError: the scheme of the URL is not that of a store.
+        ConfigError: the scheme of the URL is not that of a store, or the URL has no bucket.
     """
     if not stores.is_store(path):
         rule = f"must be in a file system or an object store: {url_scheme(path)}:// is not a store."
         action = "Use a path of the form gs://, s3:// or az://BUCKET/PATH, or copy the files to a "
         raise ConfigError.one(Code.DATA_FORMAT, key, path, rule, f"{action}local folder.")
+    if not path.partition("://")[2].strip("/"):
+        action = f"Use a path such as {url_scheme(path)}://my-bucket/data."
+        raise ConfigError.one(Code.DATA_FORMAT, key, path, "must contain a bucket name.", action)
 
 
 def _objects(path: str, suffixes: tuple[str, ...]) -> dict[str, Any]:
