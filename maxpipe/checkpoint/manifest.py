@@ -46,9 +46,7 @@ from maxpipe.checkpoint.storage import (
     translate_read_errors,
 )
 from maxpipe.errors import Code, DivergenceError, MaxpipeError, StorageError
-from maxpipe.io.array_store import array_store
-from maxpipe.io.files import url_scheme
-from maxpipe.io.store_server import CONTEXT
+from maxpipe.io.array_store import array_context, array_store
 from maxpipe.io.typed_json import check_type, dump_checksummed, parse_checksummed, parse_json
 
 Tree = Any
@@ -428,7 +426,7 @@ def open_array(folder: epath.Path, name: str) -> Any:
     if is_database:
         base = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
     spec = {"driver": "zarr", "kvstore": base}
-    context = tensorstore.Context(CONTEXT if url_scheme(folder) not in ("", "gs", "s3") else {})
+    context = tensorstore.Context(array_context(folder))
     return tensorstore.open(spec, open=True, read=True, context=context).result()
 
 

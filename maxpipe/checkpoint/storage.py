@@ -34,8 +34,7 @@ from maxpipe.config.load import load_storage_settings
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError, exception_chain
-from maxpipe.io import store_server
-from maxpipe.io.array_store import array_store
+from maxpipe.io.array_store import array_context, array_store
 from maxpipe.io.files import UnsafeFileError, expand_path, open_regular, url_scheme
 from maxpipe.io.stores import (
     create_object,
@@ -220,16 +219,15 @@ def to_epath(path: epath.PathLike) -> epath.Path:
         _extend_orbax()
     if scheme not in ("gs", "s3"):
         epath.register_path_cls(f"{scheme}://")(StorePath)
-        _extend_array_contexts()
+    _extend_array_contexts(path)
     return epath.Path(path)
 
 
-@functools.cache
-def _extend_array_contexts() -> None:
+def _extend_array_contexts(path: str | os.PathLike[str]) -> None:
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     for name in ("_BASE_TS_CONTEXT", "_DEFAULT_OCDBT_TS_CONTEXT"):
-        getattr(tensorstore_utils, name, {}).update(store_server.CONTEXT)
+        getattr(tensorstore_utils, name, {}).update(array_context(path))
 
 
 class StorePath(gpath.PosixGPath):

@@ -6,8 +6,20 @@ import os
 from typing import Any
 
 from maxpipe.io.files import url_scheme
-from maxpipe.io.store_server import served_array_store
+from maxpipe.io.store_server import CONTEXT, served_array_store
 from maxpipe.io.stores import store_filesystem
+
+RETRIES: dict[str, Any] = {"max_retries": 6, "initial_delay": "1s", "max_delay": "32s"}
+"""Repetitions of a failed request, in about one minute. By default, tensorstore repeats requests
+for a quarter of an hour, in which a run would hang without a message."""
+
+
+def array_context(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the tensorstore context for arrays at a path."""
+    scheme = url_scheme(path)
+    if scheme in ("gs", "s3"):
+        return {"gcs_request_retries": RETRIES, "s3_request_retries": RETRIES}
+    return CONTEXT if scheme else {}
 
 
 def array_store(path: str | os.PathLike[str]) -> dict[str, Any]:

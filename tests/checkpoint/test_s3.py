@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -14,6 +15,7 @@ from maxpipe.checkpoint.manager import CHECKPOINTS_FOLDER, CheckpointManager, op
 from maxpipe.cli import main
 from maxpipe.config.sections.checkpoint import CheckpointConfig
 from maxpipe.errors import StorageError
+from maxpipe.io import array_store
 from tests.checkpoint.cases import abstract, put, tree
 from tests.errors import raises
 from tests.s3 import KEY, SECRET, Store
@@ -101,6 +103,30 @@ def test_server_errors_are_repeated(s3: Store) -> None:
     save(RUN, 3)
     assert not any(left.values())
     assert newest(RUN) == 3
+
+
+@pytest.mark.parametrize("command", ["PUT", "GET"])
+def test_outage_ends_a_save_or_a_restore(
+    command: str, saved: str, s3: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run can be resumed after the outage."""
+    monkeypatch.setitem(array_store.RETRIES, "max_retries", 1)
+
+    def fail(handler: Any) -> bool:
+        if handler.command != command or "/state/" not in unquote(handler.path):
+            return False
+        handler.send_response(503)
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+        return True
+
+    s3.fault = fail
+    with raises(StorageError, RUN, names=["503"]):
+        save(RUN, 9, retries=0) if command == "PUT" else newest(RUN)
+    s3.fault = lambda handler: False
+    assert newest(RUN) == 6
+    save(RUN, 9)
+    assert newest(RUN) == 9
 
 
 def test_refused_requests_are_reported_without_secrets(saved: str, s3: Store) -> None:
