@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from maxpipe.config.config_files import broken_link, is_hub_id
 from maxpipe.config.rules import did_you_mean
-from maxpipe.errors import Code, ConfigError
+from maxpipe.errors import Code, ConfigError, MaxpipeError, StorageError
 from maxpipe.io import stores
 from maxpipe.io.files import open_regular, url_scheme
 
@@ -285,10 +285,15 @@ def stat_files(paths: Iterable[str], root: str) -> list[File]:
 
 @contextlib.contextmanager
 def wrap_read_errors(path: str) -> Iterator[None]:
-    """Convert any error raised while reading a file to a ConfigError."""
+    """Convert any error raised while reading a file.
+
+    Raises:
+        ConfigError: the file is missing, or a local file cannot be read.
+        StorageError: an object store failed. Restarting the run may help.
+    """
     try:
         yield
-    except ConfigError:
+    except MaxpipeError:
         raise
     except ImportError as error:
         rule, action = stores.missing_package(path)
@@ -298,6 +303,13 @@ def wrap_read_errors(path: str) -> Iterator[None]:
             raise
         # Bucket access raises errors of many types, from HTTP and from the library.
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        if url_scheme(path) and not isinstance(error, FileNotFoundError):
+            raise StorageError(
+                Code.DATA_UNREADABLE,
+                f"data.path {path}: cannot be read\n"
+                f"  the store reports: {said or type(error).__name__}.\n"
+                "  Check data.path, the network, and the credentials of the store.",
+            ) from error
         rule = f"must be readable: {said or type(error).__name__}."
         action = "Restore the file or its permissions, or change data.path."
         raise ConfigError.one(Code.DATA_UNREADABLE, "data.path", path, rule, action) from error
