@@ -139,7 +139,7 @@ def test_missing_or_forbidden_bucket_objects_are_rejected(filled: Bucket) -> Non
     filled.put("data/a.jsonl", lines("0"))
     filled.refused.add("GET")
     try:
-        with raises(StorageError, "data.path gs://bucket/data/a.jsonl", names=["cannot be read"]):
+        with raises(StorageError, "data.path gs://bucket/data/a.jsonl", names=["Forbidden"]):
             opened("gs://bucket/data/a.jsonl")
     finally:
         filled.refused.clear()

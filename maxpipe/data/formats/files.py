@@ -303,6 +303,7 @@ def wrap_read_errors(path: str) -> Iterator[None]:
             raise
         # Bucket access raises errors of many types, from HTTP and from the library.
         said = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        said = " ".join(said.split())
         if url_scheme(path) and not isinstance(error, FileNotFoundError):
             raise StorageError(
                 Code.DATA_UNREADABLE,
@@ -326,7 +327,7 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
         return b""
     with wrap_read_errors(file.path):
         if file.in_bucket:
-            content = stores.store_filesystem(file.path).cat_file(file.path, start=start, end=stop)
+            content = _read_object(file, start, stop)
         else:
             with open(open_regular(file.path), "rb") as stream:
                 check_size(file, os.fstat(stream.fileno()).st_size)
@@ -335,6 +336,16 @@ def read(file: File, start: int = 0, stop: int | None = None) -> bytes:
     if len(content) != stop - start:
         check_size(file, start + len(content))
     return content
+
+
+def _read_object(file: File, start: int, stop: int) -> bytes:
+    store = stores.store_filesystem(file.path)
+    try:
+        return store.cat_file(file.path, start=start, end=stop)
+    except Exception:
+        with contextlib.suppress(OSError):  # a store also rejects a range that it no longer has
+            check_size(file, store.info(file.path)["size"])
+        raise
 
 
 def check_size(file: File, size_bytes: int) -> None:
