@@ -36,6 +36,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -315,7 +316,8 @@ def main() -> None:
         words = ["python benchmarks/exchange.py", f"--model {model}"]
         words += ["--mxfp4"] * options.mxfp4
         words += [f"--layers {options.layers}"] if options.layers else []
-        about = f"`{' '.join([*words, '--write'])}`, on {os.cpu_count()} CPU cores."
+        command, today = " ".join([*words, "--write"]), datetime.now(UTC).date()
+        about = f"`{command}`, on {os.cpu_count()} CPU cores, {today}."
         write(SECTIONS[options.mxfp4], f"{about}\n\n{table}")
 
 
