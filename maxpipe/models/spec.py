@@ -271,6 +271,13 @@ class Part(Protocol):
         ...
 
     @property
+    def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
+        """Return candidates for the peak of the backward pass on TPUs: arrays, and the fraction of
+        the gathered weights that is live (None: during the weight gradients).
+        """
+        return ((self.backward_peak, None),)
+
+    @property
     def barrier_copies(self) -> Held:
         """Return the arrays in `backward_peak` that exist only if the compiler drops optimization
         barriers.
