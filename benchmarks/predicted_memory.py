@@ -9,8 +9,8 @@ If `--write` is combined with `--only`, the page keeps the compiler results of a
 
 Each row combines a config from `configs/model/` with a topology. `maxpipe compile` compiles the
 real train step with libtpu (`pip install '.[tpu]'`), without a TPU, and `maxpipe plan` predicts its
-memory. Each compilation is stopped before code generation, which does not change the memory but
-takes most of the time. Results are cached in `--cache` by row and by a digest of the package's
+memory. Each compilation is stopped before code generation, which dominates the compile time but
+does not change the memory. Results are cached in `--cache` by row and by a digest of the package's
 source.
 """
 
@@ -483,6 +483,31 @@ ROWS = [
             "model.num_layers=5 ici_fsdp=32 ici_expert=8 microbatches=1 batch_size=256 "
             "sequence_length=2048",
         ),
+        (
+            "llama3.1-8b",
+            "v5p:2x2x4",
+            1,
+            "ici_stage=2 ici_fsdp=8 schedule=1f1b microbatches=8 batch_size=64 "
+            "sequence_length=8192",
+        ),
+        (
+            "llama3.1-8b",
+            "v6e:4x4",
+            1,
+            "ici_fsdp=16 microbatches=1 batch_size=16 sequence_length=8192",
+        ),
+        (
+            "llama3.3-70b",
+            "v5p:4x4x4",
+            1,
+            "ici_stage=4 ici_fsdp=16 repeats=4 microbatches=8 batch_size=128 sequence_length=8192",
+        ),
+        (
+            "llama3.3-70b",
+            "v6e:8x8",
+            1,
+            "ici_fsdp=32 ici_tensor=2 microbatches=2 batch_size=64 sequence_length=8192",
+        ),
     )
 ]
 
@@ -506,8 +531,8 @@ def compiled(row: Row, cache: Path) -> dict[str, Any] | None:
 
 
 def compiled_sizes(row: Row, cache: Path) -> tuple[float, ...] | None:
-    """Return the arguments and the peak in GiB, cached or from a new process that is stopped before
-    code generation. Return None on failure.
+    """Return the results of `read_sizes` in GiB, cached or from a new process, which is stopped
+    before code generation. Return None on failure.
     """
     path = _cache_path(row, cache).with_suffix(".sizes.json")
     if not path.exists():
@@ -546,7 +571,7 @@ def _sources() -> str:
 
 def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
     """Return the new page content. Results of rows that are not in `rows` are read from `page`."""
-    head = ["run", "arguments", "peak", "predicted", "ratio"]
+    head = ["run", "arguments", "peak", "allocated", "predicted", "ratio"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     ratios, details, missing = [], [], []
     for row in ROWS:
@@ -556,7 +581,7 @@ def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
             continue
         plan = json.loads(subprocess.check_output(_maxpipe("plan", row), cwd=ROOT))
         predicted = plan["total_bytes"] / GIB
-        ratios.append(predicted / sizes[-1])
+        ratios.append(predicted / sizes[1])
         numbers = " | ".join(f"{size:.2f}" for size in (*sizes, predicted))
         lines.append(f"| {row.name} | {numbers} | {ratios[-1]:.3f} |")
         if terms:
@@ -572,10 +597,10 @@ def table(rows: list[Row], cache: Path, *, terms: bool, page: str = "") -> str:
 
 
 def _written(row: Row, page: str) -> tuple[float, ...] | None:
-    """Return the arguments and the peak of a row in the existing page."""
+    """Return the compiled sizes of a row in the existing page."""
     for line in page.splitlines():
         if line.startswith(f"| {row.name} | "):
-            return tuple(map(float, line.split(" | ")[1:3]))
+            return tuple(map(float, line.split(" | ")[1:4]))
     return None
 
 
@@ -584,15 +609,18 @@ PREAMBLE = """\
 
 > **Compiler estimate.** The compiler reports these figures; nothing ran on an accelerator.
 
-`python benchmarks/predicted_memory.py --write`. No TPU was used. Sizes are in GiB. Arguments and
-peak are those of the compiler's buffer assignment, and the peak includes the arguments.
+`python benchmarks/predicted_memory.py --write`. No TPU was used. Sizes are in GiB. Arguments,
+peak and allocated memory are those of the compiler's buffer assignment. The peak includes the
+arguments. The allocated memory also includes the gaps that the compiler leaves between temporaries.
 docs/decisions/0016-peak-memory.md explains why the peak is used. Compilations are stopped after the
-buffer assignment, because code generation takes most of the time and does not change the memory.
-The column "predicted" is the total predicted by `maxpipe plan`. The fitted factors in
-`maxpipe/planner/memory.py` are based on the rows for Llama 3 from 1B to 70B. One of these factors
-is based on all rows with `weight_gather=window`. The arrays that are live during the backward pass
-of experts and during the loss of MTP heads were read from the compiled programs of MiniMax M2,
-Kimi K2, GLM 4.5, Mixtral and Qwen 3.5.
+buffer assignment: code generation dominates the compile time but does not change the memory. For
+SmolLM3 on v6e and for OLMo 3 on v5p, complete compilations reported the same peaks. The column
+"predicted" is the total predicted by `maxpipe plan`. The fitted factors in
+`maxpipe/planner/memory.py` are based on the rows for Llama 3 from 1B to 70B and on the rows with
+`weight_gather=window`, as compiled on 2026-11-23. The arrays that are live at the peak of a layer
+and of the loss were read from the compiled programs of Llama 3, Mixtral, MiniMax M2, Kimi K2, GLM
+4.5 and Qwen 3.5. The rows for Gemma, OLMo 3, SmolLM3, Ministral 3, Llama 3.1, Llama 3.3 and Llama 4
+were used for neither.
 
 """
 

@@ -273,9 +273,10 @@ class Part(Protocol):
     @property
     def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
         """Return candidates for the peak of the backward pass on TPUs: arrays, and the fraction of
-        the gathered weights that is live (None: during the weight gradients).
+        the gathered weights that is live (None: during the weight gradients). If empty, the peak is
+        `backward_peak`, with the weights and gradients of the layer.
         """
-        return ((self.backward_peak, None),)
+        return ()
 
     @property
     def barrier_copies(self) -> Held:

@@ -9,6 +9,7 @@ not import jax.
 from __future__ import annotations
 
 import importlib.metadata
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -424,27 +425,43 @@ def _mtp_layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
 
 
 def _layer_type_on_tpu(sizes: Sizes, schedule: Schedule, name: str) -> float:
+    """Return the peak bytes of one layer's backward pass, which is at a moment of one sublayer.
+
+    While a sublayer is differentiated, the recomputed residuals of earlier sublayers are live. If
+    the sublayer is attention, those of later sublayers are also live, because the weight gradients
+    are computed last. All weights of the layer are live at each moment, unless a sublayer declares
+    the live fraction.
+    """
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
     kind, copies = sizes.model.layer_types[name], WEIGHT_COPIES[mode]
     weights = gathered_bytes(sizes, {name: 1}) + _dequantized_bytes(sizes, kind)
-
-    def live_weights(part: str, share: float | None) -> float:
-        if share is None:
-            return copies * weights
-        elements = {
-            key: sizes.mesh.elements(param.dims, whole=True) for key, param in kind.params.items()
-        }
-        own = sum(count for (owner, _), count in elements.items() if owner == part)
-        own *= weights / sum(elements.values())
-        return copies * (weights - own) + own * share * (mode == "iteration")
-
-    return max(
-        live_weights(key, share) + _part_on_tpu(sizes, part, arrays)
-        for key, part in kind.parts.items()
-        for arrays, share in (
-            part.backward_moments if sizes.platform == "tpu" else ((part.backward_peak, None),)
-        )
-    )
+    parts = kind.parts
+    # The moments describe trained weights. Frozen weights have no gradients.
+    has_moments = any(part.backward_moments for part in parts.values()) and not kind.adapters
+    if sizes.platform != "tpu" or not has_moments:
+        arrays = (_part_on_tpu(sizes, part, part.backward_peak) for part in parts.values())
+        return copies * weights + max(arrays)
+    elements = Counter[str]()
+    for (part_name, _), param in kind.params.items():
+        elements[part_name] += sizes.mesh.elements(param.dims, whole=True)
+    residuals = {
+        name: sizes.activations.declared_bytes(part, replace(part.residuals, float32=()))
+        * (not sizes.activations.saves_all(part))
+        for name, part in parts.items()
+    }
+    most, earlier = 0.0, 0.0
+    for name, part in parts.items():
+        own = weights * elements[name] / elements.total()
+        if not part.backward_moments:
+            others = sum(residuals.values()) - residuals[name]
+            arrays = _part_on_tpu(sizes, part, part.backward_peak)
+            most = max(most, copies * own + others + arrays)
+        for held, share in part.backward_moments:
+            live = copies if share is None else share * (mode == "iteration")
+            others = min(copies, 1.0) * (weights - own) + earlier
+            most = max(most, live * own + others + _part_on_tpu(sizes, part, held))
+        earlier += residuals[name]
+    return most
 
 
 def _dequantized_bytes(sizes: Sizes, kind: LayerType) -> float:

@@ -268,7 +268,7 @@ class Experts(Part):
         before the weight gradients.
         """
         if not self.grouped:
-            return ((self.backward_peak, None),)
+            return ()
         sent = self.shards > 1
         moments = (
             (self.backward_peak, 2 / 3),
