@@ -122,7 +122,7 @@ def test_page_of_compiler_estimates_begins_with_badge(name: str) -> None:
 
 NUMBERS = [
     ("gpu_step", ["62,343", "51.8%", "61,923"], ["62,343", "51.8%", "61,923"]),
-    ("predicted_memory", ["37 of 38"], ["37 of 38 predictions are within 10%"]),
+    ("predicted_memory", ["66 of 66"], ["66 of 66 predictions are within 10%"]),
     ("reliability", ["0.092%", "0.0001%", "3.6%"], ["0.092%", "0.0001%", "3.6%"]),
     ("ahead_of_time_ranking", ["0.931"], ["0.931"]),
     ("adapters", ["3.92", "12.23"], ["3.92", "12.23"]),

@@ -271,6 +271,14 @@ class Part(Protocol):
         ...
 
     @property
+    def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
+        """Return candidates for the peak of the backward pass on TPUs: arrays, and the fraction of
+        the gathered weights that is live (None: during the weight gradients). If empty, the peak is
+        `backward_peak`, with the weights and gradients of the layer.
+        """
+        return ()
+
+    @property
     def barrier_copies(self) -> Held:
         """Return the arrays in `backward_peak` that exist only if the compiler drops optimization
         barriers.

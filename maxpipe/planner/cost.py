@@ -315,7 +315,8 @@ class LayerCost:
         """Return the size in bytes of the activations that a forward pass reads and writes."""
         activations = self.model.sizes.activations
         return sum(
-            activations.declared_bytes(part, part.traffic) for part in self._kind.parts.values()
+            activations.declared_bytes(part, part.traffic, padded=False)
+            for part in self._kind.parts.values()
         )
 
     @cached_property

@@ -9,6 +9,7 @@ not import jax.
 from __future__ import annotations
 
 import importlib.metadata
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -93,14 +94,22 @@ def predict_memory(sizes: Sizes, schedule: Schedule, *, platform: str) -> Memory
         layer = _layer_on_cpu(working, score_bytes=4, spared=spared)
         moments = {"layer": layer, "held": _gathering_on_cpu(working, schedule)}
     else:
-        layer = _layer_on_tpu(sizes, schedule)
+        moments = {
+            "layer": _layer_on_tpu(sizes, schedule),
+            "window": _arriving_bytes(sizes, schedule),
+            "mtp": _mtp_layer_on_tpu(sizes, schedule),
+        }
         if platform != "tpu":  # GPUs: the larger of the TPU and CPU estimates
             size = sizes.activations.itemsize
-            layer = max(layer, _layer_on_cpu(sizes, score_bytes=size, spared=0.0))
-        moments = {"layer": layer, "window": _arriving_bytes(sizes, schedule)}
+            on_cpu = _layer_on_cpu(sizes, score_bytes=size, spared=0.0)
+            moments["layer"] = max(moments["layer"], on_cpu)
     moments["logits"] = _logits(working, platform)
-    fullest = max(moments, key=moments.__getitem__)
-    terms[fullest] = terms.get(fullest, 0.0) + moments[fullest]
+    later = _gradients_after_loss(sizes, schedule) if platform == "tpu" else 0.0
+    absent = {"mtp": later, "logits": later}
+    fullest = max(moments, key=lambda name: moments[name] - absent.get(name, 0.0))
+    terms["gradients"] -= absent.get(fullest, 0.0)
+    fullest, size = "layer" if fullest == "mtp" else fullest, moments[fullest]
+    terms[fullest] = terms.get(fullest, 0.0) + size
     if platform not in ("cpu", "tpu"):
         terms[fullest] += WORKSPACE
     free = sum(size for name, size in terms.items() if name not in (*ARGUMENTS, "gradients"))
@@ -251,6 +260,19 @@ def _gradient_elements(sizes: Sizes, schedule: Schedule) -> int:
     return layers + ends + params.head_elements(whole=once) + params.mtp_elements(whole=once)
 
 
+def _gradients_after_loss(sizes: Sizes, schedule: Schedule) -> float:
+    """Return the size in bytes of the gradient accumulators that are not live during the loss.
+
+    XLA removes a tick loop of one iteration. The accumulators of the layers and of the embedding
+    are then allocated after the loss. With more iterations, the loop carries all accumulators.
+    """
+    if schedule.num_ticks > 1:
+        return 0.0
+    params = sizes.trained
+    layers = params.stage_elements(whole=_gathers_per_step(sizes, schedule))
+    return 4.0 * (layers + params.embedding_elements(whole=not sizes.mesh.splits_columns))
+
+
 def _gathered_weights(sizes: Sizes, schedule: Schedule) -> dict[str, float]:
     """Return the size in bytes of gathered weights that are kept for the entire step."""
     if sizes.config.pipeline.weight_gather == "iteration":
@@ -378,18 +400,68 @@ themselves and their gradients."""
 
 def _layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
     """Return the peak bytes of the largest layer's backward pass. Sublayers share memory."""
+    layers = (_layer_type_on_tpu(sizes, schedule, name) for name in sizes.model.layer_types)
+    return max(layers) + _chunk_inputs(sizes)
+
+
+def _mtp_layer_on_tpu(sizes: Sizes, schedule: Schedule) -> float:
+    """Return the peak bytes of an MTP layer's backward pass.
+
+    On TPUs, these bytes include the head gradient. If the logits are not computed in blocks, the
+    ordinary head's gradient is computed after the MTP heads, so its inputs are also included.
+    """
+    layers = [_layer_type_on_tpu(sizes, schedule, name) for name in sizes.layers.mtp]
+    if not layers:
+        return 0.0
+    total = max(layers) + _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
+    if sizes.platform != "tpu":
+        return total
+    size, gathers = sizes.activations.itemsize, sizes.config.pipeline.weight_gather == "iteration"
+    total += 4.0 * sizes.trained.head_elements(whole=True) * gathers
+    if loss_blocks(sizes) == 1:
+        total += size * sizes.params.head_elements(whole=True) * gathers
+        total += size * loss_tokens(sizes) * sizes.params.vocabulary
+    return total
+
+
+def _layer_type_on_tpu(sizes: Sizes, schedule: Schedule, name: str) -> float:
+    """Return the peak bytes of one layer's backward pass, which is at a moment of one sublayer.
+
+    While a sublayer is differentiated, the recomputed residuals of earlier sublayers are live. If
+    the sublayer is attention, those of later sublayers are also live, because the weight gradients
+    are computed last. All weights of the layer are live at each moment, unless a sublayer declares
+    the live fraction.
+    """
     mode = "step" if _gathers_per_step(sizes, schedule) else sizes.config.pipeline.weight_gather
-
-    def needed(name: str, kind: LayerType) -> float:
-        weights = WEIGHT_COPIES[mode] * (
-            gathered_bytes(sizes, {name: 1}) + _dequantized_bytes(sizes, kind)
-        )
-        return weights + max(_part_on_tpu(sizes, part) for part in kind.parts.values())
-
-    ring = max(needed(*kind) for kind in sizes.model.layer_types.items()) + _chunk_inputs(sizes)
-    mtp = [needed(name, sizes.model.layer_types[name]) for name in sizes.layers.mtp]
-    pending = _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS)
-    return max([ring, *(layer + pending for layer in mtp)])
+    kind, copies = sizes.model.layer_types[name], WEIGHT_COPIES[mode]
+    weights = gathered_bytes(sizes, {name: 1}) + _dequantized_bytes(sizes, kind)
+    parts = kind.parts
+    # The moments describe trained weights. Frozen weights have no gradients.
+    has_moments = any(part.backward_moments for part in parts.values()) and not kind.adapters
+    if sizes.platform != "tpu" or not has_moments:
+        arrays = (_part_on_tpu(sizes, part, part.backward_peak) for part in parts.values())
+        return copies * weights + max(arrays)
+    elements = Counter[str]()
+    for (part_name, _), param in kind.params.items():
+        elements[part_name] += sizes.mesh.elements(param.dims, whole=True)
+    residuals = {
+        name: sizes.activations.declared_bytes(part, replace(part.residuals, float32=()))
+        * (not sizes.activations.saves_all(part))
+        for name, part in parts.items()
+    }
+    most, earlier = 0.0, 0.0
+    for name, part in parts.items():
+        own = weights * elements[name] / elements.total()
+        if not part.backward_moments:
+            others = sum(residuals.values()) - residuals[name]
+            arrays = _part_on_tpu(sizes, part, part.backward_peak)
+            most = max(most, copies * own + others + arrays)
+        for held, share in part.backward_moments:
+            live = copies if share is None else share * (mode == "iteration")
+            others = min(copies, 1.0) * (weights - own) + earlier
+            most = max(most, live * own + others + _part_on_tpu(sizes, part, held))
+        earlier += residuals[name]
+    return most
 
 
 def _dequantized_bytes(sizes: Sizes, kind: LayerType) -> float:
@@ -402,15 +474,17 @@ def _dequantized_bytes(sizes: Sizes, kind: LayerType) -> float:
     return float(sizes.activations.itemsize * elements)
 
 
-def _part_on_tpu(sizes: Sizes, part: Part) -> float:
-    """Return the peak size in bytes of a sublayer's backward pass, excluding weights."""
-    activations, peak = sizes.activations, part.backward_peak
-    size, (narrow, wide, other) = activations.itemsize, peak.pairs
+def _part_on_tpu(sizes: Sizes, part: Part, held: Held) -> float:
+    """Return the size in bytes of the arrays that a sublayer's backward pass holds, excluding
+    weights.
+    """
+    activations = sizes.activations
+    size, (narrow, wide, other) = activations.itemsize, held.pairs
     total = (wide * 4 + narrow * SCORE_COPIES * size + other) * activations.stored_scores(part)
     total += REMOTE_KEY_COPIES * size * activations.remote_key_elements(part)
     if total and sizes.mesh.tensor > 1:
         total += REDUCED_COPIES * size * activations.whole_hidden
-    return total + activations.declared_bytes(part, replace(peak, pairs=(0.0, 0.0, 0.0)))
+    return total + activations.declared_bytes(part, replace(held, pairs=(0.0, 0.0, 0.0)))
 
 
 CPU_WEIGHTS, CPU_ACTIVATIONS = 0.8, 2.5
@@ -509,13 +583,16 @@ def _mtp_pending_bytes(sizes: Sizes, platform: str) -> float:
     """Return the bytes of MTP arrays that are live at the same time as the logits.
 
     TPUs add the gradients of all heads in place; GPUs need one more copy of the head gradient, and
-    CPUs two.
+    CPUs two. On TPUs, the logits of the ordinary head are kept for its gradient, which is computed
+    after the MTP heads, unless the logits are computed in blocks.
     """
     if not sizes.layers.mtp:
         return 0.0
     copies = {"tpu": 0, "cpu": 2}.get(platform, 1)
-    gradients = copies * 4.0 * sizes.trained.head_elements(whole=True)
-    return _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS) + gradients
+    pending = copies * 4.0 * sizes.trained.head_elements(whole=True)
+    if platform == "tpu" and loss_blocks(sizes) == 1:
+        pending += 4.0 * loss_tokens(sizes) * sizes.params.vocabulary
+    return _mtp_bytes(sizes, MTP_PENDING_ACTIVATIONS) + pending
 
 
 def _chunk_inputs(sizes: Sizes) -> float:

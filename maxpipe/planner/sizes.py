@@ -237,6 +237,9 @@ class ContextMethod(NamedTuple):
     values."""
 
 
+TPU_LANES = 128
+"""Number of lanes of a TPU vector register. The last dim of an array in memory is padded to a
+multiple of this number, and attention requires that the head dim is last."""
 BETWEEN_MATMULS = frozenset({"embed", "norm", "latent"})
 """Logical axes of activations between tensor-parallel matmuls."""
 
@@ -249,6 +252,8 @@ class ActivationSizes:
     model: Model
     mesh: MeshShards
     batch: BatchShard
+    lanes: int = 0
+    """Number to whose multiples the head dim of attention arrays is padded; 0 disables padding."""
 
     @cached_property
     def itemsize(self) -> int:
@@ -291,7 +296,28 @@ class ActivationSizes:
         layer_type, names = self.model.layer_types[kind], frozenset(names)
         arrays = ((self.itemsize, layer_type.activations), (4, layer_type.saved_with))
         return sum(
-            width * self.elements(dims[name]) for width, dims in arrays for name in names & {*dims}
+            width * self._stored_elements(dims[name])
+            for width, dims in arrays
+            for name in names & {*dims}
+        )
+
+    def _stored_elements(self, dims: Dims) -> int:
+        """Return the number of elements in memory of an activation, including padding."""
+        if self.lanes and dims in self._attention_dims:
+            size, logical = dims[-1]
+            dims = (*dims[:-1], (-(-size // self.lanes) * self.lanes, logical))
+        return self.elements(dims)
+
+    @cached_property
+    def _attention_dims(self) -> frozenset[Dims]:
+        """Return the dims of all keys, values and outputs of attention."""
+        parts = (part for _, kind in self._kinds for part in kind.parts.values())
+        return frozenset(
+            dims
+            for part in parts
+            for scores in part.operations
+            if isinstance(scores, Scores)
+            for dims in (*scores.keys, scores.mixed)
         )
 
     def scores(self, part: Part) -> int:
@@ -367,13 +393,16 @@ class ActivationSizes:
                 }[scores.storage]
         return self.batch.microbatch_size * count
 
-    def declared_bytes(self, part: Part, held: Held) -> float:
-        """Return the total size in bytes of the arrays that a sublayer declares in `held`."""
+    def declared_bytes(self, part: Part, held: Held, *, padded: bool = True) -> float:
+        """Return the total size in bytes of the arrays that a sublayer declares in `held`, with or
+        without padding.
+        """
         size, mesh = self.itemsize, self.mesh
         tokens = self.config.train.sequence_length
 
         def elements(arrays: Iterable[tuple[float, Dims]]) -> float:
-            return sum(copies * self.elements(dims) for copies, dims in arrays)
+            count = self._stored_elements if padded else self.elements
+            return sum(copies * count(dims) for copies, dims in arrays)
 
         narrow, wide, other = held.pairs
         num_bytes = (wide * 4 + narrow * size + other) * self.stored_scores(part)
@@ -553,7 +582,8 @@ class Sizes:
     @cached_property
     def activations(self) -> ActivationSizes:
         """Return the activation sizes of one microbatch."""
-        return ActivationSizes(self.config, self.model, self.mesh, self.batch)
+        lanes = TPU_LANES if self.platform == "tpu" else 0
+        return ActivationSizes(self.config, self.model, self.mesh, self.batch, lanes)
 
 
 def build_schedule(config: Config) -> Schedule:

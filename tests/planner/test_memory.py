@@ -550,13 +550,13 @@ def test_fused_attention_saves_no_scores() -> None:
 
 def test_gathered_accumulators_add_head_gradient_in_place() -> None:
     """As in the TPU compiler: sharded accumulators first need the whole reduced gradient."""
-    model, mesh = {"vocab_size": 4096, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
+    model, mesh = {"vocab_size": 16384, "d_model": 48}, {"ici_stage": 2, "ici_fsdp": 2}
     logits = {}
     for gather in ("iteration", "step"):
         config = config_of(model, mesh, {"microbatches": 4, "weight_gather": gather})
         found = predict_memory(Sizes(config), build_schedule(config), platform="tpu").terms
         logits[gather] = found["logits"]
-    of_a_stage = 4096 // 2
+    of_a_stage = 16384 // 2
     assert logits["step"] == 4 * 2 * 32 * of_a_stage
     assert logits["iteration"] - logits["step"] == (4 + 2) * 48 * of_a_stage
 
@@ -612,7 +612,7 @@ def test_window_with_every_chunk_holds_weights_like_step_gather(platform: str) -
 def test_window_memory_includes_arriving_chunk() -> None:
     """As in the TPU compiler: gathered weights occupy memory until their slot is free."""
     pipeline = {"microbatches": 4, "repeats": 3, "weight_gather": "window", "group": 4}
-    config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline)
+    config = config_of({"num_layers": 24}, {"ici_stage": 2, "ici_fsdp": 2}, pipeline, tokens=8)
     schedule = build_schedule(config)
     chunk = Sizes(config).layers.chunk_slots["layer"] * Sizes(config).params.layer_elements(
         "layer", whole=True

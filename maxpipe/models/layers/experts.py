@@ -260,6 +260,24 @@ class Experts(Part):
         return self._with_rows(6.0, placed=2.0 + (self.shards > 1))
 
     @property
+    def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
+        """Return the arrays while tokens are received from other devices, while the gates are
+        differentiated, while the inputs' cotangents are computed, and during the weight gradients.
+
+        The output projection is used before the gates are differentiated. All weights are used
+        before the weight gradients.
+        """
+        if not self.grouped:
+            return ()
+        sent = self.shards > 1
+        moments = (
+            (self.backward_peak, 2 / 3),
+            (self._with_rows(3.0, placed=5.0 + sent), 0.0),
+            (self._with_rows(1.0 * sent, placed=3.0 * sent), None),
+        )
+        return ((self._with_rows(0.0, placed=5.0), 1.0), *moments) if sent else moments
+
+    @property
     def residuals(self) -> Held:
         """Return the inputs of matmuls and gates, the expert weights, and the indices of permuted
         tokens.

@@ -87,6 +87,16 @@ class GatedMLP(Part):
         return Held(compute_dtype=((6.0, self._hidden),))
 
     @property
+    def backward_moments(self) -> tuple[tuple[Held, float | None], ...]:
+        """Return the arrays after the gate has been differentiated, and the arrays while two weight
+        gradients are held in float32.
+        """
+        return tuple(
+            (Held(compute_dtype=((copies, self._hidden),)), share)
+            for copies, share in ((3.0, 2 / 3), (2.0, 4 / 3))
+        )
+
+    @property
     def barrier_copies(self) -> Held:
         """Return the additional gradient copies that exist without optimization barriers. With
         barriers, the inputs are freed before the transposes run.
