@@ -630,9 +630,27 @@ def job_of(kind: str, number: int, base: Path, **changes: Any) -> dict[str, Any]
     return job
 
 
+def use_fixed_frequencies(config: dict[str, Any]) -> None:
+    """Use rotary frequencies that do not depend on the length of a sequence.
+
+    Training here pads sequences, and generation chooses frequencies by the capacity of the cache.
+    transformers chooses them by the tokens so far.
+    """
+    rope = config.get("rope_parameters", {})
+    if rope.get("rope_type") == "dynamic":
+        config["max_position_embeddings"] = 256
+    if rope.get("rope_type") == "longrope":
+        for keys in (config, rope):
+            if "original_max_position_embeddings" in keys:
+                keys["original_max_position_embeddings"] = 128
+        config["max_position_embeddings"] = 256
+
+
 def selected(request: pytest.FixtureRequest, parameter: str) -> set[str]:
-    """Return the values of a parameter in the selected tests that use the requested fixture."""
-    items: list[Any] = request.session.items
+    """Return the values of a parameter in the selected tests of the same module that use the
+    requested fixture.
+    """
+    items: list[Any] = [test for test in request.session.items if test.path == request.path]
     tests = [test for test in items if request.fixturename in test.fixturenames]
     return {test.callspec.params[parameter] for test in tests}
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import FAST_COMPILE
 from tests.data.conversations import CHATML, make_tokenizer
-from tests.huggingface.test_oracle import job_of, reason, run_oracle
+from tests.huggingface.test_oracle import job_of, reason, run_oracle, use_fixed_frequencies
 from tests.huggingface.test_oracle_runs import close
 from tests.huggingface.test_oracle_sft import VOCAB, logits
 
@@ -49,6 +49,7 @@ def test_import_train_export_loads_in_transformers(objective: str, tmp_path: Pat
     records, keys = OBJECTIVES[objective]
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, VOCAB, (2, 23)))
     job = job_of("llama", 0, tmp_path, num_hidden_layers=4, vocab_size=VOCAB)
+    use_fixed_frequencies(job["config"])
     run_oracle("make", [{**job, "folder": str(tmp_path / "base")}], tmp_path)
     make_tokenizer(tmp_path / "base", CHATML)
     (tmp_path / "records.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))

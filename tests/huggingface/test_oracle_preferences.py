@@ -14,7 +14,13 @@ import pytest
 
 from tests.conftest import FAST_COMPILE
 from tests.data.conversations import MISTRAL, make_tokenizer, messages_of
-from tests.huggingface.test_oracle import job_of, oracle_answers, reason, run_oracle
+from tests.huggingface.test_oracle import (
+    job_of,
+    oracle_answers,
+    reason,
+    run_oracle,
+    use_fixed_frequencies,
+)
 from tests.huggingface.test_oracle_sft import VOCAB
 from tests.train.runs import records
 
@@ -57,6 +63,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np
         pytest.skip(f"no trl: {why}")
     base = tmp_path_factory.mktemp("preferences")
     job = job_of("llama", 0, base, num_hidden_layers=4, vocab_size=VOCAB)
+    use_fixed_frequencies(job["config"])
     run_oracle("make", [{**job, "folder": str(base / "base")}], base)
     make_tokenizer(base / "base", MISTRAL)
     maxpipe(base, "import", "base", "--out", "start")

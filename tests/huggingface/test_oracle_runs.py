@@ -31,6 +31,7 @@ from tests.huggingface.test_oracle import (
     reason,
     run_oracle,
     selected,
+    use_fixed_frequencies,
 )
 
 pytestmark = pytest.mark.oracle
@@ -85,24 +86,9 @@ def jobs(
         for kind in kinds
     }
     for job in found.values():
-        _for_short_rows(job["config"])
+        use_fixed_frequencies(job["config"])
     run_oracle("make", [*found.values()], base)
     return found
-
-
-def _for_short_rows(config: dict[str, Any]) -> None:
-    """Use frequencies that do not depend on length.
-
-    Generation here chooses them by the capacity of the cache, transformers by the tokens so far.
-    """
-    rope = config.get("rope_parameters", {})
-    if rope.get("rope_type") == "dynamic":
-        config["max_position_embeddings"] = 256
-    if rope.get("rope_type") == "longrope":
-        for keys in (config, rope):
-            if "original_max_position_embeddings" in keys:
-                keys["original_max_position_embeddings"] = 128
-        config["max_position_embeddings"] = 256
 
 
 def documents(job: dict[str, Any], step: int) -> list[list[int]]:

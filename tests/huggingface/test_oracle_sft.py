@@ -30,7 +30,7 @@ from tests.data.conversations import (
     write_records,
 )
 from tests.huggingface.test_finetune import logits as _logits
-from tests.huggingface.test_oracle import PYTHON, job_of, reason, run_oracle
+from tests.huggingface.test_oracle import PYTHON, job_of, reason, run_oracle, use_fixed_frequencies
 from tests.huggingface.test_oracle_runs import close
 
 pytestmark = pytest.mark.oracle
@@ -71,6 +71,8 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         }
         for kind in FAMILIES
     }
+    for job in found.values():
+        use_fixed_frequencies(job["config"])
     run_oracle("make", [*found.values()], base)
     run_oracle("sft", [*found.values()], base)
     return found
@@ -134,6 +136,7 @@ def test_import_sft_export_loads_in_transformers(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 23))
     np.save(tmp_path / "tokens.npy", tokens)
     job = job_of("llama", 0, tmp_path, num_hidden_layers=4, vocab_size=VOCAB)
+    use_fixed_frequencies(job["config"])
     run_oracle("make", [{**job, "folder": str(tmp_path / "base")}], tmp_path)
     make_tokenizer(tmp_path / "base", CHATML)
     write_records(tmp_path / "chats.jsonl", [{"messages": each} for each in RECORDS * 6])
