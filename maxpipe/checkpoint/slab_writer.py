@@ -11,6 +11,7 @@ storage library.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -18,9 +19,10 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -45,6 +47,7 @@ from maxpipe.checkpoint.manifest import (
 from maxpipe.checkpoint.storage import DamagedError, root_cause_text
 from maxpipe.checkpoint.writer import ignore_orphaned_errors
 from maxpipe.io import direct_io
+from maxpipe.io.forked_workers import ForkedWorkers, num_cores
 
 Region = tuple[slice, ...]
 Tree = Any
@@ -53,6 +56,11 @@ T = TypeVar("T")
 NUM_THREADS = 4
 """Number of slabs in progress at the same time. While some slabs are computed, others are written
 or read."""
+PROCESSES_PER_CORE, MAX_PROCESSES = 3, 32
+"""Number of forked processes. While some of them compute, others wait for the disk."""
+FORK_BYTES = 1 << 28
+"""Minimum total size of arrays whose slabs are written by forked processes. Threads would compute
+only as fast as 1.3 cores, because numpy calls wait for the GIL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,8 @@ class LazySlabArray:
     read: Callable[[Region], np.ndarray]
     is_finite: bool = False
     """Whether `read` raises an error for NaN and infinity."""
+    is_fork_safe: bool = False
+    """Whether `read` works in a forked process, because it does not use jax or tensorstore."""
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +105,21 @@ def save(
         words = f"the checkpoint needs {needed:,} bytes, but only {free:,} are free"
         raise OSError(errno.ENOSPC, words)
     ignore_orphaned_errors()
-    handler = _Handler(written)
+    arrays: dict[str, LazySlabArray] = leaves_by_name(state)
+    with contextlib.ExitStack() as stack:
+        workers = None
+        if needed >= FORK_BYTES and all(array.is_fork_safe for array in arrays.values()):
+            count = min(PROCESSES_PER_CORE * num_cores(), MAX_PROCESSES)
+            # Fork before orbax starts threads.
+            workers = ForkedWorkers(partial(_write_slab, arrays), count)
+            stack.callback(workers.close)
+        handler = _Handler(written, workers)
+        _save(folder, facts, state, handler)
+
+
+def _save(
+    folder: CheckpointFolder, facts: CheckpointMetadata, state: Tree, handler: _Handler
+) -> None:
     content = facts.to_json()
     registry = ocp.type_handlers.create_type_handler_registry((LazySlabArray, handler))
     checkpointer = ocp.Checkpointer(
@@ -149,8 +173,8 @@ class _Slab(NamedTuple):
 class _Handler(ocp.type_handlers.TypeHandler):
     """Orbax type handler that writes the arrays of one save."""
 
-    def __init__(self, written: Callable[[int], None]):
-        self._written = written
+    def __init__(self, written: Callable[[int], None], workers: ForkedWorkers | None = None):
+        self._written, self._workers = written, workers
         self._sums: Future[dict[str, ArrayDigest] | None] = Future()
         self._turn, self._begun, self._stopped = threading.Lock(), False, False
         self.error: BaseException | None = None
@@ -192,18 +216,21 @@ class _Handler(ocp.type_handlers.TypeHandler):
             arrays = {info.name: array for array, info in zip(values, infos, strict=True)}
             for array, info in zip(values, infos, strict=True):
                 _create_array(array, info)
-            folder, lock, local = infos[0].parent_dir, threading.Lock(), threading.local()
-            most = max(math.prod(array.slab) * array.dtype.itemsize for array in values)
+            folder, lock = infos[0].parent_dir, threading.Lock()
             sums = {
                 name: ArrayDigest(str(array.dtype), array.shape) for name, array in arrays.items()
             }
+            write = self._workers.call if self._workers else partial(_write_slab, arrays)
 
             def put(task: tuple[str, Region]) -> None:
                 name, region = task
-                if not hasattr(local, "memory"):
-                    local.memory = direct_io.aligned_empty(most)
-                slab, num_bytes = self._write_slab(folder, name, arrays[name], region, local.memory)
+                try:
+                    path, slab, file, num_bytes = write((name, region, f"{folder}"))
+                except BaseException as error:
+                    self.error = error
+                    raise
                 with lock:
+                    self.files[f"{STATE_ITEM}/{path}"] = file
                     sums[name].merge(slab.digest)
                     self.last_slabs[name] = slab
                 self._written(num_bytes)
@@ -213,49 +240,56 @@ class _Handler(ocp.type_handlers.TypeHandler):
                 for name, array in arrays.items()
                 for region in regions(array.shape, array.slab)
             )
-            run_in_threads(put, itertools.takewhile(lambda _: not self._stopped, tasks))
+            wanted = itertools.takewhile(lambda _: not self._stopped, tasks)
+            run_in_threads(put, wanted, self._workers.count if self._workers else NUM_THREADS)
             if self._stopped:
                 raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
             written_sums = sums
         finally:
             self._sums.set_result(written_sums)
 
-    def _write_slab(
-        self,
-        folder: epath.Path,
-        name: str,
-        array: LazySlabArray,
-        region: Region,
-        memory: np.ndarray,
-    ) -> tuple[_Slab, int]:
-        """Write and verify a slab, and return it with its size in bytes.
-
-        `memory` is used to read the slab back from disk.
-        """
-        try:
-            values = array.read(region)
-        except BaseException as error:
-            self.error = error
-            raise
-        slab = _Slab(name, region, ArrayDigest(str(array.dtype), array.shape))
-        begin, num_bytes = [indices.start for indices in region], values.nbytes
-        slab.digest.add(values, begin, is_finite=array.is_finite)
-        path = f"{name}/{_chunk_name(region, array.slab)}"
-        _write_chunk(f"{folder / path}", values, array.slab)
-        del values
-        file = f"{STATE_ITEM}/{path}"
-        try:
-            self.files[file] = _verify_chunk(f"{folder / path}", slab, array, memory)
-        except SaveVerificationError as error:
-            self.error = SaveVerificationError(f"{file} {error}")
-            raise
-        return slab, num_bytes
-
     async def metadata(self, infos: Any) -> Any:
         raise NotImplementedError("read the arrays as numpy arrays")
 
     async def deserialize(self, infos: Any, args: Any = None) -> Any:
         raise NotImplementedError("read the arrays as numpy arrays")
+
+
+def _write_slab(
+    arrays: Mapping[str, LazySlabArray], task: tuple[str, Region, str]
+) -> tuple[str, _Slab, ManifestFile, int]:
+    """Write and verify the slab of an array in a region below a folder.
+
+    Returns:
+        The file's path relative to the folder, the slab, the manifest entry of the file, and the
+        size of the slab in bytes.
+
+    Raises:
+        SaveVerificationError: the file differs from the slab in memory.
+        OSError: the file cannot be written or read.
+        Exception: `LazySlabArray.read` raised an exception.
+    """
+    name, region, folder = task
+    array = arrays[name]
+    values = array.read(region)
+    slab = _Slab(name, region, ArrayDigest(str(array.dtype), array.shape))
+    begin, num_bytes = [indices.start for indices in region], values.nbytes
+    slab.digest.add(values, begin, is_finite=array.is_finite)
+    path = f"{name}/{_chunk_name(region, array.slab)}"
+    _write_chunk(f"{folder}/{path}", values, array.slab)
+    del values
+    size = math.prod(array.slab) * array.dtype.itemsize
+    if getattr(_LOCAL, "memory", np.empty(0)).size < size:
+        _LOCAL.memory = direct_io.aligned_empty(size)
+    try:
+        file = _verify_chunk(f"{folder}/{path}", slab, array, _LOCAL.memory)
+    except SaveVerificationError as error:
+        raise SaveVerificationError(f"{STATE_ITEM}/{path} {error}") from None
+    return path, slab, file, num_bytes
+
+
+_LOCAL = threading.local()
+"""The buffer of each thread that reads slabs back."""
 
 
 def _create_array(array: LazySlabArray, info: Any) -> None:
@@ -337,18 +371,20 @@ def regions(shape: Sequence[int], slab: Sequence[int]) -> Iterator[Region]:
         yield tuple(map(slice, start, ends))
 
 
-def run_in_threads(work: Callable[[T], object], tasks: Iterable[T]) -> None:
+def run_in_threads(
+    work: Callable[[T], object], tasks: Iterable[T], count: int = NUM_THREADS
+) -> None:
     """Call `work` for every task in a few threads, and wait for all running calls.
 
     Raises:
         Exception: the first exception raised by a call; pending tasks are dropped.
     """
     running: set[Future[object]] = set()
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
+    with ThreadPoolExecutor(count) as pool:
         try:
             for task in tasks:
                 running.add(pool.submit(work, task))
-                if len(running) > NUM_THREADS:
+                if len(running) > count:
                     finished, running = wait(running, return_when=FIRST_COMPLETED)
                     for call in finished:
                         call.result()

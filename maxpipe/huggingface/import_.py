@@ -228,7 +228,8 @@ def lazy_array(source: HuggingFaceFolder, name: str) -> slab_writer.LazySlabArra
     dtype = source.stored_dtype(name)
     slab = import_slab_shape(source.mapping, name, SLAB_BYTES // dtype.itemsize)
     read = partial(source.read_region, name, dtype)
-    return slab_writer.LazySlabArray(source.mapping.shapes[name], dtype, slab, read, is_finite=True)
+    shape = source.mapping.shapes[name]
+    return slab_writer.LazySlabArray(shape, dtype, slab, read, is_finite=True, is_fork_safe=True)
 
 
 def _tokenizer(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +19,10 @@ import pytest
 from maxpipe.checkpoint import manifest, slab_writer
 from maxpipe.checkpoint.folder import CheckpointFolder, CheckpointMetadata
 from maxpipe.checkpoint.reader import restore
-from maxpipe.errors import DivergenceError
+from maxpipe.errors import Code, ConfigError, DivergenceError
 from maxpipe.io import direct_io
 from tests.checkpoint.test_injected import DAMAGES
+from tests.errors import raises
 
 ARRAYS = {
     "a": np.random.default_rng(1).normal(size=(5, 7, 9)).astype(ml_dtypes.bfloat16),
@@ -33,7 +36,11 @@ def state(arrays: dict[str, np.ndarray] = ARRAYS, **changes: Any) -> dict[str, A
     return {
         "params": {
             name: slab_writer.LazySlabArray(
-                array.shape, array.dtype, SLABS[name], changes.get(name, array.__getitem__)
+                array.shape,
+                array.dtype,
+                SLABS[name],
+                changes.get(name, array.__getitem__),
+                is_fork_safe=True,
             )
             for name, array in arrays.items()
         }
@@ -121,6 +128,64 @@ def test_run_in_threads_stops_after_first_error() -> None:
     with pytest.raises(ValueError, match="three"):
         slab_writer.run_in_threads(work, range(1000))
     assert len(done) < 20
+
+
+# --- slabs that are written by forked processes -----------------------------------------------
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_writer, "FORK_BYTES", 0)
+    monkeypatch.setattr(slab_writer, "PROCESSES_PER_CORE", 1)
+
+
+@pytest.mark.usefixtures("forks")
+def test_forked_processes_write_the_same_files(
+    folder: CheckpointFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = set[int]()
+    real = slab_writer.ForkedWorkers.call
+
+    def call(self: Any, task: Any) -> Any:
+        seen.update(process.pid for process in self._processes)
+        return real(self, task)
+
+    monkeypatch.setattr(slab_writer.ForkedWorkers, "call", call)
+    counts: list[int] = []
+    slab_writer.save(folder, FACTS, state(), counts.append)
+    assert len(seen) == len(os.sched_getaffinity(0)) and len(counts) == 10
+    for name, array in ARRAYS.items():
+        assert restore(folder, 4, None).state["params"][name].tobytes() == array.tobytes()
+    monkeypatch.setattr(slab_writer, "FORK_BYTES", 1 << 60)
+    (tmp_path / "threads").mkdir()
+    slab_writer.save(other := CheckpointFolder(tmp_path / "threads"), FACTS, state())
+    chunks = list(Path(folder / 4 / "state").glob("params.*/*"))
+    assert len(chunks) == 13
+    for path in chunks:
+        same = Path(other / 4 / "state") / path.parent.name / path.name
+        assert path.read_bytes() == same.read_bytes()
+
+
+@pytest.mark.usefixtures("forks")
+def test_errors_of_forked_processes_are_raised(folder: CheckpointFolder) -> None:
+    def read(region: slab_writer.Region) -> np.ndarray:
+        if region[0].start:
+            raise ConfigError.one(Code.HF_DAMAGED, "a file", None, "is damaged.", "Copy it.")
+        return ARRAYS["a"][region]
+
+    with raises(ConfigError, "a file", names=["is damaged"], code=Code.HF_DAMAGED):
+        slab_writer.save(folder, FACTS, state(a=read))
+
+    def die(region: slab_writer.Region) -> np.ndarray:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    with pytest.raises(OSError, match="exit code -9"):
+        slab_writer.save(folder, FACTS, state(a=die))
+    with pytest.raises(DivergenceError, match=r"params\.b contains 11 values"):
+        slab_writer.save(folder, FACTS, state({**ARRAYS, "b": ARRAYS["b"] + np.float16(np.inf)}))
+    assert not any(manifest.has_manifest(folder / step) for step in folder.steps())
+    assert not multiprocessing.active_children()
 
 
 # --- verification of written slabs ------------------------------------------------------------
