@@ -1,7 +1,7 @@
 """Write checkpoints whose arrays do not fit in memory: arrays are computed slab by slab.
 
 orbax chooses the file names, commits the step by a rename and writes the small items. Each slab
-becomes one uncompressed chunk of a zarr array, in a file of its own: weights compress poorly, and
+becomes one uncompressed chunk of a zarr array, in a separate file: weights compress poorly, and
 compression would cost more time than it saves. Each file is written without the page cache, flushed
 and read back from disk. Both its SHA-256 and the digest of its values are computed from the bytes
 read, and the digest is compared with the one computed from the values in memory, so the manifest

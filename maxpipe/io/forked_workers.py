@@ -88,8 +88,8 @@ class ForkedWorkers:
 def _serve(
     function: Callable[[Any], Any], connection: Connection, inherited: list[Connection]
 ) -> None:
-    """Answer calls until the parent process closes its connection or ends."""
-    # The terminal sends Ctrl-C to all processes, but the parent process decides what it means.
+    """Respond to calls until the parent process closes its connection or ends."""
+    # The terminal sends Ctrl-C to all processes. The parent process handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     gc.freeze()  # a collection would copy the inherited pages
