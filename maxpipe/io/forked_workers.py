@@ -12,7 +12,6 @@ import errno
 import gc
 import multiprocessing
 import os
-import pickle
 import queue
 import signal
 import warnings
@@ -20,7 +19,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from maxpipe.errors import ConfigError
+from maxpipe.errors import Code, ConfigError
 
 
 def num_cores() -> int:
@@ -103,14 +102,17 @@ def _serve(
             except ConfigError as error:  # pickling the error would lose its problems
                 answer = False, [*error.problems]
             except Exception as error:
-                answer = False, _picklable(error)
+                answer = False, _portable(error)
             connection.send(answer)
     os._exit(0)  # the parent process runs the exit handlers
 
 
-def _picklable(error: Exception) -> Exception:
+def _portable(error: Exception) -> Exception:
+    """Return the error, or a RuntimeError if a connection cannot restore its type."""
     try:
-        pickle.loads(pickle.dumps(error))
+        type(error)(*error.args)
+        if all(isinstance(part, str | int | Code | None) for part in error.args):
+            return error
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+        pass
+    return RuntimeError(f"{type(error).__name__}: {error}")

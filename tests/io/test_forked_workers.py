@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 
 
-class UnpicklableError(Exception):
+class ForeignError(Exception):
     def __init__(self, first: str, second: str):
         super().__init__(f"{first} {second}")
 
@@ -28,8 +28,8 @@ class UnpicklableError(Exception):
 def answer(argument: Any) -> Any:
     if argument == "config":
         raise ConfigError.one(Code.IO_PATH, "here", "x", "must be y.", "Use y.")
-    if argument == "unpicklable":
-        raise UnpicklableError("one", "two")
+    if argument == "foreign":
+        raise ForeignError("one", "two")
     if argument == "exit":
         os._exit(3)
     if argument == "interrupt":
@@ -53,8 +53,8 @@ def test_errors_are_raised_in_the_caller() -> None:
     with pytest.raises(ConfigError) as caught:
         workers.call("config")
     assert caught.value.problems[0].code is Code.IO_PATH
-    with pytest.raises(RuntimeError, match="UnpicklableError: one two"):
-        workers.call("unpicklable")
+    with pytest.raises(RuntimeError, match="ForeignError: one two"):
+        workers.call("foreign")
     for _ in range(2):
         with pytest.raises(OSError, match="exit code 3"):
             workers.call("exit")
