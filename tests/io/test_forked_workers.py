@@ -78,6 +78,7 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
         assert len(processes) == 3
         parent.kill()
     wait_until(lambda: not any(is_running(each) for each in processes))
+    assert not any(is_running(each) for each in processes)
 
 
 def is_running(process: int) -> bool:
