@@ -29,6 +29,7 @@ from maxpipe.commands import (
     huggingface,
     launch,
     plan,
+    profile,
     schedule,
     tokenizer,
 )
@@ -228,6 +229,7 @@ def command_line_parser() -> Parser:
     fetch.add(commands)
     huggingface.add(commands)
     board.add_goodput(commands)
+    profile.add(commands)
     board.add_curves(commands)
     board.add(commands)
     tokenizer.add(commands)

@@ -98,6 +98,15 @@ GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
 reductions, and ticks."""
 UPDATE = "update"
 """Scope of the optimizer update, which runs outside the per-device program."""
+SLOTS = {"F": FORWARD, "B": BACKWARD, "I": INPUT_GRAD, "W": WEIGHT_GRAD}
+"""Scope of a slot's layers, keyed by slot type."""
+REGIONS = (
+    RECOMPUTE,
+    *SLOTS.values(),
+    *(HEAD, EMBED, EMBED_GRAD, SEND, GATHER, REDUCE),
+    UPDATE,
+)
+"""Scopes of the program regions in compile reports and profiles. The first match applies."""
 
 
 def layer_type(kind: str) -> str:

@@ -277,6 +277,13 @@ METRICS = (
         "Percentage of idle slots in the pipeline schedule; see `maxpipe schedule`.",
     ),
     Metric(
+        "perf/bubble",
+        "fraction",
+        "Measured fraction of the tick loop during which stages are idle, from the latest profile; "
+        "compare with `pipe/bubble_pct`, which is planned.",
+        "after a profile",
+    ),
+    Metric(
         "memory/device_peak_bytes",
         "bytes",
         "Highest peak memory so far among the devices of process 0.",

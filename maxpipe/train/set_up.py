@@ -25,12 +25,14 @@ from maxpipe.errors import Code, ConfigError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
 from maxpipe.evals.multiple_choice import Task, open_tasks
+from maxpipe.hardware import hardware_of_device
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import format_count, pluralize
 from maxpipe.models import registry, resolve_auto
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
 from maxpipe.parallel.mesh import describe_mesh
+from maxpipe.planner.search import evaluate
 from maxpipe.posttrain.distill import TeacherSource, open_teacher_source
 from maxpipe.posttrain.reference_logprobs import PairReferences, needs_references
 from maxpipe.posttrain.rollouts import Rollouts
@@ -41,6 +43,7 @@ from maxpipe.train.attention_check import check_run_attention
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
 from maxpipe.train.memory_check import check_program
+from maxpipe.train.profiler import Outputs, StepProfiler
 from maxpipe.train.resume import RunStart, build_reference, restore_or_init
 from maxpipe.train.run import PostTraining, Run, Validation
 from maxpipe.train.samples import SampleGenerator, load_validation_prompts
@@ -106,6 +109,15 @@ def set_up(session: Session) -> Run:
         seconds=phases.take_seconds(),
         **datasets.train.mixture_metadata(),
     )
+    profiler = StepProfiler(
+        config.profile,
+        steps,
+        session.channel,
+        Outputs(session.run_dir, console, session.events, lambda summary: run.writer.show(summary)),
+        train_steps,
+        lambda: _forecast_seconds(config),
+    )
+    stack.callback(profiler.discard)
     run = Run(
         session=session,
         steps=steps,
@@ -126,11 +138,18 @@ def set_up(session: Session) -> Run:
         ),
         validation=Validation(evaluator, early_stopping, sample_generator),
         post_training=post_training,
+        profiler=profiler,
     )
     write_run_summary(run, dict(banner))
     session.write_config()
     stack.callback(lambda: run.writer.close())  # a rollback opens another writer
     return run
+
+
+def _forecast_seconds(config: Config) -> float:
+    """Return the predicted step time in seconds; 0 for devices without published figures."""
+    hardware = hardware_of_device(jax.local_devices()[0].device_kind)
+    return evaluate(config, hardware).cost.seconds if hardware else 0.0
 
 
 def _print_warnings(session: Session, datasets: Datasets) -> None:
