@@ -26,6 +26,8 @@ from maxpipe.profiles.timeline import Timeline, slot_spans
 CauseKind = Literal[
     "slow stage", "exposed message", "imbalance of layers", "unequal slots", "input wait"
 ]
+_LAYOUT: tuple[CauseKind, ...] = ("imbalance of layers", "unequal slots")
+"""Causes that follow from the config."""
 _MIN_SHARE = 0.05
 """Minimum loss of a cause, as a fraction of the tick loop, that is reported."""
 
@@ -71,13 +73,21 @@ class Bubble:
         """Return the largest cause, or None if the step is as planned."""
         return self.causes[0] if self.causes else None
 
+    @property
+    def fault(self) -> Cause | None:
+        """Return the largest cause that is not part of the layout, or None.
+
+        Only such a cause can make a step slower than earlier steps.
+        """
+        return next((cause for cause in self.causes if cause.kind not in _LAYOUT), None)
+
     def summary(self) -> str:
-        """Return one line with the planned and the measured bubble and the cause."""
-        cause = self.cause
+        """Return one line with the planned and the measured bubble and the causes."""
+        causes = "; ".join(map(str, self.causes))
         return (
             f"bubble: planned {self.planned:.1%} ({self.planned_with_costs:.1%} with the measured "
             f"slot durations), measured {self.measured:.1%}; "
-            f"{f'cause: {cause}' if cause else 'no slow stage, message or input'}"
+            f"{f'cause: {causes}' if causes else 'no slow stage, message or input'}"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -157,7 +157,8 @@ class Program:
                 continue
             self.operations[operand] = replace(operation, delays=transfer)
             op = self._module.computations[computation][operand]
-            for branch in filter(None, (*op.branches, op.computation("to_apply"))):
+            called = (*op.branches, *map(op.computation, ("to_apply", "body", "condition")))
+            for branch in filter(None, called):
                 for inner in self._module.computations.get(branch, {}):
                     if (known := self.operations.get(inner)) is not None:
                         self.operations[inner] = replace(known, delays=transfer)

@@ -125,16 +125,13 @@ class StepProfiler:
             self._num_requested += 1
         folder = capture.step_folder(self._outputs.run_dir, step)
         temporary = folder / f".trace-{jax.process_index()}"
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = int(self._config.python)
+        active = _ActiveProfile(step, reason or "signal", folder, temporary)
         try:
-            temporary.mkdir(parents=True, exist_ok=True)
-            jax.profiler.start_trace(temporary, profiler_options=options)
+            _start_trace(active, python=self._config.python)
         except Exception as error:  # a profiler session of another tool, or a full disk
             self._warn(f"step {step} is not profiled: {_first_line(error)}")
             return
-        begun = time.perf_counter()
-        self._active = _ActiveProfile(step, reason or "signal", folder, temporary, begun=begun)
+        self._active = active
 
     @contextlib.contextmanager
     def data_wait(self) -> Iterator[None]:
@@ -241,11 +238,21 @@ class StepProfiler:
 
     def _write(self, active: _ActiveProfile) -> None:
         try:
-            self._move_trace(active)
+            _move_trace(active)
             if jax.process_index() != 0:
                 return
             text = self._programs[active.rows].as_text()
-            metadata = self._metadata(active, text)
+            metadata = describe(
+                self._steps.with_batch_size(active.rows),
+                text,
+                step=active.step,
+                num_steps=active.num_steps,
+                reason=active.reason,
+                step_seconds=active.step_seconds,
+                wait_seconds=active.wait_seconds / active.num_steps,
+                median_seconds=self._median(),
+                forecast_seconds=self._forecast(),
+            )
             capture.write_program(active.folder, text)
             capture.write_metadata(active.folder, metadata)
             self._outputs.events.write(
@@ -263,62 +270,10 @@ class StepProfiler:
             text = f"the profile of step {active.step} was written, but not measured"
             self._warn(f"{text}: {type(error).__name__}: {_first_line(error)}")
 
-    def _move_trace(self, active: _ActiveProfile) -> None:
-        """Move this process's trace to the folder where XProf finds it.
-
-        All processes use the folder that process 0 creates.
-        """
-        name = capture.trace_name(platform.node(), jax.process_index())
-        traces = list(active.temporary.rglob("*.xplane.pb"))
-        if not traces:
-            raise OSError("the profiler wrote no trace")
-        root = capture.trace_folder(active.folder, "")
-        begun = traces[0].stat().st_mtime - _TRACE_WAIT_SECONDS
-        end = time.monotonic() + _TRACE_WAIT_SECONDS
-        target = root / time.strftime("%Y_%m_%d_%H_%M_%S")
-        while jax.process_index() != 0 and time.monotonic() < end:
-            shared = [path for path in root.glob("*") if path.stat().st_mtime > begun]
-            if shared:
-                target = max(shared)
-                break
-            time.sleep(0.2)
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.move(traces[0], target / name)
-        shutil.rmtree(active.temporary, ignore_errors=True)
-
     def _await_traces(self, folder: Path) -> None:
         end = time.monotonic() + _TRACE_WAIT_SECONDS
         while capture.num_traces(folder) < jax.process_count() and time.monotonic() < end:
             time.sleep(0.2)
-
-    def _metadata(self, active: _ActiveProfile, text: str) -> Metadata:
-        steps = self._steps.with_batch_size(active.rows)
-        mesh, layout = steps.param_layout.mesh, steps.engine.layout
-        costs = np.array(layer_costs(steps.param_layout.decoder.model, steps.shape[1]))
-        sizes = np.asarray(layout.chunk_sizes)
-        chunk_costs = np.array(
-            [
-                [costs[first : first + size].sum() for first, size in zip(*row, strict=True)]
-                for row in zip(np.asarray(layout.first_layer), sizes, strict=True)
-            ]
-        )
-        devices = list(mesh.devices.flat)
-        is_cpu = devices[0].platform == "cpu"
-        return Metadata(
-            active.step,
-            active.num_steps,
-            active.reason,
-            devices[0].platform,
-            capture.module_name(text),
-            dict(mesh.shape),
-            [[device.process_index, _local_index(device)] for device in devices],
-            is_cpu,
-            TableRecord.from_schedule(steps.train_schedule, chunk_costs, sizes),
-            active.step_seconds,
-            active.wait_seconds / active.num_steps,
-            self._median(),
-            0.0 if is_cpu else self._forecast(),
-        )
 
     def _publish(self, found: Results) -> None:
         """Write the results, and report them in the console, events, metrics and TensorBoard."""
@@ -346,7 +301,7 @@ class StepProfiler:
             return
         if seconds <= self._config.alarm * expected:
             return
-        cause = bubble.cause
+        cause = bubble.fault
         name = "the median of earlier steps" if metadata.median_seconds else "the forecast"
         stage = None if cause is None else cause.stage
         self._outputs.events.write(
@@ -364,6 +319,113 @@ class StepProfiler:
 
     def _warn(self, text: str) -> None:
         self._outputs.console.warn(f"profile: {text}")
+
+
+def describe(
+    steps: Steps,
+    text: str,
+    *,
+    step: int,
+    num_steps: int,
+    reason: str,
+    step_seconds: float,
+    wait_seconds: float,
+    median_seconds: float = 0.0,
+    forecast_seconds: float = 0.0,
+) -> Metadata:
+    """Return the metadata of a profile of a program with this optimized HLO text.
+
+    `steps` has the batch size of the profiled steps, and all other arguments are fields of
+    `Metadata`.
+    """
+    mesh, layout = steps.param_layout.mesh, steps.engine.layout
+    costs = layer_costs(steps.param_layout.decoder.model, steps.shape[1])
+    total = np.concatenate([[0.0], np.cumsum(costs)])
+    first, sizes = np.asarray(layout.first_layer), np.asarray(layout.chunk_sizes)
+    devices = list(mesh.devices.flat)
+    is_cpu = devices[0].platform == "cpu"
+    return Metadata(
+        step,
+        num_steps,
+        reason,
+        devices[0].platform,
+        capture.module_name(text),
+        dict(mesh.shape),
+        [[device.process_index, _local_index(device)] for device in devices],
+        is_cpu,
+        TableRecord.from_schedule(steps.train_schedule, total[first + sizes] - total[first], sizes),
+        step_seconds,
+        wait_seconds,
+        median_seconds,
+        forecast_seconds,
+    )
+
+
+def profile_steps(
+    folder: Path, steps: Steps, program: Any, run_step: Callable[[], Any], num_steps: int
+) -> Results:
+    """Profile steps outside a training run in a single process, and return the results.
+
+    Args:
+        folder: folder of the profile, which is created.
+        steps: the partitioned model.
+        program: compiled train step.
+        run_step: function that runs one step, and returns when the step is complete.
+        num_steps: number of profiled steps.
+    """
+    active = _ActiveProfile(0, "config", folder, folder / ".trace-0", num_steps=num_steps)
+    _start_trace(active, python=False)
+    for number in range(num_steps):
+        with jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=number):
+            run_step()
+    active.step_seconds = (time.perf_counter() - active.begun) / num_steps
+    jax.profiler.stop_trace()
+    _move_trace(active)
+    text = program.as_text()
+    capture.write_program(folder, text)
+    metadata = describe(
+        steps,
+        text,
+        step=0,
+        num_steps=num_steps,
+        reason="config",
+        step_seconds=active.step_seconds,
+        wait_seconds=0.0,
+    )
+    capture.write_metadata(folder, metadata)
+    return results.analyze(capture.read_capture(folder))
+
+
+def _move_trace(active: _ActiveProfile) -> None:
+    """Move this process's trace to the folder where XProf finds it.
+
+    All processes use the folder that process 0 creates.
+    """
+    name = capture.trace_name(platform.node(), jax.process_index())
+    traces = list(active.temporary.rglob("*.xplane.pb"))
+    if not traces:
+        raise OSError("the profiler wrote no trace")
+    root = capture.trace_folder(active.folder, "")
+    begun = traces[0].stat().st_mtime - _TRACE_WAIT_SECONDS
+    end = time.monotonic() + _TRACE_WAIT_SECONDS
+    target = root / time.strftime("%Y_%m_%d_%H_%M_%S")
+    while jax.process_index() != 0 and time.monotonic() < end:
+        shared = [path for path in root.glob("*") if path.stat().st_mtime > begun]
+        if shared:
+            target = max(shared)
+            break
+        time.sleep(0.2)
+    target.mkdir(parents=True, exist_ok=True)
+    shutil.move(traces[0], target / name)
+    shutil.rmtree(active.temporary, ignore_errors=True)
+
+
+def _start_trace(active: _ActiveProfile, *, python: bool) -> None:
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = int(python)
+    active.temporary.mkdir(parents=True, exist_ok=True)
+    jax.profiler.start_trace(active.temporary, profiler_options=options)
+    active.begun = time.perf_counter()
 
 
 def _local_index(device: Any) -> int:

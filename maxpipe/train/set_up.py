@@ -148,7 +148,8 @@ def set_up(session: Session) -> Run:
 
 def _forecast_seconds(config: Config) -> float:
     """Return the predicted step time in seconds; 0 for devices without published figures."""
-    hardware = hardware_of_device(jax.local_devices()[0].device_kind)
+    device = jax.local_devices()[0]
+    hardware = None if device.platform == "cpu" else hardware_of_device(device.device_kind)
     return evaluate(config, hardware).cost.seconds if hardware else 0.0
 
 
