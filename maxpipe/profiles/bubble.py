@@ -209,8 +209,13 @@ def idle_cause(timeline: Timeline, tick: int, stage: int) -> str:
     if float(timeline.message_seconds[tick]) > idle / 2:
         slowest = max(timeline.messages, key=lambda link: float(timeline.messages[link][tick]))
         return f"message {slowest}"
-    total = sum(spent[tick] for spent in timeline.work.values())
-    return f"stage {int(np.argmax(total))}"
+    planned = balanced_work(timeline)
+    work = {kind: spent[tick] for kind, spent in timeline.work.items()}
+    if timeline.table.mixed:
+        return f"stage {int(np.argmax(sum(work.values())))}"
+    # a typed tick lasts for the slowest slot of each type
+    excess = {kind: spent.max() - planned[kind][tick].max() for kind, spent in work.items()}
+    return f"stage {int(np.argmax(work[max(excess, key=lambda kind: excess[kind])]))}"
 
 
 @functools.lru_cache(maxsize=4)

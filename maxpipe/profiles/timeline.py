@@ -149,6 +149,7 @@ class _Run:
     """Tick of each event."""
     bounds: np.ndarray
     """Start of each tick and the end of the last tick, `[K + 1]`."""
+    shares_cores: bool
     typical: np.ndarray = field(default_factory=lambda: np.zeros(0))
     """Typical duration of each event's operation on its stage."""
 
@@ -249,6 +250,7 @@ def _runs(capture: Capture, position: int, events: DeviceTrace) -> Iterator[_Run
             [operations[op] for op in own.op.tolist()],
             np.maximum(tick, 0),
             np.append(begin, end),
+            capture.metadata.shares_cores,
         )
 
 
@@ -332,7 +334,7 @@ def _messages(capture: Capture, runs: Sequence[_Run]) -> dict[Link, np.ndarray]:
     for send in sends:
         for group in by_number.values():
             times = {
-                position: _send_times(run, send.name, ends.get(send.name, send.name), num_ticks)
+                position: _send_times(run, send.name, ends.get(send.name, ""), num_ticks)
                 for position, run in group.items()
             }
             for receiver, sender in send.routes.items():
@@ -369,8 +371,20 @@ class _SendTimes:
 
 
 def _send_times(run: _Run, start: str, end: str, num_ticks: int) -> _SendTimes:
+    """Return the times of a transfer on one device. Without an event for its end, as on GPUs, one
+    event lasts for the whole transfer, and the device waits after its last computation.
+    """
     names = np.array([op.name for op in run.operations])
     first, last = names == start, names == end
+    waits = run.events.start.copy()
+    if not last.any():
+        last = first
+        compute = np.logical_or.reduce(list(_masks(run).values()))
+        for number in np.flatnonzero(first).tolist():
+            before = compute & (run.tick == run.tick[number])
+            before &= run.events.stop <= run.events.stop[number]
+            if not run.shares_cores and before.any():
+                waits[number] = max(waits[number], run.events.stop[before].max())
     delayed = np.array([op.delays == start for op in run.operations], bool)
     nothing = np.full(num_ticks, run.bounds[0])
 
@@ -381,7 +395,7 @@ def _send_times(run: _Run, start: str, end: str, num_ticks: int) -> _SendTimes:
 
     return _SendTimes(
         per_tick(run.events.start, first),
-        per_tick(run.events.start, last),
+        per_tick(waits, last),
         per_tick(run.events.stop, last),
         np.bincount(run.tick[delayed], run.typical[delayed], minlength=num_ticks),
     )

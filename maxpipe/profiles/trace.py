@@ -193,14 +193,14 @@ def _arrays(events: list[Event]) -> DeviceTrace:
         ops,
         start,
         stop,
-        _own_seconds(start, stop, lane),
+        own_seconds(start, stop, lane),
         np.array([event.run for event in events], np.int64),
         lane,
         np.array([event.in_flight for event in events], bool),
     )
 
 
-def _own_seconds(start: np.ndarray, stop: np.ndarray, lane: np.ndarray) -> np.ndarray:
+def own_seconds(start: np.ndarray, stop: np.ndarray, lane: np.ndarray) -> np.ndarray:
     """Return the duration of each event minus the duration of the events directly inside it.
 
     Events are sorted by start time. Only events of the same line are nested.
