@@ -29,7 +29,7 @@ from maxpipe.schedule.table import ActionKind, Schedule
 
 METADATA_FILE, PROGRAM_FILE = "profile.json", "train_step.hlo.gz"
 TIMELINE_FILE, PICTURE_FILE, PERFETTO_FILE = "timeline.json", "timeline.svg", "perfetto.json"
-MEMORY_FILE, MEMORY_PPROF_FILE = "memory.json", "memory.pprof.gz"
+MEMORY_FILE = "memory.json"
 _TRACES = "plugins/profile"
 _T = TypeVar("_T")
 _STEP = re.compile(r"step_(\d+)")
@@ -150,6 +150,8 @@ class Capture:
     program: Program
     traces: dict[int, Trace]
     """Trace of each process, keyed by process index."""
+    memory: dict[str, float]
+    """Memory of one device by kind, in bytes."""
 
     @property
     def platform(self) -> str:
@@ -212,6 +214,11 @@ def write_program(folder: Path, text: str) -> None:
     files.write(folder / PROGRAM_FILE, gzip.compress(text.encode(), 6))
 
 
+def write_memory(folder: Path, sizes: Mapping[str, float]) -> None:
+    """Write the memory of one device by kind, in bytes."""
+    files.write(folder / MEMORY_FILE, json.dumps(sizes, indent=1))
+
+
 def write_metadata(folder: Path, metadata: Metadata) -> None:
     """Write the metadata, which completes the profile."""
     files.write(folder / METADATA_FILE, json.dumps(metadata.to_json(), indent=1))
@@ -266,11 +273,12 @@ def read_capture(folder: Path) -> Capture:
         if not paths:
             raise ValueError(f"{folder / _TRACES} contains no trace")
         traces = {process: read_trace(path, metadata.module) for process, path in paths}
+        memory = parse_json((folder / MEMORY_FILE).read_bytes(), dict[str, float])
     except (OSError, ValueError, EOFError) as error:
         rule = f"cannot be read: {error}."
         action = "Profile the run again: set profile.at to a later step and resume the run."
         raise ConfigError.one(Code.CLI_VALUE, str(folder), None, rule, action) from error
-    return Capture(folder, metadata, Program(text, metadata.mesh), traces)
+    return Capture(folder, metadata, Program(text, metadata.mesh), traces, memory)
 
 
 def _newest_traces(folder: Path) -> Sequence[tuple[int, Path]]:

@@ -10,6 +10,7 @@ from maxpipe.io import files
 from maxpipe.profiles import draw
 from maxpipe.profiles.bubble import Bubble, explain, timeline_json
 from maxpipe.profiles.capture import PERFETTO_FILE, PICTURE_FILE, Capture, write_results
+from maxpipe.profiles.memory import memory_lines
 from maxpipe.profiles.report import ProfileReport, summarize
 from maxpipe.profiles.timeline import NoTicksError, Timeline, measure
 from maxpipe.schedule.canvas import Canvas
@@ -47,14 +48,16 @@ class Results:
     def to_json(self, most: int = 10) -> dict[str, Any]:
         """Return the report and the bubble as JSON values."""
         bubble: Mapping[str, Any] | None = self.bubble and self.bubble.to_json()
-        return self.report.to_json(most) | {"bubble": bubble}
+        memory = {"memory_bytes": self.capture.memory, "bubble": bubble}
+        return self.report.to_json(most) | memory
 
     def lines(self, most: int = 10) -> list[str]:
         """Return the report and the bubble as text lines."""
         bubble = self.bubble
+        lines = [*self.report.lines(most), "", *memory_lines(self.capture.memory), ""]
         if bubble is None:
-            return [*self.report.lines(most), "", f"no timeline: {self.reason}"]
-        lines = [*self.report.lines(most), "", bubble.summary()]
+            return [*lines, f"no timeline: {self.reason}"]
+        lines.append(bubble.summary())
         lines += [f"  {cause}" for cause in bubble.causes]
         text = f"wall time without operations in the tick loop: {bubble.wall_idle:.1%}"
         if self.capture.metadata.shares_cores:

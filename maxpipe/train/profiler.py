@@ -32,6 +32,7 @@ from maxpipe.io.formatting import format_duration, pluralize
 from maxpipe.models.count import layer_costs
 from maxpipe.profiles import capture, results
 from maxpipe.profiles.capture import Metadata, TableRecord
+from maxpipe.profiles.memory import memory_by_kind
 from maxpipe.profiles.results import Results
 from maxpipe.profiles.trace import STEP_NAME
 from maxpipe.step.step import Steps
@@ -254,6 +255,9 @@ class StepProfiler:
                 forecast_seconds=self._forecast(),
             )
             capture.write_program(active.folder, text)
+            capture.write_memory(
+                active.folder, step_memory(self._steps, active.rows, self._programs[active.rows])
+            )
             capture.write_metadata(active.folder, metadata)
             self._outputs.events.write(
                 "profile",
@@ -361,6 +365,25 @@ def describe(
     )
 
 
+def step_memory(steps: Steps, rows: int, program: Any) -> dict[str, float]:
+    """Return the memory of one device during a train step by kind, in bytes.
+
+    Args:
+        steps: the partitioned model.
+        rows: batch size of the compiled step.
+        program: compiled train step.
+    """
+    state = steps.abstract_state
+    arguments = {
+        "parameters": state.params,
+        "optimizer state": (state.optimizer, state.guard, state.step),
+        "batch": steps.abstract_batch(rows),
+    }
+    return memory_by_kind(
+        {kind: jax.tree.leaves(tree) for kind, tree in arguments.items()}, program
+    )
+
+
 def profile_steps(
     folder: Path, steps: Steps, program: Any, run_step: Callable[[], Any], num_steps: int
 ) -> Results:
@@ -392,6 +415,7 @@ def profile_steps(
         step_seconds=active.step_seconds,
         wait_seconds=0.0,
     )
+    capture.write_memory(folder, step_memory(steps, steps.shape[0], program))
     capture.write_metadata(folder, metadata)
     return results.analyze(capture.read_capture(folder))
 

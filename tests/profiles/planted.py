@@ -84,7 +84,7 @@ def planted_step(
     repeats: int,
     fsdp: int = 1,
     microbatches: int = 8,
-    layers_per_chunk: str = "",
+    remat: str = "full",
 ) -> PlantedStep:
     """Compile a train step with faults that its batch selects."""
     sizes = MeshConfig(ici_stage=stages, ici_fsdp=fsdp)
@@ -97,7 +97,7 @@ def planted_step(
             repeats=repeats,
             microbatches=microbatches,
             weight_gather="step",
-            **({"layers_per_chunk": layers_per_chunk} if layers_per_chunk else {}),
+            remat=remat,  # type: ignore[arg-type]
         ),
         optim=OptimConfig(),
         train=TrainConfig(batch_size=microbatches * fsdp, sequence_length=128),

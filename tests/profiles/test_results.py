@@ -29,6 +29,7 @@ def write_profile(folder: Path, platform: str, **faults: float) -> list[list[tra
     into.mkdir(parents=True)
     (into / capture.trace_name("host", 0)).write_bytes(encode([spans] * STEPS, period))
     capture.write_program(folder, traces.PROGRAM)
+    capture.write_memory(folder, {"parameters": 2.0**30})
     capture.write_metadata(folder, traces.metadata(platform, STEPS, period * 1e-6))
     return spans
 
@@ -129,7 +130,9 @@ def test_results_are_written(tmp_path: Path) -> None:
     assert any(event["name"] == "idle: stage 1" for event in trace)
 
 
-@pytest.mark.parametrize("name", ["profile.json", "train_step.hlo.gz", "plugins/profile"])
+@pytest.mark.parametrize(
+    "name", ["profile.json", "memory.json", "train_step.hlo.gz", "plugins/profile"]
+)
 def test_damaged_profile_is_an_error(name: str, tmp_path: Path) -> None:
     write_profile(tmp_path, "tpu")
     path = tmp_path / name

@@ -44,7 +44,7 @@ def test_profile_has_all_files_and_is_reported(profiled: Path):
     folder = step_folder(profiled, 5)
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        *("plugins", "profile.json", "train_step.hlo.gz"),
+        *("plugins", "profile.json", "train_step.hlo.gz", "memory.json"),
         *("timeline.json", "timeline.svg", "perfetto.json"),
     }
     assert num_traces(folder) == 1
