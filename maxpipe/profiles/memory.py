@@ -27,6 +27,17 @@ _BUFFER_NAMES = {
     scopes.INBOX: "messages between stages",
 }
 _BUFFER = re.compile(rf"/({'|'.join(_BUFFER_NAMES)})/")
+_WRITTEN = {
+    scopes.FORWARD: scopes.SAVED,
+    scopes.INPUT_GRAD: scopes.DEFERRED,
+    scopes.BACKWARD: scopes.GRADIENTS,
+    scopes.WEIGHT_GRAD: scopes.GRADIENTS,
+}
+"""Buffer that the layers of each slot type write."""
+_WRITE = re.compile(
+    rf"/({'|'.join(_WRITTEN)})/while/body/(?:.*/)?(?:jit\(dynamic_update_index_in_dim\)/)?"
+    r"dynamic_update_slice$"
+)
 _REGION = re.compile(rf"/({'|'.join((scopes.PROLOGUE, *scopes.REGIONS))})/")
 _OTHER = "other"
 
@@ -132,9 +143,15 @@ def _divide(buffers: list[_Buffer]) -> dict[str, float]:
 
 
 def _kind(op_name: str) -> str:
-    """Return the kind of a buffer that an operation with this origin creates."""
+    """Return the kind of a buffer that an operation with this origin creates.
+
+    XLA merges equal empty buffers, and copies them before the loop. A loop over layers that writes
+    to such a copy identifies it.
+    """
     if found := _BUFFER.search(op_name):
         return _BUFFER_NAMES[found.group(1)]
+    if found := _WRITE.search(op_name):
+        return _BUFFER_NAMES[_WRITTEN[found.group(1)]]
     place = scopes.parse_part(op_name)
     found = _REGION.search(op_name)
     place = place or (found.group(1) if found else "")

@@ -29,8 +29,9 @@ def test_memory_of_a_step_is_divided_by_kind(schedule: str, monkeypatch: pytest.
     depth = step.steps.train_schedule.num_stash * 2
     saved = depth * 128 * MODEL.d_model * 4
     assert sizes["saved activations"] == pytest.approx(saved, rel=0.02)
-    layers = sum(leaf.size for leaf in jax.tree.leaves(state.params["layers"])) / 4 * 4
-    assert sizes["gradients"] >= 0.98 * layers
+    # float32 gradients of the parameters on one of four stages
+    gradients = sum(leaf.size for leaf in jax.tree.leaves(state.params["layers"])) * 4 / 4
+    assert sizes["gradients"] == pytest.approx(gradients, rel=0.1)
     if schedule == "zb_h1":
         assert sizes["deferred weight gradients"] > 0
     assert memory_lines(sizes)[0].startswith("memory of one device: ")
