@@ -107,6 +107,7 @@ def test_signal_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
 @pytest.mark.long
 def test_signal_profiles_the_same_steps_on_all_processes(tiny: Path, start: Start, tmp_path: Path):
     every = (tiny, f"run.dir={tmp_path}", *LONG, "mesh.cpu_devices=2", "profile.steps=2")
+    every += ("train.steps=200",)
     with start_pair(start, *every) as processes:
         wait_for(processes[0], "step 20/")
         processes[1].send_signal(signal.SIGUSR1)
@@ -140,7 +141,7 @@ def test_profiler_without_profiles_adds_microseconds_to_a_step():
     begin = time.perf_counter()
     for step in range(count):
         assert not profiler.starts_at(step)
-        with profiler.data_wait():
+        with profiler.data_wait(step):
             pass
         with profiler.step(step, 8):
             pass
