@@ -555,7 +555,7 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
     placed = list(mesh.devices.flat)
     place_of = {device.id: place for place, device in enumerate(placed)}
     slices = np.array([_slice_index(device) for device in placed])
-    sizes = dict(zip(AXES, mesh.devices.shape, strict=True))
+    sizes: dict[str, int] = dict(zip(AXES, mesh.devices.shape, strict=True))
     grouped: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for each in found:
         group = [place_of[member] for member in each.group] if each.between_slices else each.group
