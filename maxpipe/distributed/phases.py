@@ -20,7 +20,7 @@ SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)
 """Phases in which a process may wait for other processes. In all other phases, the other processes
 wait for it."""
-UNTIMED = (COMPILE,)
+UNTIMED = (COMPILE, PROFILE)
 """Phases that can last arbitrarily long and report no progress."""
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from maxpipe.config.config_files import EVENTS_FILE
-from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, SET_UP, STEP
+from maxpipe.distributed.phases import DATA, EVAL, LOOP, PROFILE, ROLLOUT, SAVE, SET_UP, STEP
 from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.io.files import expand_path, read_json_lines
 from maxpipe.telemetry.console import duration
@@ -26,6 +26,7 @@ CAUSES = {
     DATA: "waiting for data",
     EVAL: "evaluation",
     SAVE: "waiting for checkpoints",
+    PROFILE: "starting and ending profiles",
     **dict(zip(SET_UP, ("process start", "opening data", "restoring", "compiling"), strict=True)),
     DOWN: "time between attempts",
     UNKNOWN: "unknown: time after the last record of a killed attempt",

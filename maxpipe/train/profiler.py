@@ -124,6 +124,7 @@ class StepProfiler:
         self.wait()  # the files of the previous profile
         reason = "config" if step in self._at else self._request(step)
         if reason != "config":
+            self._reason = "signal"
             self._handled = max(self._requested, self._channel.profile_at)
             self._num_requested += 1
         folder = capture.step_folder(self._outputs.run_dir, step)
