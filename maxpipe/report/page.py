@@ -80,12 +80,22 @@ def read_run(run_dir: Path, name: str, report: Report | None = None) -> dict[str
         "goodput": wall_time and _wall_time(wall_time),
         "pictures": [*_planned_timeline(run_dir), *_profile_pictures(run_dir)],
         "config": records.read_config(run_dir / CONFIG_FILE),
+        "forecast": _forecast(run_dir),
     }
 
 
 def is_running(run: Mapping[str, Any]) -> bool:
     """Return whether a run from `read_run` may still write records."""
     return run["status"] == "running"
+
+
+def _forecast(run_dir: Path) -> dict[str, Any] | None:
+    """Return predicted and measured time and memory, or None if the run recorded no forecast."""
+    with contextlib.suppress(MaxpipeError):
+        from maxpipe.planner.run_comparison import compare_run, comparison_values
+
+        return comparison_values(compare_run(run_dir))
+    return None
 
 
 def _wall_time(found: goodput.Goodput) -> dict[str, Any]:
@@ -141,7 +151,8 @@ def render(runs: Sequence[Mapping[str, Any]], refresh_seconds: int = 0) -> str:
         "metrics": [[each.tag, each.unit, each.meaning] for each in METRICS],
         "differences": records.config_differences([run["config"] for run in runs]),
     }
-    text = json.dumps(_finite(data), allow_nan=False, default=str)
+    # In JSON, "<" occurs only inside strings, where it can be escaped.
+    text = json.dumps(_finite(data), allow_nan=False, default=str).replace("<", "\\u003c")
     scripts = [_asset(name) for name in _SCRIPTS]
     allowed = " ".join(f"'sha256-{_sha256(script)}'" for script in scripts)
     policy = (
@@ -160,8 +171,7 @@ def render(runs: Sequence[Mapping[str, Any]], refresh_seconds: int = 0) -> str:
         "</head><body>",
         '<noscript>This page requires JavaScript to draw its charts.</noscript><main id="page">',
         "</main>",
-        # In JSON, "<" occurs only inside strings, where it can be escaped.
-        f'<script type="application/json" id="data">{text.replace("<", chr(92) + "u003c")}</script>',
+        f'<script type="application/json" id="data">{text}</script>',
         *(f"<script>{script}</script>" for script in scripts),
         "</body></html>",
         "",

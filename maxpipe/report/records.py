@@ -128,7 +128,9 @@ def encode_series(table: MetricTable, most: int = MAX_POINTS) -> dict[str, Any]:
         bucket = -(-len(values) // most)
         if (key := places.tobytes()) not in known:
             known[key] = len(axes)
-            ends = np.minimum(np.arange(bucket - 1, len(values) + bucket - 1, bucket), len(values) - 1)
+            ends = np.minimum(
+                np.arange(bucket - 1, len(values) + bucket - 1, bucket), len(values) - 1
+            )
             last = places[ends]
             axes.append(
                 {

@@ -34,6 +34,7 @@ from maxpipe.config.check import error_location
 from maxpipe.config.config_files import (
     CONFIG_FILE,
     EVENTS_FILE,
+    FORECAST_FILE,
     METRICS_FILE,
     REFERENCE_FILE,
     SAMPLES_FILE,
@@ -181,7 +182,7 @@ def _exists(path: str) -> bool:
 
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
-WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, *_RECORDS)
+WRITTEN_FILES = (CONFIG_FILE, FORECAST_FILE, REFERENCE_FILE, *_RECORDS)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
 from maxpipe.config.check import find_warnings
+from maxpipe.config.config_files import FORECAST_FILE
 from maxpipe.config.load import to_dict
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.train import total_steps
@@ -25,12 +27,18 @@ from maxpipe.errors import Code, ConfigError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
 from maxpipe.evals.multiple_choice import Task, open_tasks
+from maxpipe.hardware import hardware_of_device
+from maxpipe.io import files
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import format_count, pluralize
 from maxpipe.models import registry, resolve_auto
 from maxpipe.models.count import active_params, num_params, num_trained
 from maxpipe.models.spec import Model
 from maxpipe.parallel.mesh import describe_mesh
+from maxpipe.planner.memory_terms import TERMS
+from maxpipe.planner.report import plan_values
+from maxpipe.planner.run_comparison import CompiledMemory, ForecastFile
+from maxpipe.planner.search import evaluate
 from maxpipe.posttrain.distill import TeacherSource, open_teacher_source
 from maxpipe.posttrain.reference_logprobs import PairReferences, needs_references
 from maxpipe.posttrain.rollouts import Rollouts
@@ -128,6 +136,7 @@ def set_up(session: Session) -> Run:
         post_training=post_training,
     )
     write_run_summary(run, dict(banner))
+    _record_forecast(run, first)
     session.write_config()
     stack.callback(lambda: run.writer.close())  # a rollback opens another writer
     return run
@@ -257,6 +266,55 @@ def _compile_train_steps(
             train_steps[rows] = steps.with_batch_size(rows).compile_train()
         check_program(config, train_steps[rows], console.warn)
     return train_steps
+
+
+def _record_forecast(run: Run, first: int) -> None:
+    """Write the forecast of the run and the memory of its compiled step to `forecast.json`.
+
+    A failure is a warning, because a run does not need its forecast.
+    """
+    session, steps = run.session, run.steps
+    program = run.train_steps.get(steps.shape[0])
+    if not session.is_first_process or program is None:
+        return
+    try:
+        hardware = hardware_of_device(jax.devices()[0].device_kind)
+        plan = hardware and plan_values(evaluate(session.config, hardware), hardware)
+        forecast = ForecastFile(
+            step=first,
+            hardware=hardware.topology if hardware else "",
+            plan=plan,
+            compiled=_compiled_memory(steps, program),
+        )
+        files.write(session.run_dir / FORECAST_FILE, json.dumps(forecast, indent=1))
+    except Exception as error:
+        session.console.warn(f"the forecast of this run cannot be recorded: {error}")
+
+
+def _compiled_memory(steps: Steps, program: Any) -> CompiledMemory | None:
+    """Return the memory of a compiled train step on one device, or None if it is unknown."""
+    analysis = program.memory_analysis()
+    if analysis is None:
+        return None
+    exact = steps.buffer_shapes() | {
+        "state": jax.tree.leaves(steps.abstract_state),
+        "batch": jax.tree.leaves(steps.abstract_batch()),
+    }
+    return CompiledMemory(
+        arguments=analysis.argument_size_in_bytes,
+        temporary=analysis.temp_size_in_bytes,
+        outputs=analysis.output_size_in_bytes - analysis.alias_size_in_bytes,
+        program=analysis.generated_code_size_in_bytes,
+        buffers={
+            name: sum(map(_device_bytes, arrays)) for name, arrays in exact.items() if name in TERMS
+        },
+    )
+
+
+def _device_bytes(array: jax.ShapeDtypeStruct) -> int:
+    """Return the size of one device's shard in bytes."""
+    shape = array.shape if array.sharding is None else array.sharding.shard_shape(array.shape)
+    return math.prod(shape) * array.dtype.itemsize
 
 
 def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple[str, str]]:

@@ -65,6 +65,8 @@
   }
 
   function duration(seconds) {
+    if (seconds < 1e-3) return `${(1e6 * seconds).toFixed(0)} \u00b5s`;
+    if (seconds < 1) return `${(1e3 * seconds).toFixed(1)} ms`;
     if (seconds < 100) return `${seconds.toFixed(1)} s`;
     if (seconds < 6000) return `${(seconds / 60).toFixed(1)} min`;
     return `${(seconds / 3600).toFixed(1)} h`;
@@ -436,7 +438,8 @@
     function draw() {
       grid = decode(values[select.value], Float32Array);
       const known = grid.filter((value) => value !== null && Number.isFinite(value));
-      let low = Math.min(...known), high = Math.max(...known);
+      const low = known.reduce((a, b) => Math.min(a, b), Infinity);
+      const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
       const log = low > 0 && high / low > 50;
       const at = (value) => {
         const [a, b, c] = log ? [value, low, high].map(Math.log) : [value, low, high];
@@ -488,13 +491,21 @@
           src: `data:image/svg+xml;base64,${svg}` }))))) : null));
   }
 
-  function memory() {
-    section("Memory", ...perRun((run) => {
-      if (!run.memory) return null;
-      const parts = run.memory.terms.map(({ name, bytes: value }) => ({ name, value }));
-      const lines = run.memory.totals.map(({ name, bytes: value }) => [name, bytes(value)]);
-      return el("div", {}, el("p", {}, "Predicted memory of the train step on one device"),
-        stackedBar(parts, bytes), table(["memory of one device", "size"], lines, [1]));
+  function forecast() {
+    section("Forecast", ...perRun((run) => {
+      if (!run.forecast) return null;
+      const { time, step_seconds: step, memory_bytes: memory, hardware } = run.forecast;
+      const show = (write) => (term) => [term.name, ...[term.predicted, term.measured].map((value) =>
+        (value === null ? null : write(value))), term.ratio === null ? null : term.ratio.toFixed(3)];
+      const columns = (name) => [name, "predicted", "measured", "measured / predicted"];
+      const predicted = (terms, from) => terms.slice(from).filter((term) => term.predicted > 0)
+        .map((term) => ({ name: term.name, value: term.predicted }));
+      return el("div", {},
+        el("p", {}, `Predicted time of a step on ${hardware}`), stackedBar(predicted(time, 0), duration),
+        table(columns("time of a step"), [step, ...time].map(show(duration)), [1, 2, 3]),
+        el("p", {}, "Predicted memory of the train step on one device"),
+        stackedBar(predicted(memory, memory.findIndex((term) => term.name.startsWith("temporary")) + 1), bytes),
+        table(columns("memory of one device"), memory.map(show(bytes)), [1, 2, 3]));
     }));
   }
 
@@ -617,7 +628,7 @@
   curves();
   section("Layers", ...perRun((run) => (run.layers ? heatMap(run) : null)));
   pictures();
-  memory();
+  forecast();
   goodput();
   sources();
   evaluations();
