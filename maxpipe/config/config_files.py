@@ -158,6 +158,7 @@ EVENTS_FILE = "events.jsonl"
 FORECAST_FILE = "forecast.json"
 REFERENCE_FILE = "references.npz"
 TENSORBOARD_FOLDER = "tensorboard"
+EVALUATIONS_FOLDER = "evaluations"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the checkpoint folder inside the run folder, or inside the run's folder in
 `checkpoint.dir`."""

@@ -282,10 +282,13 @@ def summarize_results(results: Sequence[QuestionResult]) -> TaskSummary:
 
 
 @contextlib.contextmanager
-def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionResult], None]]:
+def result_writer(
+    path: str | None, where: str, kind: type[Any] = QuestionResult
+) -> Iterator[Callable[[Any], None]]:
     """Yield a function that writes results to a file, one JSON object per line.
 
-    If no path is set, results are discarded. A file with earlier results is overwritten.
+    If no path is set, results are discarded. A file with earlier results, whose first line has the
+    type `kind`, is overwritten.
 
     Raises:
         ConfigError: the path exists and is not a results file (for example, the questions file).
@@ -300,7 +303,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
         return StorageError.unwritable(f"{where} = {path}", error, action)
 
     try:
-        if not _is_replaceable(path):
+        if not _is_replaceable(path, kind):
             rule = "must be a new file, or a file with earlier results."
             raise ConfigError.one(
                 Code.CLI_OUTPUT, where, path, rule, "Use another path, or delete the file first."
@@ -311,7 +314,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
     # Unbuffered, because a failed write to a full disk would otherwise be repeated at close.
     with open(descriptor, "wb", buffering=0) as stream:
 
-        def write(result: QuestionResult) -> None:
+        def write(result: Any) -> None:
             line = memoryview(f"{json.dumps(result)}\n".encode())
             try:
                 while line:
@@ -322,7 +325,7 @@ def result_writer(path: str | None, where: str) -> Iterator[Callable[[QuestionRe
         yield write
 
 
-def _is_replaceable(path: str) -> bool:
+def _is_replaceable(path: str, kind: type[Any]) -> bool:
     """Return True if it is safe to overwrite the path: no file, an empty file or earlier results.
 
     Raises:
@@ -334,7 +337,7 @@ def _is_replaceable(path: str) -> bool:
     except FileNotFoundError:
         return True
     with contextlib.suppress(ValueError):
-        return not first or bool(parse_json(first, QuestionResult))
+        return not first or bool(parse_json(first, kind))
     return False
 
 

@@ -248,6 +248,26 @@ METRICS = (
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(
+        "eval/NAME/score",
+        "",
+        "Mean score of the completions of the generative task NAME in `eval.generative_tasks`.",
+        "after an evaluation, with `eval.generative_tasks`",
+    ),
+    Metric(
+        "eval/NAME/pass_at_K",
+        "fraction",
+        "Estimated probability that at least one of K completions of a prompt has a score of at "
+        "least 1, averaged over the prompts (arXiv:2107.03374). K is 1, 2, 4, ..., and the number "
+        "of completions per prompt.",
+        "with `eval.generative_tasks.NAME.samples` above 1",
+    ),
+    Metric(
+        "eval/NAME/truncated",
+        "fraction",
+        "Fraction of completions that end at `eval.generative_tasks.NAME.max_tokens`.",
+        "after an evaluation, with `eval.generative_tasks`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean step time since the previous record, excluding evaluation and checkpointing.",
@@ -296,6 +316,7 @@ CHARTS = (
     ("source loss", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("validation set loss", ("eval/NAME/loss",)),
     ("task accuracy", ("eval/NAME/accuracy",)),
+    ("task score", ("eval/NAME/score",)),
     ("reward margin", ("train/margin", "eval/margin")),
     ("reward accuracy", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),
@@ -312,7 +333,7 @@ name."""
 def unit_of(tag: str) -> str:
     """Return the unit of a metric, or "" if it has none or is unknown."""
     for metric in METRICS:
-        pattern = re.escape(metric.tag).replace("NAME", "[^/]+")
+        pattern = re.escape(metric.tag).replace("NAME", "[^/]+").replace("_K", r"_\d+")
         if re.fullmatch(pattern, tag):
             return metric.unit
     return ""

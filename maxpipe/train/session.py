@@ -152,6 +152,9 @@ def _other_files(config: Config) -> Iterator[tuple[str, str]]:
     """
     for name, task in config.eval.tasks.items():
         yield f"eval.tasks.{name}.path", task.path
+    for name, task in config.eval.generative_tasks.items():
+        yield f"eval.generative_tasks.{name}.path", task.path
+        yield f"eval.generative_tasks.{name}.scorer_file", task.scorer_file.rpartition(":")[0]
     if config.eval.sample_every:
         yield "eval.sample_prompts_file", config.eval.sample_prompts_file
     if config.train.objective == "grpo":

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import jax
 from maxpipe.checkpoint.manager import CheckpointManager
 from maxpipe.checkpoint.storage import checkpoint_home, run_folder
 from maxpipe.config.check import find_warnings
-from maxpipe.config.config_files import FORECAST_FILE
+from maxpipe.config.config_files import EVALUATIONS_FOLDER, FORECAST_FILE
 from maxpipe.config.load import to_dict
 from maxpipe.config.schema import Config
 from maxpipe.config.sections.train import total_steps
@@ -23,12 +24,13 @@ from maxpipe.data.mixture import SourceSequences
 from maxpipe.data.packing import packing_efficiency
 from maxpipe.data.prompts import PromptSequences
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, RESTORE
-from maxpipe.errors import Code, ConfigError
+from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
+from maxpipe.evals.generative import GenerativeTask, ScoredCompletion
 from maxpipe.evals.multiple_choice import Task, open_tasks
 from maxpipe.hardware import hardware_of_device
-from maxpipe.io import files
+from maxpipe.io import files, redact
 from maxpipe.io.files import expand_path
 from maxpipe.io.formatting import format_count, pluralize
 from maxpipe.models import registry, resolve_auto
@@ -81,9 +83,18 @@ def set_up(session: Session) -> Run:
     if session.is_first_process:
         _print_warnings(session, datasets)
     tasks = open_tasks(config, datasets.tokenizer)
-    _check_same_data(session, datasets, tasks)
+    generative_tasks = _open_generative_tasks(session, datasets)
+    _check_same_data(session, datasets, (*tasks, *generative_tasks))
     evaluator = Evaluator(
-        config.eval, datasets, tasks, console, session.channel.should_stop, phases.progress
+        config.eval,
+        datasets,
+        tasks,
+        console,
+        session.channel.should_stop,
+        phases.progress,
+        generative_tasks,
+        session.channel.compare_across_processes,
+        partial(_write_completions, session),
     )
     sample_generator = _build_sample_generator(config, steps, datasets)
     with phases.enter(RESTORE):
@@ -151,8 +162,46 @@ def _print_warnings(session: Session, datasets: Datasets) -> None:
         check_overlap(session.config, datasets, session.console.warn, session.phases.progress)
 
 
-def _check_same_data(session: Session, datasets: Datasets, tasks: Sequence[Task]) -> None:
-    """Check that all processes read the same documents and multiple-choice tasks."""
+def _open_generative_tasks(session: Session, datasets: Datasets) -> list[GenerativeTask]:
+    """Open the tasks of `eval.generative_tasks`, sorted by name."""
+    config, tasks = session.config, []
+    for name, task in sorted(config.eval.generative_tasks.items()):
+        tasks.append(
+            GenerativeTask(
+                name,
+                task,
+                datasets.tokenizer,
+                load_run_chat_template(config, datasets.tokenizer),
+                sequence_length=config.train.sequence_length,
+                batch_size=config.eval.batch_size or config.train.batch_size,
+                is_first_process=session.is_first_process,
+            )
+        )
+        session.stack.callback(tasks[-1].close)
+    return tasks
+
+
+def _write_completions(
+    session: Session, step: int, name: str, scored: Sequence[ScoredCompletion]
+) -> None:
+    """Write the completions of a generative task. A failure is a warning."""
+    if not session.is_first_process:
+        return
+    folder = session.run_dir / EVALUATIONS_FOLDER
+    lines = [f"{json.dumps(redact.redact_value(each))}\n" for each in scored]
+    try:
+        for lock in session.locks:
+            lock.check()
+        folder.mkdir(exist_ok=True)
+        files.write(folder / f"{name}-{step:08d}.jsonl", "".join(lines))
+    except (OSError, StorageError) as error:
+        session.console.warn(f"the completions of task {name} cannot be written: {error}")
+
+
+def _check_same_data(
+    session: Session, datasets: Datasets, tasks: Sequence[Task | GenerativeTask]
+) -> None:
+    """Check that all processes read the same documents and tasks."""
     digests = datasets.fingerprint() | {task.name: task.digest() for task in tasks}
     digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     processes_by_digest = session.channel.compare_across_processes("data", digest)

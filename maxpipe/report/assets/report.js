@@ -177,7 +177,7 @@
   function metricInfo(tag) {
     const found = data.metrics.find(([pattern]) =>
       pattern === tag ||
-      new RegExp(`^${pattern.replace(/[.*+?^${}()|[\]\\]/g, "\\$&").replace("NAME", "[^/]+")}$`).test(tag));
+      new RegExp(`^${pattern.replace(/[.*+?^${}()|[\]\\]/g, "\\$&").replace("NAME", "[^/]+").replace("_K", "_\\d+")}$`).test(tag));
     return found ? { unit: found[1], meaning: found[2] } : { unit: "", meaning: "" };
   }
 
