@@ -39,6 +39,7 @@ from maxpipe.distributed import runtime
 from maxpipe.distributed.phases import COMPILE, DATA_SET_UP, EVAL, RESTORE, Phases
 from maxpipe.errors import Code, ConfigError, DivergenceError, Preemption
 from maxpipe.evals.generative import GenerativeTask, SameOnAll, ScoredCompletion
+from maxpipe.evals.harness_tasks import HarnessTasks
 from maxpipe.evals.multiple_choice import Task, task_metrics
 from maxpipe.io.formatting import pluralize
 from maxpipe.parallel.axes import MeshConfig
@@ -233,6 +234,8 @@ class Evaluator:
     )
     """Function that records the completions of a generative task, called with step, task name and
     completions."""
+    harness: HarnessTasks | None = None
+    is_first_process: bool = True
     step: Any = None
     """The compiled evaluation step; None without validation documents."""
 
@@ -292,6 +295,13 @@ class Evaluator:
                     f"task {task.name}: the scorer failed for {summary.failures} of {len(scored)} "
                     f"completions, which have score 0. Last failure: {task.last_failure}"
                 )
+        if self.harness is not None and self.harness.is_due(number):
+            measured = self.harness.evaluate(params, self.same, first=self.is_first_process)
+            if measured is None:
+                return {}
+            metrics |= measured
+            for tag, value in measured.items():
+                self.console.note(f"{tag} after step {number}: {value:.4f}")
         return metrics
 
     def _losses(

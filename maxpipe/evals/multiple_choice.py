@@ -392,33 +392,16 @@ class Task:
 
         The evaluation step returns one sum per sequence.
         """
-        config = self._config
-        # As in generation, expert capacity is unlimited, so that sequences are independent.
-        own: Any = config.model.own
-        if getattr(own, "capacity_factor", 0):
-            own = dataclasses.replace(own, capacity_factor=0.0)
         pairs = [
             each
             for one in self._multiple_choice.questions
             for each in self._multiple_choice.continuations(one)
         ]
         longest = max(self._texts.sequence(*pair).length for pair in pairs)
-        config = dataclasses.replace(
-            config,
-            model=dataclasses.replace(config.model, own=own),
-            # Keep the layer partition of training, which may depend on the sequence length.
-            pipeline=dataclasses.replace(
-                config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
-            ),
+        lengths = self._tokenizer.byte_lengths
+        return build_scoring_steps(
+            self._config, steps, lengths, longest, num_sources=self.batch_size
         )
-        fitting = (
-            each
-            for tokens in _halved_lengths(config.train.sequence_length)
-            if tokens >= longest and not check(each := _with_sequence_length(config, tokens), {})
-        )
-        whole = _with_sequence_length(config, config.train.sequence_length)
-        mesh, lengths = steps.param_layout.mesh, self._tokenizer.byte_lengths
-        return steps_from_config(next(fitting, whole), mesh, lengths, num_sources=self.batch_size)
 
     # Implementation of `LoglikelihoodModel`.
 
@@ -471,6 +454,41 @@ class Task:
         if not all(math.isfinite(each) for one in results for each in one["loglikelihoods"]):
             found["accuracy"] = found["accuracy_by_bytes"] = math.nan
         return found
+
+
+def build_scoring_steps(
+    config: Config, steps: Steps, byte_lengths: np.ndarray, longest: int, *, num_sources: int = 0
+) -> Steps:
+    """Return steps that evaluate separate sequences with the parameters of a run.
+
+    Args:
+        config: config of the run.
+        steps: steps of the run, whose layer partition is kept.
+        byte_lengths: byte length of each token's text.
+        longest: length in tokens of the longest sequence. The steps have the shortest length that
+            fits and divides the sequence length of the run.
+        num_sources: number of sums that the evaluation step returns; 0 returns one sum.
+    """
+    # As in generation, expert capacity is unlimited, so that sequences are independent.
+    own: Any = config.model.own
+    if getattr(own, "capacity_factor", 0):
+        own = dataclasses.replace(own, capacity_factor=0.0)
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, own=own),
+        # Keep the layer partition of training, which may depend on the sequence length.
+        pipeline=dataclasses.replace(
+            config.pipeline, layers_per_chunk=list(steps.param_layout.layout.layer_partition)
+        ),
+    )
+    fitting = (
+        each
+        for tokens in _halved_lengths(config.train.sequence_length)
+        if tokens >= longest and not check(each := _with_sequence_length(config, tokens), {})
+    )
+    whole = _with_sequence_length(config, config.train.sequence_length)
+    mesh = steps.param_layout.mesh
+    return steps_from_config(next(fitting, whole), mesh, byte_lengths, num_sources=num_sources)
 
 
 class StoppedError(Exception):

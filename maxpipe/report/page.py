@@ -32,7 +32,7 @@ from maxpipe.io.files import read
 from maxpipe.report import records
 from maxpipe.report.records import Report
 from maxpipe.telemetry import goodput
-from maxpipe.telemetry.metrics import CHARTS, METRICS
+from maxpipe.telemetry.metrics import CHARTS, METRICS, tag_pattern
 
 _SCRIPTS = ("uplot.min.js", "report.js")
 _STYLES = ("uplot.min.css", "report.css")
@@ -147,8 +147,8 @@ def render(runs: Sequence[Mapping[str, Any]], refresh_seconds: int = 0) -> str:
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
         "refresh": refresh_seconds,
         "runs": runs,
-        "charts": [[title, tags] for title, tags in CHARTS],
-        "metrics": [[each.tag, each.unit, each.meaning] for each in METRICS],
+        "charts": [[title, [f"^{tag_pattern(tag)}$" for tag in tags]] for title, tags in CHARTS],
+        "metrics": [[f"^{tag_pattern(each.tag)}$", each.unit, each.meaning] for each in METRICS],
         "differences": records.config_differences([run["config"] for run in runs]),
     }
     # In JSON, "<" occurs only inside strings, where it can be escaped.

@@ -268,6 +268,12 @@ METRICS = (
         "after an evaluation, with `eval.generative_tasks`",
     ),
     Metric(
+        "harness/TASK/METRIC",
+        "",
+        "Metric of a task of lm-evaluation-harness, such as `harness/hellaswag/acc_norm`.",
+        "after an evaluation, with `eval.harness_tasks`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean step time since the previous record, excluding evaluation and checkpointing.",
@@ -317,6 +323,7 @@ CHARTS = (
     ("validation set loss", ("eval/NAME/loss",)),
     ("task accuracy", ("eval/NAME/accuracy",)),
     ("task score", ("eval/NAME/score",)),
+    ("harness", ("harness/TASK/METRIC",)),
     ("reward margin", ("train/margin", "eval/margin")),
     ("reward accuracy", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),
@@ -330,11 +337,18 @@ CHARTS = (
 name."""
 
 
+def tag_pattern(tag: str) -> str:
+    """Return the regular expression of the tags that a declared tag stands for. NAME, TASK and
+    METRIC match any name, and `_K` any number.
+    """
+    names = re.sub(r"\b(NAME|TASK|METRIC)\b", "[^/]+", tag.replace(".", r"\."))
+    return re.sub(r"_K\b", r"_[0-9]+", names)
+
+
 def unit_of(tag: str) -> str:
     """Return the unit of a metric, or "" if it has none or is unknown."""
     for metric in METRICS:
-        pattern = re.escape(metric.tag).replace("NAME", "[^/]+").replace("_K", r"_\d+")
-        if re.fullmatch(pattern, tag):
+        if re.fullmatch(tag_pattern(metric.tag), tag):
             return metric.unit
     return ""
 

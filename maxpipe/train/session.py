@@ -152,6 +152,8 @@ def _other_files(config: Config) -> Iterator[tuple[str, str]]:
     """
     for name, task in config.eval.tasks.items():
         yield f"eval.tasks.{name}.path", task.path
+    if config.eval.harness_tasks:
+        yield "eval.harness_path", config.eval.harness_path
     for name, task in config.eval.generative_tasks.items():
         yield f"eval.generative_tasks.{name}.path", task.path
         yield f"eval.generative_tasks.{name}.scorer_file", task.scorer_file.rpartition(":")[0]

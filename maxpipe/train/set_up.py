@@ -28,6 +28,7 @@ from maxpipe.errors import Code, ConfigError, StorageError
 from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
 from maxpipe.evals.generative import GenerativeTask, ScoredCompletion
+from maxpipe.evals.harness_tasks import HarnessTasks
 from maxpipe.evals.multiple_choice import Task, open_tasks
 from maxpipe.hardware import hardware_of_device
 from maxpipe.io import files, redact
@@ -84,6 +85,7 @@ def set_up(session: Session) -> Run:
         _print_warnings(session, datasets)
     tasks = open_tasks(config, datasets.tokenizer)
     generative_tasks = _open_generative_tasks(session, datasets)
+    harness = HarnessTasks(config) if config.eval.harness_tasks else None
     _check_same_data(session, datasets, (*tasks, *generative_tasks))
     evaluator = Evaluator(
         config.eval,
@@ -95,6 +97,8 @@ def set_up(session: Session) -> Run:
         generative_tasks,
         session.channel.compare_across_processes,
         partial(_write_completions, session),
+        harness,
+        session.is_first_process,
     )
     sample_generator = _build_sample_generator(config, steps, datasets)
     with phases.enter(RESTORE):
@@ -115,6 +119,9 @@ def set_up(session: Session) -> Run:
         train_steps = _compile_train_steps(session, steps, datasets, start, last)
         teacher.compile(train_steps, console.stage)
         evaluator.compile(steps)
+        if harness is not None:
+            stops, progress = session.channel.should_stop, phases.progress
+            harness.compile(config, steps, datasets.tokenizer, stops, progress)
     if not config.runtime.compiled_step:
         for program in train_steps.values():  # compilation may have changed how much memory is free
             check_program(config, program, lambda _: None)

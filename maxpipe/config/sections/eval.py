@@ -95,6 +95,20 @@ class EvalConfig:
     """Generative tasks, keyed by name: `eval.generative_tasks.gsm8k.path=gsm8k.jsonl` adds the
     metric `eval/gsm8k/score`. All tasks are scored in each evaluation, and the completions are
     written to `evaluations/` in the run folder."""
+    harness_tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness, which `pip install 'maxpipe[harness]'` installs. The metrics
+    are `harness/TASK/METRIC`. Datasets are downloaded at the start of the run, unless they are in
+    the cache of the `datasets` package."""
+    harness_every: int = 0
+    """Number of steps between evaluations of `eval.harness_tasks`; a multiple of `eval.every`. 0
+    selects all evaluations."""
+    harness_limit: int = 0
+    """Number of examples of each task in `eval.harness_tasks`. 0 uses all examples."""
+    harness_fewshot: int = -1
+    """Number of solved examples before each question in `eval.harness_tasks`. -1 uses the default
+    of each task."""
+    harness_path: str = ""
+    """Folder with YAML files of further tasks for `eval.harness_tasks`."""
     patience: int = 0
     """Patience for early stopping: the run ends after this number of consecutive evaluations
     without an improvement in `checkpoint.best_metric`. Before it ends, the run performs a final
@@ -131,6 +145,9 @@ add_ranges(
     Bound("eval.every", 100, 0, why="0 evaluates only after the last step"),
     Bound("eval.batch_size", 8, 0, why="0 uses train.batch_size"),
     Bound("eval.batches", 8, 0, why="0 evaluates no documents"),
+    Bound("eval.harness_every", 1000, 0, why="0 selects all evaluations"),
+    Bound("eval.harness_limit", 100, 0, why="0 uses all examples"),
+    Bound("eval.harness_fewshot", 5, -1, 1000, "-1 uses the default of each task"),
     Bound("eval.patience", 3, 0, why="0 disables early stopping"),
     Bound("eval.min_delta", 0.0, 0, LARGEST, "a negative improvement is a deterioration"),
     Bound("eval.sample_conversations", 4, 0, why="0 samples no conversations"),
@@ -247,6 +264,18 @@ def _generative_tasks_are_complete(config: Config) -> Iterator[RuleViolation]:
             rule += "permissions."
             action = f"Read the file, and set {key}.allow_code=true if you trust it."
             yield RuleViolation(Code.POST_REWARD, f"{key}.scorer_file", rule, action)
+
+
+@rule("eval.harness_every", "eval.every", "eval.harness_tasks")
+def _harness_runs_during_evaluations(config: Config) -> Iterator[RuleViolation]:
+    section = config.eval
+    if section.harness_tasks and section.every and section.harness_every % section.every:
+        yield RuleViolation(
+            Code.CFG_SIZES,
+            "eval.harness_every",
+            f"must be a multiple of eval.every ({section.every}).",
+            f"Set eval.harness_every={round_up(section.harness_every, section.every)}.",
+        )
 
 
 @rule(

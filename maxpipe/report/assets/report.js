@@ -175,9 +175,7 @@
   let settingRange = false;
 
   function metricInfo(tag) {
-    const found = data.metrics.find(([pattern]) =>
-      pattern === tag ||
-      new RegExp(`^${pattern.replace(/[.*+?^${}()|[\]\\]/g, "\\$&").replace("NAME", "[^/]+").replace("_K", "_\\d+")}$`).test(tag));
+    const found = data.metrics.find(([pattern]) => new RegExp(pattern).test(tag));
     return found ? { unit: found[1], meaning: found[2] } : { unit: "", meaning: "" };
   }
 
@@ -341,7 +339,7 @@
   }
 
   function matchTags(pattern, known) {
-    const expression = new RegExp(`^${pattern.replace(/[.*+?^${}()|[\]\\]/g, "\\$&").replace("NAME", "[^/]+")}$`);
+    const expression = new RegExp(pattern);
     return known.filter((tag) => expression.test(tag));
   }
 
