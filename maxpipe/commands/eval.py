@@ -335,7 +335,8 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--field",
         metavar="NAME",
-        help="with --prompts, field that the scorer reads (default: `answer`, `pattern` or `expression`)",
+        help="with --prompts, field that the scorer reads (default: `answer`, `pattern` or\n"
+        "`expression`)",
     )
     parser.add_argument(
         "--allow-code",

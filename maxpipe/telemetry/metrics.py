@@ -338,7 +338,7 @@ name."""
 
 
 def tag_pattern(tag: str) -> str:
-    """Return the regular expression of the tags that a declared tag stands for. NAME, TASK and
+    """Return a regular expression that matches the tags of a declared metric. NAME, TASK and
     METRIC match any name, and `_K` any number.
     """
     names = re.sub(r"\b(NAME|TASK|METRIC)\b", "[^/]+", tag.replace(".", r"\."))

@@ -35,8 +35,8 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerativeTaskConfig:
-    """Generative task: the model completes prompts in each evaluation, and a scorer compares the
-    completions with the expected answers.
+    """Generative task: the model completes prompts in each evaluation, and a scorer rates the
+    completions.
     """
 
     path: str = ""
