@@ -54,6 +54,7 @@ def read_run(run_dir: Path, name: str, report: Report | None = None) -> dict[str
         table = records.read_metrics(run_dir / METRICS_FILE, report)
         events = records.read_events(run_dir / EVENTS_FILE)
         samples = records.read_samples(run_dir / SAMPLES_FILE)
+        layers = records.read_layers(run_dir / "layers.jsonl")
     except OSError as error:
         raise StorageError(
             Code.RUN_RECORDS,
@@ -75,6 +76,7 @@ def read_run(run_dir: Path, name: str, report: Report | None = None) -> dict[str
         "series": records.encode_series(table),
         "events": events,
         "samples": samples,
+        "layers": layers,
         "evaluations": records.evaluations(table, best_mode_of),
         "sources": records.data_shares(table),
         "goodput": wall_time and _wall_time(wall_time),

@@ -31,6 +31,7 @@ MAX_POINTS = 20_000
 """Maximum number of points per metric. Longer series are averaged over consecutive records."""
 _MAX_EVENTS = 3_000
 _MAX_SAMPLE_STEPS, _MAX_SAMPLE_TEXT = 200, 20_000
+_MAX_LAYER_STEPS, _MAX_LAYER_BYTES, _MAX_EXPERT_ROWS = 300, 1 << 26, 2048
 _RUNNING_SECONDS = 600.0
 """Age of the newest record up to which an attempt without an end is shown as running."""
 _PROGRESS_LINES = 10_000
@@ -206,6 +207,71 @@ def _shorten(value: object) -> object:
     if isinstance(value, str) and len(value) > _MAX_SAMPLE_TEXT:
         return value[:_MAX_SAMPLE_TEXT] + "..."
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
+
+
+def read_layers(path: Path) -> dict[str, Any] | None:
+    """Read the layer statistics as matrices: `steps`, `rows` by matrix and base64 `values` by name,
+    `[steps, rows]` in row-major order; None without records.
+
+    At most `_MAX_LAYER_STEPS` evenly spaced records are used.
+    """
+    records: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for _, line in read_lines(path, longest=_MAX_LAYER_BYTES):
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                records.append({key: record.get(key) for key in ("step", *_LAYER_FIELDS)})
+    if not records:
+        return None
+    chosen = np.unique(np.linspace(0, len(records) - 1, _MAX_LAYER_STEPS).round().astype(int))
+    records = [records[index] for index in chosen]
+    rows: dict[str, list[str]] = {}
+    columns: dict[str, list[list[float]]] = {}
+    for number, record in enumerate(records):
+        for name, values in _layer_values(record).items():
+            names = [label for label, _ in values]
+            if name not in rows:
+                rows[name] = names
+                columns[name] = [[math.nan] * len(names) for _ in range(number)]
+            if len(names) == len(rows[name]):
+                columns[name].append([value for _, value in values])
+        for name, column in columns.items():
+            column += [[math.nan] * len(rows[name])] * (number + 1 - len(column))
+    return {
+        "steps": [record["step"] for record in records],
+        "rows": rows,
+        "values": {name: _base64(np.array(column), "<f4") for name, column in columns.items()},
+    }
+
+
+_LAYER_FIELDS = ("values", "outside", "experts")
+
+
+def _layer_values(record: Mapping[str, Any]) -> dict[str, list[tuple[str, float]]]:
+    """Return the labeled values of each statistic: one per layer, or one per layer and expert."""
+
+    def number(value: object) -> float:
+        return float(value) if type(value) is float or type(value) is int else math.nan
+
+    found: dict[str, list[tuple[str, float]]] = {}
+    values, outside, experts = (record.get(field) or {} for field in _LAYER_FIELDS)
+    for name, layers in values.items() if isinstance(values, dict) else ():
+        if isinstance(layers, list):
+            found[name] = [(f"layer {index}", number(each)) for index, each in enumerate(layers)]
+    for name, value in outside.items() if isinstance(outside, dict) else ():
+        found[name] = [("outside the layers", number(value))]
+    for name, layers in experts.items() if isinstance(experts, dict) else ():
+        entries = [
+            (f"layer {index}, expert {expert}", number(load))
+            for index, each in enumerate(layers if isinstance(layers, list) else ())
+            for expert, load in enumerate(each if isinstance(each, list) else ())
+        ]
+        if 0 < len(entries) <= _MAX_EXPERT_ROWS:
+            found[name] = entries
+    return found
 
 
 def evaluations(table: MetricTable, best: Callable[[str], str]) -> list[dict[str, Any]]:

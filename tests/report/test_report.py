@@ -90,6 +90,31 @@ def test_long_series_keep_mean_and_range(count: int) -> None:
     assert len(steps) == len(groups) and steps[-1] == count - 1
 
 
+def test_layer_statistics_become_matrices(tmp_path: Path) -> None:
+    path = tmp_path / "layers.jsonl"
+    first = {"step": 2, "values": {"a": [1.0, None]}, "outside": {"b": 3.0}}
+    second = {
+        "step": 4,
+        "values": {"a": [2.0, 5.0], "c": [7, "x"]},
+        "experts": {"load": [None, [0.25, 0.75]]},
+    }
+    path.write_text(json.dumps(first) + "\n{broken\n" + json.dumps(second) + "\n")
+    found = records.read_layers(path)
+    assert found is not None and found["steps"] == [2, 4]
+    assert found["rows"]["a"] == ["layer 0", "layer 1"]
+    assert found["rows"]["load"] == ["layer 1, expert 0", "layer 1, expert 1"]
+    nan = math.nan
+    expected = {
+        "a": [1, nan, 2, 5],
+        "b": [3, nan],
+        "c": [nan, nan, 7, nan],
+        "load": [nan, nan, 0.25, 0.75],
+    }
+    for name, values in expected.items():
+        np.testing.assert_allclose(_values(found["values"], name), values)
+    assert records.read_layers(tmp_path / "missing") is None
+
+
 def test_damaged_records_are_skipped_and_counted(tmp_path: Path) -> None:
     run = _write_run(tmp_path / "base")
     with open(run / "metrics.jsonl", "ab") as file:
@@ -148,7 +173,9 @@ def test_errors_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="requires chromium")
 @pytest.mark.parametrize("text", ["hello", HOSTILE])
 def test_page_in_a_browser(tmp_path: Path, text: str) -> None:
-    run = page.read_run(_write_run(tmp_path / "base", steps=300, text=text), "base")
+    folder = _write_run(tmp_path / "base", steps=300, text=text)
+    (folder / "layers.jsonl").write_text('{"step": 1, "values": {"a": [1.0, 2.0]}}\n')
+    run = page.read_run(folder, "base")
     out = tmp_path / "report.html"
     out.write_text(page.render([run]))
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]

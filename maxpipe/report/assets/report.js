@@ -72,6 +72,10 @@
     return `${(seconds / 3600).toFixed(1)} h`;
   }
 
+  function plural(count, name) {
+    return `${format(count)} ${name}${count === 1 ? "" : "s"}`;
+  }
+
   function table(columns, rows, numeric = []) {
     const cell = (tag, value, index) =>
       el(tag, { className: numeric.includes(index) ? "number" : String(value).length < 30 ? "short" : "" },
@@ -406,7 +410,7 @@
       const grid = el("div", { className: "grid" });
       const details = el("details", { ontoggle: () => {
         if (details.open && !grid.childElementCount) grid.append(...tags.map((tag) => chartCard(tag, [tag])));
-      } }, el("summary", {}, `${group}: ${tags.length} metrics`), grid);
+      } }, el("summary", {}, `${group}: ${plural(tags.length, "metric")}`), grid);
       return details;
     });
     section("Curves",
@@ -427,7 +431,8 @@
   }
 
   function heatMap(run) {
-    const { steps, rows, values } = run.layers, names = Object.keys(values);
+    const { steps, rows: allRows, values } = run.layers, names = Object.keys(values).sort();
+    let rows = [];
     const select = el("select", { "aria-label": "statistic", onchange: () => draw() },
       ...names.map((name) => el("option", {}, name)));
     const canvas = el("canvas", { className: "heat", role: "img" });
@@ -435,6 +440,7 @@
     let grid = [];
     function draw() {
       grid = decode(values[select.value], Float32Array);
+      rows = allRows[select.value];
       const known = grid.filter((value) => value !== null && Number.isFinite(value));
       const low = known.reduce((a, b) => Math.min(a, b), Infinity);
       const high = known.reduce((a, b) => Math.max(a, b), -Infinity);
@@ -454,7 +460,7 @@
       ctx.putImageData(pixels, 0, 0);
       const bar = el("canvas", { width: 100, height: 1 }), pen = bar.getContext("2d");
       for (let i = 0; i < 100; i++) { pen.fillStyle = `rgb(${viridis(i / 99)})`; pen.fillRect(i, 0, 1, 1); }
-      scale.replaceChildren(known.length ? format(low) : "no values", bar, known.length ? format(high) : "", log ? "(logarithmic)" : "");
+      scale.replaceChildren(known.length ? format(low) : "no values", bar, known.length ? format(high) : "", log ? " (logarithmic)" : "");
       canvas.setAttribute("aria-label", `${select.value} by layer and step, from ${format(low)} to ${format(high)}`);
     }
     canvas.addEventListener("mousemove", (event) => {
@@ -509,7 +515,7 @@
 
   function goodput() {
     section("Goodput", ...perRun((run) => run.goodput ? el("div", {},
-      el("p", {}, `${duration(run.goodput.seconds)} in ${run.goodput.attempts.length} attempt(s), ` +
+      el("p", {}, `${duration(run.goodput.seconds)} in ${plural(run.goodput.attempts.length, "attempt")}, ` +
         `${percent(run.goodput.productive_share)} of the time spent on productive steps`),
       stackedBar(run.goodput.causes.map(({ about, seconds }) => ({ name: about, value: seconds })), duration),
       table(["attempt", "began", "from step", "to step", "ended"], run.goodput.attempts.map((each, i) =>
