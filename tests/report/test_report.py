@@ -189,6 +189,7 @@ def test_page_in_a_browser(tmp_path: Path, text: str) -> None:
     assert titles == [
         "Runs",
         "Curves",
+        "Layers",
         "Goodput",
         "Data",
         "Evaluations",
