@@ -82,8 +82,9 @@ def _write(options: argparse.Namespace) -> bool:
     runs = {}
     with contextlib.closing(ProgressBar(" MiB")) as progress:
         for text in options.run:
-            run_dir = Path(folder_of_records(parse_run_address(text).run_dir)).absolute()
-            name = run_dir.name
+            address = parse_run_address(text).run_dir
+            run_dir = Path(folder_of_records(address)).absolute()
+            name = Path(address).absolute().name  # the copy of a bucket has another name
             while name in runs and runs[name]["folder"] != str(run_dir):
                 name += "'"  # runs of the same name in several folders
             runs[name] = page.read_run(run_dir, name, progress.report)
