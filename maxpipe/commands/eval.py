@@ -314,6 +314,12 @@ def add(commands: Commands) -> None:
         help="split to evaluate, where NAME is a validation set in data.validation (default:\n"
         "validation, or all if data.* selects other documents)",
     )
+    _add_task_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command=_eval)
+
+
+def _add_task_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--choices",
         metavar="FILE",
@@ -391,5 +397,3 @@ def add(commands: Commands) -> None:
         metavar="FILE",
         help="write the result of every question or completion as JSON Lines",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(command=_eval)

@@ -268,19 +268,15 @@ def add_ranges(*bounds: Bound) -> None:
 
 
 def _add_range_rule(bound: Bound) -> None:
-    """Register the rule of a range. In `eval.tasks.NAME.path`, NAME is any user-defined name."""
-    section, named, name = bound.key.partition(".NAME.")
-
-    @rule(section)
+    @rule(bound.key)
     def find(config: Config) -> Iterator[RuleViolation]:
-        value = value_of(config, section)
-        values = {section: value}
-        if named:
-            values = {f"{section}.{key}.{name}": getattr(each, name) for key, each in value.items()}
-        for key, value in values.items():
-            if not bound.holds(value):
-                action = f"Set {key}={format_value(bound.example)}."
-                yield RuleViolation(Code.CFG_VALUE, key, f"must be {bound}.", action)
+        if not bound.holds(value_of(config, bound.key)):
+            yield RuleViolation(
+                Code.CFG_VALUE,
+                bound.key,
+                f"must be {bound}.",
+                f"Set {bound.key}={format_value(bound.example)}.",
+            )
 
 
 EXAMPLES: dict[str, str] = {}

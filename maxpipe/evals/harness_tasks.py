@@ -7,7 +7,6 @@ metrics, which it shares with the others. The harness is imported on first use.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import logging
 import math
@@ -21,7 +20,7 @@ import jax
 import numpy as np
 
 from maxpipe.config.rules import did_you_mean
-from maxpipe.config.schema import Config
+from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.data.tokenizer import Tokenizer
 from maxpipe.errors import Code, ConfigError, MaxpipeError
 from maxpipe.evals.language_model import (
@@ -32,7 +31,6 @@ from maxpipe.evals.language_model import (
     right_pad,
     to_score,
 )
-from maxpipe.evals.multiple_choice import build_scoring_steps
 from maxpipe.generation.completions import DecodeEngineProtocol
 from maxpipe.generation.decoding import Sampling
 from maxpipe.generation.pipeline_decoding import (
@@ -55,20 +53,26 @@ class TrainingModel(RequestModel):
 
     def __init__(
         self,
-        config: Config,
         steps: Steps,
+        scoring_steps: Callable[[int], Steps],
         tokenizer: Tokenizer,
+        batch_size: int,
         should_stop: Callable[[], bool],
         moved: Callable[[], object],
     ):
-        """Set up the programs, which are compiled on first use. `moved` reports progress."""
-        length = config.train.sequence_length
-        super().__init__(
-            ScoringTokenizer(tokenizer, length),
-            config.eval.batch_size or config.train.batch_size,
-            should_stop,
-        )
-        self._config, self._steps, self._moved = config, steps, moved
+        """Set up the programs, which are compiled on first use.
+
+        Args:
+            steps: steps of the run.
+            scoring_steps: function that returns steps for sequences of at least this length.
+            tokenizer: tokenizer of the run.
+            batch_size: number of sequences that are scored together.
+            should_stop: function that returns whether all processes should stop.
+            moved: function that is called to report progress.
+        """
+        texts = ScoringTokenizer(tokenizer, steps.shape[1])
+        super().__init__(texts, batch_size, should_stop)
+        self._scoring_steps, self._moved = scoring_steps, moved
         self._programs: dict[int, tuple[Steps, Any]] = {}
         parts = decode_param_layout(steps.param_layout)
         self._convert = decode_param_converter(steps.param_layout, parts)
@@ -122,8 +126,7 @@ class TrainingModel(RequestModel):
 
     def _program(self, longest: int) -> tuple[Steps, Any]:
         """Return the scoring program of the shortest sequence length that fits."""
-        lengths = self.texts.tokenizer.byte_lengths
-        steps = build_scoring_steps(self._config, self._steps, lengths, longest)
+        steps = self._scoring_steps(longest)
         tokens = steps.shape[1]
         if tokens not in self._programs:
             program = steps.compile_reader(_scores_and_best, self.batch_size, everywhere=True)
@@ -153,21 +156,18 @@ class HarnessTasks:
         ConfigError: the harness is not installed, or a task is unknown or cannot be loaded.
     """
 
-    def __init__(self, config: Config):
-        settings = config.eval
-        self._names, self._config = list(settings.harness_tasks), settings
-        if importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError.one(
-                Code.ENV_PACKAGE,
-                _KEY,
-                ", ".join(self._names),
-                "requires lm-evaluation-harness.",
-                "Run: pip install 'maxpipe[harness]'",
-            )
+    def __init__(self, eval_config: EvalConfig):
+        self._names, self._config = list(eval_config.harness_tasks), eval_config
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported
-        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        try:
+            from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            rule = f"requires lm-evaluation-harness: {error}."
+            action = "Run: pip install 'maxpipe[harness]'"
+            names = ", ".join(self._names)
+            raise ConfigError.one(Code.ENV_PACKAGE, _KEY, names, rule, action) from error
 
-        self._manager = TaskManager(include_path=settings.harness_path or None)
+        self._manager = TaskManager(include_path=eval_config.harness_path or None)
         known = self._manager.all_tasks
         for name in self._names:
             if name not in known:
@@ -186,14 +186,15 @@ class HarnessTasks:
 
     def compile(
         self,
-        config: Config,
         steps: Steps,
+        scoring_steps: Callable[[int], Steps],
         tokenizer: Tokenizer,
         should_stop: Callable[[], bool],
         moved: Callable[[], object],
     ) -> None:
-        """Set up the programs for parameters sharded as in training (`steps`)."""
-        self._model = TrainingModel(config, steps, tokenizer, should_stop, moved)
+        """Set up the programs; see `TrainingModel`."""
+        rows = self._config.batch_size or steps.shape[0]
+        self._model = TrainingModel(steps, scoring_steps, tokenizer, rows, should_stop, moved)
 
     def is_due(self, step: int) -> bool:
         """Return whether the evaluation after a step includes these tasks."""

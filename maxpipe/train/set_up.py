@@ -29,7 +29,7 @@ from maxpipe.evals.early_stopping import EarlyStopping
 from maxpipe.evals.evaluate import Evaluator
 from maxpipe.evals.generative import GenerativeTask, ScoredCompletion
 from maxpipe.evals.harness_tasks import HarnessTasks
-from maxpipe.evals.multiple_choice import Task, open_tasks
+from maxpipe.evals.multiple_choice import Task, build_scoring_steps, open_tasks
 from maxpipe.hardware import hardware_of_device
 from maxpipe.io import files, redact
 from maxpipe.io.files import expand_path
@@ -83,23 +83,7 @@ def set_up(session: Session) -> Run:
     console.banner(banner)
     if session.is_first_process:
         _print_warnings(session, datasets)
-    tasks = open_tasks(config, datasets.tokenizer)
-    generative_tasks = _open_generative_tasks(session, datasets)
-    harness = HarnessTasks(config) if config.eval.harness_tasks else None
-    _check_same_data(session, datasets, (*tasks, *generative_tasks))
-    evaluator = Evaluator(
-        config.eval,
-        datasets,
-        tasks,
-        console,
-        session.channel.should_stop,
-        phases.progress,
-        generative_tasks,
-        session.channel.compare_across_processes,
-        partial(_write_completions, session),
-        harness,
-        session.is_first_process,
-    )
+    evaluator = _build_evaluator(session, datasets)
     sample_generator = _build_sample_generator(config, steps, datasets)
     with phases.enter(RESTORE):
         start = restore_or_init(
@@ -118,10 +102,7 @@ def set_up(session: Session) -> Run:
     with phases.enter(COMPILE):
         train_steps = _compile_train_steps(session, steps, datasets, start, last)
         teacher.compile(train_steps, console.stage)
-        evaluator.compile(steps)
-        if harness is not None:
-            stops, progress = session.channel.should_stop, phases.progress
-            harness.compile(config, steps, datasets.tokenizer, stops, progress)
+        _compile_evaluator(session, evaluator, steps)
     if not config.runtime.compiled_step:
         for program in train_steps.values():  # compilation may have changed how much memory is free
             check_program(config, program, lambda _: None)
@@ -167,6 +148,36 @@ def _print_warnings(session: Session, datasets: Datasets) -> None:
         session.console.warn(remark)
     with session.phases.enter(DATA_SET_UP):
         check_overlap(session.config, datasets, session.console.warn, session.phases.progress)
+
+
+def _build_evaluator(session: Session, datasets: Datasets) -> Evaluator:
+    """Open the tasks, and return the evaluator of the run."""
+    config = session.config
+    tasks = open_tasks(config, datasets.tokenizer)
+    generative_tasks = _open_generative_tasks(session, datasets)
+    harness = HarnessTasks(config.eval) if config.eval.harness_tasks else None
+    _check_same_data(session, datasets, (*tasks, *generative_tasks))
+    return Evaluator(
+        config.eval,
+        datasets,
+        tasks,
+        session.console,
+        session.channel.should_stop,
+        session.phases.progress,
+        generative_tasks,
+        session.channel.compare_across_processes,
+        partial(_write_completions, session),
+        harness,
+        session.is_first_process,
+    )
+
+
+def _compile_evaluator(session: Session, evaluator: Evaluator, steps: Steps) -> None:
+    evaluator.compile(steps)
+    if evaluator.harness is not None:
+        tokenizer, stops = evaluator.datasets.tokenizer, session.channel.should_stop
+        scoring = partial(build_scoring_steps, session.config, steps, tokenizer.byte_lengths)
+        evaluator.harness.compile(steps, scoring, tokenizer, stops, session.phases.progress)
 
 
 def _open_generative_tasks(session: Session, datasets: Datasets) -> list[GenerativeTask]:

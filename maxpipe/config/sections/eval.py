@@ -153,19 +153,18 @@ add_ranges(
     Bound("eval.sample_conversations", 4, 0, why="0 samples no conversations"),
     Bound("eval.sample_every", 100, 0, why="0 disables samples"),
     Bound("eval.sample_max_tokens", 64, 1),
-    *(
-        Bound(f"eval.generative_tasks.NAME.{name}", *limits)
-        for name, limits in {
-            "samples": (4, 1, 1024),
-            "temperature": (0.8, 0, 100),
-            "max_tokens": (256, 1),
-            "num_prompts": (100, 0),
-        }.items()
-    ),
-    Bound("eval.generative_tasks.NAME.timeout_seconds", 10.0, 0, 86400, low_is_inside=False),
     Bound("eval.sample_temperature", 1.0, 0, LARGEST, "the value must fit in float32"),
 )
 
+
+_TASK_BOUNDS = (
+    Bound("samples", 4, 1, 1024),
+    Bound("temperature", 0.8, 0, 100),
+    Bound("max_tokens", 256, 1),
+    Bound("num_prompts", 100, 0),
+    Bound("timeout_seconds", 10.0, 0, 86400, low_is_inside=False),
+)
+"""Ranges of the keys of a generative task."""
 
 LOSS = "eval/loss"
 
@@ -242,19 +241,20 @@ def _generative_tasks_are_complete(config: Config) -> Iterator[RuleViolation]:
             yield RuleViolation(
                 Code.DATA_MISSING, f"{key}.path", rule, f"Set {key}.path={name}.jsonl."
             )
-        if name in config.eval.tasks:
-            rule = f"must differ from the tasks in eval.tasks, which also write eval/{name}/..."
-            action = f"Rename {key} to eval.generative_tasks.{name}_text."
-            yield RuleViolation(Code.CFG_CONFLICT, key, rule, action)
-        if name in config.data.validation:
-            rule = "must differ from the validation sets in data.validation."
-            action = f"Rename {key} to eval.generative_tasks.{name}_text."
-            yield RuleViolation(Code.CFG_CONFLICT, key, rule, action)
+        if name in (*config.eval.tasks, *config.data.validation):
+            rule = "must differ from the names in eval.tasks and data.validation, whose metrics "
+            action = f"Rename the task to eval.generative_tasks.{name}_text."
+            yield RuleViolation(Code.CFG_VALUE, key, f"{rule}are eval/{name}/...", action)
+        for bound in _TASK_BOUNDS:
+            if not bound.holds(getattr(task, bound.key)):
+                action = f"Set {key}.{bound.key}={bound.example:g}."
+                rule = f"must be {bound}."
+                yield RuleViolation(Code.CFG_VALUE, f"{key}.{bound.key}", rule, action)
         if task.samples > 1 and task.temperature == 0:
             rule = f"must be more than 0 with {key}.samples={task.samples}: "
             rule += "greedy completions of one prompt are equal."
             action = f"Set {key}.temperature=0.8, or {key}.samples=1."
-            yield RuleViolation(Code.CFG_CONFLICT, f"{key}.temperature", rule, action)
+            yield RuleViolation(Code.CFG_VALUE, f"{key}.temperature", rule, action)
         if task.scorer_file and not is_function_in_file(task.scorer_file):
             rule = "must be a Python file and the name of a function in it, as FILE.py:FUNCTION."
             action = f"Set {key}.scorer_file=scorer.py:score."
