@@ -139,7 +139,8 @@ def _finish_activations(statistics: Mapping[str, Any]) -> Iterator[tuple[str, Ar
 # Conversion to one value per layer, on the host.
 
 Values = list[Any]
-"""One value per layer of the network, followed by the MTP layers; None for other layers."""
+"""List with one value per layer of the network, followed by the MTP layers; None if a layer has no
+value."""
 
 
 def summarize(model: Model, collected: LayerStatistics) -> dict[str, Any]:

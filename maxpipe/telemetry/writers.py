@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from maxpipe.schedule.canvas import Canvas
 
 MAX_LAYERS_LINE_BYTES = 1 << 28
-"""Maximum length of a record in `layers.jsonl`; histograms of large models take many megabytes."""
+"""Maximum length of a record in `layers.jsonl`; histograms of large models need many megabytes."""
 _SCALE = 3
 """Number of PNG pixels per drawing unit, chosen so that images are sharp at full size."""
 

@@ -24,7 +24,8 @@ class LayerStatsConfig:
     and updates."""
     histograms: bool = False
     """Also record histograms of parameters, gradients and, with `layer_stats.activations`,
-    activations. Histograms take much more time than the other statistics."""
+    activations. Histograms are much slower to compute than the other
+    statistics."""
 
 
 add_ranges(
