@@ -50,7 +50,7 @@ from maxpipe.nn.module import (
 )
 from maxpipe.nn.per_layer_input import PerLayerInput
 from maxpipe.parallel import scopes
-from maxpipe.parallel.collectives import local_positions
+from maxpipe.parallel.collectives import Statistic, local_positions
 from maxpipe.parallel.lora_weight import dropout
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules, constrain, shard_embeddings_by_batch
@@ -239,7 +239,7 @@ _STREAMS = {"embedding": 1, "head": 2, MTP: 3}
 Params = dict[str, Any]
 LayerKey = Key[Array, ""] | None
 Losses = Mapping[str, Float[Array, ""]]
-Statistics = Mapping[str, Array]
+Statistics = Mapping[str, Statistic]
 
 
 class DecoderOutput(NamedTuple):

@@ -15,6 +15,7 @@ from maxpipe.models.config import ModelConfig
 from maxpipe.models.layers import mlp
 from maxpipe.models.spec import Number, Part
 from maxpipe.nn.activation_statistics import ActivationRecorder
+from maxpipe.parallel.collectives import Statistic
 from maxpipe.parallel.quantized_matmul import MatmulQuantizer
 from maxpipe.parallel.sequence_parallel import SequenceParallel
 from maxpipe.parallel.sharding import AxisRules
@@ -86,8 +87,8 @@ class Output(NamedTuple):
     x: Float[Array, "B T D"]
     losses: Mapping[str, Float[Array, ""]] = {}
     """Float32 losses, summed over target tokens."""
-    statistics: Mapping[str, Array] = {}
-    """Statistics, summed over tokens, with gradients stopped."""
+    statistics: Mapping[str, Statistic] = {}
+    """Statistics, which are sums or maxima over tokens, with gradients stopped."""
     cache: Any = None
     """Cache that includes the tokens of this step. Set only in decoding."""
     carried: Mapping[str, Float[Array, "B T size"]] = {}

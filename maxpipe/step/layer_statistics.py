@@ -292,22 +292,21 @@ def largest_values(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics that summarize a record: extreme values, and the layers that have them."""
     metrics: dict[str, float] = {}
 
-    def find(tag: str, prefix: str, *, smallest: bool = False, layer: bool = False) -> None:
-        found = [
+    def find(prefix: str, tag: str, layer_tag: str = "", *, smallest: bool = False) -> None:
+        pairs = [
             (value, row)
             for name, row_values in record["values"].items()
             if name.startswith(prefix)
             for row, value in enumerate(row_values)
             if value is not None and math.isfinite(value)
         ]
-        if found:
-            value, row = min(found) if smallest else max(found)
-            metrics[f"layers/{tag}"] = value
-            if layer:
-                metrics[f"layers/{tag}_layer"] = float(row)
+        if pairs:
+            metrics[tag], row = min(pairs) if smallest else max(pairs)
+            if layer_tag:
+                metrics[layer_tag] = float(row)
 
-    find("activation_max", "activation_max/", layer=True)
-    find("attention_logit_max", "attention_logit_max")
-    find("update_ratio_max", "update_ratio/", layer=True)
-    find("update_ratio_min", "update_ratio/", smallest=True)
+    find("activation_max/", "layers/activation_max", "layers/activation_max_layer")
+    find("attention_logit_max", "layers/attention_logit_max")
+    find("update_ratio/", "layers/update_ratio_max", "layers/update_ratio_max_layer")
+    find("update_ratio/", "layers/update_ratio_min", smallest=True)
     return metrics
