@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from maxpipe.nn.attention.interface import Mask
+from maxpipe.nn.attention.interface import Mask, repeat_kv_heads
 from maxpipe.parallel.collectives import (
     Maximum,
     Statistic,
@@ -34,7 +34,7 @@ from maxpipe.parallel.collectives import (
     sum_over,
 )
 from maxpipe.parallel.mesh import CONTEXT
-from maxpipe.parallel.sharding import auto_sharded
+from maxpipe.parallel.sharding import auto_axes, auto_sharded
 
 NUM_SAMPLED_QUERIES = 64
 """Number of evenly spaced query positions per sequence whose attention scores are recorded."""
@@ -80,7 +80,7 @@ def count_bins(
 
     `counts` selects the entries to count. XLA for CPU executes a scatter several times as fast as a
     loop over bins. On other platforms, scatters to a few addresses are slow, and the loop reads one
-    byte per entry and bin.
+    byte per entry and bin. For a scatter, XLA would gather a sharded array.
     """
     bins, dims = histogram_bins(x), tuple(range(stacked, x.ndim))
     if counts is not None:
@@ -100,7 +100,9 @@ def count_bins(
         return count(bins.astype(jnp.int32))
 
     def run(bins: Array) -> Array:
-        return lax.platform_dependent(bins, cpu=scatter, default=loop)
+        return (
+            loop(bins) if auto_axes() else lax.platform_dependent(bins, cpu=scatter, default=loop)
+        )
 
     bins = lax.optimization_barrier(bins)
     return auto_sharded(run, PartitionSpec())(bins).astype(jnp.float32)
@@ -188,6 +190,7 @@ def _attention_statistics(
     keys. Sums are returned by the first device along the context axis, and are 0 on the others.
     """
     rows, tokens, heads, size = query.shape
+    key = repeat_kv_heads(key, heads)
     groups, total = key.shape[2], tokens * axis_size(CONTEXT)
     count = min(NUM_SAMPLED_QUERIES, total)
     places = (2 * np.arange(count) + 1) * total // (2 * count)

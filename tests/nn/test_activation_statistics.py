@@ -54,7 +54,8 @@ def test_attention_statistics_match_numpy(options: dict[str, Any]) -> None:
     recorder.record_attention(jnp.asarray(query), jnp.asarray(key), mask)
     window, scale = int(options.get("window", 0)), options.get("scale", SIZE**-0.5)
     cap, sinks = options.get("soft_cap", 0.0), options.get("sinks")
-    entropies, largest, count = [], -np.inf, 0
+    entropies: list[float] = []
+    largest, count = -np.inf, 0
     for row in range(ROWS):
         for place in sorted({(2 * n + 1) * TOKENS // 128 for n in range(64)}):
             if not ids[row, place]:
@@ -106,7 +107,7 @@ def test_dead_units_are_zero_for_all_tokens() -> None:
     recorder = ActivationRecorder({"segment_ids": jnp.asarray(ids)}, histograms=False)
     recorder.record_hidden("hidden", jnp.asarray(x))
     largest = value(recorder.statistics["unit_max/hidden"])
-    np.testing.assert_array_equal(largest, np.float32([0.0, 2.0, 0.0, 1e-30]))
+    np.testing.assert_array_equal(largest, np.array([0.0, 2.0, 0.0, 1e-30], np.float32))
 
 
 def test_bins_match_numpy_at_powers_of_two_and_extremes() -> None:
@@ -115,7 +116,7 @@ def test_bins_match_numpy_at_powers_of_two_and_extremes() -> None:
     x = np.array([*exact, 0.0, -0.0, 1.5, -1.5, 3e38, -3e38, np.inf, -np.inf, 1e-45], np.float32)
     counts = np.asarray(count_bins(jnp.asarray(x)))
     wanted = np.zeros(NUM_BINS)
-    for entry in np.float64(x):
+    for entry in x.tolist():
         magnitude = abs(entry)
         place = 0
         if magnitude >= 2.0**-24:

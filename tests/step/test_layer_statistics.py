@@ -270,7 +270,11 @@ LAYOUTS: list[tuple[str, dict[str, Any]]] = [
         | {"fsdp": 2},
     ),
     ("llama", {"stages": 2, "microbatches": 2, "tensor": 2, "split": "sequence", "fsdp": 2}),
-    ("llama", {"stages": 2, "microbatches": 2, "context": 2, "attends": "ring", "data": 2}),
+    (
+        "llama",
+        {"stages": 2, "microbatches": 2, "context": 2, "attends": "ring", "data": 2}
+        | {"idle": "compute"},
+    ),
     ("llama", {"stages": 2, "microbatches": 2, "context": 2, "attends": "ulysses"}),
     ("llama", {"stages": 2, "microbatches": 2, "shard_mode": "explicit", "tensor": 2, "fsdp": 2}),
     ("llama", {"microbatches": 2, "attention": "blockwise", "tensor": 2}),
