@@ -173,7 +173,7 @@ def test_every_written_metric_is_declared() -> None:
     folders = ("train", "step", "evals", "posttrain")
     for path in (path for folder in folders for path in (ROOT / "maxpipe" / folder).glob("*.py")):
         code = path.read_text(encoding="utf-8")
-        groups = "train|eval|perf|pipe|memory|distill|rollout"
+        groups = "train|eval|perf|pipe|memory|distill|rollout|layers"
         written |= set(re.findall(rf'"((?:{groups})/\w+)"', code))
         of_sources = re.findall(r'source_tag\(name, "(\w+)"\)', code)
         written |= {f"source/NAME/{each}" for each in of_sources}

@@ -154,6 +154,7 @@ def _models() -> Mapping[str, BundledConfig]:
 CONFIG_FILE = "config.yml"
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
+LAYERS_FILE = "layers.jsonl"
 EVENTS_FILE = "events.jsonl"
 FORECAST_FILE = "forecast.json"
 REFERENCE_FILE = "references.npz"

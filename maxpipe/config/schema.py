@@ -35,6 +35,7 @@ from maxpipe.config.sections.eval import EvalConfig
 from maxpipe.config.sections.grpo import GrpoConfig
 from maxpipe.config.sections.guard import GuardConfig
 from maxpipe.config.sections.launch import LaunchConfig
+from maxpipe.config.sections.layer_stats import LayerStatsConfig
 from maxpipe.config.sections.log import LogConfig
 from maxpipe.config.sections.model import FAMILY, MODEL_KEYS, family_section
 from maxpipe.config.sections.optim import OptimConfig
@@ -71,6 +72,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    layer_stats: LayerStatsConfig = field(default_factory=LayerStatsConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)

@@ -25,6 +25,7 @@ class Metric:
 
 _DISTILLED = "with `train.objective=distill`"
 _EVALUATED, _MIXED = "after an evaluation", "with `data.mixture`"
+_LAYERS = "with `layer_stats.every`"
 _GRPO = "with `train.objective=grpo`"
 _PREFERENCE = "with `train.objective=preference`"
 _PREFERENCE_METRICS = {
@@ -301,6 +302,31 @@ METRICS = (
         "pipe/bubble_pct",
         "percent",
         "Percentage of idle slots in the pipeline schedule; see `maxpipe schedule`.",
+    ),
+    Metric(
+        "layers/activation_max",
+        "",
+        "Largest magnitude of any recorded activation in the newest record of `layers.jsonl`. All "
+        "metrics of the group `layers` refer to this record.",
+        _LAYERS,
+    ),
+    Metric("layers/activation_max_layer", "", "Index of the layer with this activation.", _LAYERS),
+    Metric(
+        "layers/attention_logit_max",
+        "",
+        "Largest attention logit of the sampled queries, over all layers.",
+        _LAYERS,
+    ),
+    Metric(
+        "layers/update_ratio_max",
+        "",
+        "Largest ratio of the norm of an update to the norm of its parameter, over all parameters "
+        "in layers.",
+        _LAYERS,
+    ),
+    Metric("layers/update_ratio_max_layer", "", "Index of the layer with this ratio.", _LAYERS),
+    Metric(
+        "layers/update_ratio_min", "", "Smallest ratio, defined as `update_ratio_max`.", _LAYERS
     ),
     Metric(
         "memory/device_peak_bytes",

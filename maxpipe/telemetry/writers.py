@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from maxpipe.config.config_files import (
     EVENTS_FILE,
+    LAYERS_FILE,
     METRICS_FILE,
     SAMPLES_FILE,
     TENSORBOARD_FOLDER,
@@ -38,6 +39,8 @@ from maxpipe.telemetry.metrics import CHARTS, tag_pattern
 if TYPE_CHECKING:
     from maxpipe.schedule.canvas import Canvas
 
+MAX_LAYERS_LINE_BYTES = 1 << 28
+"""Maximum length of a record in `layers.jsonl`; histograms of large models need many megabytes."""
 _SCALE = 3
 """Number of PNG pixels per drawing unit, chosen so that images are sharp at full size."""
 
@@ -79,13 +82,37 @@ def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:
 
 def image(tag: str, drawing: Canvas, description: str = "") -> Any:
     """Return an image summary for the "Images" tab, which shows the description next to the tag."""
-    from tensorboard.plugins.image import metadata
-
     file = BytesIO()
     drawing.png(file, _SCALE)
-    size = [str(round(_SCALE * each)).encode() for each in (drawing.width, drawing.height)]
+    size = round(_SCALE * drawing.width), round(_SCALE * drawing.height)
+    return png_image(tag, file.getvalue(), size, description)
+
+
+def png_image(tag: str, png: bytes, size: tuple[int, int], description: str = "") -> Any:
+    """Return an image summary of a PNG file, whose size is (width, height) in pixels."""
+    from tensorboard.plugins.image import metadata
+
     about = metadata.create_summary_metadata(display_name=tag, description=description)
-    return _tensor(tag, about, [*size, file.getvalue()])
+    return _tensor(tag, about, [*(str(each).encode() for each in size), png])
+
+
+def histogram(tag: str, edges: Sequence[float], counts: Sequence[float]) -> Any:
+    """Return a histogram summary for the "Histograms" tab; there is one more edge than counts."""
+    from tensorboard.compat.proto import summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2
+    from tensorboard.plugins.histogram import metadata
+
+    modules: Any = (summary_pb2, tensor_pb2, tensor_shape_pb2, types_pb2)
+    summaries, tensors, shapes, types = modules
+    shape = shapes.TensorShapeProto()
+    shape.dim.add(size=len(counts))
+    shape.dim.add(size=3)
+    rows = zip(edges[:-1], edges[1:], counts, strict=True)
+    tensor = tensors.TensorProto(dtype=types.DT_DOUBLE, tensor_shape=shape)
+    tensor.double_val.extend(value for row in rows for value in row)
+    about = metadata.create_summary_metadata(display_name=tag, description="")
+    summary = summaries.Summary()
+    summary.value.add(tag=tag, metadata=about, tensor=tensor)
+    return summary
 
 
 def _tensor(tag: str, metadata: Any, values: Sequence[bytes]) -> Any:
@@ -227,7 +254,7 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class MetricWriter:
-    """Writes `metrics.jsonl`, `samples.jsonl` and TensorBoard files.
+    """Writes `metrics.jsonl`, `samples.jsonl`, `layers.jsonl` and TensorBoard files.
 
     The JSON files have one object per logged step. Records of steps after `resume_step`, the step
     of the restored checkpoint, are removed because these steps are repeated. Non-finite values are
@@ -245,6 +272,7 @@ class MetricWriter:
         self._file: _SafeFile | None = None
         self._events: _TensorBoardFile | None = None
         self._samples = _SafeFile(run_dir / SAMPLES_FILE, ours)
+        self._layers = _SafeFile(run_dir / LAYERS_FILE, ours)
         self._last: tuple[int, int, dict[str, object]] | None = None  # (step, offset, record)
         if process_index != 0:
             return
@@ -257,6 +285,7 @@ class MetricWriter:
                 return
             self._last = _truncate_after_step(self._file.path, resume_step, self._tags)
             _truncate_after_step(self._samples.path, resume_step)
+            _truncate_after_step(self._layers.path, resume_step, longest=MAX_LAYERS_LINE_BYTES)
         if tensorboard:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
@@ -299,16 +328,26 @@ class MetricWriter:
             shown = "\n".join(f"    {line}" for line in both.splitlines())
             self.text(f"samples/{number}", shown, step)
 
+    def layers(self, step: int, record: Mapping[str, object]) -> None:
+        """Record the layer statistics of a step."""
+        if self._file is not None:
+            self._layers.append(_json_line({"step": step, "time": _now(), **record}))
+
+    @property
+    def shows_tensorboard(self) -> bool:
+        """Return whether this process writes TensorBoard files."""
+        return self._events is not None
+
     def text(self, tag: str, markdown: str, step: int = 0) -> None:
         """Add Markdown text, e.g. the resolved config, to TensorBoard."""
         if self._events is not None:
             self._events.text(tag, redact.redact_text(markdown), step)
 
-    def show(self, summary: Callable[[], Any]) -> None:
+    def show(self, summary: Callable[[], Any], step: int = 0) -> None:
         """Add the result of `summary` to TensorBoard, or do nothing without TensorBoard."""
         events = self._events
         if events is not None:
-            events.summary(summary())
+            events.summary(summary(), step)
 
     def close(self) -> None:
         """Close the writer. Nothing is buffered, so a process that dies may skip this call."""
@@ -322,18 +361,19 @@ class _MetricRecord(TypedDict):
 
 
 def _truncate_after_step(
-    path: Path, step: int, tags: set[str] | None = None
+    path: Path, step: int, tags: set[str] | None = None, longest: int = 1 << 20
 ) -> tuple[int, int, dict[str, object]] | None:
     """Remove records of steps after `step`, older duplicates and incomplete lines from a file.
 
-    The tags of the remaining records are added to `tags`. Return the last record's step, offset and
+    Lines longer than `longest` bytes are also removed. The tags of the remaining records are added
+    to `tags`. Return the last record's step, offset and
     content, or None if no record remains.
     """
     kept: dict[int, tuple[int, int]] = {}
     """Start and end offsets of each step's newest record."""
     size = 0
     try:
-        for offset, line in files.read_lines(path):
+        for offset, line in files.read_lines(path, longest=longest):
             with contextlib.suppress(ValueError):
                 record = parse_json(line, _MetricRecord)
                 if (recorded := record["step"]) <= step and line.endswith(b"\n"):

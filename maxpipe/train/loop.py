@@ -82,7 +82,7 @@ def _train_steps(run: Run) -> None:
             batch = meter.next_batch(batches)
             session.phases.progress(step)
             with session.phases.enter(STEP):
-                metrics = run.train_step(batch)
+                metrics = run.train_step(step, batch)
                 meter.record_step(metrics, len(batch["tokens"]))
             run.bad_step_monitor.record_step(step, metrics)
             if step % config.log.every == 0 or step == last:
@@ -308,6 +308,7 @@ class ThroughputMeter:
             metrics["perf/rollout_s"] = self._rollout_seconds / self._steps
         metrics |= _data_metrics(run, step)
         metrics |= run.post_training.teacher_source.take_metrics()
+        metrics |= run.layer_recorder.take_metrics(run.writer)
         metrics |= memory_in_use()
         if self._peak_flops is not None:
             metrics["perf/mfu"] = device_flops / self._peak_flops

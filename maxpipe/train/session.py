@@ -35,6 +35,7 @@ from maxpipe.config.config_files import (
     CONFIG_FILE,
     EVENTS_FILE,
     FORECAST_FILE,
+    LAYERS_FILE,
     METRICS_FILE,
     REFERENCE_FILE,
     SAMPLES_FILE,
@@ -186,7 +187,8 @@ def _exists(path: str) -> bool:
     return next(glob.iglob(expanded, recursive=True), None) is not None
 
 
-_RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
+_TRUNCATED_FILES = (METRICS_FILE, SAMPLES_FILE, LAYERS_FILE)
+_RECORDS = (*_TRUNCATED_FILES, *(f"{name}.new" for name in _TRUNCATED_FILES), EVENTS_FILE)
 WRITTEN_FILES = (CONFIG_FILE, FORECAST_FILE, REFERENCE_FILE, *_RECORDS)
 
 

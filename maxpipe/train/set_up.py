@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,7 @@ from maxpipe.train import data_end
 from maxpipe.train.attention_check import check_run_attention
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
+from maxpipe.train.layer_records import LayerRecorder
 from maxpipe.train.memory_check import check_program
 from maxpipe.train.resume import RunStart, build_reference, restore_or_init
 from maxpipe.train.run import PostTraining, Run, Validation
@@ -101,10 +102,12 @@ def set_up(session: Session) -> Run:
         _attach_references(session, steps, datasets, start)
     with phases.enter(COMPILE):
         train_steps = _compile_train_steps(session, steps, datasets, start, last)
+        recording_steps = _compile_recording_steps(session, steps, train_steps)
         teacher.compile(train_steps, console.stage)
         _compile_evaluator(session, evaluator, steps)
     if not config.runtime.compiled_step:
-        for program in train_steps.values():  # compilation may have changed how much memory is free
+        # Compilation may have changed how much memory is free.
+        for program in (*train_steps.values(), *recording_steps.values()):
             check_program(config, program, lambda _: None)
     session.events.write(
         "start",
@@ -133,11 +136,18 @@ def set_up(session: Session) -> Run:
         ),
         validation=Validation(evaluator, early_stopping, sample_generator),
         post_training=post_training,
+        layer_recorder=LayerRecorder(
+            config.layer_stats,
+            steps.param_layout.decoder.model,
+            recording_steps,
+            session.run_dir,
+        ),
     )
     write_run_summary(run, dict(banner))
     _record_forecast(run, first)
     session.write_config()
     stack.callback(lambda: run.writer.close())  # a rollback opens another writer
+    stack.callback(lambda: run.layer_recorder.close(run.writer))
     return run
 
 
@@ -382,6 +392,21 @@ def _device_bytes(array: jax.ShapeDtypeStruct) -> int:
     """Return the size of one device's shard in bytes."""
     shape = array.shape if array.sharding is None else array.sharding.shard_shape(array.shape)
     return math.prod(shape) * array.dtype.itemsize
+
+
+def _compile_recording_steps(
+    session: Session, steps: Steps, train_steps: Mapping[int, Any]
+) -> dict[int, Any]:
+    """Return compiled train steps that record layer statistics, for the same batch sizes."""
+    config, console = session.config, session.console
+    recording_steps = {}
+    for rows in train_steps if config.layer_stats.every else ():
+        suffix = f" for batches of {rows} sequences" if len(train_steps) > 1 else ""
+        with console.stage(f"compiling train step with layer statistics{suffix}"):
+            recording = steps.with_batch_size(rows).with_layer_statistics(config.layer_stats)
+            recording_steps[rows] = recording.compile_train()
+        check_program(config, recording_steps[rows], console.warn)
+    return recording_steps
 
 
 def banner_lines(config: Config, steps: Steps, datasets: Datasets) -> list[tuple[str, str]]:

@@ -252,6 +252,26 @@ def test_rollback_restores_checkpoint_and_skips_bad_batch(trainer: FaultyTrainer
     }
 
 
+def test_rollback_records_layer_statistics_of_repeated_steps_once(trainer: FaultyTrainer) -> None:
+    trainer.bad, last = {9}, 12
+    trainer.train(*BACK, f"train.steps={last}", "layer_stats.every=2")
+    lines = (trainer.folder / "layers.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    assert [each["step"] for each in found] == [2, 4, 6, 8, 10, 12]
+    assert all(None not in each["values"]["grad_norm/mlp.up"] for each in found)
+
+
+def test_skipped_steps_are_recorded_without_update(trainer: FaultyTrainer) -> None:
+    """The gradients of a bad step are null, and its updates are 0."""
+    trainer.bad = {3}
+    trainer.train("guard.bad_steps=skip", "train.steps=6", "layer_stats.every=2")
+    lines = (trainer.folder / "layers.jsonl").read_text().splitlines()
+    found = {each["step"]: each["values"] for each in map(json.loads, lines)}
+    assert found[4]["grad_norm/mlp.up"] == [None] * 4
+    assert found[4]["update_norm/mlp.up"] == [0.0] * 4
+    assert min(found[6]["update_norm/mlp.up"]) > 0
+
+
 @pytest.mark.long
 def test_resume_after_rollback_is_bitwise_equal(trainer: FaultyTrainer, tmp_path: Path) -> None:
     """The run crashes before and after its first save after a rollback, and again later."""
