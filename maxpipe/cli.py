@@ -29,6 +29,7 @@ from maxpipe.commands import (
     huggingface,
     launch,
     plan,
+    profile,
     report,
     schedule,
     tokenizer,
@@ -229,6 +230,7 @@ def command_line_parser() -> Parser:
     fetch.add(commands)
     huggingface.add(commands)
     board.add_goodput(commands)
+    profile.add(commands)
     board.add_curves(commands)
     report.add(commands)
     board.add(commands)

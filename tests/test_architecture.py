@@ -35,6 +35,7 @@ LAYERS = {
     "huggingface": "import from and export to Hugging Face folders",
     "maxtext": "import of MaxText checkpoints",
     "planner": "memory and time predictions, layout search, compile reports",
+    "profiles": "traces of training steps, and the measured bubble",
     "restore": "initial weights of a run",
     "generation": "text generation",
     "posttrain": "teachers, reference models, rollouts",

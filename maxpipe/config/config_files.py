@@ -160,6 +160,7 @@ FORECAST_FILE = "forecast.json"
 REFERENCE_FILE = "references.npz"
 TENSORBOARD_FOLDER = "tensorboard"
 EVALUATIONS_FOLDER = "evaluations"
+PROFILES_FOLDER = "profiles"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the checkpoint folder inside the run folder, or inside the run's folder in
 `checkpoint.dir`."""

@@ -42,6 +42,7 @@ from maxpipe.config.sections.optim import OptimConfig
 from maxpipe.config.sections.pipeline import PipelineConfig
 from maxpipe.config.sections.plugins import PluginsConfig
 from maxpipe.config.sections.preference import PreferenceConfig
+from maxpipe.config.sections.profile import ProfileConfig
 from maxpipe.config.sections.run import RunConfig
 from maxpipe.config.sections.runtime import RuntimeConfig
 from maxpipe.config.sections.source import SOURCES, SourceName
@@ -73,6 +74,7 @@ class Config:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     log: LogConfig = field(default_factory=LogConfig)
     layer_stats: LayerStatsConfig = field(default_factory=LayerStatsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     plugins: PluginsConfig = field(default_factory=PluginsConfig)

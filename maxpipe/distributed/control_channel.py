@@ -83,6 +83,11 @@ that for signals, because a user may press Ctrl-C twice.
 """
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 """Signals that request a stop, from a scheduler, a closed terminal or Ctrl-C."""
+PROFILE_SIGNAL: int | None = getattr(signal, "SIGUSR1", None)
+"""Signal that requests a profile. Windows has no such signal."""
+_PROFILE_DELAY_SECONDS = 1.0
+"""Time in seconds between a request for a profile and its first step, in which all processes
+receive the request."""
 _VERDICT_SECONDS = 2.0
 _GOODBYE_SECONDS = 5.0
 """Time in seconds to deliver pending messages before a process exits."""
@@ -108,6 +113,8 @@ class CoordinatorState:
     code: StopCode = 75
     """Exit code of all processes after the stop."""
     stop_at: int | None = None
+    profile_at: int = 0
+    """Step at which the next requested profile starts; 0 without a request."""
     agreed: dict[str, dict[str, list[int]]] = field(default_factory=dict)
     """Process indices, keyed first by the name of a compared value and then by the value itself."""
 
@@ -139,6 +146,8 @@ class ControlChannel:
         """Function that prints a line, no matter which process calls it."""
         self.on_leave: Callable[[int, str], None] = lambda code, text: None
         """Function that is called before the channel ends the process."""
+        self.step_seconds = 0.0
+        """Time of a recent step, or 0 if unknown."""
         self._phases, self._limits = phases, limits
         self._selector = selectors.DefaultSelector()
         self._coordinator = None
@@ -178,6 +187,9 @@ class ControlChannel:
             # background jobs.
             if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._note_signal))
+        if PROFILE_SIGNAL is not None:
+            before = signal.signal(PROFILE_SIGNAL, lambda number, frame: None)
+            self._before.setdefault(PROFILE_SIGNAL, before)
         # Python calls a handler only when the main thread next runs Python code, possibly after a
         # compilation. Through the wakeup descriptor, the channel's thread receives the signal
         # number immediately.
@@ -308,6 +320,21 @@ class ControlChannel:
             self._answered += 1
             return self._state.stop_at is not None and self._answered >= self._state.stop_at
 
+    def request_profile(self) -> None:
+        """Request a profile of the same steps on all processes.
+
+        It starts about a second later, because a process must not receive the request after the
+        step.
+        """
+        where = self._phases.status()
+        steps = math.ceil(_PROFILE_DELAY_SECONDS / max(self.step_seconds, 1e-3))
+        self._send({"profile": where.step + 1 + steps})
+
+    @property
+    def profile_at(self) -> int:
+        """Step at which the latest requested profile starts; 0 without a request."""
+        return self._state.profile_at
+
     def stop_error(self, text: str) -> Preemption:
         """Return the exception that ends a run after a stop request and a save."""
         interrupted = self._state.code == ExitCode.INTERRUPTED
@@ -434,7 +461,9 @@ class ControlChannel:
     def _read(self, source: Any) -> None:
         if source is self._wake:
             for number in self._wake.recv(64):
-                if number in self._before:
+                if number == PROFILE_SIGNAL:
+                    self.request_profile()
+                elif number in self._before:
                     self._on_signal(signal.Signals(number))
         elif self._connection is not None and source is self._connection:
             messages = self._connection.receive(CoordinatorMessage)
@@ -487,6 +516,8 @@ class ControlChannel:
                 self._state.asked, self._state.code = True, message["ask"]
             elif "stop_at" in message:
                 self._state.stop_at = message["stop_at"]
+            elif "profile_at" in message:
+                self._state.profile_at = max(self._state.profile_at, message["profile_at"])
             elif "agreed" in message:
                 self._state.agreed[message["agreed"]] = dict(message.get("values", []))
             self._changed.notify_all()

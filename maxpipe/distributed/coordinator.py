@@ -116,6 +116,7 @@ class MemberMessage(TypedDict):
     failed: NotRequired[FailureMessage]
     bye: NotRequired[Literal[True]]
     stop: NotRequired[StopCode]
+    profile: NotRequired[int]
     at: NotRequired[int]
     same: NotRequired[str]
     value: NotRequired[str]
@@ -140,6 +141,7 @@ class CoordinatorMessage(TypedDict):
     heard: NotRequired[Literal[True]]
     ask: NotRequired[StopCode]
     stop_at: NotRequired[int]
+    profile_at: NotRequired[int]
     agreed: NotRequired[str]
     values: NotRequired[list[tuple[str, list[int]]]]
     leave: NotRequired[ExitMessage]
@@ -403,6 +405,8 @@ class Coordinator:
                     self._broadcast({"ask": self._stop_code})
                 else:  # no process has started yet, and missing processes cannot respond
                     self._end(self._stop_code, STOPPED_BEFORE_FIRST_STEP)
+            elif "profile" in message:
+                self._broadcast({"profile_at": message["profile"]})
             elif "at" in message:
                 self._answers[index] = message["at"]
                 if len(self._answers) == self._count:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 START, DATA_SET_UP, RESTORE, COMPILE = "start", "data set-up", "restore", "compile"
 LOOP, DATA, STEP, EVAL, SAVE = "loop", "data", "step", "eval", "save"
-ROLLOUT = "rollout"
+ROLLOUT, PROFILE = "rollout", "profile"
 SET_UP = (START, DATA_SET_UP, RESTORE, COMPILE)
 """Phases before the first step."""
 WAITING = (STEP, ROLLOUT, EVAL, SAVE, RESTORE)

@@ -98,6 +98,18 @@ GATHER, REDUCE, TICKS = "gather", "reduce", "ticks"
 reductions, and ticks."""
 UPDATE = "update"
 """Scope of the optimizer update, which runs outside the per-device program."""
+SAVED, DEFERRED, GRADIENTS = "saved_activations", "deferred_inputs", "gradients"
+WINDOW, INBOX = "weight_window", "inbox"
+"""Scopes in which the buffers of the tick loop are created."""
+SLOTS = {"F": FORWARD, "B": BACKWARD, "I": INPUT_GRAD, "W": WEIGHT_GRAD}
+"""Scope of a slot's layers, keyed by slot type."""
+REGIONS = (
+    RECOMPUTE,
+    *SLOTS.values(),
+    *(HEAD, EMBED, EMBED_GRAD, SEND, GATHER, REDUCE),
+    UPDATE,
+)
+"""Scopes of the program regions in compile reports and profiles. The first match applies."""
 
 
 def layer_type(kind: str) -> str:

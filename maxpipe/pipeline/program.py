@@ -234,47 +234,60 @@ class StepProgram:
         deferred: Tree = []
         gradients, reports, sums, visits = None, None, None, schedule.weight_window
         if schedule.trains:
-            stash = self.slots.empty_stash(self.layer_vjps, schedule.num_stash, empty)
+            with jax.named_scope(scopes.SAVED):
+                stash = self.slots.empty_stash(self.layer_vjps, schedule.num_stash, empty)
             if schedule.mixed:
-                deferred = self.slots.empty_deferred(self.layer_vjps, schedule.num_deferred)
-            if self.uses_weight_window:
-                sums = {
-                    kind: weights.empty_gradient_window(
-                        self.local_weights[kind],
-                        visits.num_gradient_slots * self.slots.max_layers_per_chunk(kind),
-                    )
-                    for kind, weights in self.weights.items()
-                }
+                with jax.named_scope(scopes.DEFERRED):
+                    deferred = self.slots.empty_deferred(self.layer_vjps, schedule.num_deferred)
+            with jax.named_scope(scopes.GRADIENTS):
+                sums, gradients = self._empty_gradients()
             reports = self.slots.empty_reports(self.layer_vjps)
-            wide = partial(jnp.zeros_like, dtype=jnp.float32)
-            gradients = Gradients(
-                wide(self.table) if self.embedding.weight_sharding.trainable else None,
-                {
-                    kind: weights.zeros(self.local_weights[kind])
-                    for kind, weights in self.weights.items()
-                },
-                jax.tree.map(wide, self.loss_slot.trainable_norm(self.loss_slot.final_norm)),
-                self.loss_slot.head_weights.zeros(self.loss_slot.local_head),
-                self.prologue and self.prologue.zeros(),
-                mtp and mtp.zeros(),
-            )
+        with jax.named_scope(scopes.INBOX):
+            inbox = empty_slots(schedule.num_inbox, empty)
+        window = None
+        if self.uses_weight_window:
+            with jax.named_scope(scopes.WINDOW):
+                window = self._empty_weight_window(visits.num_chunk_slots)
         return Buffers(
-            inbox=empty_slots(schedule.num_inbox, empty),
+            inbox=inbox,
             stash=stash,
             deferred=deferred,
             sent=dict.fromkeys(self._ports_between_ticks(), empty),
-            window=self._empty_weight_window(visits.num_chunk_slots)
-            if self.uses_weight_window
-            else None,
+            window=window,
             partial=sums,
             outside=self.prologue and self.prologue.buffers(empty),
-            gradients=mark_varying(gradients),
+            gradients=gradients,
             reports=reports,
             loss=mark_varying(jnp.zeros(self.network.sums_shape)),
             rows=self.reader
             and self.loss_slot.empty_outputs(self.reader, schedule.num_microbatches, empty),
             ahead=mtp and mtp.empty_results(empty, self._first_inputs()),
         )
+
+    def _empty_gradients(self) -> tuple[Tree, Gradients]:
+        """Return zeros for the gradients in the prefetch window, and for all other gradients."""
+        window, sums, mtp = self.schedule.weight_window, None, self.loss_slot.mtp
+        if self.uses_weight_window:
+            sums = {
+                kind: weights.empty_gradient_window(
+                    self.local_weights[kind],
+                    window.num_gradient_slots * self.slots.max_layers_per_chunk(kind),
+                )
+                for kind, weights in self.weights.items()
+            }
+        wide = partial(jnp.zeros_like, dtype=jnp.float32)
+        gradients = Gradients(
+            wide(self.table) if self.embedding.weight_sharding.trainable else None,
+            {
+                kind: weights.zeros(self.local_weights[kind])
+                for kind, weights in self.weights.items()
+            },
+            jax.tree.map(wide, self.loss_slot.trainable_norm(self.loss_slot.final_norm)),
+            self.loss_slot.head_weights.zeros(self.loss_slot.local_head),
+            self.prologue and self.prologue.zeros(),
+            mtp and mtp.zeros(),
+        )
+        return sums, mark_varying(gradients)
 
     def _ports_between_ticks(self) -> tuple[str, ...]:
         """Return the message sources (`Arrival.port`) whose outputs are sent during the next

@@ -29,11 +29,17 @@ from maxpipe.models.layers.attention import AUTO
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
 from maxpipe.parallel import scopes
-from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
+from maxpipe.parallel.mesh import BATCH_AXES, build_mesh
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.planner import memory
 from maxpipe.planner.hlo_parser import parse_hlo
-from maxpipe.planner.hlo_profile import Collective, HostTransfer, Profile, profile_program
+from maxpipe.planner.hlo_profile import (
+    Collective,
+    HostTransfer,
+    Profile,
+    mesh_axes_of,
+    profile_program,
+)
 from maxpipe.planner.instruction_costs import ProfileLine, profile_lines
 from maxpipe.planner.memory_terms import (
     describe_largest,
@@ -59,20 +65,6 @@ from maxpipe.schedule.table import Schedule, SlotColumns
 from maxpipe.step import executable
 from maxpipe.step.build import steps_from_config
 from maxpipe.step.step import Steps
-
-SLOTS = {
-    "F": scopes.FORWARD,
-    "B": scopes.BACKWARD,
-    "I": scopes.INPUT_GRAD,
-    "W": scopes.WEIGHT_GRAD,
-}
-"""Name scope of a slot's layers, keyed by slot type."""
-SCOPES = (
-    scopes.RECOMPUTE,
-    *SLOTS.values(),
-    *(scopes.HEAD, scopes.EMBED, scopes.EMBED_GRAD, scopes.SEND, scopes.GATHER, scopes.REDUCE),
-    scopes.UPDATE,
-)
 
 
 @dataclass(frozen=True)
@@ -433,7 +425,7 @@ def profile_step(text: str, steps: Steps, weight_gather: str) -> tuple[Profile, 
             trips=trips,
             shares=shares,
             windows=windows,
-            regions={scope: f"/{scope}/" for scope in SCOPES},
+            regions={scope: f"/{scope}/" for scope in scopes.REGIONS},
             copy_bytes=2 * _activation_bytes(steps),
         )
 
@@ -487,8 +479,8 @@ def executions(
             trips[_layer_loop(f"{outside}/{scope}/")] = layout.num_prologue_layers * share
     per_tick = _layers_per_tick(schedule, layout.chunk_sizes, average)
     for action, turns in per_tick.items():
-        trips |= _layer_type_trips(f"/{SLOTS[action]}/", layout)
-        trips[_layer_loop(f"/{SLOTS[action]}/")] = turns
+        trips |= _layer_type_trips(f"/{scopes.SLOTS[action]}/", layout)
+        trips[_layer_loop(f"/{scopes.SLOTS[action]}/")] = turns
     if (heads := steps.param_layout.decoder.model.ends.mtp_layers) is not None:
         trips[rf"/{scopes.MTP}/while$"] = heads.num_heads
     visits = schedule.weight_window
@@ -569,8 +561,7 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
         members = np.array([member for member in group if member < len(placed)])
         if len(members) < 2:
             continue
-        places = np.array(np.unravel_index(members, mesh.devices.shape))
-        axes = [axis for axis, row in zip(AXES, places, strict=True) if len(set(row)) > 1]
+        axes = mesh_axes_of(members, mesh.shape)
         link = "dcn" if len(set(slices[members])) > 1 else "ici"
         grouped.setdefault((each.kind, "+".join(axes), link, each.is_async), []).append(each)
     result = [

@@ -15,8 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -210,6 +211,50 @@ def profile_program(
     return walk.profile
 
 
+class PlacedInstruction(NamedTuple):
+    """An instruction that a device executes, and its place in the program."""
+
+    cost: InstructionCost
+    collective: Collective | None
+    op_name: str
+    """Origin of the instruction. An instruction without metadata has the origin of its caller."""
+    loops: tuple[Instruction, ...]
+    """Loops that contain the instruction, outermost first."""
+    computation: str
+    """Name of the computation that contains the instruction."""
+
+
+def list_instructions(module: Module, regions: Mapping[str, str]) -> Iterator[PlacedInstruction]:
+    """Yield each instruction of each computation that the program can execute, callers first.
+
+    Costs are per execution. The instructions in a fusion are not executed on their own.
+    """
+    walk = _Walk(module, {}, {}, {}, regions, copy_bytes=0)
+    pending: list[tuple[str, str, str, tuple[Instruction, ...]]] = [(module.entry, "", "", ())]
+    visited = set()
+    while pending:
+        name, region, caller, loops = pending.pop()
+        if name in visited or name not in module.computations:
+            continue
+        visited.add(name)
+        computation = module.computations[name]
+        for op in computation.values():
+            own_region = region or walk.region(op)
+            origin = op.op_name or caller
+            inside = loops
+            if op.opcode == "while":
+                inside = (*loops, op)
+                called = (op.computation("body"), op.computation("condition"))
+            elif op.opcode in ("conditional", "call"):
+                called = (*op.branches, op.computation("to_apply"))
+            else:
+                called = ()
+            pending += [(each, own_region, origin, inside) for each in called if each]
+            yield PlacedInstruction(
+                *walk.describe(op, computation, own_region), origin, loops, name
+            )
+
+
 @dataclass
 class _Walk:
     module: Module
@@ -225,7 +270,7 @@ class _Walk:
         """Record a computation that runs `count` times inside `depth` nested loops."""
         computation = self.module.computations[name]
         for op in computation.values():
-            self._record(op, computation, count, region or self._region(op), depth)
+            self._record(op, computation, count, region or self.region(op), depth)
 
     def _record(
         self, op: Instruction, computation: Computation, count: float, region: str, depth: int
@@ -247,7 +292,16 @@ class _Walk:
         if depth and self._is_copy(op) and max(array_bytes(op.shape)) >= self.copy_bytes:
             self.profile.copies.append(InstructionCost(op, region, count))
 
-    def _region(self, op: Instruction) -> str:
+    def describe(
+        self, op: Instruction, computation: Computation, region: str
+    ) -> tuple[InstructionCost, Collective | None]:
+        """Return the cost of one execution, and the collective that the instruction starts."""
+        inside = self._inside(op) if op.opcode == "fusion" else {}
+        cost = InstructionCost(op, region, 1.0, self._flops(op, computation), inside)
+        return cost, self._collective(op, computation)
+
+    def region(self, op: Instruction) -> str:
+        """Return the region of an instruction, or an empty string."""
         return next((k for k, v in self.regions.items() if re.search(v, op.op_name)), "")
 
     # Control flow.
@@ -517,6 +571,17 @@ class _Walk:
         kinds = {op.opcode} | {other.opcode for other in self._inside(op).values()}
         moves = {"copy", "transpose"}
         return bool(kinds & moves) and kinds <= moves | {"fusion", "parameter", "bitcast"}
+
+
+def mesh_axes_of(members: Sequence[int] | np.ndarray, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the mesh axes along which a device group extends.
+
+    Args:
+        members: positions of the group's devices in the flattened mesh.
+        sizes: size of each mesh axis, outermost first.
+    """
+    places = np.array(np.unravel_index(np.asarray(members), tuple(sizes.values())))
+    return tuple(axis for axis, row in zip(sizes, places, strict=True) if len(set(row)) > 1)
 
 
 def _is_gemm(op: Instruction) -> bool:

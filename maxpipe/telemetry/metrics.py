@@ -329,6 +329,13 @@ METRICS = (
         "layers/update_ratio_min", "", "Smallest ratio, defined as `update_ratio_max`.", _LAYERS
     ),
     Metric(
+        "perf/bubble",
+        "fraction",
+        "Measured fraction of the tick loop during which stages are idle, from the latest profile; "
+        "compare with `pipe/bubble_pct`, which is planned.",
+        "after a profile",
+    ),
+    Metric(
         "memory/device_peak_bytes",
         "bytes",
         "Highest peak memory so far among the devices of process 0.",

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from maxpipe.config.load import LoadedConfig
-from maxpipe.distributed.phases import DATA, EVAL, LOOP, ROLLOUT, SAVE, STEP
+from maxpipe.distributed.phases import DATA, EVAL, LOOP, PROFILE, ROLLOUT, SAVE, STEP
 from maxpipe.evals.evaluate import SourceSums
 from maxpipe.hardware import peak_flops
 from maxpipe.io.formatting import pluralize
@@ -79,11 +79,18 @@ def _train_steps(run: Run) -> None:
         for step in range(first + 1, last + 1):
             if not meter.run_rollout(step):
                 _save_and_stop(run, step - 1)
-            batch = meter.next_batch(batches)
+            if run.profiler.starts_at(step):
+                with meter.paused(PROFILE):
+                    run.profiler.start(step)
+            with run.profiler.data_wait():
+                batch = meter.next_batch(batches)
             session.phases.progress(step)
-            with session.phases.enter(STEP):
+            with session.phases.enter(STEP), run.profiler.step(step, len(batch["tokens"])):
                 metrics = run.train_step(step, batch)
                 meter.record_step(metrics, len(batch["tokens"]))
+            if run.profiler.ends_after(step, last):
+                with meter.paused(PROFILE):
+                    run.profiler.finish()
             run.bad_step_monitor.record_step(step, metrics)
             if step % config.log.every == 0 or step == last:
                 meter.report(step)
@@ -107,6 +114,7 @@ def _train_steps(run: Run) -> None:
             if step == last:
                 break
     run.bad_step_monitor.flush()
+    run.finish_profiles(last)
     if not (config.eval.every and last % config.eval.every == 0 and evaluated):
         with meter.paused(EVAL):
             evaluated = run.evaluate(last)
@@ -145,7 +153,7 @@ def _closing_message(run: Run, evaluated: dict[str, float]) -> str:
         lines.append(f"final validation loss {evaluated['eval/nats_per_byte']:.4f} nats per byte")
         if (entropy := run.datasets.unigram_entropy) is not None:
             lines[-1] += f" (unigram byte entropy of the text: {entropy:.4f})"
-    return "\n".join(lines)
+    return "\n".join([*lines, *run.profiler.closing_lines()])
 
 
 def memory_in_use() -> dict[str, float]:
@@ -309,7 +317,7 @@ class ThroughputMeter:
         metrics |= _data_metrics(run, step)
         metrics |= run.post_training.teacher_source.take_metrics()
         metrics |= run.layer_recorder.take_metrics(run.writer)
-        metrics |= memory_in_use()
+        metrics |= memory_in_use() | run.profiler.take_metrics()
         if self._peak_flops is not None:
             metrics["perf/mfu"] = device_flops / self._peak_flops
         session.record_time(step)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,15 @@ import jax
 from maxpipe.config.schema import Config
 from maxpipe.errors import Code, ConfigError
 from maxpipe.hardware import hardware_of_device
+from maxpipe.planner.instruction_costs import align_columns
 from maxpipe.planner.memory import Memory, predict_memory
 from maxpipe.planner.memory_terms import USABLE_MEMORY_FRACTION, describe_largest, gib
 from maxpipe.planner.sizes import Sizes, build_schedule
 
 CERTAIN_FACTOR = 1.2
 """Ratio of predicted to available memory above which the run definitely does not fit."""
+_MAX_LIVE_GROUPS = 5
+"""Number of groups of equal live arrays that the error of a failed allocation lists."""
 _KEY = "runtime.memory_check"
 _OVERRIDE = f"set {_KEY}=warn to start the run anyway"
 _CONTROL_GROUPS = (
@@ -188,6 +192,27 @@ def _predict_memory(config: Config) -> Memory:
     return predict_memory(Sizes(config), build_schedule(config), platform=platform)
 
 
+def _describe_live_arrays() -> str:
+    """Return lines with the live arrays on the first local device, largest groups first."""
+    device = jax.local_devices()[0]
+    sizes: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            if shard.device == device:
+                key = (str(array.dtype), shard.data.shape)
+                sizes[key] += shard.data.nbytes
+                counts[key] += 1
+    if not sizes:
+        return ""
+    rows = [
+        (gib(size), f"{counts[key]} x {key[0]}[{','.join(map(str, key[1]))}]")
+        for key, size in sizes.most_common(_MAX_LIVE_GROUPS)
+    ]
+    lines = align_columns((gib(sizes.total()), "all live arrays"), rows)
+    return "\nLive arrays on one device:\n" + "\n".join(f"    {line}" for line in lines)
+
+
 def _allocation_error(config: Config, error: BaseException) -> ConfigError:
     """Return the error for a failed allocation; its message lists the keys that reduce memory."""
     reason = (str(error).splitlines() or [""])[0][:300] or "no more memory"
@@ -203,6 +228,7 @@ def _allocation_error(config: Config, error: BaseException) -> ConfigError:
         Code.MEM_HOST if of_host else Code.MEM_DEVICE,
         "memory",
         None,
-        f"ran out: {reason}{has}. Predicted memory of the train step per device:\n{listed}",
+        f"ran out: {reason}{has}. Predicted memory of the train step per device:\n{listed}"
+        f"{_describe_live_arrays()}",
         "Change one of the config keys above, or use a machine with more memory.",
     )

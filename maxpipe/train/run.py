@@ -28,6 +28,7 @@ from maxpipe.train import data_end
 from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
 from maxpipe.train.layer_records import LayerRecorder
+from maxpipe.train.profiler import StepProfiler
 from maxpipe.train.resume import restore_or_init
 from maxpipe.train.samples import SampleGenerator
 from maxpipe.train.session import Session, saved_config, saved_data
@@ -76,6 +77,7 @@ class Run:
     validation: Validation
     post_training: PostTraining
     layer_recorder: LayerRecorder
+    profiler: StepProfiler
     last_compared_step: int = -1
     """Step after which the replicas of the state were last compared."""
 
@@ -211,12 +213,19 @@ class Run:
             where = f"{self.session.run_dir}: step {step}"
             raise ReplicaError(Code.RUN_REPLICAS, format_differences(differences, where))
 
+    def finish_profiles(self, step: int) -> None:
+        """Discard a profile that the last step interrupts, and record the metrics of others."""
+        self.profiler.discard()
+        if metrics := self.profiler.take_metrics():
+            self.writer.write(step, metrics)
+
     def roll_back(self, bad_step: int) -> None:
         """Restore the newest checkpoint, and skip the batches between it and the bad step,
         inclusive.
         """
         session = self.session
         session.record_time(bad_step)
+        self.profiler.discard()
         with session.phases.enter(RESTORE):
             self.checkpoints.wait()
             del self.state  # the devices do not have enough memory for two states

@@ -53,6 +53,7 @@ from maxpipe.train.bad_steps import BadStepMonitor
 from maxpipe.train.data_end import SlowDataMonitor
 from maxpipe.train.layer_records import LayerRecorder
 from maxpipe.train.memory_check import check_program
+from maxpipe.train.profiler import Outputs, StepProfiler
 from maxpipe.train.resume import RunStart, build_reference, restore_or_init
 from maxpipe.train.run import PostTraining, Run, Validation
 from maxpipe.train.samples import SampleGenerator, load_validation_prompts
@@ -116,6 +117,15 @@ def set_up(session: Session) -> Run:
         seconds=phases.take_seconds(),
         **datasets.train.mixture_metadata(),
     )
+    profiler = StepProfiler(
+        config.profile,
+        steps,
+        session.channel,
+        Outputs(session.run_dir, console, session.events, lambda summary: run.writer.show(summary)),
+        train_steps,
+        lambda: _forecast_seconds(config),
+    )
+    stack.callback(profiler.discard)
     run = Run(
         session=session,
         steps=steps,
@@ -142,6 +152,7 @@ def set_up(session: Session) -> Run:
             recording_steps,
             session.run_dir,
         ),
+        profiler=profiler,
     )
     write_run_summary(run, dict(banner))
     _record_forecast(run, first)
@@ -149,6 +160,13 @@ def set_up(session: Session) -> Run:
     stack.callback(lambda: run.writer.close())  # a rollback opens another writer
     stack.callback(lambda: run.layer_recorder.close(run.writer))
     return run
+
+
+def _forecast_seconds(config: Config) -> float:
+    """Return the predicted step time in seconds; 0 for devices without published figures."""
+    device = jax.local_devices()[0]
+    hardware = None if device.platform == "cpu" else hardware_of_device(device.device_kind)
+    return evaluate(config, hardware).cost.seconds if hardware else 0.0
 
 
 def _print_warnings(session: Session, datasets: Datasets) -> None:

@@ -66,6 +66,7 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
         _tokenizer(c)
         _evaluation(c, count)
         _checkpoints(c)
+        _profiles(c)
     c.finish()
     for key, (value, _) in source.shadowed.items():
         c.differs(
@@ -426,6 +427,16 @@ def _evaluation(c: Conversion, count: int) -> None:
         theirs = "eval_per_device_batch_size"
         size = int(c[theirs] * count)
         c.write("eval.batch_size", size, theirs, differs=f"is the total for {count} devices.")
+
+
+def _profiles(c: Conversion) -> None:
+    skipped, count = "skip_first_n_steps_for_profiler", "profiler_steps"
+    if c["profiler"] != "xplane":
+        why = "this key has no effect without profiler=xplane."
+        return c.omit(why, skipped, count, "profile_periodically_period")
+    c.write("profile.at", [c[skipped] + 1], "profiler", skipped, differs="counts steps from 1.")
+    c.write("profile.steps", c[count], count)
+    return c.omit("profile.at lists each profile.", "profile_periodically_period")
 
 
 def _checkpoints(c: Conversion) -> None:

@@ -81,6 +81,7 @@ def convert(file: str, overrides: Sequence[str], devices: int | None) -> Convers
         _data(c)
         _evaluation(c)
         _checkpoints(c)
+        _profiles(c)
     c.finish()
     c.override(ours)
     return c
@@ -374,6 +375,16 @@ def _evaluation(c: Conversion) -> None:
         c.write("eval.batches", c["validation.steps"], "validation.steps")
     why = "validation uses data.validation_fraction, or the sets of data.validation."
     c.omit(why, "validation.dataset", "validation.dataset_path")
+
+
+def _profiles(c: Conversion) -> None:
+    every, active = "profiling.profile_freq", "profiling.profiler_active"
+    if not c["profiling.enable_profiling"]:
+        why = "this key has no effect with profiling.enable_profiling=false."
+        return c.omit(why, every, active)
+    names = ("profiling.enable_profiling", every)
+    c.write("profile.at", [c[every]], *names, differs="lists each profile; this is the first one.")
+    return c.write("profile.steps", c[active], active)
 
 
 def _checkpoints(c: Conversion) -> None:

@@ -1,0 +1,140 @@
+"""Profiles of training runs: files, requests, failures and unchanged losses."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from maxpipe.profiles.capture import num_traces, profiled_steps, step_folder
+from tests.train.runs import (
+    Run,
+    Start,
+    ledger,
+    losses,
+    records,
+    saved_digest,
+    start_pair,
+    wait_for,
+    wait_for_outputs,
+)
+
+LONG = ("train.steps=800", "eval.every=0", "checkpoint.every=0", "log.every=20", "eval.batches=0")
+"""Overrides of a run that lasts several seconds longer than the delay of a requested profile."""
+
+
+@pytest.fixture(scope="module")
+def profiled(tiny: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run with two profiles, with its output in `output.txt`."""
+    folder = tmp_path_factory.mktemp("profiled")
+    output = run("train", tiny, f"run.dir={folder}", "profile.at=[5,23]", "profile.steps=3")
+    (folder / "run" / "output.txt").write_text(output)
+    return folder / "run"
+
+
+def test_profiles_do_not_change_the_run(profiled: Path, uninterrupted: Path):
+    assert losses(profiled) == losses(uninterrupted)
+    assert saved_digest(profiled) == saved_digest(uninterrupted)
+
+
+def test_profile_has_all_files_and_is_reported(profiled: Path):
+    assert profiled_steps(profiled) == [5, 23]
+    folder = step_folder(profiled, 5)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        *("plugins", "profile.json", "train_step.hlo.gz", "memory.json"),
+        *("timeline.json", "timeline.svg", "perfetto.json"),
+    }
+    assert num_traces(folder) == 1
+    found = [(line["step"], line["steps"], line["reason"]) for line in ledger(profiled, "profile")]
+    assert found == [(5, 3, "config"), (23, 2, "config")]  # the run has 24 steps
+    assert all(
+        0 < line["perf/bubble"] < 1 for line in records(profiled).values() if "perf/bubble" in line
+    )
+    assert sum("perf/bubble" in line for line in records(profiled).values()) == 2
+    output = (profiled / "output.txt").read_text()
+    assert "profiled 3 steps from step 5" in output
+    assert "profile of step 23: bubble: planned 42.9%" in output
+    timeline = json.loads((folder / "timeline.json").read_text())
+    assert timeline["schedule"] == "1f1b" and timeline["num_steps"] == 3
+    assert len(timeline["cells"]) == timeline["num_ticks"] * 4
+    work = [slot for cell in timeline["cells"] for slot in cell["slots"]]
+    assert len(work) == 2 * 4 * 4 and all(slot["seconds"] > 0 for slot in work)
+    events = json.loads((folder / "perfetto.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) >= 2 * len(work)
+
+
+def test_command_prints_a_profile(profiled: Path, run: Run, tmp_path: Path):
+    text = run("profile", profiled, "--svg", tmp_path / "timeline.svg")
+    assert "3 steps" not in text and text.startswith("2 steps of ")  # the newest profile
+    for part in ("attention", "mlp", "head", "embed", "optimizer update", "idle", "input wait"):
+        assert f"\n{part}" in text
+    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+    values = json.loads(run("profile", f"{profiled}@5", "--json", "--top", "3"))
+    assert values["num_steps"] == 3 and values["num_devices"] == 4
+    assert len(values["longest_operations"]) == 3
+    assert values["bubble"]["planned"] == pytest.approx(3 / 7)
+    assert {"all-reduce", "collective-permute"} <= {each["kind"] for each in values["collectives"]}
+    busy = values["busy_seconds"] + values["idle_seconds"]
+    assert busy == pytest.approx(values["step_seconds"])
+
+
+def test_command_names_the_profiles_of_a_run(profiled: Path, uninterrupted: Path, run: Run):
+    text = run("profile", f"{profiled}@6", code=2)
+    assert "profiles start at: 5, 23" in text and f"{profiled}@23" in text
+    assert "has no profile" in run("profile", uninterrupted, code=2)
+
+
+def test_signal_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
+    process = start("train", tiny, f"run.dir={tmp_path}", *LONG, "profile.steps=2")
+    with process:
+        wait_for(process, "step 20/")
+        process.send_signal(signal.SIGUSR1)
+        output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    (event,) = ledger(tmp_path / "run", "profile")
+    assert event["reason"] == "signal" and event["steps"] == 2 and event["step"] > 20
+    assert profiled_steps(tmp_path / "run") == [event["step"]]
+
+
+@pytest.mark.long
+def test_signal_profiles_the_same_steps_on_all_processes(tiny: Path, start: Start, tmp_path: Path):
+    every = (tiny, f"run.dir={tmp_path}", *LONG, "mesh.cpu_devices=2", "profile.steps=2")
+    with start_pair(start, *every) as processes:
+        wait_for(processes[0], "step 20/")
+        processes[1].send_signal(signal.SIGUSR1)
+        outputs = wait_for_outputs(processes)
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    (step,) = profiled_steps(tmp_path / "run")
+    assert num_traces(step_folder(tmp_path / "run", step)) == 2
+    timeline = json.loads((step_folder(tmp_path / "run", step) / "timeline.json").read_text())
+    assert timeline["num_stages"] == 4  # two stages are on the devices of the other process
+
+
+def test_slow_step_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
+    every = ("profile.slow_step=2", "profile.max_profiles=1", "profile.steps=1")
+    process = start("train", tiny, f"run.dir={tmp_path}", *LONG, *every)
+    with process:
+        wait_for(process, "step 100/")
+        process.send_signal(signal.SIGSTOP)
+        process.send_signal(signal.SIGCONT)  # and other load: some step takes twice the median
+        output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    assert [line["reason"] for line in ledger(tmp_path / "run", "profile")] == ["slow step"]
+
+
+def test_failure_to_profile_is_a_warning(tiny: Path, run: Run, uninterrupted: Path, tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "profiles").write_text("a file in place of the folder")
+    output = run("train", tiny, f"run.dir={tmp_path}", "profile.at=[5]")
+    assert "profile: step 5 is not profiled" in output
+    assert losses(tmp_path / "run") == losses(uninterrupted)
+
+
+def test_full_disk_is_a_warning(tiny: Path, run: Run, uninterrupted: Path, tmp_path: Path):
+    every = ("profile.at=[5,15]", "profile.steps=2", "log.tensorboard=false")
+    output = run("train", tiny, f"run.dir={tmp_path}", *every, file_bytes=300_000)
+    assert output.count("warning: profile: ") == 2
+    assert losses(tmp_path / "run") == losses(uninterrupted)
