@@ -157,6 +157,7 @@ SAMPLES_FILE = "samples.jsonl"
 EVENTS_FILE = "events.jsonl"
 REFERENCE_FILE = "references.npz"
 TENSORBOARD_FOLDER = "tensorboard"
+TRACKERS_FILE = "trackers.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the checkpoint folder inside the run folder, or inside the run's folder in
 `checkpoint.dir`."""

@@ -309,13 +309,19 @@ CHARTS = (
 name."""
 
 
-def unit_of(tag: str) -> str:
-    """Return the unit of a metric, or "" if it has none or is unknown."""
+def metric_of(tag: str) -> Metric | None:
+    """Return the declaration of a metric, or None if it is unknown."""
     for metric in METRICS:
         pattern = re.escape(metric.tag).replace("NAME", "[^/]+")
         if re.fullmatch(pattern, tag):
-            return metric.unit
-    return ""
+            return metric
+    return None
+
+
+def unit_of(tag: str) -> str:
+    """Return the unit of a metric, or "" if it has none or is unknown."""
+    metric = metric_of(tag)
+    return metric.unit if metric else ""
 
 
 def table() -> str:

@@ -231,4 +231,4 @@ class Run:
         )
         self.last_compared_step = -1
         self.writer.close()
-        self.writer = session.open_writer(first)
+        self.writer = session.open_writer(first, self.writer.observers)

@@ -1,0 +1,83 @@
+"""Process of one tracker, which reads JSON requests from stdin and writes responses to stdout.
+
+Each request and each response is one line. The first request creates the tracker. The process ends
+without clean-up when stdin ends, because the run was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from maxpipe.config.plugins import load_plugins
+from maxpipe.config.sections.tracker import TrackerConfig
+from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker, create_tracker
+
+_NICENESS = 5
+_MAX_SHOWN = 300
+
+
+def main() -> None:
+    """Process requests until the end of stdin."""
+    # Clients print to stdout, which must contain only responses.
+    requests, replies = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    with contextlib.suppress(OSError):
+        os.nice(_NICENESS)
+    tracker: Tracker | None = None
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if tracker is None:
+                tracker = _create(request)
+                reply: dict[str, Any] = {"keeps_history": tracker.keeps_history}
+            else:
+                reply = _handle(tracker, request)
+        except BaseException as error:  # a client may call sys.exit
+            reply = {"error": _describe(error)}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+        if request.get("close") is not None and "error" not in reply:
+            break
+    os._exit(0)  # exit handlers of clients may wait for their server without a limit
+
+
+def _create(request: Mapping[str, Any]) -> Tracker:
+    plugins = request["plugins"]
+    load_plugins(plugins, "plugins.modules", allowed=bool(plugins))
+    return create_tracker(request["tracker"])
+
+
+def _handle(tracker: Tracker, request: Mapping[str, Any]) -> dict[str, Any]:
+    if "open" in request:
+        fields = request["open"]
+        run = TrackedRun(**{**fields, "settings": TrackerConfig(**fields["settings"])})
+        run_id = tracker.open(run, request["run_id"])
+        return {"run_id": run_id, "address": tracker.address}
+    if "records" in request:
+        tracker.log([Record(*each) for each in request["records"]])
+    elif "artifact" in request:
+        tracker.log_artifact(*request["artifact"])
+    elif "checkpoint" in request:
+        tracker.log_checkpoint(*request["checkpoint"])
+    elif "close" in request:
+        tracker.close(request["close"])
+    return {}
+
+
+def _describe(error: BaseException) -> str:
+    if os.environ.get("MAXPIPE_DEBUG"):
+        traceback.print_exception(error, file=sys.stderr)
+    text = " ".join(str(error).split())
+    text = text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    return f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+if __name__ == "__main__":
+    main()
