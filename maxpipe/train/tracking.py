@@ -100,7 +100,7 @@ def _describe(config: Config, folder: str) -> Callable[[], TrackedRun]:
             folder=folder,
             config=flatten(to_dict(shareable)),
             tags=versions | git_state(os.getcwd()),
-            settings=config.tracker,
+            tracker_config=config.tracker,
         )
 
     return describe

@@ -42,7 +42,7 @@ class TrackedRun:
     """Config values, keyed by full key."""
     tags: Mapping[str, str]
     """Versions, and the git commit of the working directory."""
-    settings: TrackerConfig
+    tracker_config: TrackerConfig
 
 
 class Tracker(ABC):

@@ -32,7 +32,7 @@ class MlflowTracker(Tracker):
         self._run_id = ""
 
     def open(self, run: TrackedRun, run_id: str) -> str:
-        uri = run.settings.mlflow_uri or None
+        uri = run.tracker_config.mlflow_uri or None
         self._client = self._mlflow.MlflowClient(tracking_uri=uri)
         if not run_id:
             run_id = self._find_or_create(run)

@@ -29,7 +29,7 @@ class OtlpTracker(Tracker):
         self._run, self._endpoint = "", ""
 
     def open(self, run: TrackedRun, run_id: str) -> str:
-        self._run, self._endpoint = run.name, run.settings.otlp_endpoint
+        self._run, self._endpoint = run.name, run.tracker_config.otlp_endpoint
         self._exporter = self._metric_exporter.OTLPMetricExporter(endpoint=self._endpoint or None)
         attributes = {f"maxpipe.{key}": text for key, text in run.tags.items()}
         attributes |= {"maxpipe.key": run.key}

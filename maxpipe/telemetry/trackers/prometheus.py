@@ -33,12 +33,12 @@ class PrometheusTracker(Tracker):
         self._server: http.server.ThreadingHTTPServer | None = None
 
     def open(self, run: TrackedRun, run_id: str) -> str:
-        settings = run.settings
-        self._run, self._file = run.name, settings.prometheus_file
+        tracker_config = run.tracker_config
+        self._run, self._file = run.name, tracker_config.prometheus_file
         self._address = self._file
-        if (port := settings.prometheus_port) and self._server is None:
-            self._server = self._serve(settings.prometheus_host, port)
-            self._address = f"http://{settings.prometheus_host}:{port}/metrics"
+        if (port := tracker_config.prometheus_port) and self._server is None:
+            self._server = self._serve(tracker_config.prometheus_host, port)
+            self._address = f"http://{tracker_config.prometheus_host}:{port}/metrics"
         return run.name
 
     def _serve(self, host: str, port: int) -> http.server.ThreadingHTTPServer:

@@ -26,7 +26,7 @@ class TrackioTracker(Tracker):
         self._run = self._trackio.init(
             project=run.project,
             name=run_id or f"{run.name}-{run.key[:_KEY_CHARS]}",
-            space_id=run.settings.trackio_space or None,
+            space_id=run.tracker_config.trackio_space or None,
             config={**run.config, **{f"maxpipe.{key}": text for key, text in run.tags.items()}},
             resume="allow",
             embed=False,

@@ -24,13 +24,13 @@ class WandbTracker(Tracker):
         self._run: Any = None
 
     def open(self, run: TrackedRun, run_id: str) -> str:
-        settings = run.settings
+        tracker_config = run.tracker_config
         project = run.project
         if project == "maxpipe":
             project = os.environ.get("WANDB_PROJECT", project)
         self._run = self._wandb.init(
             project=project,
-            entity=settings.wandb_entity or None,
+            entity=tracker_config.wandb_entity or None,
             id=run_id or os.environ.get("WANDB_RUN_ID") or run.key,
             name=os.environ.get("WANDB_NAME", run.name),
             dir=os.environ.get("WANDB_DIR", run.folder),

@@ -57,7 +57,7 @@ def _create(request: Mapping[str, Any]) -> Tracker:
 def _handle(tracker: Tracker, request: Mapping[str, Any]) -> dict[str, Any]:
     if "open" in request:
         fields = request["open"]
-        run = TrackedRun(**{**fields, "settings": TrackerConfig(**fields["settings"])})
+        run = TrackedRun(**{**fields, "tracker_config": TrackerConfig(**fields["tracker_config"])})
         run_id = tracker.open(run, request["run_id"])
         return {"run_id": run_id, "address": tracker.address}
     if "records" in request:
