@@ -119,7 +119,12 @@ class RecordReader:
     """Reads the records of `metrics.jsonl` after a step, while the run appends to the file."""
 
     def __init__(self, path: Path, step: int, tags: Sequence[str] | None):
-        self._path, self.step = path, step
+        self._path = path
+        self.move(step, tags)
+
+    def move(self, step: int, tags: Sequence[str] | None) -> None:
+        """Continue after a step, of which `tags` were delivered, or all tags if None."""
+        self.step = step
         self.tags: frozenset[str] | None = None if tags is None else frozenset(tags)
         self._offset = 0
 
@@ -231,9 +236,12 @@ class Delivery:
         self._lock, self._generation = threading.Lock(), 0
         self._pending: deque[dict[str, Any]] = deque(maxlen=_MAX_ARTIFACTS)
         self._process: WorkerProcess | None = None
-        self._keeps_history = True
+        self._keeps_history, self._settle_seconds = True, 0.0
+        self._settling: deque[tuple[float, int, frozenset[str] | None]] = deque()
+        """Positions that become the cursor at a time, which the client needs to store records."""
         self._failures, self._retry_at, self._failing_since = 0, 0.0, 0.0
         self._limiter, self._is_reported = RateLimiter(), False
+        self._artifact_limiter, self._artifacts_at = RateLimiter(), 0.0
         self._closing: bool | None = None
         """Whether the run is complete; None before the end of the run."""
         self._is_abandoned = self._is_closed = False
@@ -257,6 +265,9 @@ class Delivery:
         with self._lock:
             self._reader.rewind(step)
             self._generation += 1
+            self._settling = deque(each for each in self._settling if each[1] <= step)
+            if self._cursor["step"] > step:
+                self._cursor["step"], self._cursor["tags"] = step, None
 
     def end(self, is_complete: bool) -> None:
         """Make the thread deliver all records and close the run; returns immediately."""
@@ -300,9 +311,6 @@ class Delivery:
         closing = self._closing  # read first: later records cause another call
         if self._process is None:
             self._connect()
-        while self._pending:
-            self._request(self._pending[0])
-            self._pending.popleft()
         while True:
             with self._lock:
                 generation, lines = self._generation, self._reader.read()
@@ -312,16 +320,49 @@ class Delivery:
             with self._lock:
                 if generation == self._generation:  # else the run has removed these records
                     self._reader.advance(lines[-1])
+                    self._add_settling(self._settle_seconds)
                     self._save()
+        self._send_artifacts(is_last=closing is not None)
         if closing is not None:
             self._request({"close": closing})
             self._is_closed = True
+            with self._lock:
+                self._settling.clear()
+                self._add_settling(0.0)
+                self._save()
             self._stop()
 
-    def _save(self) -> None:
-        """Write the cursor, unless the service stores no records."""
-        step, tags = self._reader.step, self._reader.tags
+    def _send_artifacts(self, *, is_last: bool) -> None:
+        """Send pending artifacts. An artifact that the tracker does not accept delays no records,
+        and is sent again later.
+        """
+        now = time.monotonic()
+        if now < self._artifacts_at and not is_last:
+            return
+        for request in [*self._pending]:
+            try:
+                self._request(request)
+            except _DeliveryError as error:
+                if self._process is None:
+                    raise
+                self._artifacts_at = now + LAST_RETRY_SECONDS
+                if self._artifact_limiter.allows():
+                    kind = next(iter(request))
+                    self._context.warn(f"tracker {self.name}: {kind} not accepted: {error}")
+            else:
+                self._pending.remove(request)
+
+    def _add_settling(self, seconds: float) -> None:
+        """Move the cursor to the current position in `seconds`."""
         if self._keeps_history:
+            due = time.monotonic() + seconds
+            self._settling.append((due, self._reader.step, self._reader.tags))
+
+    def _save(self) -> None:
+        """Write the position of the last record that the client has stored durably."""
+        now = time.monotonic()
+        while self._settling and now >= self._settling[0][0]:
+            _, step, tags = self._settling.popleft()
             self._cursor["step"] = step
             self._cursor["tags"] = None if tags is None else sorted(tags)
         self._cursors.save(self.name, self._cursor)
@@ -329,7 +370,11 @@ class Delivery:
     def _connect(self) -> None:
         """Start the process of the client, and open the run in the service."""
         described = dataclasses.replace(self._context.describe(), key=self._cursor["key"])
-        self._save()  # if this process is killed, the next one uses the same key
+        with self._lock:
+            self._save()  # if this process is killed, the next one uses the same key
+            # Records that a previous process of the client did not store are sent again.
+            self._settling.clear()
+            self._reader.move(self._cursor["step"], self._cursor["tags"])
         paths = os.pathsep.join(path for path in sys.path if path)
         self._process = WorkerProcess(
             [sys.executable, "-P", "-m", worker.__name__],
@@ -342,6 +387,7 @@ class Delivery:
             create = {"tracker": self.name, "plugins": [*self._context.plugins]}
             reply = self._request(create, START_SECONDS)
             self._keeps_history = bool(reply["keeps_history"])
+            self._settle_seconds = float(reply["settle_seconds"])
             if not self._keeps_history:
                 with self._lock:
                     self._reader.skip_to_tail()
@@ -353,8 +399,9 @@ class Delivery:
         if not self._cursor["run_id"]:
             address = f": {reply['address']}" if reply["address"] else ""
             self._context.note(f"tracker {self.name}: run {reply['run_id']}{address}")
-        self._cursor["run_id"] = reply["run_id"]
-        self._save()
+        with self._lock:
+            self._cursor["run_id"] = reply["run_id"]
+            self._save()
 
     def _request(
         self, request: Mapping[str, Any], seconds: float | None = None

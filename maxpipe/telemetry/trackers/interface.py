@@ -56,6 +56,9 @@ class Tracker(ABC):
     keeps_history: ClassVar[bool] = True
     """Whether the service stores all records. If False, only recent records are sent after a
     restart."""
+    settle_seconds: ClassVar[float] = 0.0
+    """Time after which the client has stored a record durably, if `log` returns earlier. The cursor
+    in `trackers.json` lags by this time, so that a killed run sends the newest records again."""
 
     @abstractmethod
     def open(self, run: TrackedRun, run_id: str) -> str:

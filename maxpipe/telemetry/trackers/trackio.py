@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker
@@ -42,8 +45,21 @@ class TrackioTracker(Tracker):
             time.sleep(_POLL_SECONDS)
 
     def log_artifact(self, name: str, text: str) -> None:
-        content = self._trackio.Markdown(f"```\n{text}\n```")
-        self._run.log({f"artifacts/{name}": content})
+        stem = name.partition(".")[0]
+        self._log_file(f"{stem}-{self._run.name}", stem, name, text)
+
+    def log_checkpoint(self, step: int, folder: str, num_bytes: int) -> None:
+        content = {"step": step, "bytes": num_bytes, "path": f"{folder}/{step}"}
+        text, name = json.dumps(content), f"checkpoint-{self._run.name}"
+        self._log_file(name, "model", "checkpoint.json", text, [f"step-{step}"])
+
+    def _log_file(
+        self, name: str, kind: str, file: str, text: str, aliases: Sequence[str] = ()
+    ) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / file
+            path.write_text(text, encoding="utf-8")
+            self._run.log_artifact(path, name=name, type=kind, aliases=[*aliases])
 
     def close(self, is_complete: bool) -> None:
         self._run.finish()

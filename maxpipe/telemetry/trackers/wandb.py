@@ -7,9 +7,10 @@ step of the run in the column `step`, which is the axis of all charts.
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker
 
@@ -18,6 +19,9 @@ class WandbTracker(Tracker):
     """Writes the records to a W&B run. The client stores rows in `wandb/` in the run folder before
     it uploads them.
     """
+
+    # The client writes its buffers a few seconds after a row (measured with version 0.31).
+    settle_seconds: ClassVar[float] = 20.0
 
     def __init__(self) -> None:
         self._wandb: Any = importlib.import_module("wandb")
@@ -53,20 +57,20 @@ class WandbTracker(Tracker):
             self._run.log({**record.values, "step": record.step})
 
     def log_artifact(self, name: str, text: str) -> None:
-        stem, _, suffix = name.rpartition(".")
+        stem = name.partition(".")[0]
         artifact = self._wandb.Artifact(f"{stem}-{self._run.id}", type=stem)
-        with artifact.new_file(f"{stem}.{suffix}", mode="w", encoding="utf-8") as file:
+        with artifact.new_file(name, mode="w", encoding="utf-8") as file:
             file.write(text)
         self._run.log_artifact(artifact)
 
     def log_checkpoint(self, step: int, folder: str, num_bytes: int) -> None:
+        # `Artifact.add_reference` requires the path on this machine, or the store's client.
+        content = {"step": step, "bytes": num_bytes, "path": f"{folder}/{step}"}
         artifact = self._wandb.Artifact(
-            f"checkpoint-{self._run.id}",
-            type="model",
-            metadata={"step": step, "bytes": num_bytes, "folder": folder},
+            f"checkpoint-{self._run.id}", type="model", metadata=content
         )
-        address = folder if "://" in folder else f"file://{os.path.abspath(folder)}"
-        artifact.add_reference(f"{address}/{step}", checksum=False)
+        with artifact.new_file("checkpoint.json", mode="w", encoding="utf-8") as file:
+            json.dump(content, file)
         self._run.log_artifact(artifact, aliases=[f"step-{step}"])
 
     def close(self, is_complete: bool) -> None:

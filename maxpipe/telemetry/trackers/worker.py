@@ -1,7 +1,8 @@
 """Process of one tracker, which reads JSON requests from stdin and writes responses to stdout.
 
-Each request and each response is one line. The first request creates the tracker. The process ends
-without clean-up when stdin ends, because the run was killed.
+Each request and each response is one line. The first request creates the tracker. If stdin ends
+without a request to close the tracker, the run was killed: the process closes the tracker and ends
+after a few seconds at most.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from maxpipe.config.sections.tracker import TrackerConfig
 from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker, create_tracker
 
 _NICENESS = 5
+_CLOSE_SECONDS = 5.0
 _MAX_SHOWN = 300
 
 
@@ -36,7 +39,10 @@ def main() -> None:
         try:
             if tracker is None:
                 tracker = _create(request)
-                reply: dict[str, Any] = {"keeps_history": tracker.keeps_history}
+                reply: dict[str, Any] = {
+                    "keeps_history": tracker.keeps_history,
+                    "settle_seconds": tracker.settle_seconds,
+                }
             else:
                 reply = _handle(tracker, request)
         except BaseException as error:  # a client may call sys.exit
@@ -45,7 +51,19 @@ def main() -> None:
         replies.flush()
         if request.get("close") is not None and "error" not in reply:
             break
+    else:
+        _close_after_kill(tracker)
     os._exit(0)  # exit handlers of clients may wait for their server without a limit
+
+
+def _close_after_kill(tracker: Tracker | None) -> None:
+    """Let the service show that the run has stopped, and the client write its buffers."""
+    limit = threading.Timer(_CLOSE_SECONDS, lambda: os._exit(1))
+    limit.daemon = True
+    limit.start()
+    with contextlib.suppress(BaseException):
+        if tracker is not None:
+            tracker.close(False)
 
 
 def _create(request: Mapping[str, Any]) -> Tracker:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import http.server
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from maxpipe.config.sections.tracker import TrackerConfig
+from maxpipe.telemetry.trackers.delivery import Trackers, TrackingContext
+from maxpipe.telemetry.trackers.interface import TrackedRun
+from maxpipe.telemetry.writers import EventLog, MetricWriter
+
+SECONDS = 20.0
+"""Time limit of a delivery on a busy machine."""
 
 PLUGIN = '''
 import json, os, random, urllib.request
@@ -56,6 +65,8 @@ class Server:
     def __init__(self, port: int = 0):
         self.mode, self.slow_seconds = "ok", 0.5
         self.calls: list[tuple[str, Any]] = []
+        self.rejected: set[str] = set()
+        """Calls that are answered with status 500 in every mode."""
         self.ended = threading.Event()
         server = self
 
@@ -66,10 +77,12 @@ class Server:
                     server.ended.wait()
                 if server.mode == "slow":
                     time.sleep(server.slow_seconds)
-                is_ok = server.mode in ("ok", "slow")
-                if is_ok:
-                    server.calls.append((self.path.strip("/"), content))
-                self.send_response(200 if is_ok else int(server.mode))
+                call = self.path.strip("/")
+                status = 200 if server.mode in ("ok", "slow") else int(server.mode)
+                status = 500 if call in server.rejected else status
+                if status == 200:
+                    server.calls.append((call, content))
+                self.send_response(status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -125,3 +138,71 @@ def recorded(folder: Path) -> dict[int, dict[str, float]]:
         step = record.pop("step")
         found[step] = {tag: float("nan") if v is None else v for tag, v in record.items()}
     return found
+
+
+def wait_until(condition: Callable[[], object], seconds: float = SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met in time"
+        time.sleep(0.02)
+
+
+class Tracking:
+    """A run folder with a metrics file, and trackers that receive its records."""
+
+    def __init__(self, folder: Path, names: Sequence[str] = ("stub",), **settings: Any):
+        self._names = names
+        self.folder = folder / "run"
+        self.folder.mkdir(exist_ok=True)
+        self._plugin = write_plugin(folder)
+        defaults = TrackerConfig(exit_timeout_seconds=SECONDS, request_timeout_seconds=5.0)
+        self.config = dataclasses.replace(defaults, **settings)
+        self.warnings: list[str] = []
+
+    def open(self, resume_step: int = 0) -> MetricWriter:
+        described = TrackedRun(
+            name="run",
+            project="p",
+            key="",
+            folder=str(self.folder),
+            config={"train.steps": 3, "optim.learning_rate": 0.25},
+            tags={"git_commit": "0" * 40, "git_dirty": "false"},
+            tracker_config=self.config,
+        )
+        context = TrackingContext(
+            run_dir=self.folder,
+            config=self.config,
+            plugins=[str(self._plugin)] if "stub" in self._names else [],
+            describe=lambda: described,
+            events=EventLog(self.folder),
+            warn=self.warnings.append,
+            note=lambda _: None,
+            ours=lambda: True,
+        )
+        self.trackers = Trackers(self._names, context)
+        self.writer = MetricWriter(
+            self.folder, tensorboard=False, resume_step=resume_step, observers=[self.trackers]
+        )
+        return self.writer
+
+    def write(self, *steps: int) -> None:
+        for step in steps:
+            self.writer.write(step, {"train/loss": 1 / step, "perf/step_s": time.time()})
+
+    def close(self) -> float:
+        """Close the trackers, and return the time that this took in seconds."""
+        start = time.monotonic()
+        self.trackers.close(is_complete=True)
+        return time.monotonic() - start
+
+    def serve_at(self, url: str) -> None:
+        (self.folder.parent / "url").write_text(url)
+
+    def events(self, *names: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return [each for each in map(json.loads, lines) if each["event"] in names]
+
+    @property
+    def cursor(self) -> dict[str, Any]:
+        path = self.folder / "trackers.json"
+        return json.loads(path.read_text())[self._names[0]] if path.exists() else {"step": None}

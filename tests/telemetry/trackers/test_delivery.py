@@ -7,80 +7,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from maxpipe.config.sections.tracker import TrackerConfig
 from maxpipe.telemetry.trackers import delivery
-from maxpipe.telemetry.trackers.delivery import RecordReader, Trackers, TrackingContext
-from maxpipe.telemetry.trackers.interface import TrackedRun
-from maxpipe.telemetry.writers import EventLog, MetricWriter
-from tests.telemetry.trackers.stub import Server, recorded, served, write_plugin
-
-SECONDS = 20.0
-"""Time limit of a delivery on a busy machine."""
-
-
-class Tracking:
-    """A run folder with a metrics file, and a tracker that sends its records to a server."""
-
-    def __init__(self, folder: Path, **settings: Any):
-        self.folder = folder / "run"
-        self.folder.mkdir(exist_ok=True)
-        self._plugin = write_plugin(folder)
-        defaults = TrackerConfig(exit_timeout_seconds=SECONDS, request_timeout_seconds=5.0)
-        self.config = dataclasses.replace(defaults, **settings)
-        self.warnings: list[str] = []
-
-    def open(self, resume_step: int = 0) -> MetricWriter:
-        described = TrackedRun(
-            name="run",
-            project="p",
-            key="",
-            folder=str(self.folder),
-            config={"train.steps": 3},
-            tags={},
-            tracker_config=self.config,
-        )
-        context = TrackingContext(
-            run_dir=self.folder,
-            config=self.config,
-            plugins=[str(self._plugin)],
-            describe=lambda: described,
-            events=EventLog(self.folder),
-            warn=self.warnings.append,
-            note=lambda _: None,
-            ours=lambda: True,
-        )
-        self.trackers = Trackers(["stub"], context)
-        self.writer = MetricWriter(
-            self.folder, tensorboard=False, resume_step=resume_step, observers=[self.trackers]
-        )
-        return self.writer
-
-    def write(self, *steps: int) -> None:
-        for step in steps:
-            self.writer.write(step, {"train/loss": 1 / step, "perf/step_s": time.time()})
-
-    def close(self) -> float:
-        """Close the trackers, and return the time that this took in seconds."""
-        start = time.monotonic()
-        self.trackers.close(is_complete=True)
-        return time.monotonic() - start
-
-    def serve_at(self, url: str) -> None:
-        (self.folder.parent / "url").write_text(url)
-
-    def events(self, *names: str) -> list[dict[str, Any]]:
-        lines = (self.folder / "events.jsonl").read_text().splitlines()
-        return [each for each in map(json.loads, lines) if each["event"] in names]
-
-    @property
-    def cursor(self) -> dict[str, Any]:
-        return json.loads((self.folder / "trackers.json").read_text())["stub"]
+from maxpipe.telemetry.trackers.delivery import RecordReader
+from maxpipe.telemetry.writers import MetricWriter
+from tests.telemetry.trackers.stub import SECONDS, Server, Tracking, recorded, served, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -100,13 +36,6 @@ def tracking(tmp_path: Path, server: Server) -> Tracking:
     tracking = Tracking(tmp_path)
     tracking.serve_at(server.url)
     return tracking
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition was not met in time"
-        time.sleep(0.02)
 
 
 def assert_delivered(tracking: Tracking, server: Server) -> None:
@@ -275,6 +204,23 @@ def test_a_killed_run_continues_the_same_tracker_run(tracking: Tracking, server:
     assert second["run_id"] == f"id-{first['key']}" and second["key"] == first["key"]
     repeated = [step for content in server.contents("log") for step, _, _ in content]
     assert sorted(repeated) == sorted([*range(1, 11), *range(7, 15)])
+
+
+def test_an_artifact_that_is_not_accepted_delays_no_record(tracking: Tracking, server: Server):
+    server.rejected.add("artifact")
+    tracking.open()
+    tracking.trackers.log_artifact("config.yml", "run: {}")
+    tracking.write(1)
+    wait_until(lambda: server.values())
+    tracking.write(2)
+    wait_until(lambda: len(server.values()) == 2)
+    wait_until(lambda: tracking.warnings)
+    server.rejected.clear()
+    tracking.close()
+    assert server.contents("artifact") == [["config.yml", "run: {}"]]
+    [warning] = tracking.warnings
+    assert "tracker stub: artifact not accepted: HTTPError" in warning
+    assert not (tracking.folder / "events.jsonl").exists()
 
 
 def test_rollback_during_a_run_repeats_steps(tracking: Tracking, server: Server):
