@@ -123,7 +123,7 @@ class RecordReader:
         self.move(step, tags)
 
     def move(self, step: int, tags: Sequence[str] | None) -> None:
-        """Continue after a step, of which `tags` were delivered, or all tags if None."""
+        """Continue after a step whose `tags` were delivered; None stands for all tags."""
         self.step = step
         self.tags: frozenset[str] | None = None if tags is None else frozenset(tags)
         self._offset = 0

@@ -1,7 +1,7 @@
 """Interface of experiment trackers, and the table of built-in trackers.
 
 A tracker receives the records of `metrics.jsonl`. It runs in a separate process, which maxpipe
-restarts if a call hangs. A tracker therefore needs no thread, queue or retry of its own.
+restarts if a call hangs. A tracker therefore needs no threads, queues or retries.
 """
 
 from __future__ import annotations

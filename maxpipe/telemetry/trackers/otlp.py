@@ -15,7 +15,7 @@ class OtlpTracker(Tracker):
     """Sends one gauge per tag, with the attributes `run` and `step` and the time of the record.
 
     The exporter is called directly: the metrics API of OpenTelemetry aggregates values in memory
-    and exports them at times of its own.
+    and exports them periodically.
     """
 
     def __init__(self) -> None:
