@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
-import importlib.util
+import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,9 +102,9 @@ def find_tracking_problems(loaded: LoadedConfig) -> list[Problem]:
     where = error_location("log.trackers", origins)
     problems = []
     for name in config.log.trackers:
-        package = TRACKER_PACKAGES.get(name)
-        if package and not _is_installed(package):
-            rule = f"requires the package {package.partition('.')[0]}, which is not installed."
+        packages = TRACKER_PACKAGES.get(name)
+        if packages and not any(map(_is_installed, packages)):
+            rule = f"requires the package {packages[0]}, which is not installed."
             action = f"Run: pip install 'maxpipe[{name}]'"
             problems.append(Problem(Code.ENV_PACKAGE, where, name, rule, action))
         elif name in TRACKERS and not _is_in_plugin(name, config):
@@ -122,8 +122,8 @@ def find_tracking_problems(loaded: LoadedConfig) -> list[Problem]:
 
 def _is_installed(package: str) -> bool:
     try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # a package above it
+        return bool(importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
         return False
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from maxpipe.config.rules import add_ranges, did_you_mean, rule
+from maxpipe.config.rules import add_ranges, rule, unknown_names
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.config import LARGEST, Bound
 
@@ -117,15 +117,7 @@ def actions_of(alerts: AlertsConfig, rule: AlertRule) -> list[str]:
 
 @rule("alerts.enable")
 def _built_in_rules_exist(config: Config) -> Iterator[RuleViolation]:
-    for name in config.alerts.enable:
-        if name not in BUILT_IN_RULES:
-            guess = did_you_mean(name, BUILT_IN_RULES) or "loss_spike"
-            yield RuleViolation(
-                Code.CFG_VALUE,
-                "alerts.enable",
-                f"must contain only built-in rules: {', '.join(BUILT_IN_RULES)}.",
-                f"Set alerts.enable=[{guess}], or add a rule to alerts.rules.",
-            )
+    yield from unknown_names("alerts.enable", config.alerts.enable, BUILT_IN_RULES, "loss_spike")
 
 
 @rule("alerts.rules")
@@ -154,15 +146,7 @@ def _actions_exist(config: Config) -> Iterator[RuleViolation]:
     named = {"alerts.actions": config.alerts.actions}
     named |= {f"alerts.rules.{name}.actions": r.actions for name, r in config.alerts.rules.items()}
     for key, actions in named.items():
-        for action in actions:
-            if action not in ACTIONS:
-                guess = did_you_mean(action, ACTIONS) or "console"
-                yield RuleViolation(
-                    Code.CFG_VALUE,
-                    key,
-                    f"must contain only these actions: {', '.join(ACTIONS)}.",
-                    f"Set {key}=[{guess}].",
-                )
+        yield from unknown_names(key, actions, ACTIONS, "console")
 
 
 @rule("alerts.webhook", "alerts.command", "alerts.actions", "alerts.rules", "alerts.enable")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from maxpipe.config.rules import add_ranges, did_you_mean, rule
+from maxpipe.config.rules import add_ranges, rule, unknown_names
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.io.typed_json import renamed_from
 from maxpipe.models.config import Bound
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from maxpipe.config.schema import Config
 
 TENSORBOARD = "tensorboard"
-TRACKER_PACKAGES = {
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-    "prometheus": "",
-    "otlp": "opentelemetry.exporter.otlp.proto.http",
+TRACKER_PACKAGES: dict[str, tuple[str, ...]] = {
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio",),
+    "prometheus": (),
+    "otlp": ("opentelemetry-exporter-otlp-proto-http",),
 }
-"""Maps trackers with a client to the module of the client; empty if the tracker needs no package.
-The extra of maxpipe that installs the client has the name of the tracker."""
+"""Maps trackers to the distributions that contain their client. One of them must be installed; the
+extra of maxpipe with the name of the tracker installs it."""
 
 TRACKERS: dict[str, Callable[[], Any]] = {}
 """Functions that create trackers of plug-ins, keyed by name."""
@@ -74,17 +74,8 @@ add_ranges(
 
 @rule("log.trackers")
 def _trackers_exist(config: Config) -> Iterator[RuleViolation]:
-    names, known = config.log.trackers, known_trackers()
-    for name in names:
-        if name not in known:
-            guess = did_you_mean(name, known)
-            yield RuleViolation(
-                Code.CFG_VALUE,
-                "log.trackers",
-                f"must contain only these names: {', '.join(known)}. {name or repr('')} is none "
-                "of them.",
-                f"Set log.trackers=[{guess or TENSORBOARD}], or log.trackers=[].",
-            )
+    names = config.log.trackers
+    yield from unknown_names("log.trackers", names, known_trackers(), TENSORBOARD)
     if len(set(names)) < len(names):
         distinct = ", ".join(dict.fromkeys(names))
         yield RuleViolation(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from maxpipe.config.rules import add_ranges, did_you_mean, rule
+from maxpipe.config.rules import add_nonempty_rule, add_ranges, rule, unknown_names
 from maxpipe.errors import Code, RuleViolation
 from maxpipe.models.config import Bound
 
@@ -68,28 +68,12 @@ add_ranges(
 )
 
 
-@rule("tracker.project")
-def _project_has_a_name(config: Config) -> Iterator[RuleViolation]:
-    if not config.tracker.project:
-        yield RuleViolation(
-            Code.CFG_MISSING,
-            "tracker.project",
-            "must not be empty.",
-            "Set tracker.project=maxpipe.",
-        )
+add_nonempty_rule("tracker.project")
 
 
 @rule("tracker.artifacts")
 def _artifacts_exist(config: Config) -> Iterator[RuleViolation]:
-    for name in config.tracker.artifacts:
-        if name not in ARTIFACTS:
-            guess = did_you_mean(name, ARTIFACTS) or "config"
-            yield RuleViolation(
-                Code.CFG_VALUE,
-                "tracker.artifacts",
-                f"must contain only these names: {', '.join(ARTIFACTS)}.",
-                f"Set tracker.artifacts=[{guess}], or tracker.artifacts=[].",
-            )
+    yield from unknown_names("tracker.artifacts", config.tracker.artifacts, ARTIFACTS, "config")
 
 
 @rule("log.trackers", "tracker.prometheus_port", "tracker.prometheus_file")
@@ -99,7 +83,7 @@ def _prometheus_has_an_output(config: Config) -> Iterator[RuleViolation]:
         return
     if not section.prometheus_port and not section.prometheus_file:
         yield RuleViolation(
-            Code.CFG_CONFLICT,
+            Code.CFG_MISSING,
             "tracker.prometheus_port",
             "must not be 0 if tracker.prometheus_file is empty: metrics need an endpoint or file.",
             "Set tracker.prometheus_port=9464, or tracker.prometheus_file=maxpipe.prom.",

@@ -123,7 +123,7 @@ class RecordReader:
         self.move(step, tags)
 
     def move(self, step: int, tags: Sequence[str] | None) -> None:
-        """Continue after a step whose `tags` were delivered; None stands for all tags."""
+        """Continue after a step whose `tags` were delivered, or all its tags if None."""
         self.step = step
         self.tags: frozenset[str] | None = None if tags is None else frozenset(tags)
         self._offset = 0

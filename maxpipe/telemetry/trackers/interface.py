@@ -1,4 +1,4 @@
-"""Interface of experiment trackers, and the table of built-in trackers.
+"""Interface of experiment trackers.
 
 A tracker receives the records of `metrics.jsonl`. It runs in a separate process, which maxpipe
 restarts if a call hangs. A tracker therefore needs no threads, queues or retries.
@@ -6,13 +6,11 @@ restarts if a call hangs. A tracker therefore needs no threads, queues or retrie
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from maxpipe.config.sections.log import TRACKERS
 from maxpipe.config.sections.tracker import TrackerConfig
 
 
@@ -85,20 +83,3 @@ class Tracker(ABC):
     def address(self) -> str:
         """URL or path where the run can be viewed, or an empty string."""
         return ""
-
-
-_CLASSES = {
-    "wandb": "WandbTracker",
-    "mlflow": "MlflowTracker",
-    "trackio": "TrackioTracker",
-    "prometheus": "PrometheusTracker",
-    "otlp": "OtlpTracker",
-}
-
-
-def create_tracker(name: str) -> Tracker:
-    """Create a tracker of the package or of a plug-in. The call imports the client."""
-    if name in TRACKERS:
-        return TRACKERS[name]()
-    module = importlib.import_module(f"maxpipe.telemetry.trackers.{name}")
-    return getattr(module, _CLASSES[name])()

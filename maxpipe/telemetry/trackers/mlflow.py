@@ -6,7 +6,6 @@ several values for the step, and the value with the newest timestamp is valid.
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -26,8 +25,11 @@ class MlflowTracker(Tracker):
     def __init__(self) -> None:
         for name, value in _REQUEST_VARIABLES.items():
             os.environ.setdefault(name, value)
-        self._mlflow: Any = importlib.import_module("mlflow")
-        self._entities: Any = importlib.import_module("mlflow.entities")
+        import mlflow
+        import mlflow.entities  # pyright: ignore[reportMissingImports]
+
+        self._mlflow: Any = mlflow
+        self._entities: Any = mlflow.entities
         self._client: Any = None
         self._run_id = ""
 

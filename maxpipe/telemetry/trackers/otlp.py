@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +18,17 @@ class OtlpTracker(Tracker):
     """
 
     def __init__(self) -> None:
-        sdk, exporter = "opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"
-        self._metric_exporter: Any = importlib.import_module(f"{exporter}.metric_exporter")
-        self._resources: Any = importlib.import_module(f"{sdk}.resources")
-        self._export: Any = importlib.import_module(f"{sdk}.metrics.export")
-        self._instrumentation: Any = importlib.import_module(f"{sdk}.util.instrumentation")
+        from opentelemetry.exporter.otlp.proto.http import (  # pyright: ignore[reportMissingImports]
+            metric_exporter,
+        )
+        from opentelemetry.sdk import resources  # pyright: ignore[reportMissingImports]
+        from opentelemetry.sdk.metrics import export  # pyright: ignore[reportMissingImports]
+        from opentelemetry.sdk.util import instrumentation  # pyright: ignore[reportMissingImports]
+
+        self._metric_exporter: Any = metric_exporter
+        self._resources: Any = resources
+        self._export: Any = export
+        self._instrumentation: Any = instrumentation
         self._exporter: Any = None
         self._resource: Any = None
         self._run, self._endpoint = "", ""

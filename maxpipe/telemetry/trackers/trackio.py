@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import tempfile
 import time
@@ -22,7 +21,9 @@ class TrackioTracker(Tracker):
     """
 
     def __init__(self) -> None:
-        self._trackio: Any = importlib.import_module("trackio")
+        import trackio
+
+        self._trackio: Any = trackio
         self._run: Any = None
 
     def open(self, run: TrackedRun, run_id: str) -> str:

@@ -6,7 +6,6 @@ step of the run in the column `step`, which is the axis of all charts.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -24,7 +23,9 @@ class WandbTracker(Tracker):
     settle_seconds: ClassVar[float] = 20.0
 
     def __init__(self) -> None:
-        self._wandb: Any = importlib.import_module("wandb")
+        import wandb
+
+        self._wandb: Any = wandb
         self._run: Any = None
 
     def open(self, run: TrackedRun, run_id: str) -> str:

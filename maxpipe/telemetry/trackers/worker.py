@@ -13,13 +13,27 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from maxpipe.config.plugins import load_plugins
+from maxpipe.config.sections.log import TRACKERS
 from maxpipe.config.sections.tracker import TrackerConfig
-from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker, create_tracker
+from maxpipe.telemetry.trackers.interface import Record, TrackedRun, Tracker
+from maxpipe.telemetry.trackers.mlflow import MlflowTracker
+from maxpipe.telemetry.trackers.otlp import OtlpTracker
+from maxpipe.telemetry.trackers.prometheus import PrometheusTracker
+from maxpipe.telemetry.trackers.trackio import TrackioTracker
+from maxpipe.telemetry.trackers.wandb import WandbTracker
 
+_TRACKERS: Mapping[str, Callable[[], Tracker]] = {
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "trackio": TrackioTracker,
+    "prometheus": PrometheusTracker,
+    "otlp": OtlpTracker,
+}
+"""Built-in trackers. A client is imported when its tracker is created."""
 _NICENESS = 5
 _CLOSE_SECONDS = 5.0
 _MAX_SHOWN = 300
@@ -67,9 +81,9 @@ def _close_after_kill(tracker: Tracker | None) -> None:
 
 
 def _create(request: Mapping[str, Any]) -> Tracker:
-    plugins = request["plugins"]
+    plugins, name = request["plugins"], request["tracker"]
     load_plugins(plugins, "plugins.modules", allowed=bool(plugins))
-    return create_tracker(request["tracker"])
+    return (_TRACKERS.get(name) or TRACKERS[name])()
 
 
 def _handle(tracker: Tracker, request: Mapping[str, Any]) -> dict[str, Any]:
