@@ -161,6 +161,7 @@ REFERENCE_FILE = "references.npz"
 TENSORBOARD_FOLDER = "tensorboard"
 EVALUATIONS_FOLDER = "evaluations"
 PROFILES_FOLDER = "profiles"
+TRACKERS_FILE = "trackers.json"
 CHECKPOINTS_FOLDER = "checkpoints"
 """Name of the checkpoint folder inside the run folder, or inside the run's folder in
 `checkpoint.dir`."""

@@ -378,12 +378,18 @@ def tag_pattern(tag: str) -> str:
     return re.sub(r"_K\b", r"_[0-9]+", names)
 
 
-def unit_of(tag: str) -> str:
-    """Return the unit of a metric, or "" if it has none or is unknown."""
+def metric_of(tag: str) -> Metric | None:
+    """Return the declaration of a metric, or None if it is unknown."""
     for metric in METRICS:
         if re.fullmatch(tag_pattern(metric.tag), tag):
-            return metric.unit
-    return ""
+            return metric
+    return None
+
+
+def unit_of(tag: str) -> str:
+    """Return the unit of a metric, or "" if it has none or is unknown."""
+    metric = metric_of(tag)
+    return metric.unit if metric else ""
 
 
 def table() -> str:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from datetime import UTC, datetime
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from maxpipe.config.config_files import (
     EVENTS_FILE,
@@ -211,6 +211,18 @@ def _json_value(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class RecordObserver(Protocol):
+    """Receives the records of `metrics.jsonl` after they are written. Calls must not block."""
+
+    def restart(self, step: int) -> None:
+        """Begin or continue after `step`, because records of later steps were removed."""
+        ...
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Receive metrics of a step, which were added to its record."""
+        ...
+
+
 class EventLog:
     """Writes `events.jsonl`, which contains the events of a run across all its restarts.
 
@@ -228,6 +240,8 @@ class EventLog:
     ):
         self._file = _SafeFile(run_dir / EVENTS_FILE, ours) if process_index == 0 else None
         self._since = time.monotonic() if since is None else since
+        self.observers: list[Callable[[str, Mapping[str, Any]], None]] = []
+        """Functions that receive the name and the fields of each event. They must not block."""
         if self._file is not None and _ends_inside_a_line(self._file.path):
             self._file.append(b"\n")
 
@@ -237,6 +251,8 @@ class EventLog:
             record: dict[str, object] = {"time": _now()}
             record |= {"uptime": round(time.monotonic() - self._since, 3), "event": event}
             self._file.append(_json_line(redact.redact_value(record | fields)))
+            for observer in self.observers:
+                observer(event, fields)
 
 
 def _now() -> str:
@@ -254,7 +270,8 @@ def _ends_inside_a_line(path: Path) -> bool:
 
 
 class MetricWriter:
-    """Writes `metrics.jsonl`, `samples.jsonl`, `layers.jsonl` and TensorBoard files.
+    """Writes `metrics.jsonl`, `samples.jsonl`, `layers.jsonl` and TensorBoard files, and notifies
+    observers.
 
     The JSON files have one object per logged step. Records of steps after `resume_step`, the step
     of the restored checkpoint, are removed because these steps are repeated. Non-finite values are
@@ -268,8 +285,10 @@ class MetricWriter:
         resume_step: int,
         process_index: int = 0,
         ours: OwnershipCheck = _always,
+        observers: Sequence[RecordObserver] = (),
     ):
         self._file: _SafeFile | None = None
+        self.observers = observers
         self._events: _TensorBoardFile | None = None
         self._samples = _SafeFile(run_dir / SAMPLES_FILE, ours)
         self._layers = _SafeFile(run_dir / LAYERS_FILE, ours)
@@ -286,6 +305,8 @@ class MetricWriter:
             self._last = _truncate_after_step(self._file.path, resume_step, self._tags)
             _truncate_after_step(self._samples.path, resume_step)
             _truncate_after_step(self._layers.path, resume_step, longest=MAX_LAYERS_LINE_BYTES)
+        for observer in observers:
+            observer.restart(resume_step)
         if tensorboard:
             self._events = _TensorBoardFile(run_dir / TENSORBOARD_FOLDER, resume_step, ours)
 
@@ -305,6 +326,8 @@ class MetricWriter:
         if self._events is not None:
             self._events.scalars(step, values)
             self._update_charts(step, values)
+        for observer in self.observers:
+            observer.record(step, values)
 
     def _update_charts(self, step: int, values: Mapping[str, float]) -> None:
         """Write the TensorBoard layout again when a chart receives its first value."""

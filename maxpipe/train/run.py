@@ -248,4 +248,4 @@ class Run:
         self.last_compared_step = -1
         self.layer_recorder.discard()
         self.writer.close()
-        self.writer = session.open_writer(first)
+        self.writer = session.open_writer(first, self.writer.observers)

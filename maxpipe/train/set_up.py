@@ -59,6 +59,7 @@ from maxpipe.train.run import PostTraining, Run, Validation
 from maxpipe.train.samples import SampleGenerator, load_validation_prompts
 from maxpipe.train.session import Session
 from maxpipe.train.tensorboard import write_run_summary
+from maxpipe.train.tracking import open_tracking
 
 
 def set_up(session: Session) -> Run:
@@ -134,7 +135,7 @@ def set_up(session: Session) -> Run:
         datasets=datasets,
         slow_data=slow_data,
         checkpoints=checkpoints,
-        writer=session.open_writer(first),
+        writer=session.open_writer(first, open_tracking(session, steps.train_schedule)),
         bad_step_monitor=BadStepMonitor(
             config.guard,
             run_dir=str(session.run_dir),

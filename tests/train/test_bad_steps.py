@@ -55,7 +55,7 @@ class FaultyTrainer:
         self.seen: list[int] = []
         self._arguments = [str(tiny), f"run.dir={folder}", "mesh.ici_stage=2", "mesh.ici_data=4"]
         self._arguments += ["mesh.cpu_devices=8", "pipeline.microbatches=2", "eval.batches=0"]
-        self._arguments += ["log.every=1", "log.tensorboard=false"]
+        self._arguments += ["log.every=1", "log.trackers=[]"]
 
     def train(self, *overrides: str) -> None:
         train(load([*self._arguments, *overrides]))
