@@ -126,7 +126,7 @@ def _plan(options: argparse.Namespace) -> int:
 def _against(options: argparse.Namespace) -> int:
     from maxpipe.checkpoint.address import parse_run_address
     from maxpipe.checkpoint.run_copy import folder_of_records
-    from maxpipe.planner import run_comparison
+    from maxpipe.profiles import run_comparison
 
     run_dir = folder_of_records(parse_run_address(options.against).run_dir)
     found = run_comparison.compare_run(run_dir)

@@ -29,6 +29,7 @@ from maxpipe.config.config_files import (
 from maxpipe.config.sections.eval import best_mode_of
 from maxpipe.errors import Code, MaxpipeError, StorageError
 from maxpipe.io.files import read
+from maxpipe.profiles.capture import PICTURE_FILE, profiled_steps, step_folder
 from maxpipe.report import records
 from maxpipe.report.records import Report
 from maxpipe.telemetry import goodput
@@ -94,7 +95,7 @@ def is_running(run: Mapping[str, Any]) -> bool:
 def _forecast(run_dir: Path) -> dict[str, Any] | None:
     """Return predicted and measured time and memory, or None if the run recorded no forecast."""
     with contextlib.suppress(MaxpipeError):
-        from maxpipe.planner.run_comparison import compare_run, comparison_values
+        from maxpipe.profiles.run_comparison import compare_run, comparison_values
 
         return comparison_values(compare_run(run_dir))
     return None
@@ -129,9 +130,10 @@ def _planned_timeline(run_dir: Path) -> list[dict[str, str]]:
 def _profile_pictures(run_dir: Path) -> list[dict[str, str]]:
     """Return the measured timelines of the newest profiles."""
     found = []
-    for path in sorted(run_dir.glob("profiles/step_*/timeline.svg"))[-_MAX_PROFILES:]:
+    for step in profiled_steps(run_dir)[-_MAX_PROFILES:]:
         with contextlib.suppress(OSError):
-            found.append(_picture(path.parent.name, "", read(path, _MAX_PICTURE_BYTES)))
+            svg = read(step_folder(run_dir, step) / PICTURE_FILE, _MAX_PICTURE_BYTES)
+            found.append(_picture(f"Profile of step {step:,}", "", svg))
     return found
 
 

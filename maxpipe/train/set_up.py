@@ -40,11 +40,11 @@ from maxpipe.models.spec import Model
 from maxpipe.parallel.mesh import describe_mesh
 from maxpipe.planner.memory_terms import TERMS
 from maxpipe.planner.report import plan_values
-from maxpipe.planner.run_comparison import CompiledMemory, ForecastFile
 from maxpipe.planner.search import evaluate
 from maxpipe.posttrain.distill import TeacherSource, open_teacher_source
 from maxpipe.posttrain.reference_logprobs import PairReferences, needs_references
 from maxpipe.posttrain.rollouts import Rollouts
+from maxpipe.profiles.run_comparison import CompiledMemory, ForecastFile
 from maxpipe.step.build import steps_on_all_devices
 from maxpipe.step.step import Steps
 from maxpipe.train import data_end

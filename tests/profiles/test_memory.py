@@ -22,8 +22,9 @@ def test_memory_of_a_step_is_divided_by_kind(schedule: str, monkeypatch: pytest.
     sizes = memory_by_kind(arguments, step.program)
     given = sum(sizes[kind] for kind in arguments)
     assert given == pytest.approx(stats.argument_size_in_bytes, rel=0.02)
-    temporary = sum(size for kind, size in sizes.items()
-                    if kind not in (*arguments, "outputs", "program"))
+    temporary = sum(
+        size for kind, size in sizes.items() if kind not in (*arguments, "outputs", "program")
+    )
     assert temporary == pytest.approx(stats.temp_size_in_bytes)
     # each stage saves the inputs of its chunks' layers, [slots, layers, 1, 128, 128] in float32
     depth = step.steps.train_schedule.num_stash * 2

@@ -2,7 +2,7 @@
 
 `maxpipe train` records the forecast, the size of every buffer of the compiled step and the
 compiler's memory analysis in `forecast.json`. Times are read from `metrics.jsonl` and, if the run
-was profiled, from its newest profile. This module does not import jax.
+was profiled, from its newest profile.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from maxpipe.io.formatting import format_duration
 from maxpipe.io.typed_json import parse_json
 from maxpipe.planner.memory_terms import TERMS, gib
 from maxpipe.planner.search import Candidate, evaluate
+from maxpipe.profiles.capture import profiled_steps, read_report, step_folder
 
 _MAX_FORECAST_BYTES = 1 << 22
 _MIN_RECORDS = 3
@@ -157,7 +158,7 @@ def compare_run(run_dir: str | Path) -> Comparison:
         first_step=recorded["step"],
         num_records=len(used),
         step=Term("step", candidate.cost.seconds, measured),
-        times=_time_terms(candidate, {}),
+        times=_time_terms(candidate, _profiled_parts(folder, recorded["step"])),
         memory=_memory_terms(candidate, recorded.get("compiled"), metrics.get(_DEVICE_PEAK, [])),
         data_wait=statistics.median(waits) if waits else None,
     )
@@ -186,6 +187,66 @@ def _read_metrics(folder: Path) -> dict[str, list[float]]:
     except FileNotFoundError:
         pass
     return found
+
+
+def _profiled_parts(folder: Path, first_step: int) -> dict[str, float]:
+    """Return the measured parts of a step from the newest profile after a step, in seconds; empty
+    without a profile.
+    """
+    steps = [step for step in profiled_steps(folder) if step > first_step]
+    report = read_report(step_folder(folder, steps[-1])) if steps else None
+    try:
+        return measured_parts(report) if report else {}
+    except (KeyError, TypeError, ValueError):  # a damaged file
+        return {}
+
+
+def measured_parts(report: Mapping[str, Any]) -> dict[str, float]:
+    """Return the parts of a profiled step, keyed by the names of the forecast, in seconds.
+
+    `report` is the content of a profile's `report.json`. Virtual CPU devices wait for messages
+    inside the collectives, so that the time of messages includes the bubble.
+    """
+    parts: dict[str, float] = {}
+    for row in report["by_place"]:
+        place, seconds = str(row["name"]), float(row["seconds"])
+        name = _PARTS.get(place) or _part_of_collective(place) or "layers"
+        parts[name] = parts.get(name, 0.0) + seconds
+    if report["shares_cores"]:
+        parts[_MESSAGES_AND_BUBBLE] = parts.pop("messages", 0.0)
+    elif bubble := report["bubble"]:
+        parts["bubble"] = bubble["measured"] * bubble["tick_loop_seconds"]
+    parts["idle"] = float(report["idle_seconds"])
+    return parts
+
+
+_MESSAGES_AND_BUBBLE = "messages and waits for other stages"
+_PARTS = {
+    "messages between stages": "messages",
+    "head": "head",
+    "embed": "embedding",
+    "optimizer update": "update",
+    "other": "other",
+}
+"""Parts of the forecast, by place in the profile. All places that are not listed are in layers."""
+_COLLECTIVES = {
+    "all-gather": "gathers",
+    "reduce-scatter": "reductions",
+    "all-reduce": "reductions",
+    "all-to-all": "exchange",
+}
+
+
+def _part_of_collective(place: str) -> str | None:
+    """Return the part of a collective such as `all-gather over fsdp`; collectives over stages
+    belong to the head and the embedding.
+    """
+    kind, over, axes = place.partition(" over ")
+    if not over:
+        return None
+    if axes == "stage":
+        return "head"
+    return "layers" if axes == "tensor" else _COLLECTIVES.get(kind, "other")
 
 
 def _time_terms(candidate: Candidate, measured: Mapping[str, float]) -> list[Term]:
@@ -275,6 +336,8 @@ def format_comparison(found: Comparison) -> str:
         lines.append(f"waiting for data: {format_duration(found.data_wait)} per step ({share:.1%})")
     if all(term.measured is None for term in found.times):
         lines.append("parts of the step are measured in profiles: set profile.at=[100]")
+    elif found.hardware.platform == "cpu":
+        lines.append("virtual devices share cores: measured parts include waits for a core")
     lines += ["", *_table("memory of one device", found.memory, gib)]
     return "\n".join(lines)
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from maxpipe import hardware
 from maxpipe.cli import main
-from maxpipe.planner import run_comparison
+from maxpipe.profiles import run_comparison
 
-_KEYS = ("train.steps=6", "log.every=1", "eval.every=0", "eval.batches=0", "run.name=first")
+_KEYS = (
+    "profile.at=[3]",
+    "profile.steps=2",
+    "train.steps=6",
+    "log.every=1",
+    "eval.every=0",
+    "eval.batches=0",
+    "run.name=first",
+)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +40,49 @@ def test_exact_terms_equal_the_prediction(run: Path) -> None:
     assert total is not None and 0.9 < total < 1.1
     assert found.num_records == 5 and found.step.measured
     assert sum(term.predicted or 0 for term in found.times) == pytest.approx(found.step.predicted)
+
+
+def test_profiled_parts_add_up_to_the_step(run: Path) -> None:
+    measured = {term.name: term.measured for term in run_comparison.compare_run(run).times}
+    assert measured["layers"] and measured["head"] and measured["update"]
+    report = json.loads((run / "profiles" / "step_000003" / "report.json").read_text())
+    total = sum(seconds or 0 for seconds in measured.values())
+    # Operations of one device may overlap, and times between operations are idle.
+    assert total == pytest.approx(report["step_seconds"], rel=0.1)
+
+
+def test_parts_of_a_device_profile() -> None:
+    report = {
+        "by_place": [
+            {"name": "attention", "seconds": 2.0},
+            {"name": "mlp", "seconds": 3.0},
+            {"name": "head", "seconds": 0.5},
+            {"name": "all-gather over fsdp", "seconds": 0.25},
+            {"name": "all-reduce over stage", "seconds": 0.125},
+            {"name": "all-reduce over tensor", "seconds": 1.0},
+            {"name": "messages between stages", "seconds": 0.75},
+        ],
+        "shares_cores": False,
+        "bubble": {"measured": 0.2, "tick_loop_seconds": 8.0},
+        "idle_seconds": 1.6,
+    }
+    assert run_comparison.measured_parts(report) == {
+        "layers": 6.0,
+        "head": 0.625,
+        "gathers": 0.25,
+        "messages": 0.75,
+        "bubble": pytest.approx(1.6),
+        "idle": 1.6,
+    }
+
+
+def test_damaged_profile_is_ignored(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "copy", ignore=shutil.ignore_patterns("checkpoints"))
+    report = tmp_path / "copy" / "profiles" / "step_000003" / "report.json"
+    for text in ("{", "{}", '{"by_place": 3}'):
+        report.write_text(text)
+        times = run_comparison.compare_run(tmp_path / "copy").times
+        assert all(term.measured is None for term in times)
 
 
 def test_calibration_reproduces_the_measured_time(run: Path) -> None:
