@@ -111,10 +111,16 @@ class HeatMaps:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="heat maps")
         self._drawing: Future[None] | None = None
         try:
-            for _, line in files.read_lines(path, longest=MAX_LAYERS_LINE_BYTES):
+            lines = partial(files.read_lines, path, longest=MAX_LAYERS_LINE_BYTES)
+            count = sum(1 for _ in lines())
+            stride = max(1, count // _MAX_COLUMNS)
+            for number, (_, line) in enumerate(lines()):
+                if (count - 1 - number) % stride:  # parsing all records of a long run is slow
+                    continue
                 record = json.loads(line)
                 if record["step"] < before:
                     self._append(record["step"], record["values"])
+            self._num_records = max(count - 1, 0)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("%s: heat maps start at step %d: %s", path, before, error)
 
