@@ -206,6 +206,25 @@ def test_a_killed_run_continues_the_same_tracker_run(tracking: Tracking, server:
     assert sorted(repeated) == sorted([*range(1, 11), *range(7, 15)])
 
 
+def test_records_that_a_killed_client_had_not_stored_are_sent_again(
+    tracking: Tracking, server: Server
+):
+    (tracking.folder.parent / "settle").touch()
+    tracking.open()
+    tracking.write(1, 2, 3)
+    wait_until(lambda: len(server.values()) == 3)
+    assert tracking.cursor["step"] == -1
+    process = tracking.trackers._deliveries[0]._process
+    assert process is not None
+    process.kill()
+    server.calls.clear()
+    tracking.write(4)
+    wait_until(lambda: len(server.values()) == 4)
+    tracking.close()
+    assert_delivered(tracking, server)
+    assert tracking.cursor["step"] == 4
+
+
 def test_an_artifact_that_is_not_accepted_delays_no_record(tracking: Tracking, server: Server):
     server.rejected.add("artifact")
     tracking.open()
