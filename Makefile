@@ -60,8 +60,8 @@ test-wheel: $(DEV)  ## install the wheel with every available Python, and train 
 	@$(BIN)/python -m pytest -m wheel tests/test_wheel.py $(WHEEL_ARGS)
 
 # transformers and torch may be in a separate environment: make ORACLE=.../bin/python test-oracle
-test-oracle: $(DEV)  ## compare logits of Hugging Face folders with those of transformers, if installed
-	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/huggingface tests/data
+test-oracle: $(DEV)  ## compare with transformers and XProf, if installed
+	@ORACLE=$(ORACLE) $(BIN)/python -m pytest -m oracle tests/huggingface tests/data tests/profiles
 
 # The clients may be in a folder: pip install --target FOLDER wandb mlflow trackio ...
 test-trackers: $(DEV)  ## compare values in experiment trackers with metrics.jsonl; TRACKERS names a folder of clients

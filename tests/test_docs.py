@@ -267,7 +267,7 @@ def test_code_names_on_pages_exist() -> None:
     for page in PAGES:
         for name in quoted(page, r"([A-Za-z_]\w*(?:\.\w+)+)(?:\(\))?"):
             owner, _, last = name.rpartition(".")
-            is_file = last in ("py", "md", "yml", "sh", "json", "jsonl")
+            is_file = last in ("py", "md", "yml", "sh", "json", "jsonl", "svg")
             ours = owner in members and owner.partition(".")[0] not in sections
             if ours and not is_file and name not in modules and last not in members[owner]:
                 wrong.append(f"{page.name}: {name}")

@@ -29,8 +29,9 @@ def link(folder: Path, links: Path) -> int:
 
     `folder` may itself be a run. TensorBoard names a run after the folder that contains its event
     files, which is always called `tensorboard`. Each symlink therefore has the name of the run.
+    A symlink to each profile is shown by TensorBoard's profile plugin, if it is installed.
     """
-    from maxpipe.config.config_files import TENSORBOARD_FOLDER
+    from maxpipe.config.config_files import PROFILES_FOLDER, TENSORBOARD_FOLDER
 
     is_run = (folder / TENSORBOARD_FOLDER).is_dir()
     runs = [folder.absolute()] if is_run else sorted(folder.iterdir())
@@ -39,6 +40,10 @@ def link(folder: Path, links: Path) -> int:
         with contextlib.suppress(FileExistsError):
             events = (run / TENSORBOARD_FOLDER).absolute()
             (links / run.name).symlink_to(events, target_is_directory=True)
+        for profile in (run / PROFILES_FOLDER).glob("step_*"):
+            step = profile.name.removeprefix("step_").lstrip("0")
+            with contextlib.suppress(FileExistsError):
+                (links / f"{run.name}@{step}").symlink_to(profile.absolute(), True)
     return len(runs)
 
 

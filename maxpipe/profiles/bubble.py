@@ -3,10 +3,10 @@
 Each cause is removed from the measured timeline, and the table computes by how much the step would
 be shorter:
 
-- slow stage: its slots take as long as on the median stage,
-- exposed message: the messages of one link take no time,
+- slow stage: its slots have the durations of the median stage,
+- exposed message: the messages of one link are instantaneous,
 - imbalance of layers: all chunks have the planned cost of the mean chunk,
-- unequal slots: all types of slots in a mixed tick take equally long,
+- unequal slots: all types of slots in a mixed tick have the same duration,
 - input wait: the batch is available when the step starts.
 """
 
@@ -156,7 +156,7 @@ def unit_seconds(timeline: Timeline, kind: str) -> float:
         for stage, busy in enumerate(active.T)
         if busy.any()
     ]
-    # of two stages, the faster one: the mean of both would hide a slow stage
+    # The mean of two stages would hide a slow one, so the faster stage is used.
     return float(np.quantile(per_stage, 0.5, method="lower")) if per_stage else 0.0
 
 

@@ -129,7 +129,7 @@ class Timeline:
 
 
 def slot_spans(table: TableRecord, work: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the time that the slots of each tick take, `[K]`, if stages advance in lockstep."""
+    """Return the duration of the slots of each tick, `[K]`, if stages advance in lockstep."""
     if table.mixed:
         return np.sum(list(work.values()), axis=0).max(axis=1)
     return np.sum([spent.max(axis=1) for spent in work.values()], axis=0)
@@ -137,7 +137,7 @@ def slot_spans(table: TableRecord, work: Mapping[str, np.ndarray]) -> np.ndarray
 
 @dataclass
 class _Run:
-    """One execution of the tick loop on one device."""
+    """Execution of the tick loop on one device."""
 
     stage: int
     position: int
@@ -372,7 +372,7 @@ class _SendTimes:
 
 def _send_times(run: _Run, start: str, end: str, num_ticks: int) -> _SendTimes:
     """Return the times of a transfer on one device. Without an event for its end, as on GPUs, one
-    event lasts for the whole transfer, and the device waits after its last computation.
+    event lasts for the complete transfer, and the device waits after its last computation.
     """
     names = np.array([op.name for op in run.operations])
     first, last = names == start, names == end

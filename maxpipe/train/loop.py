@@ -82,7 +82,7 @@ def _train_steps(run: Run) -> None:
             if run.profiler.starts_at(step):
                 with meter.paused(PROFILE):
                     run.profiler.start(step)
-            with run.profiler.data_wait():
+            with run.profiler.data_wait(step):
                 batch = meter.next_batch(batches)
             session.phases.progress(step)
             with session.phases.enter(STEP), run.profiler.step(step, len(batch["tokens"])):
@@ -283,6 +283,7 @@ class ThroughputMeter:
         """Attribute the time spent inside the context to `phase` instead of to steps."""
         with self._phases.enter(STEP):
             jax.block_until_ready(self._latest)
+        self._run.profiler.pause()
         start = time.perf_counter()
         with self._phases.enter(phase):
             yield

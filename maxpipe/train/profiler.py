@@ -42,6 +42,8 @@ from maxpipe.telemetry.writers import EventLog
 
 _MEDIAN_STEPS, _MIN_STEPS = 51, 10
 """Number of recent steps whose median is computed, and the number required for a median."""
+_SMOOTHING = 0.1
+"""Weight of the latest step in the moving average of step times."""
 _TRACE_WAIT_SECONDS = 60.0
 """Time in seconds for which process 0 waits for the traces of other processes."""
 _log = logging.getLogger("maxpipe")
@@ -135,11 +137,18 @@ class StepProfiler:
         self._active = active
 
     @contextlib.contextmanager
-    def data_wait(self) -> Iterator[None]:
+    def data_wait(self, step: int) -> Iterator[None]:
         """Measure the time that a step waits for its batch; the step begins with this call."""
-        self._begun = time.perf_counter()
+        now = time.perf_counter()
+        if self._begun and self._active is None:
+            self._record(step, now - self._begun)
+        self._begun = now
         yield
-        self._waited = time.perf_counter() - self._begun
+        self._waited = time.perf_counter() - now
+
+    def pause(self) -> None:
+        """Exclude the current step from the recorded times, because the loop pauses."""
+        self._begun = 0.0
 
     @contextlib.contextmanager
     def step(self, step: int, rows: int) -> Iterator[None]:
@@ -147,7 +156,6 @@ class StepProfiler:
         active = self._active
         if active is None:
             yield
-            self._record(step, time.perf_counter() - self._begun)
             return
         active.rows = active.rows or rows
         with jax.profiler.StepTraceAnnotation(STEP_NAME, step_num=step):
@@ -183,6 +191,7 @@ class StepProfiler:
     def discard(self) -> None:
         """End a profile whose steps are not all complete, without writing it."""
         active, self._active = self._active, None
+        self.pause()
         if active is not None:
             with contextlib.suppress(Exception):
                 jax.profiler.stop_trace()
@@ -218,8 +227,9 @@ class StepProfiler:
         return "slow step" if self._reason == "slow step" else "signal"
 
     def _record(self, step: int, seconds: float) -> None:
-        """Record the time of a step that is not profiled, and request a profile of a slow one."""
-        self._channel.step_seconds = seconds
+        """Record the time of the step before `step`, and request a profile if it was slow."""
+        mean = self._channel.step_seconds
+        self._channel.step_seconds = mean + _SMOOTHING * (seconds - mean) if mean else seconds
         factor, recent = self._config.slow_step, self._recent
         slow = factor > 0 and len(recent) >= _MIN_STEPS
         slow = slow and seconds > factor * statistics.median(recent)

@@ -297,6 +297,23 @@ def test_pipeline_of_maxtext_keeps_stages_repeats_and_microbatches() -> None:
     )
 
 
+def test_profiler_of_maxtext_profiles_the_same_steps() -> None:
+    """MaxText counts steps from 0, and skips the first one by default."""
+    files = {"profile.at", "profile.steps"}
+    found = from_maxtext("models/llama3-8b", "profiler=xplane", "skip_first_n_steps_for_profiler=4")
+    settings = {key: setting.value for key, setting in found.settings.items() if key in files}
+    assert settings == {"profile.at": [5], "profile.steps": 5}
+    found = from_maxtext("models/llama3-8b", "profiler_steps=3")
+    assert not files & found.settings.keys() and "profiler_steps" in found.absent
+
+
+def test_profiler_of_torchtitan_profiles_the_first_steps_of_its_interval() -> None:
+    every = ("profiling.profile_freq=50", "profiling.profiler_active=2")
+    found = from_torchtitan("llama3_8b", "profiling.enable_profiling=true", *every)
+    values = {key: found.settings[key].value for key in ("profile.at", "profile.steps")}
+    assert values == {"profile.at": [50], "profile.steps": 2}
+
+
 def test_pipeline_of_torchtitan_keeps_schedule_and_microbatches() -> None:
     overrides = (
         *("parallelism.pipeline_parallel_degree=4", "training.local_batch_size=8"),

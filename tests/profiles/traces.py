@@ -6,7 +6,7 @@ The layout follows `tsl/profiler/protobuf/xplane.proto` and `xplane_schema.cc`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -202,8 +202,8 @@ class Plane:
         shown: str,
         start: float,
         stop: float,
-        stats: dict[str, int | str],
-        about: dict[str, int | str],
+        stats: Mapping[str, int | str],
+        about: Mapping[str, int | str],
     ) -> bytes:
         """Return an event; `about` contains the statistics of its metadata."""
         if name not in self._events:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from maxpipe.config.sections.profile import ProfileConfig
 from maxpipe.profiles.capture import num_traces, profiled_steps, step_folder
+from maxpipe.train.profiler import StepProfiler
 from tests.train.runs import (
     Run,
     Start,
@@ -102,6 +107,7 @@ def test_signal_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
 @pytest.mark.long
 def test_signal_profiles_the_same_steps_on_all_processes(tiny: Path, start: Start, tmp_path: Path):
     every = (tiny, f"run.dir={tmp_path}", *LONG, "mesh.cpu_devices=2", "profile.steps=2")
+    every += ("train.steps=200",)
     with start_pair(start, *every) as processes:
         wait_for(processes[0], "step 20/")
         processes[1].send_signal(signal.SIGUSR1)
@@ -123,6 +129,24 @@ def test_slow_step_starts_a_profile(tiny: Path, start: Start, tmp_path: Path):
         output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
     assert [line["reason"] for line in ledger(tmp_path / "run", "profile")] == ["slow step"]
+
+
+@pytest.mark.timing
+def test_profiler_without_profiles_adds_microseconds_to_a_step():
+    """The bound is 0.1% of a step of 20 ms."""
+    channel: Any = SimpleNamespace(profile_at=0, index=0, count=1, step_seconds=0.0)
+    nothing: Any = None
+    profiler = StepProfiler(ProfileConfig(), nothing, channel, nothing, {}, lambda: 0.0)
+    count = 10_000
+    begin = time.perf_counter()
+    for step in range(count):
+        assert not profiler.starts_at(step)
+        with profiler.data_wait(step):
+            pass
+        with profiler.step(step, 8):
+            pass
+        assert not profiler.ends_after(step, count)
+    assert (time.perf_counter() - begin) / count < 20e-6
 
 
 def test_failure_to_profile_is_a_warning(tiny: Path, run: Run, uninterrupted: Path, tmp_path: Path):

@@ -56,7 +56,7 @@ def _profiles_do_not_overlap(config: Config) -> Iterator[RuleViolation]:
             Code.CFG_VALUE,
             "profile.at",
             "must contain steps of at least 1, which is the first step.",
-            f"Set profile.at={sorted({max(1, step) for step in at})}.",
+            f"Set profile.at={_listed(sorted({max(1, step) for step in at}))}.",
         )
     kept: list[int] = []
     for step in sorted(at):
@@ -67,8 +67,13 @@ def _profiles_do_not_overlap(config: Config) -> Iterator[RuleViolation]:
             Code.CFG_CONFLICT,
             "profile.at",
             f"must contain steps that are at least profile.steps={steps} apart.",
-            f"Set profile.at={kept}.",
+            f"Set profile.at={_listed(kept)}.",
         )
+
+
+def _listed(steps: list[int]) -> str:
+    """Format a list without spaces, so that it is one word on a command line."""
+    return f"[{','.join(map(str, steps))}]"
 
 
 @rule("profile.slow_step", "profile.alarm")
