@@ -108,7 +108,8 @@ class Run:
 
     def train_step(self, step: int, batch: Any) -> dict[str, jax.Array]:
         """Train on the batch of a step and return the metrics."""
-        records = self.layer_recorder.is_due(step)
+        # A profile describes the operations of the ordinary step only.
+        records = self.layer_recorder.is_due(step) and not self.profiler.is_active
         compiled = (self.layer_recorder if records else self).train_steps[len(batch["tokens"])]
         self.state, metrics = compiled(self.state, batch)
         self.layer_recorder.flush(self.writer)  # while the devices compute this step

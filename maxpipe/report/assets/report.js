@@ -12,7 +12,7 @@
   const MARKED = {
     start: "restart", failed: "failed", preempted: "stopped", bad_step: "bad step", spike: "spike",
     rollback: "rollback", replicas_differ: "replicas differ", alert: "alert", profile: "profile",
-    slow_step: "slow step", drift: "drift", early_stop: "early stop",
+    slow_steps: "slow steps", drift: "drift", early_stop: "early stop",
   };
 
   // Elements and formats.
