@@ -34,7 +34,7 @@ from maxpipe.step.layer_statistics import summarize
 from maxpipe.step.step import LAYER_STATS, Steps
 
 EVERY = 10
-ROWS, TOKENS = 8, 256
+ROWS, TOKENS = 4, 256
 MODEL = ModelConfig(
     num_layers=12,
     d_model=768,
