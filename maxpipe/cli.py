@@ -29,6 +29,7 @@ from maxpipe.commands import (
     huggingface,
     launch,
     plan,
+    report,
     schedule,
     tokenizer,
 )
@@ -229,6 +230,7 @@ def command_line_parser() -> Parser:
     huggingface.add(commands)
     board.add_goodput(commands)
     board.add_curves(commands)
+    report.add(commands)
     board.add(commands)
     tokenizer.add(commands)
     data.add(commands)

@@ -39,6 +39,7 @@ LAYERS = {
     "generation": "text generation",
     "posttrain": "teachers, reference models, rollouts",
     "evals": "validation, multiple-choice tasks, lm-evaluation-harness",
+    "report": "HTML pages with the records of runs",
     "launch": "launchers for local processes and clusters",
     "diagnosis": "`maxpipe doctor` and `maxpipe env`",
     "train": "the training loop",

@@ -248,6 +248,32 @@ METRICS = (
         "after an evaluation, with `eval.tasks`",
     ),
     Metric(
+        "eval/NAME/score",
+        "",
+        "Mean score of the completions of the generative task NAME in `eval.generative_tasks`.",
+        "after an evaluation, with `eval.generative_tasks`",
+    ),
+    Metric(
+        "eval/NAME/pass_at_K",
+        "fraction",
+        "Estimated probability that at least one of K completions of a prompt has a score of at "
+        "least 1, averaged over the prompts (arXiv:2107.03374). K is 1, 2, 4, ..., and the number "
+        "of completions per prompt.",
+        "with `eval.generative_tasks.NAME.samples` above 1",
+    ),
+    Metric(
+        "eval/NAME/truncated",
+        "fraction",
+        "Fraction of completions that end at `eval.generative_tasks.NAME.max_tokens`.",
+        "after an evaluation, with `eval.generative_tasks`",
+    ),
+    Metric(
+        "harness/TASK/METRIC",
+        "",
+        "Metric of a task of lm-evaluation-harness, such as `harness/hellaswag/acc_norm`.",
+        "after an evaluation, with `eval.harness_tasks`",
+    ),
+    Metric(
         "perf/step_s",
         "seconds",
         "Mean step time since the previous record, excluding evaluation and checkpointing.",
@@ -296,6 +322,8 @@ CHARTS = (
     ("source loss", ("source/NAME/loss", "source/NAME/eval_loss")),
     ("validation set loss", ("eval/NAME/loss",)),
     ("task accuracy", ("eval/NAME/accuracy",)),
+    ("task score", ("eval/NAME/score",)),
+    ("harness", ("harness/TASK/METRIC",)),
     ("reward margin", ("train/margin", "eval/margin")),
     ("reward accuracy", ("train/accuracy", "eval/accuracy")),
     ("throughput", ("perf/tokens_per_s",)),
@@ -309,11 +337,18 @@ CHARTS = (
 name."""
 
 
+def tag_pattern(tag: str) -> str:
+    """Return a regular expression that matches the tags of a declared metric. NAME, TASK and
+    METRIC match any name, and `_K` any number.
+    """
+    names = re.sub(r"\b(NAME|TASK|METRIC)\b", "[^/]+", tag.replace(".", r"\."))
+    return re.sub(r"_K\b", r"_[0-9]+", names)
+
+
 def metric_of(tag: str) -> Metric | None:
     """Return the declaration of a metric, or None if it is unknown."""
     for metric in METRICS:
-        pattern = re.escape(metric.tag).replace("NAME", "[^/]+")
-        if re.fullmatch(pattern, tag):
+        if re.fullmatch(tag_pattern(metric.tag), tag):
             return metric
     return None
 

@@ -33,7 +33,7 @@ from maxpipe.config.config_files import (
 )
 from maxpipe.io import files, redact
 from maxpipe.io.typed_json import parse_json
-from maxpipe.telemetry.metrics import CHARTS
+from maxpipe.telemetry.metrics import CHARTS, tag_pattern
 
 if TYPE_CHECKING:
     from maxpipe.schedule.canvas import Canvas
@@ -48,7 +48,7 @@ def chart_titles(tags: Iterable[str]) -> tuple[str, ...]:
     return tuple(
         title
         for title, shown in CHARTS
-        if any(re.fullmatch(_pattern(each), tag) for each in shown for tag in tags)
+        if any(re.fullmatch(tag_pattern(each), tag) for each in shown for tag in tags)
     )
 
 
@@ -64,15 +64,10 @@ def charts(chosen: Collection[str]) -> Any:
     category = layout.Category(title="training")
     for title, tags in CHARTS:
         if title in chosen:
-            content = layout.MultilineChartContent(tag=[f"^{_pattern(tag)}$" for tag in tags])
+            content = layout.MultilineChartContent(tag=[f"^{tag_pattern(tag)}$" for tag in tags])
             category.chart.append(layout.Chart(title=title, multiline=content))
     text = layout.Layout(category=[category]).SerializeToString()
     return _tensor(metadata.CONFIG_SUMMARY_TAG, metadata.create_summary_metadata(), [text])
-
-
-def _pattern(tag: str) -> str:
-    """Return the regular expression for a tag in which NAME matches any name."""
-    return tag.replace("NAME", "[^/]+")
 
 
 def hyperparameters(values: Mapping[str, bool | float | str], run: str) -> Any:

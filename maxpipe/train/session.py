@@ -35,6 +35,7 @@ from maxpipe.config.check import error_location
 from maxpipe.config.config_files import (
     CONFIG_FILE,
     EVENTS_FILE,
+    FORECAST_FILE,
     METRICS_FILE,
     REFERENCE_FILE,
     SAMPLES_FILE,
@@ -198,6 +199,11 @@ def _other_files(config: Config) -> Iterator[tuple[str, str]]:
     """
     for name, task in config.eval.tasks.items():
         yield f"eval.tasks.{name}.path", task.path
+    if config.eval.harness_tasks:
+        yield "eval.harness_path", config.eval.harness_path
+    for name, task in config.eval.generative_tasks.items():
+        yield f"eval.generative_tasks.{name}.path", task.path
+        yield f"eval.generative_tasks.{name}.scorer_file", task.scorer_file.rpartition(":")[0]
     if config.eval.sample_every:
         yield "eval.sample_prompts_file", config.eval.sample_prompts_file
     if config.train.objective == "grpo":
@@ -228,7 +234,7 @@ def _exists(path: str) -> bool:
 
 
 _RECORDS = (METRICS_FILE, f"{METRICS_FILE}.new", SAMPLES_FILE, f"{SAMPLES_FILE}.new", EVENTS_FILE)
-WRITTEN_FILES = (CONFIG_FILE, REFERENCE_FILE, TRACKERS_FILE, *_RECORDS)
+WRITTEN_FILES = (CONFIG_FILE, FORECAST_FILE, REFERENCE_FILE, TRACKERS_FILE, *_RECORDS)
 
 
 @dataclass(frozen=True)
