@@ -29,7 +29,7 @@ from maxpipe.models.layers.attention import AUTO
 from maxpipe.models.registry import describe
 from maxpipe.models.spec import Model, Scores
 from maxpipe.parallel import scopes
-from maxpipe.parallel.mesh import BATCH_AXES, build_mesh
+from maxpipe.parallel.mesh import AXES, BATCH_AXES, build_mesh
 from maxpipe.pipeline.layout import LayerLayout
 from maxpipe.planner import memory
 from maxpipe.planner.hlo_parser import parse_hlo
@@ -555,13 +555,14 @@ def collective_traffic(found: Sequence[Collective], mesh: Any) -> list[Collectiv
     placed = list(mesh.devices.flat)
     place_of = {device.id: place for place, device in enumerate(placed)}
     slices = np.array([_slice_index(device) for device in placed])
+    sizes: dict[str, int] = dict(zip(AXES, mesh.devices.shape, strict=True))
     grouped: dict[tuple[str, str, str, bool], list[Collective]] = {}
     for each in found:
         group = [place_of[member] for member in each.group] if each.between_slices else each.group
         members = np.array([member for member in group if member < len(placed)])
         if len(members) < 2:
             continue
-        axes = mesh_axes_of(members, mesh.shape)
+        axes = mesh_axes_of(members, sizes)
         link = "dcn" if len(set(slices[members])) > 1 else "ici"
         grouped.setdefault((each.kind, "+".join(axes), link, each.is_async), []).append(each)
     result = [
