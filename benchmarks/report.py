@@ -4,8 +4,8 @@
     python benchmarks/report.py --write   # and writes report.md
 
 The run has the given number of records with 12 metrics each. The page is opened three times in
-headless Chromium. The time to open the page is that of the whole Chromium process, with its start
-and exit, so it is an upper bound. The script requires `chromium` on the PATH.
+headless Chromium. The time to open the page includes the start and the exit of Chromium, so it is
+an upper bound. The script requires `chromium` on the PATH.
 """
 
 from __future__ import annotations
